@@ -1,0 +1,1 @@
+"""The learned placer, imported as `rlplace.agents`."""

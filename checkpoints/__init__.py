@@ -1,0 +1,1 @@
+"""Shipped checkpoints, read through `rlplace.agents.checkpoint`."""

@@ -1,0 +1,1 @@
+"""The gymnasium environments, imported as `rlplace.envs`."""

@@ -1,0 +1,61 @@
+"""Errors of rlplace: each carries the exit code that the command line ends with.
+
+Every message is one line that says what is wrong, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RlplaceError(Exception):
+    """Base of all errors that rlplace raises on purpose."""
+
+    exit_code = 1
+
+
+class InputError(RlplaceError, ValueError):
+    """A file, option, name or argument is not usable as given."""
+
+    exit_code = 2
+
+
+class CaptureError(RlplaceError):
+    """No capture method could record the model's training step."""
+
+
+class InfeasibleError(RlplaceError):
+    """No plan satisfies the constraints.
+
+    Attributes:
+        device: Name of the device that is short of memory, or None when another constraint fails.
+        short_bytes: Bytes missing on that device, or in total when `device` is None.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, device: str | None = None, short_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.device = device
+        self.short_bytes = short_bytes
+
+
+class MissingError(RlplaceError):
+    """Hardware or an optional dependency is missing; the message says what to install."""
+
+    exit_code = 4
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> InputError:
+    """Builds the error for an unknown name, with the nearest known one.
+
+    Args:
+        what: Kind of thing that was looked up, for example ``"planner"``.
+        name: The name that was given.
+        known: All names that would have been accepted.
+    """
+    choices = sorted(known)
+    near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(choices)
+    return InputError(f"unknown {what} {str(name)[:80]!r}; {hint}")

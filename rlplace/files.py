@@ -1,0 +1,152 @@
+"""Reading and writing of rlplace's versioned JSON files.
+
+Reading is strict and never runs code: duplicate or unknown keys, NaN, deep nesting, truncated text and files of a newer
+version are each refused with one line. Writing goes to a temporary name in the same folder and is renamed when complete,
+so that a reader never sees half a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlplace.errors import InputError, unknown_name
+
+MAX_FILE_BYTES = 1 << 30
+"""Larger files are refused before they are read."""
+
+
+def read_text(path: str | Path) -> str:
+    """Reads a UTF-8 text file of at most `MAX_FILE_BYTES`."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise InputError(f"{path}: file has {size} bytes, the limit is {MAX_FILE_BYTES}")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any]:
+    """Reads a versioned JSON file and checks its `format` and `version`.
+
+    Args:
+        path: File to read.
+        format_name: Expected value of the key `format`, for example ``"rlplace.plan"``.
+        version: Newest version that this code understands.
+
+    Returns:
+        The top-level object without the keys `format` and `version`.
+
+    Raises:
+        InputError: The file is missing, malformed, of another format or of a newer version.
+    """
+    text = read_text(path)
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise InputError(f"{path}: JSON is nested too deeply") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON: {error}") from None
+    return check_header(data, format_name, version, where=str(path))
+
+
+def check_header(data: Any, format_name: str, version: int, where: str) -> dict[str, Any]:
+    """Checks `format` and `version` of parsed JSON and returns the rest as a new dict."""
+    if not isinstance(data, dict):
+        raise InputError(f"{where}: expected a JSON object, found {type(data).__name__}")
+    found = data.get("format")
+    if found != format_name:
+        raise InputError(f"{where}: expected format {format_name!r}, found {str(found)[:80]!r}")
+    number = data.get("version")
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InputError(f"{where}: version must be a positive integer, found {str(number)[:80]!r}")
+    if number > version:
+        raise InputError(
+            f"{where}: written as {format_name} version {number}, this rlplace reads up to {version}; upgrade rlplace"
+        )
+    return {key: value for key, value in data.items() if key not in ("format", "version")}
+
+
+def check_keys(data: Any, required: Collection[str], optional: Collection[str], where: str) -> None:
+    """Refuses anything but an object with all `required` keys and no key outside `optional`."""
+    if not isinstance(data, Mapping):
+        raise InputError(f"{where}: expected an object, found {type(data).__name__}")
+    for key in data:
+        if key not in required and key not in optional:
+            raise InputError(f"{where}: {unknown_name('key', key, [*required, *optional])}")
+    for key in required:
+        if key not in data:
+            raise InputError(f"{where}: key {key!r} is missing")
+
+
+def canonical_json(data: Any) -> str:
+    """Serialises to JSON with sorted keys and no spaces: the form that fingerprints are taken of."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def fingerprint(data: Mapping[str, Any]) -> str:
+    """SHA-256 of the canonical JSON of `data` without the keys `name` and `source`."""
+    kept = {key: value for key, value in data.items() if key not in ("name", "source")}
+    return hashlib.sha256(canonical_json(kept).encode()).hexdigest()
+
+
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Writes `data` as JSON, atomically."""
+    write_text(path, json.dumps(data, allow_nan=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a text file atomically: the whole text or nothing appears under `path`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | Path, payload: bytes) -> None:
+    """Writes a binary file atomically: all bytes or none appear under `path`."""
+    path = Path(path)
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(payload)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number that rlplace accepts")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} appears twice")
+            seen.add(key)
+    return result

@@ -1,0 +1,266 @@
+"""The `PlacementPlan` record: the answer to a problem, its checks and its file format (DESIGN section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.files import check_keys, read_json, write_json
+from rlplace.problem import Problem
+
+FORMAT = "rlplace.plan"
+VERSION = 1
+SCHEDULES = ("list", "gpipe", "1f1b", "interleaved", "zero_bubble")
+
+_REQUIRED = {"problem", "planner", "seed", "device_of_group"}
+_OPTIONAL = {
+    "priority", "order", "microbatches", "schedule", "stage_of_group", "replicas", "shards", "groups", "source", "predicted",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementPlan:
+    """Which device runs which group, and in which order.
+
+    Attributes:
+        problem: Fingerprint of the problem that the plan solves.
+        planner: Name of the planner that made it.
+        seed: Seed that the planner was given.
+        device_of_group: int32 [G].
+        priority: Optional float64 [N]; a device starts the ready op of highest priority.
+        order: Optional, per device the exact sequence of its op numbers (or ``[op, microbatch]`` pairs when there are several
+            micro-batches); excludes `priority` and `schedule`.
+        microbatches: Passes over the ops per step.
+        schedule: One of `SCHEDULES`.
+        stage_of_group: Optional int32 [G]; a group's stage, default its device.
+        replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; None is one replica, identity.
+        shards: Optional ``{op name: {dim: parts}}``.
+        groups: Per group ``{"name", "modules", "ops"}``: what of the model it holds.
+        source: Where the problem came from, so that a verb can rebuild it.
+        predicted: ``step_time_s``, ``samples_per_s``, ``peak_memory_bytes`` per device, ``feasible``, ``executor`` and the
+            parts ``compute``, ``transfer`` and ``idle``.
+    """
+
+    problem: str
+    planner: str
+    seed: int
+    device_of_group: NDArray[np.int32]
+    priority: NDArray[np.float64] | None = None
+    order: Sequence[Sequence[Any]] | None = None
+    microbatches: int = 1
+    schedule: str = "list"
+    stage_of_group: NDArray[np.int32] | None = None
+    replicas: Sequence[Sequence[int]] | None = None
+    shards: Mapping[str, Mapping[str, int]] | None = None
+    groups: Sequence[Mapping[str, Any]] | None = None
+    source: Mapping[str, Any] | None = None
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Writes ``*.plan.json``, atomically."""
+        write_json(path, self.to_dict())
+
+    @staticmethod
+    def load(path: str | Path, problem: Problem | None = None) -> PlacementPlan:
+        """Reads a plan; with `problem`, also checks that it fits.
+
+        Raises:
+            InputError: Malformed file, newer version, or a plan for another problem.
+        """
+        data = read_json(path, FORMAT, VERSION)
+        try:
+            plan = _parse(data)
+            if problem is not None:
+                check_plan(plan, problem)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        return plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON data, defaults left out."""
+        data: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "problem": self.problem,
+            "planner": self.planner,
+            "seed": int(self.seed),
+            "device_of_group": [int(d) for d in self.device_of_group],
+        }
+        if self.priority is not None:
+            data["priority"] = [float(p) for p in self.priority]
+        if self.order is not None:
+            data["order"] = [[list(item) if isinstance(item, (list, tuple)) else int(item) for item in row] for row in self.order]
+        if self.microbatches != 1:
+            data["microbatches"] = self.microbatches
+        if self.schedule != "list":
+            data["schedule"] = self.schedule
+        if self.stage_of_group is not None:
+            data["stage_of_group"] = [int(s) for s in self.stage_of_group]
+        if self.replicas is not None:
+            data["replicas"] = [[int(d) for d in row] for row in self.replicas]
+        for key in ("shards", "source"):
+            if getattr(self, key) is not None:
+                data[key] = dict(getattr(self, key))
+        if self.groups is not None:
+            data["groups"] = [dict(group) for group in self.groups]
+        if self.predicted:
+            data["predicted"] = dict(self.predicted)
+        return data
+
+    def with_predicted(self, predicted: Mapping[str, Any]) -> PlacementPlan:
+        """The same plan with another prediction."""
+        return replace(self, predicted=dict(predicted))
+
+
+def make_plan(
+    problem: Problem, device_of_group: Sequence[int] | NDArray[Any], *, planner: str, seed: int = 0, **fields: Any
+) -> PlacementPlan:
+    """Builds a plan for `problem`, with its groups and source filled in, and checks it."""
+    groups = None
+    if problem.group_ops is not None and problem.group_modules is not None:
+        rows = zip(problem.group_names, problem.group_modules, problem.group_ops, strict=True)
+        groups = [{"name": name, "modules": list(modules), "ops": list(ops)} for name, modules, ops in rows]
+    plan = PlacementPlan(
+        problem=problem.fingerprint,
+        planner=planner,
+        seed=seed,
+        device_of_group=np.asarray(device_of_group, dtype=np.int32),
+        groups=groups,
+        source=problem.source,
+        **fields,
+    )
+    check_plan(plan, problem)
+    return plan
+
+
+def check_plan(plan: PlacementPlan, problem: Problem) -> None:
+    """Refuses a plan that was made for another problem or that does not have its shape.
+
+    Memory, null times and links are not checked here: the simulator reports them as infeasible.
+    """
+    if plan.problem != problem.fingerprint:
+        raise InputError(
+            f"plan is for problem {plan.problem[:12]}, this problem is {problem.fingerprint[:12]}; "
+            "plan again, or name the problem it was made for with --problem"
+        )
+    if plan.device_of_group.shape != (problem.num_groups,):
+        raise InputError(f"plan: device_of_group has {len(plan.device_of_group)} entries, the problem {problem.num_groups} groups")
+    if plan.device_of_group.min(initial=0) < 0 or plan.device_of_group.max(initial=0) >= problem.num_devices:
+        raise InputError(f"plan: device_of_group names a device outside 0..{problem.num_devices - 1}")
+    fixed = (problem.group_device >= 0) & (problem.group_device != plan.device_of_group)
+    if fixed.any():
+        group = int(np.flatnonzero(fixed)[0])
+        device = problem.devices[problem.group_device[group]].name
+        raise InputError(f"plan: group {problem.group_names[group]!r} may only sit on {device}")
+    if plan.priority is not None and plan.priority.shape != (problem.num_ops,):
+        raise InputError(f"plan: priority has {len(plan.priority)} entries, the problem {problem.num_ops} ops")
+    if plan.stage_of_group is not None and plan.stage_of_group.shape != (problem.num_groups,):
+        raise InputError(f"plan: stage_of_group has {len(plan.stage_of_group)} entries, the problem {problem.num_groups} groups")
+    if plan.order is not None and plan.microbatches == 1:
+        check_order(plan.order, plan.device_of_group, problem)
+
+
+def check_order(order: Sequence[Sequence[int]], device_of_group: NDArray[np.int32], problem: Problem) -> None:
+    """Refuses an order that is not, per device, a permutation of the ops that sit there."""
+    if len(order) != problem.num_devices:
+        raise InputError(f"plan: order has {len(order)} lists, the problem {problem.num_devices} devices")
+    device_of_op = np.asarray(device_of_group)[problem.op_group]
+    for device, row in enumerate(order):
+        if sorted(row) != np.flatnonzero(device_of_op == device).tolist():
+            raise InputError(f"plan: order of {problem.devices[device].name} is not a permutation of the ops placed there")
+
+
+def _parse(data: dict[str, Any]) -> PlacementPlan:
+    check_keys(data, _REQUIRED, _OPTIONAL, "plan")
+    if not isinstance(data["problem"], str) or not isinstance(data["planner"], str):
+        raise InputError("plan: problem and planner must be strings")
+    schedule = data.get("schedule", "list")
+    if schedule not in SCHEDULES:
+        raise InputError(f"plan: schedule must be one of {', '.join(SCHEDULES)}")
+    microbatches = _whole(data.get("microbatches", 1), "microbatches")
+    if microbatches < 1:
+        raise InputError("plan: microbatches must be at least 1")
+    order = data.get("order")
+    if order is not None:
+        if "priority" in data or "schedule" in data:
+            raise InputError("plan: order excludes priority and schedule")
+        order = _parse_order(order, microbatches)
+    priority = data.get("priority")
+    if priority is not None:
+        if not isinstance(priority, list) or not all(_finite(p) for p in priority):
+            raise InputError("plan: priority must be a list of finite numbers")
+        priority = np.array(priority, dtype=np.float64)
+    stages = data.get("stage_of_group")
+    for key, kind in (("shards", dict), ("source", dict), ("predicted", dict), ("groups", list)):
+        if key in data and not isinstance(data[key], kind):
+            raise InputError(f"plan: {key} must be {'an object' if kind is dict else 'a list'}")
+    return PlacementPlan(
+        problem=data["problem"],
+        planner=data["planner"],
+        seed=_whole(data["seed"], "seed"),
+        device_of_group=_whole_list(data["device_of_group"], "device_of_group"),
+        priority=priority,
+        order=order,
+        microbatches=microbatches,
+        schedule=schedule,
+        stage_of_group=None if stages is None else _whole_list(stages, "stage_of_group"),
+        replicas=_parse_replicas(data.get("replicas")),
+        shards=data.get("shards"),
+        groups=_parse_groups(data.get("groups")),
+        source=data.get("source"),
+        predicted=data.get("predicted", {}),
+    )
+
+
+def _parse_order(value: Any, microbatches: int) -> list[list[Any]]:
+    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+        raise InputError("plan: order must be one list of ops per device")
+    if microbatches == 1:
+        return [[_whole(item, "order") for item in row] for row in value]
+    if not all(isinstance(item, list) and len(item) == 2 for row in value for item in row):
+        raise InputError("plan: with several micro-batches, order holds [op, microbatch] pairs")
+    return [[(_whole(op, "order"), _whole(mb, "order")) for op, mb in row] for row in value]
+
+
+def _parse_replicas(value: Any) -> list[list[int]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value:
+        raise InputError("plan: replicas must be a non-empty list of device lists")
+    return [_whole_list(row, "replicas").tolist() for row in value]
+
+
+def _parse_groups(value: Any) -> list[dict[str, Any]] | None:
+    if value is None:
+        return None
+    for index, item in enumerate(value):
+        check_keys(item, {"name"}, {"modules", "ops"}, f"plan: groups[{index}]")
+        lists = [item.get("modules", []), item.get("ops", [])]
+        if not all(isinstance(x, list) and all(isinstance(name, str) for name in x) for x in lists):
+            raise InputError(f"plan: groups[{index}]: modules and ops must be lists of names")
+    return list(value)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _whole(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(1 << 31) <= value < 1 << 62:
+        raise InputError(f"plan: {where}: {str(value)[:40]!r} is not a whole number")
+    return value
+
+
+def _whole_list(value: Any, where: str) -> NDArray[np.int32]:
+    if not isinstance(value, list):
+        raise InputError(f"plan: {where}: expected a list of whole numbers")
+    numbers = [_whole(item, where) for item in value]
+    if any(n < 0 or n >= 1 << 31 for n in numbers):
+        raise InputError(f"plan: {where}: a number is out of range")
+    return np.array(numbers, dtype=np.int32)

@@ -1,0 +1,204 @@
+"""Checks that a `Problem` is well formed before anything uses a number of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+
+if TYPE_CHECKING:
+    from rlplace.problem.problem import Problem
+
+MAX_BYTES = 1 << 60
+MAX_SECONDS = 1e9
+MAX_DEVICES = 4096
+MAX_CHANNEL = 1 << 20
+
+
+def check_problem(problem: Problem) -> NDArray[np.int32]:
+    """Checks every field and returns a topological order of the ops.
+
+    Raises:
+        InputError: Names the first field, item and value that is wrong.
+    """
+    _check_devices(problem)
+    _check_links(problem)
+    _check_groups(problem)
+    _check_ops(problem)
+    _check_tensors(problem)
+    return _topological_order(problem)
+
+
+def _fail(where: str, what: str) -> InputError:
+    return InputError(f"problem: {where}: {what}")
+
+
+def _first(mask: NDArray[np.bool_]) -> int:
+    return int(np.flatnonzero(mask)[0])
+
+
+def _check_unique(names: tuple[str, ...], where: str) -> None:
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if not isinstance(name, str) or not name:
+            raise _fail(f"{where}[{index}]", "name must be a non-empty string")
+        if name in seen:
+            raise _fail(f"{where}[{index}]", f"name {name[:80]!r} appears twice")
+        seen.add(name)
+
+
+def _check_bytes(values: NDArray[np.int64], where: str, count: int, least: int = 0) -> None:
+    if values.shape != (count,):
+        raise _fail(where, f"expected {count} values, found shape {values.shape}")
+    bad = (values < least) | (values > MAX_BYTES)
+    if bad.any():
+        index = _first(bad)
+        raise _fail(f"{where}[{index}]", f"{int(values[index])} is outside 0..{MAX_BYTES}")
+
+
+def _check_devices(problem: Problem) -> None:
+    if not problem.devices:
+        raise _fail("devices", "a problem needs at least one device")
+    if len(problem.devices) > MAX_DEVICES:
+        raise _fail("devices", f"{len(problem.devices)} devices, the limit is {MAX_DEVICES}")
+    if not 1 <= problem.samples_per_microbatch <= MAX_BYTES:
+        raise _fail("samples_per_microbatch", f"{problem.samples_per_microbatch} is not a positive count")
+    _check_unique(tuple(d.name for d in problem.devices), "devices")
+    for index, device in enumerate(problem.devices):
+        where = f"devices[{index}] ({device.name})"
+        if not 0 <= device.reserved_bytes <= MAX_BYTES:
+            raise _fail(where, f"reserved_bytes {device.reserved_bytes} is outside 0..{MAX_BYTES}")
+        if device.memory_bytes is not None:
+            if not 0 < device.memory_bytes <= MAX_BYTES:
+                raise _fail(where, f"memory_bytes must be positive (null for no limit), found {device.memory_bytes}")
+            if device.reserved_bytes > device.memory_bytes:
+                raise _fail(where, f"reserved_bytes {device.reserved_bytes} exceeds memory_bytes {device.memory_bytes}")
+
+
+def _check_links(problem: Problem) -> None:
+    count = problem.num_devices
+    for name in ("bandwidth_bytes_per_s", "latency_s"):
+        matrix = getattr(problem.links, name)
+        if matrix.shape != (count, count):
+            raise _fail(f"links.{name}", f"expected a {count} x {count} matrix, found shape {matrix.shape}")
+        bad = ~np.isfinite(matrix) | (matrix < 0)
+        if bad.any():
+            i, j = np.argwhere(bad)[0]
+            raise _fail(f"links.{name}[{i}][{j}]", f"{matrix[i, j]} is not a finite non-negative number")
+    channels = problem.links.channels
+    if channels is None:
+        return
+    if len(channels) != count or any(len(row) != count for row in channels):
+        raise _fail("links.channels", f"expected a {count} x {count} matrix of lists")
+    for i, row in enumerate(channels):
+        for j, held in enumerate(row):
+            where = f"links.channels[{i}][{j}]"
+            if any(not 0 <= c < MAX_CHANNEL for c in held):
+                raise _fail(where, f"channel numbers must be in 0..{MAX_CHANNEL - 1}")
+            if len(set(held)) != len(held):
+                raise _fail(where, "a channel appears twice")
+
+
+def _check_groups(problem: Problem) -> None:
+    count = problem.num_groups
+    _check_unique(problem.group_names, "groups")
+    _check_bytes(problem.resident_bytes, "groups.resident_bytes", count)
+    parts = []
+    for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+        _check_bytes(getattr(problem, name), f"groups.{name}", count, least=-1)
+        parts.append(getattr(problem, name))
+    given = np.stack(parts) >= 0 if count else np.zeros((3, 0), dtype=bool)
+    partial = given.any(axis=0) & ~given.all(axis=0)
+    if partial.any():
+        raise _fail(f"groups[{_first(partial)}]", "weight_bytes, gradient_bytes and optimizer_bytes go together")
+    wrong = given.all(axis=0) & (sum(parts) != problem.resident_bytes)
+    if wrong.any():
+        index = _first(wrong)
+        total = int(sum(int(p[index]) for p in parts))
+        raise _fail(f"groups[{index}]", f"parts add up to {total}, resident_bytes is {int(problem.resident_bytes[index])}")
+    device = problem.group_device
+    if device.shape != (count,) or (device < -1).any() or (device >= problem.num_devices).any():
+        raise _fail("groups.device", f"must be one of {problem.num_devices} devices or null for each of {count} groups")
+
+
+def _check_ops(problem: Problem) -> None:
+    count, devices = problem.num_ops, problem.num_devices
+    if count == 0:
+        raise _fail("ops", "the graph is empty; a problem needs at least one op")
+    _check_unique(problem.op_names, "ops")
+    if problem.op_group.shape != (count,) or problem.op_phase.shape != (count,):
+        raise _fail("ops", "group and phase must be given for every op")
+    bad = (problem.op_group < 0) | (problem.op_group >= problem.num_groups)
+    if bad.any():
+        raise _fail(f"ops[{_first(bad)}].group", f"{int(problem.op_group[bad][0])} is not one of {problem.num_groups} groups")
+    if (problem.op_phase < 0).any() or (problem.op_phase > 3).any():
+        raise _fail("ops.phase", "must be forward, backward, backward_weight or update")
+    times = problem.time_s
+    if times.shape != (count, devices):
+        raise _fail("ops.time_s", f"expected {count} x {devices} values, found shape {times.shape}")
+    bad_time = ~np.isnan(times) & ~((times >= 0) & (times <= MAX_SECONDS))
+    if bad_time.any():
+        i, j = np.argwhere(bad_time)[0]
+        raise _fail(f"ops[{i}].time_s[{j}]", f"{times[i, j]} is not in 0..{MAX_SECONDS:g} seconds")
+    nowhere = np.isnan(times).all(axis=1)
+    if nowhere.any():
+        raise _fail(f"ops[{_first(nowhere)}].time_s", "null on every device; the op cannot run anywhere")
+    _check_bytes(problem.temporary_bytes, "ops.temporary_bytes", count)
+    if problem.op_kind is not None and len(problem.op_kind) != count:
+        raise _fail("ops.kind", f"expected {count} values")
+
+
+def _check_tensors(problem: Problem) -> None:
+    count, ops = problem.num_tensors, problem.num_ops
+    _check_bytes(problem.tensor_bytes, "tensors.bytes", count)
+    producer, owner = problem.tensor_producer, problem.tensor_owner
+    if producer.shape != (count,) or owner.shape != (count,) or problem.consumer_ptr.shape != (count + 1,):
+        raise _fail("tensors", "producer, owner and consumers must be given for every tensor")
+    both = (producer >= 0) == (owner >= 0)
+    if both.any():
+        raise _fail(f"tensors[{_first(both)}]", "needs exactly one of producer and owner")
+    bad = (producer < -1) | (producer >= ops) | (owner < -1) | (owner >= problem.num_groups)
+    if bad.any():
+        raise _fail(f"tensors[{_first(bad)}]", "producer or owner is out of range")
+    ptr = problem.consumer_ptr
+    if ptr[0] != 0 or ptr[-1] != len(problem.consumers) or (np.diff(ptr) < 0).any():
+        raise _fail("tensors.consumers", "offsets are not a partition of the consumer list")
+    bad = (problem.consumers < 0) | (problem.consumers >= ops)
+    if bad.any():
+        edge = _first(bad)
+        raise _fail(f"tensors[{int(problem.edge_tensor[edge])}].consumers", f"op {int(problem.consumers[edge])} does not exist")
+    key = np.sort(problem.edge_tensor.astype(np.int64) * ops + problem.consumers)
+    twice = key[1:] == key[:-1]
+    if twice.any():
+        raise _fail(f"tensors[{int(key[1:][twice][0] // ops)}].consumers", "a consumer appears twice")
+    for tensor, matrix in problem.tensor_transfer_s.items():
+        where = f"tensors[{tensor}].transfer_s"
+        if matrix.shape != (problem.num_devices, problem.num_devices):
+            raise _fail(where, f"expected a {problem.num_devices} x {problem.num_devices} matrix")
+        if not (np.isfinite(matrix) & (matrix >= 0)).all():
+            raise _fail(where, "must be finite and non-negative")
+
+
+def _topological_order(problem: Problem) -> NDArray[np.int32]:
+    """Kahn's algorithm; ready ops leave in order of discovery, so the result is deterministic."""
+    count = problem.num_ops
+    made = problem.tensor_producer[problem.edge_tensor] >= 0
+    source = problem.tensor_producer[problem.edge_tensor][made]
+    target = problem.consumers[made]
+    by_source = np.argsort(source, kind="stable")
+    successors = target[by_source].tolist()
+    starts = np.searchsorted(source[by_source], np.arange(count + 1)).tolist()
+    missing = np.bincount(target, minlength=count).tolist()
+    order = [op for op in range(count) if missing[op] == 0]
+    for op in order:  # grows while it is read
+        for successor in successors[starts[op] : starts[op + 1]]:
+            missing[successor] -= 1
+            if missing[successor] == 0:
+                order.append(successor)
+    if len(order) < count:
+        stuck = next(op for op in range(count) if missing[op] > 0)
+        raise _fail(f"ops[{stuck}] ({problem.op_names[stuck][:80]})", "the graph is cyclic; this op waits on a cycle")
+    return np.array(order, dtype=np.int32)

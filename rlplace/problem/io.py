@@ -1,0 +1,301 @@
+"""Problem files: ``rlplace.problem`` version 1 (DESIGN section 3, docs/formats.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError, unknown_name
+from rlplace.files import check_header, check_keys, read_json, write_json
+from rlplace.problem.problem import PHASES, Device, Links, Problem
+
+FORMAT = "rlplace.problem"
+VERSION = 1
+
+_PARTS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+_DEVICE_KEYS = {"name", "memory_bytes", "reserved_bytes", "kind"}
+_GROUP_KEYS = {"name", "resident_bytes", "device", *_PARTS}
+_OP_KEYS = {"name", "group", "phase", "time_s", "temporary_bytes", "kind", "dims"}
+_TENSOR_KEYS = {"producer", "owner", "bytes", "consumers", "transfer_s"}
+
+
+def save_problem(problem: Problem, path: str | Path) -> None:
+    """Writes a problem file, atomically."""
+    write_json(path, problem_to_dict(problem))
+
+
+def load_problem(path: str | Path) -> Problem:
+    """Reads a problem file.
+
+    Raises:
+        InputError: The file is missing, malformed, newer than this code, or describes an impossible problem.
+    """
+    data = read_json(path, FORMAT, VERSION)
+    try:
+        return _parse(data)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def problem_from_dict(data: dict[str, Any]) -> Problem:
+    """Builds a problem from parsed JSON, with the same checks as `load_problem`."""
+    return _parse(check_header(data, FORMAT, VERSION, where="problem"))
+
+
+def problem_to_dict(problem: Problem) -> dict[str, Any]:
+    """The problem as plain JSON data; defaults are left out, so equal problems give equal text."""
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": problem.name,
+        "samples_per_microbatch": int(problem.samples_per_microbatch),
+        "devices": [_device_to_dict(device) for device in problem.devices],
+        "links": {
+            "bandwidth_bytes_per_s": problem.links.bandwidth_bytes_per_s.tolist(),
+            "latency_s": problem.links.latency_s.tolist(),
+        },
+        "groups": _groups_to_list(problem),
+        "ops": _ops_to_list(problem),
+        "tensors": _tensors_to_list(problem),
+    }
+    if problem.links.channels is not None:
+        data["links"]["channels"] = [[list(held) for held in row] for row in problem.links.channels]
+    if problem.source is not None:
+        data["source"] = dict(problem.source)
+    return data
+
+
+def _device_to_dict(device: Device) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": device.name, "memory_bytes": device.memory_bytes}
+    if device.reserved_bytes:
+        data["reserved_bytes"] = device.reserved_bytes
+    if device.kind is not None:
+        data["kind"] = device.kind
+    return data
+
+
+def _groups_to_list(problem: Problem) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = []
+    parts = np.stack([getattr(problem, name) for name in _PARTS], axis=1).tolist()
+    resident, fixed = problem.resident_bytes.tolist(), problem.group_device.tolist()
+    for index, name in enumerate(problem.group_names):
+        group: dict[str, Any] = {"name": name, "resident_bytes": resident[index]}
+        if parts[index][0] >= 0:
+            group.update(zip(_PARTS, parts[index], strict=True))
+        if fixed[index] >= 0:
+            group["device"] = fixed[index]
+        groups.append(group)
+    return groups
+
+
+def _ops_to_list(problem: Problem) -> list[dict[str, Any]]:
+    ops: list[dict[str, Any]] = []
+    same = (problem.time_s == problem.time_s[:, :1]).all(axis=1).tolist()
+    times = problem.time_s.tolist()
+    groups, phases, temporary = problem.op_group.tolist(), problem.op_phase.tolist(), problem.temporary_bytes.tolist()
+    for index, name in enumerate(problem.op_names):
+        row = times[index]
+        time_s = row[0] if same[index] else [None if t != t else t for t in row]
+        op: dict[str, Any] = {"name": name, "group": groups[index], "phase": PHASES[phases[index]], "time_s": time_s}
+        if temporary[index]:
+            op["temporary_bytes"] = temporary[index]
+        if problem.op_kind is not None and problem.op_kind[index]:
+            op["kind"] = problem.op_kind[index]
+        if index in problem.op_dims:
+            op["dims"] = dict(problem.op_dims[index])
+        ops.append(op)
+    return ops
+
+
+def _tensors_to_list(problem: Problem) -> list[dict[str, Any]]:
+    tensors: list[dict[str, Any]] = []
+    ptr, consumers, sizes = problem.consumer_ptr.tolist(), problem.consumers.tolist(), problem.tensor_bytes.tolist()
+    producers, owners = problem.tensor_producer.tolist(), problem.tensor_owner.tolist()
+    for index, size in enumerate(sizes):
+        tensor: dict[str, Any] = {"producer": producers[index]} if producers[index] >= 0 else {"owner": owners[index]}
+        tensor["bytes"] = size
+        tensor["consumers"] = consumers[ptr[index] : ptr[index + 1]]
+        if index in problem.tensor_transfer_s:
+            tensor["transfer_s"] = problem.tensor_transfer_s[index].tolist()
+        tensors.append(tensor)
+    return tensors
+
+
+def _parse(data: dict[str, Any]) -> Problem:
+    check_keys(data, {"devices", "links", "groups", "ops", "tensors"}, {"name", "samples_per_microbatch", "source"}, "problem")
+    for key in ("devices", "groups", "ops", "tensors"):
+        if not isinstance(data[key], list):
+            raise InputError(f"problem: {key}: expected a list, found {type(data[key]).__name__}")
+    name = data.get("name", "problem")
+    source = data.get("source")
+    if not isinstance(name, str):
+        raise InputError("problem: name: expected a string")
+    if source is not None and not isinstance(source, dict):
+        raise InputError("problem: source: expected an object")
+    devices = tuple(_parse_device(item, i) for i, item in enumerate(data["devices"]))
+    if not devices:
+        raise InputError("problem: devices: a problem needs at least one device")
+    return Problem(
+        name=name,
+        samples_per_microbatch=_integer(data.get("samples_per_microbatch", 1), "samples_per_microbatch"),
+        devices=devices,
+        links=_parse_links(data["links"]),
+        source=source,
+        **_parse_groups(data["groups"]),
+        **_parse_ops(data["ops"], len(devices)),
+        **_parse_tensors(data["tensors"], len(devices)),
+    )
+
+
+def _parse_device(item: Any, index: int) -> Device:
+    where = f"devices[{index}]"
+    check_keys(item, {"name", "memory_bytes"}, _DEVICE_KEYS, where)
+    memory, kind = item["memory_bytes"], item.get("kind")
+    if not isinstance(item["name"], str) or not (kind is None or isinstance(kind, str)):
+        raise InputError(f"{where}: name and kind must be strings")
+    return Device(
+        name=item["name"],
+        memory_bytes=None if memory is None else _integer(memory, f"{where}.memory_bytes"),
+        reserved_bytes=_integer(item.get("reserved_bytes", 0), f"{where}.reserved_bytes"),
+        kind=kind,
+    )
+
+
+def _parse_links(item: Any) -> Links:
+    check_keys(item, {"bandwidth_bytes_per_s", "latency_s"}, {"channels"}, "links")
+    channels = item.get("channels")
+    if channels is not None:
+        if not _is_nested(channels, 3):
+            raise InputError("links.channels: expected a matrix of lists of channel numbers")
+        channels = tuple(tuple(tuple(_integer(c, "links.channels") for c in held) for held in row) for row in channels)
+    return Links(
+        bandwidth_bytes_per_s=_matrix(item["bandwidth_bytes_per_s"], "links.bandwidth_bytes_per_s"),
+        latency_s=_matrix(item["latency_s"], "links.latency_s"),
+        channels=channels,
+    )
+
+
+def _parse_groups(items: list[Any]) -> dict[str, Any]:
+    for index, item in enumerate(items):
+        if not isinstance(item, dict) or not _GROUP_KEYS.issuperset(item) or "name" not in item:
+            check_keys(item, {"name", "resident_bytes"}, _GROUP_KEYS, f"groups[{index}]")
+    fixed = [item.get("device") for item in items]
+    return {
+        "group_names": tuple(item["name"] for item in items),
+        "resident_bytes": _integers([item.get("resident_bytes", 0) for item in items], "groups.resident_bytes"),
+        **{key: _integers([item.get(key, -1) for item in items], f"groups.{key}") for key in _PARTS},
+        "group_device": _integers([-1 if d is None else d for d in fixed], "groups.device").astype(np.int32),
+    }
+
+
+def _parse_ops(items: list[Any], num_devices: int) -> dict[str, Any]:
+    number = {phase: index for index, phase in enumerate(PHASES)}
+    for index, item in enumerate(items):
+        if not isinstance(item, dict) or not _OP_KEYS.issuperset(item):
+            check_keys(item, {"name", "group", "phase", "time_s"}, _OP_KEYS, f"ops[{index}]")
+    try:
+        rows = [item["time_s"] for item in items]
+        groups = [item["group"] for item in items]
+        phases = [item["phase"] for item in items]
+        names = tuple(item["name"] for item in items)
+    except KeyError as error:
+        raise InputError(f"ops: key {error.args[0]!r} is missing from an op") from None
+    unknown = next((p for p in phases if not isinstance(p, str) or p not in number), None)
+    if unknown is not None:
+        raise unknown_name("phase", str(unknown), PHASES)
+    kinds = tuple(item.get("kind", "") for item in items)
+    if not all(isinstance(kind, str) for kind in kinds):
+        raise InputError("ops.kind: expected strings")
+    return {
+        "op_names": names,
+        "op_group": _integers(groups, "ops.group").astype(np.int32),
+        "op_phase": np.array([number[p] for p in phases], dtype=np.int8),
+        "time_s": _parse_times(rows, num_devices),
+        "temporary_bytes": _integers([item.get("temporary_bytes", 0) for item in items], "ops.temporary_bytes"),
+        "op_kind": kinds if any(kinds) else None,
+        "op_dims": {i: _parse_dims(item["dims"], i) for i, item in enumerate(items) if "dims" in item},
+    }
+
+
+def _parse_times(rows: list[Any], num_devices: int) -> NDArray[np.float64]:
+    flat: list[float] = []
+    for index, row in enumerate(rows):
+        values = row if isinstance(row, list) else [row] * num_devices
+        if len(values) != num_devices:
+            raise InputError(f"ops[{index}].time_s: expected {num_devices} values, found {len(values)}")
+        for value in values:
+            if value is None:
+                flat.append(np.nan)
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                flat.append(_number(value, f"ops[{index}].time_s"))
+            else:
+                raise InputError(f"ops[{index}].time_s: {str(value)[:40]!r} is not a number or null")
+    return np.array(flat, dtype=np.float64).reshape(len(rows), num_devices)
+
+
+def _parse_dims(item: Any, index: int) -> dict[str, int]:
+    if not isinstance(item, dict):
+        raise InputError(f"ops[{index}].dims: expected an object of sizes")
+    return {str(key): _integer(value, f"ops[{index}].dims.{key}") for key, value in item.items()}
+
+
+def _parse_tensors(items: list[Any], num_devices: int) -> dict[str, Any]:
+    for index, item in enumerate(items):
+        if not isinstance(item, dict) or not _TENSOR_KEYS.issuperset(item) or "bytes" not in item:
+            check_keys(item, {"bytes", "consumers"}, _TENSOR_KEYS, f"tensors[{index}]")
+        if not isinstance(item.get("consumers"), list):
+            raise InputError(f"tensors[{index}].consumers: expected a list of ops")
+    consumers = [item["consumers"] for item in items]
+    return {
+        "tensor_producer": _integers([item.get("producer", -1) for item in items], "tensors.producer").astype(np.int32),
+        "tensor_owner": _integers([item.get("owner", -1) for item in items], "tensors.owner").astype(np.int32),
+        "tensor_bytes": _integers([item["bytes"] for item in items], "tensors.bytes"),
+        "consumer_ptr": np.concatenate([[0], np.cumsum([len(c) for c in consumers], dtype=np.int64)]).astype(np.int64),
+        "consumers": _integers(list(chain.from_iterable(consumers)), "tensors.consumers").astype(np.int32),
+        "tensor_transfer_s": {
+            i: _matrix(item["transfer_s"], f"tensors[{i}].transfer_s") for i, item in enumerate(items) if "transfer_s" in item
+        },
+    }
+
+
+def _integer(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or int(value) != value:
+        raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number")
+    return int(value)
+
+
+def _integers(values: Sequence[Any], where: str) -> NDArray[np.int64]:
+    """Whole numbers as int64; values beyond int32 range in index fields are caught by the range checks."""
+    if not all(type(value) is int for value in values):
+        values = [_integer(value, where) for value in values]
+    if values and not (-(1 << 31) < min(values) and max(values) < 1 << 62):
+        raise InputError(f"{where}: a value is out of range")
+    if not where.endswith("bytes") and values and max(values) >= 1 << 31:
+        raise InputError(f"{where}: a value is out of range")
+    return np.array(values, dtype=np.int64)
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise InputError(f"{where}: a number is too large") from None
+
+
+def _matrix(value: Any, where: str) -> NDArray[np.float64]:
+    if not _is_nested(value, 2) or len({len(row) for row in value}) > 1:
+        raise InputError(f"{where}: expected a matrix (a list of equally long lists of numbers)")
+    if any(isinstance(x, bool) or not isinstance(x, (int, float)) for row in value for x in row):
+        raise InputError(f"{where}: expected numbers")
+    return np.array([[_number(x, where) for x in row] for row in value], dtype=np.float64)
+
+
+def _is_nested(value: Any, depth: int) -> bool:
+    if depth == 0:
+        return True
+    return isinstance(value, list) and all(_is_nested(item, depth - 1) for item in value)

@@ -1,0 +1,122 @@
+"""Problems as networkx graphs, so that any directed acyclic graph a person has can be placed.
+
+Node attributes: `group` (name, default: the node's own), `phase`, `time_s` (number or one per device, None where it cannot
+run), `temporary_bytes`, `resident_bytes` and `device` (taken from the first node of a group that has them), `kind`. Edge
+attributes: `bytes` and `tensor`: edges out of one node with equal `tensor` are the same tensor (sent once per device);
+without the attribute every edge is a tensor of its own. Owner tensors have no producing node and do not survive the trip.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlplace.errors import InputError
+from rlplace.problem.problem import PHASES, Problem
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from rlplace.cluster.spec import Cluster
+
+
+def problem_to_networkx(problem: Problem) -> nx.DiGraph:
+    """One node per op and one edge per producer and consumer; parallel tensors between two ops add their bytes.
+
+    Raises:
+        InputError: The problem has owner tensors, which a graph of ops cannot express.
+    """
+    import networkx as nx
+
+    if (problem.tensor_owner >= 0).any():
+        raise InputError("to_networkx: the problem has owner tensors; save it as JSON instead")
+    graph = nx.DiGraph(name=problem.name)
+    for index, name in enumerate(problem.op_names):
+        group = int(problem.op_group[index])
+        fixed = int(problem.group_device[group])
+        graph.add_node(
+            name,
+            group=problem.group_names[group],
+            phase=PHASES[problem.op_phase[index]],
+            time_s=[None if t != t else t for t in problem.time_s[index].tolist()],
+            temporary_bytes=int(problem.temporary_bytes[index]),
+            resident_bytes=int(problem.resident_bytes[group]),
+            device=None if fixed < 0 else fixed,
+        )
+    for edge, consumer in enumerate(problem.consumers.tolist()):
+        tensor = int(problem.edge_tensor[edge])
+        producer = problem.op_names[problem.tensor_producer[tensor]]
+        target = problem.op_names[consumer]
+        size = int(problem.tensor_bytes[tensor])
+        if graph.has_edge(producer, target):
+            graph.edges[producer, target]["bytes"] += size
+            graph.edges[producer, target].pop("tensor", None)
+        else:
+            graph.add_edge(producer, target, bytes=size, tensor=tensor)
+    return graph
+
+
+def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "networkx") -> Problem:
+    """Builds a problem from a directed acyclic graph with the attributes named in the module docstring."""
+    devices, links = cluster.to_problem_devices()
+    nodes = list(graph.nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    group_index: dict[str, int] = {}
+    resident: list[int] = []
+    fixed: list[int] = []
+    op_group, times = [], []
+    for node, data in graph.nodes(data=True):
+        group = str(data.get("group", node))
+        if group not in group_index:
+            group_index[group] = len(group_index)
+            resident.append(int(data.get("resident_bytes", 0)))
+            fixed.append(-1 if data.get("device") is None else int(data["device"]))
+        op_group.append(group_index[group])
+        times.append(_times(data.get("time_s"), len(devices), node))
+    tensors: dict[tuple[int, Any], list[int]] = {}
+    sizes: dict[tuple[int, Any], int] = {}
+    for source, target, data in graph.edges(data=True):
+        key = (index[source], data.get("tensor", ("edge", index[target])))
+        tensors.setdefault(key, []).append(index[target])
+        sizes[key] = max(sizes.get(key, 0), int(data.get("bytes", 0)))
+    consumers = [sorted(c) for c in tensors.values()]
+    unknown = np.full(len(group_index), -1, dtype=np.int64)
+    return Problem(
+        name=name,
+        samples_per_microbatch=1,
+        devices=devices,
+        links=links,
+        group_names=tuple(group_index),
+        resident_bytes=np.array(resident, dtype=np.int64),
+        weight_bytes=unknown,
+        gradient_bytes=unknown.copy(),
+        optimizer_bytes=unknown.copy(),
+        group_device=np.array(fixed, dtype=np.int32),
+        op_names=tuple(str(node) for node in nodes),
+        op_group=np.array(op_group, dtype=np.int32),
+        op_phase=np.array([_phase(d.get("phase", "forward"), n) for n, d in graph.nodes(data=True)], dtype=np.int8),
+        time_s=np.array(times, dtype=np.float64).reshape(len(nodes), len(devices)),
+        temporary_bytes=np.array([int(d.get("temporary_bytes", 0)) for _, d in graph.nodes(data=True)], dtype=np.int64),
+        tensor_producer=np.array([key[0] for key in tensors], dtype=np.int32),
+        tensor_owner=np.full(len(tensors), -1, dtype=np.int32),
+        tensor_bytes=np.array(list(sizes.values()), dtype=np.int64),
+        consumer_ptr=np.concatenate([[0], np.cumsum([len(c) for c in consumers])]).astype(np.int64),
+        consumers=np.array([op for c in consumers for op in c], dtype=np.int32),
+        source={"networkx": name},
+    )
+
+
+def _times(value: Any, num_devices: int, node: Any) -> list[float]:
+    values = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * num_devices
+    if len(values) != num_devices:
+        raise InputError(f"node {node!r}: time_s has {len(values)} values, the cluster has {num_devices} devices")
+    if any(v is not None and float(v) != float(v) for v in values):
+        raise InputError(f"node {node!r}: time_s is not a number; use None where the op cannot run")
+    return [np.nan if v is None else float(v) for v in values]
+
+
+def _phase(value: str, node: Any) -> int:
+    if value not in PHASES:
+        raise InputError(f"node {node!r}: phase {value!r} is not one of {', '.join(PHASES)}")
+    return PHASES.index(value)

@@ -1,0 +1,234 @@
+"""The `Problem` record: all that a planner or the simulator may know about a placement task.
+
+Axes used below: D devices, G groups, N ops, T tensors, E tensor-to-consumer pairs.
+
+A problem needs no model and no GPU. It is immutable; its arrays are made read-only. Files are read and written by
+`rlplace.problem.io`, networkx graphs by `rlplace.problem.nx`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.files import fingerprint
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+PHASES = ("forward", "backward", "backward_weight", "update")
+FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE = range(4)
+
+Channels = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator as the simulator sees it.
+
+    Attributes:
+        name: Unique name, for example ``"gpu0"``.
+        memory_bytes: Capacity; None means no limit.
+        reserved_bytes: Always in use (context, communication buffers).
+        kind: Preset name such as ``"a100-80g"``, or None.
+    """
+
+    name: str
+    memory_bytes: int | None = None
+    reserved_bytes: int = 0
+    kind: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """Communication between every ordered pair of devices.
+
+    Attributes:
+        bandwidth_bytes_per_s: float64 [D, D]; 0 off the diagonal means that there is no link.
+        latency_s: float64 [D, D].
+        channels: ``channels[i][j]`` names the resources that a transfer from i to j holds while it runs; None gives every
+            ordered pair a channel of its own.
+    """
+
+    bandwidth_bytes_per_s: NDArray[np.float64]
+    latency_s: NDArray[np.float64]
+    channels: Channels | None = None
+
+    @cached_property
+    def effective_channels(self) -> Channels:
+        """`channels`, with the default of one private channel per ordered pair written out."""
+        if self.channels is not None:
+            return self.channels
+        count = len(self.latency_s)
+        return tuple(tuple((i * count + j,) if i != j else () for j in range(count)) for i in range(count))
+
+    def transfer_s(self, source: int, destination: int, size_bytes: int) -> float:
+        """Seconds that `size_bytes` take from one device to another, without waiting; inf where no link exists."""
+        bandwidth = self.bandwidth_bytes_per_s[source, destination]
+        if bandwidth == 0.0:
+            return float("inf")
+        return float(self.latency_s[source, destination] + size_bytes / bandwidth)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Ops, tensors and groups of one training step, priced for a set of devices.
+
+    Attributes:
+        name: For people; not part of the fingerprint.
+        samples_per_microbatch: Samples that one pass over the ops processes.
+        devices: D devices.
+        links: Communication between them.
+        group_names: G unique names.
+        resident_bytes: int64 [G], weights, gradients and optimizer state that the group pins for the whole step.
+        weight_bytes, gradient_bytes, optimizer_bytes: int64 [G], the parts of `resident_bytes`; -1 where not given.
+        group_device: int32 [G], the only device that the group may sit on, -1 where it is free.
+        op_names: N unique names.
+        op_group: int32 [N].
+        op_phase: int8 [N], index into `PHASES`.
+        time_s: float64 [N, D], NaN where the op cannot run on the device.
+        temporary_bytes: int64 [N], live only while the op runs.
+        tensor_producer: int32 [T], producing op, or -1 for an owner's tensor.
+        tensor_owner: int32 [T], owning group of a parameter that other groups read, or -1.
+        tensor_bytes: int64 [T]; 0 is a pure ordering edge.
+        consumer_ptr: int64 [T + 1], tensor t is consumed by ``consumers[consumer_ptr[t]:consumer_ptr[t + 1]]``.
+        consumers: int32 [E], distinct within a tensor.
+        op_kind: N op classes for sharding planners ("" where unknown), or None.
+        op_dims: Sizes of named dimensions by op number, for sharding planners.
+        tensor_transfer_s: Optional float64 [D, D] by tensor number that replaces latency + bytes / bandwidth.
+        source: Where the problem came from (MODEL, CLUSTER, options, fingerprints), or None; not part of the fingerprint.
+        group_ops: Names of the captured forward ops of each group, when priced from a graph in this process; not saved.
+        group_modules: Module paths of each group, likewise.
+
+    Raises:
+        InputError: On construction, when any field is out of range or the ops form a cycle.
+    """
+
+    name: str
+    samples_per_microbatch: int
+    devices: tuple[Device, ...]
+    links: Links
+    group_names: tuple[str, ...]
+    resident_bytes: NDArray[np.int64]
+    weight_bytes: NDArray[np.int64]
+    gradient_bytes: NDArray[np.int64]
+    optimizer_bytes: NDArray[np.int64]
+    group_device: NDArray[np.int32]
+    op_names: tuple[str, ...]
+    op_group: NDArray[np.int32]
+    op_phase: NDArray[np.int8]
+    time_s: NDArray[np.float64]
+    temporary_bytes: NDArray[np.int64]
+    tensor_producer: NDArray[np.int32]
+    tensor_owner: NDArray[np.int32]
+    tensor_bytes: NDArray[np.int64]
+    consumer_ptr: NDArray[np.int64]
+    consumers: NDArray[np.int32]
+    op_kind: tuple[str, ...] | None = None
+    op_dims: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    tensor_transfer_s: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
+    source: Mapping[str, Any] | None = None
+    group_ops: tuple[tuple[str, ...], ...] | None = None
+    group_modules: tuple[tuple[str, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        from rlplace.problem.check import check_problem
+
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name, None)
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+        object.__setattr__(self, "topological_order", check_problem(self))
+
+    topological_order: NDArray[np.int32] = field(init=False, repr=False)
+    """int32 [N], an order of the ops in which producers come before consumers."""
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_names)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.op_names)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.tensor_bytes)
+
+    @cached_property
+    def memory_limit_bytes(self) -> NDArray[np.float64]:
+        """float64 [D], capacity minus reserved bytes; inf where there is no limit."""
+        return np.array(
+            [np.inf if d.memory_bytes is None else d.memory_bytes - d.reserved_bytes for d in self.devices], dtype=np.float64
+        )
+
+    @cached_property
+    def op_allowed(self) -> NDArray[np.bool_]:
+        """bool [N, D], where each op has a time."""
+        return ~np.isnan(self.time_s)
+
+    @cached_property
+    def group_allowed(self) -> NDArray[np.bool_]:
+        """bool [G, D], devices on which every op of the group can run and that a fixed device admits."""
+        allowed = np.ones((self.num_groups, self.num_devices), dtype=bool)
+        np.logical_and.at(allowed, self.op_group, self.op_allowed)
+        fixed = np.flatnonzero(self.group_device >= 0)
+        allowed[fixed] &= np.arange(self.num_devices)[None, :] == self.group_device[fixed, None]
+        return allowed
+
+    @cached_property
+    def group_time_s(self) -> NDArray[np.float64]:
+        """float64 [G, D], summed op times of each group; inf on devices that are not allowed."""
+        total = np.zeros((self.num_groups, self.num_devices))
+        np.add.at(total, self.op_group, np.nan_to_num(self.time_s, nan=0.0))
+        total[~self.group_allowed] = np.inf
+        return total
+
+    @cached_property
+    def edge_tensor(self) -> NDArray[np.int32]:
+        """int32 [E], the tensor of each entry of `consumers`."""
+        return np.repeat(np.arange(self.num_tensors, dtype=np.int32), np.diff(self.consumer_ptr))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical JSON without `name` and `source`."""
+        from rlplace.problem.io import problem_to_dict
+
+        return fingerprint(problem_to_dict(self))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the problem as ``*.problem.json``, atomically."""
+        from rlplace.problem.io import save_problem
+
+        save_problem(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> Problem:
+        """Reads and checks a problem file; see `rlplace.problem.io`."""
+        from rlplace.problem.io import load_problem
+
+        return load_problem(path)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The ops as a networkx graph; see `rlplace.problem.nx`."""
+        from rlplace.problem.nx import problem_to_networkx
+
+        return problem_to_networkx(self)
+
+    @staticmethod
+    def from_networkx(graph: nx.DiGraph, cluster: Any, *, name: str = "networkx") -> Problem:
+        """Builds a problem from any directed acyclic networkx graph; see `rlplace.problem.nx`."""
+        from rlplace.problem.nx import problem_from_networkx
+
+        return problem_from_networkx(graph, cluster, name=name)

@@ -1,0 +1,1 @@
+"""The executor: step time and peak memory of a plan."""

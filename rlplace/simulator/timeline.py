@@ -1,0 +1,127 @@
+"""The `Timeline` record: what happened when during one simulated step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem import Problem
+
+EXECUTOR = "list"
+"""Name of the executor of DESIGN section 4; every table states it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Result of one simulation.
+
+    Axes: D devices, N ops, X transfers in order of their start.
+
+    Attributes:
+        step_time_s: End of the last event; None when the step cannot complete (null time, missing link, stuck order).
+        feasible: The step completes and no peak exceeds its device's memory.
+        violations: One sentence per broken constraint; empty when feasible.
+        peak_memory_bytes: int64 [D], with resident and reserved bytes. When the step cannot complete: those bytes alone.
+        busy_s: float64 [D], time spent computing.
+        device_of_op: int32 [N].
+        start_s, end_s: float64 [N]; NaN when the step cannot complete.
+        transfer_tensor, transfer_source, transfer_destination: int32 [X].
+        transfer_start_s, transfer_end_s: float64 [X].
+    """
+
+    step_time_s: float | None
+    feasible: bool
+    violations: tuple[str, ...]
+    peak_memory_bytes: NDArray[np.int64]
+    busy_s: NDArray[np.float64]
+    device_of_op: NDArray[np.int32]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    transfer_tensor: NDArray[np.int32]
+    transfer_source: NDArray[np.int32]
+    transfer_destination: NDArray[np.int32]
+    transfer_start_s: NDArray[np.float64]
+    transfer_end_s: NDArray[np.float64]
+
+    def predicted(self, problem: Problem) -> dict[str, Any]:
+        """The `predicted` entry of a plan file.
+
+        ``compute``, ``transfer`` and ``idle`` are seconds summed over devices (over transfers for ``transfer``).
+        """
+        step = self.step_time_s
+        busy = float(self.busy_s.sum())
+        return {
+            "step_time_s": step,
+            "samples_per_s": problem.samples_per_microbatch / step if step else None,
+            "peak_memory_bytes": [int(peak) for peak in self.peak_memory_bytes],
+            "feasible": self.feasible,
+            "executor": EXECUTOR,
+            "compute": busy,
+            "transfer": float((self.transfer_end_s - self.transfer_start_s).sum()),
+            "idle": None if step is None else step * problem.num_devices - busy,
+        }
+
+
+def resident_by_device(problem: Problem, device_of_group: NDArray[np.int32]) -> NDArray[np.int64]:
+    """int64 [D], bytes in use for the whole step: reserved bytes and the resident bytes of the groups placed there."""
+    total = np.array([device.reserved_bytes for device in problem.devices], dtype=np.int64)
+    np.add.at(total, device_of_group, problem.resident_bytes)
+    return total
+
+
+def placement_violations(problem: Problem, device_of_group: NDArray[np.int32]) -> list[str]:
+    """Reasons why the step cannot complete: ops without a time where they sit, and needed links that do not exist."""
+    device_of_op = device_of_group[problem.op_group]
+    found = []
+    null = np.isnan(problem.time_s[np.arange(problem.num_ops), device_of_op])
+    if null.any():
+        op = int(np.flatnonzero(null)[0])
+        found.append(
+            f"{int(null.sum())} ops sit where they cannot run, first {problem.op_names[op]!r} "
+            f"on {problem.devices[device_of_op[op]].name}"
+        )
+    tensor = problem.edge_tensor
+    producer, owner = problem.tensor_producer[tensor], problem.tensor_owner[tensor]
+    source = np.where(producer >= 0, device_of_op[np.maximum(producer, 0)], device_of_group[np.maximum(owner, 0)])
+    target = device_of_op[problem.consumers]
+    unlinked = (source != target) & (problem.links.bandwidth_bytes_per_s[source, target] == 0.0)
+    if unlinked.any():
+        edge = int(np.flatnonzero(unlinked)[0])
+        names = problem.devices[source[edge]].name, problem.devices[target[edge]].name
+        found.append(f"{int(unlinked.sum())} tensor edges need a link that does not exist, first from {names[0]} to {names[1]}")
+    return found
+
+
+def memory_violations(problem: Problem, peak_memory_bytes: NDArray[np.int64]) -> list[str]:
+    """One sentence per device whose peak exceeds its memory."""
+    return [
+        f"{device.name} needs {int(peak)} bytes and has {device.memory_bytes}, {int(peak) - device.memory_bytes} short"
+        for device, peak in zip(problem.devices, peak_memory_bytes, strict=True)
+        if device.memory_bytes is not None and peak > device.memory_bytes
+    ]
+
+
+def unfinished(
+    problem: Problem, device_of_group: NDArray[np.int32], device_of_op: NDArray[np.int32], violations: list[str]
+) -> Timeline:
+    """The timeline of a step that cannot complete."""
+    nan = np.full(problem.num_ops, np.nan)
+    none_i, none_f = np.zeros(0, dtype=np.int32), np.zeros(0)
+    return Timeline(
+        step_time_s=None,
+        feasible=False,
+        violations=tuple(violations),
+        peak_memory_bytes=resident_by_device(problem, device_of_group),
+        busy_s=np.zeros(problem.num_devices),
+        device_of_op=device_of_op,
+        start_s=nan,
+        end_s=nan.copy(),
+        transfer_tensor=none_i,
+        transfer_source=none_i.copy(),
+        transfer_destination=none_i.copy(),
+        transfer_start_s=none_f,
+        transfer_end_s=none_f.copy(),
+    )

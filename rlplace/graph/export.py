@@ -1,0 +1,96 @@
+"""Export of a module to the graph whose node names carry a plan back to the module.
+
+`capture` exports a fake copy of the model, `apply` exports the real one; both go through `export_training_graph`, so the
+same forward gives the same nodes, in the same order, with the same names. The forward op ``encoder.0.linear/linear_3`` of
+an op graph (capture method "export") is the node ``linear_3``. Nodes without an op are placeholders, `get_attr`, tuple
+indexing and size arithmetic: they do no work and belong wherever their inputs are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rlplace.graph.fake import any_dtype_grouped_mm
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingGraph:
+    """An exported forward.
+
+    Attributes:
+        program: What `torch.export` returned: training IR, in-place ops and ties kept.
+        module: Its `fx.GraphModule`. It holds the parameters and buffers of the exported module itself (the same tensor
+            objects, also when tied) under ``get_attr`` nodes, and is called like that module, with the same argument
+            structure.
+        op_name_of_node: Node name to op name (``module.path/node``) for every node that is an op, in execution order.
+    """
+
+    program: Any
+    module: fx.GraphModule
+    op_name_of_node: Mapping[str, str]
+
+    def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The leaves of the arguments in the order of the graph's placeholders."""
+        return flatten_inputs(args, kwargs)
+
+
+def export_training_graph(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> TrainingGraph:
+    """Exports the forward of a module to training IR without running it.
+
+    Args:
+        model: Real, meta or fake module, in the mode (`train()` or `eval()`) that is to be captured.
+        args: Example positional inputs.
+        kwargs: Example keyword inputs; their order must be the same in every export of the model.
+
+    Returns:
+        The graph. Shapes are those of the example inputs.
+    """
+    with any_dtype_grouped_mm():
+        program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
+    module = program.module(check_guards=False)
+    names = {node.name: op_name(module_path(node), node.name) for node in module.graph.nodes if is_op(node)}
+    return TrainingGraph(program, module, names)
+
+
+def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The leaves of call arguments in placeholder order."""
+    leaves: list[Any] = torch.utils._pytree.tree_flatten((tuple(args), dict(kwargs)))[0]
+    return leaves
+
+
+def op_name(module: str, node: str) -> str:
+    """Name of the forward op of a node: ``module.path/node``, or the bare node in the root module."""
+    return f"{module}/{node}" if module else node
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module whose forward made the node, "" for the root."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    # Repeated calls of one module are told apart by "@1", "@2"; non-strict export prefixes "L['self']" in some versions.
+    path = path.partition("@")[0]
+    for prefix in ("L['self'].", "L['self']", "L__self___"):
+        path = path.removeprefix(prefix)
+    return path
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the node is a call that yields tensors; indexing a tuple and arithmetic on sizes are not."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return node.op == "call_module" and _yields_tensor(node)
+    return _yields_tensor(node)
+
+
+def _yields_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(value))

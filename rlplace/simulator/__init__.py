@@ -1,1 +1,15 @@
 """The executor: step time and peak memory of a plan."""
+
+from rlplace.simulator.api import PlanResult, Simulator, TimelineBatch, default_priority, simulate, simulate_many
+from rlplace.simulator.timeline import EXECUTOR, Timeline
+
+__all__ = [
+    "EXECUTOR",
+    "PlanResult",
+    "Simulator",
+    "Timeline",
+    "TimelineBatch",
+    "default_priority",
+    "simulate",
+    "simulate_many",
+]

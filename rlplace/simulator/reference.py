@@ -22,7 +22,16 @@ from numpy.typing import NDArray
 
 from rlplace.plan.plan import check_order
 from rlplace.problem import Problem
-from rlplace.simulator.timeline import Timeline, memory_violations, placement_violations, resident_by_device, unfinished
+from rlplace.simulator.timeline import (
+    Timeline,
+    fixed_violations,
+    memory_violations,
+    placement_violations,
+    resident_by_device,
+    unfinished,
+)
+
+STUCK_ORDER = "the order makes devices wait for each other forever"
 
 _TASK, _TRANSFER = 0, 1
 
@@ -69,15 +78,16 @@ def simulate_reference(
     if order is not None:
         check_order(order, devices, problem)
     device_of_op = devices[problem.op_group]
+    moved = fixed_violations(problem, devices)
     violations = placement_violations(problem, devices)
     if violations:
-        return unfinished(problem, devices, device_of_op, violations)
+        return unfinished(problem, devices, device_of_op, violations + moved)
     run = _Run(problem, devices, default_priority(problem) if priority is None else priority, order)
     run.run()
     if run.done < problem.num_ops:
-        return unfinished(problem, devices, device_of_op, ["the order makes devices wait for each other forever"])
+        return unfinished(problem, devices, device_of_op, [STUCK_ORDER, *moved])
     peak = np.array(run.peak, dtype=np.int64)
-    violations = memory_violations(problem, peak)
+    violations = memory_violations(problem, peak) + moved
     transfers = run.transfers
     return Timeline(
         step_time_s=run.now,

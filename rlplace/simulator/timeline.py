@@ -95,6 +95,15 @@ def placement_violations(problem: Problem, device_of_group: NDArray[np.int32]) -
     return found
 
 
+def fixed_violations(problem: Problem, device_of_group: NDArray[np.int32]) -> list[str]:
+    """One sentence when groups that may only sit on one device sit on another; the step can be timed all the same."""
+    moved = np.flatnonzero((problem.group_device >= 0) & (problem.group_device != device_of_group))
+    if len(moved) == 0:
+        return []
+    name, device = problem.group_names[moved[0]], problem.devices[problem.group_device[moved[0]]].name
+    return [f"{len(moved)} fixed groups sit elsewhere, first {name!r}, which may only sit on {device}"]
+
+
 def memory_violations(problem: Problem, peak_memory_bytes: NDArray[np.int64]) -> list[str]:
     """One sentence per device whose peak exceeds its memory."""
     return [

@@ -117,6 +117,8 @@ def _setup() -> str | None:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
     aten.impl("empty_strided", _empty_strided, "PrivateUse1")
+    # torch.tensor(..., device=...) copies with Python dispatch switched off and ends here.
+    aten.impl("_copy_from", _copy_from, "PrivateUse1")
     _state["library"] = aten
     return None
 
@@ -230,6 +232,11 @@ def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memor
 
 def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
     return SimTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), device)
+
+
+def _copy_from(source, destination, non_blocking=False):
+    _unwrap(destination).copy_(_unwrap(source))
+    return destination
 
 
 def _lstm_cell(input_gates, hidden_gates, cx, input_bias=None, hidden_bias=None):

@@ -1,0 +1,119 @@
+"""A plan rounded to whole modules, for engines that place modules and not ops.
+
+Every module that runs ops itself goes to the device that runs most of them, the lower index on a tie. Ops that lose the vote
+are counted, so that a caller can say what the rounding changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+
+
+@dataclass(frozen=True)
+class ModuleRounding:
+    """A plan at module granularity.
+
+    Attributes:
+        device_of_module: Device index by path, for every module that runs ops itself.
+        ops: Ops that voted.
+        ops_moved: Ops whose module went to another device than the plan gave the op.
+        modules_split: Modules whose ops the plan had put on several devices.
+    """
+
+    device_of_module: Mapping[str, int]
+    ops: int
+    ops_moved: int
+    modules_split: int
+
+
+def plan_groups(plan: PlacementPlan) -> list[tuple[Mapping[str, object], int]]:
+    """The plan's groups, each with its device.
+
+    Raises:
+        InputError: The plan does not say which modules and ops its groups hold.
+    """
+    if plan.groups is None:
+        raise InputError(
+            "plan: it does not say which modules its groups hold, because it was made from a problem file; "
+            "plan again from the model: rlplace.place(model, cluster, example_inputs=...) or 'rlplace place MODEL'"
+        )
+    if len(plan.groups) != len(plan.device_of_group):
+        raise InputError(f"plan: {len(plan.groups)} groups, but device_of_group has {len(plan.device_of_group)} entries")
+    return [(group, int(device)) for group, device in zip(plan.groups, plan.device_of_group, strict=True)]
+
+
+def device_of_op(plan: PlacementPlan) -> dict[str, int]:
+    """Device index by captured forward op name (``module.path/node``).
+
+    Raises:
+        InputError: No groups, or an op in two groups that sit on different devices.
+    """
+    devices: dict[str, int] = {}
+    for group, device in plan_groups(plan):
+        for name in group.get("ops", ()):  # type: ignore[attr-defined]
+            if devices.setdefault(name, device) != device:
+                raise InputError(
+                    f"plan: op {name!r} is in groups on two devices (its backward pass runs elsewhere); "
+                    "plan the problem without splitting its backward pass"
+                )
+    return devices
+
+
+def round_to_modules(plan: PlacementPlan, canonical: Mapping[str, str] | None = None) -> ModuleRounding:
+    """Rounds a plan to modules by a vote of each module's own ops.
+
+    Args:
+        plan: A plan with groups.
+        canonical: First path of each module by path, so that a module reached under several paths votes once; default: all
+            paths are different modules.
+    """
+    votes: dict[str, Counter[int]] = {}
+    for name, device in device_of_op(plan).items():
+        path = name.rpartition("/")[0]
+        path = path if canonical is None else canonical.get(path, path)
+        votes.setdefault(path, Counter())[device] += 1
+    ops = sum(count.total() for count in votes.values())
+    voted = {path: min(count, key=lambda d: (-count[d], d)) for path, count in votes.items()}
+    moved = sum(count.total() - count[voted[path]] for path, count in votes.items())
+    split = sum(len(count) > 1 for count in votes.values())
+    # Groups captured at module granularity name no ops; their modules are the unit.
+    for group, device in plan_groups(plan):
+        if not group.get("ops"):
+            for path in group.get("modules", ()):  # type: ignore[attr-defined]
+                voted.setdefault(path if canonical is None else canonical.get(path, path), device)
+    return ModuleRounding(voted, ops, moved, split)
+
+
+def to_device_map(plan: PlacementPlan) -> dict[str, int]:
+    """The plan in the ``device_map`` format of accelerate and transformers.
+
+    Subtrees that sit on one device are one entry; the whole model on one device is ``{"": device}``. A module whose children
+    sit on several devices is left to its children: a parameter that such a module holds itself is not in the map.
+
+    Returns:
+        Device index by module path, parents before children.
+    """
+    rounded = round_to_modules(plan).device_of_module
+    below: dict[str, set[int]] = {}
+    for path, device in rounded.items():
+        for prefix in _prefixes(path):
+            below.setdefault(prefix, set()).add(device)
+    entries: dict[str, int] = {}
+    for path in sorted(below, key=lambda p: (p.count("."), p) if p else (-1, "")):
+        covered = any(prefix in entries for prefix in _prefixes(path)[:-1])
+        if not covered and len(below[path]) == 1:
+            entries[path] = next(iter(below[path]))
+    return entries
+
+
+def _prefixes(path: str) -> list[str]:
+    """The path's ancestors, root first, and the path itself."""
+    if not path:
+        return [""]
+    parts = path.split(".")
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]

@@ -1,0 +1,93 @@
+"""Runs a plan in one process over several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.plan.device_map import round_to_modules
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime import check, module_level
+from rlplace.runtime.report import ApplyReport
+from rlplace.runtime.transfer import device_bytes, move_tensors
+
+LEVELS = ("op", "module")
+
+
+def apply(
+    model: nn.Module,
+    plan: PlacementPlan,
+    devices: Sequence[torch.device | str],
+    *,
+    example_inputs: Any = None,
+    level: str | None = None,
+    loss: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Makes `model` train over several devices as `plan` says.
+
+    The module is changed in place and returned: its parameters and buffers move to their devices (the `Parameter` objects stay
+    the same), and its forward is replaced. ``state_dict``, parameter names, ties, ``train()`` and ``eval()`` are as before.
+    Inputs may be on any device; outputs stay on the device that made them. ``.report`` of the result says what was done.
+
+    Args:
+        model: A module with real weights.
+        plan: A plan for it, with groups, for one process: one micro-batch, one replica, no shards.
+        devices: One per device of the plan, for example ``["cuda:0", "cuda:1"]``.
+        example_inputs: What one forward pass gets, a tuple of positional arguments or a dict of keyword arguments; needed for
+            the op level.
+        level: ``"op"`` runs every op on its own device, ``"module"`` rounds the plan to whole modules; None takes the op level
+            where it can and says in the report why not.
+        loss: The loss function that the plan was captured with, if any, so that its ops are recognised. It is not run.
+
+    Returns:
+        `model`.
+
+    Raises:
+        InputError: The plan cannot run here, with the reason; `model` is unchanged.
+        MissingError: This machine lacks one of the devices.
+    """
+    if level not in (None, *LEVELS):
+        raise InputError(f"apply: level is {level!r}; it must be 'op', 'module' or None")
+    check.check_plan_runs_here(plan)
+    check.check_model(model)
+    check.check_names(model, plan)
+    places = check.check_devices(plan, devices)
+    why_not_op: str | None = "asked for the module level"
+    report = _apply_modules(model, plan, places, why_not_op)
+    model.report = report  # type: ignore[assignment]
+    return model
+
+
+def _apply_modules(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.device, ...], why_not_op: str | None) -> ApplyReport:
+    first_path = {module: path for path, module in model.named_modules()}
+    canonical = {path: first_path[module] for path, module in model.named_modules(remove_duplicate=False)}
+    rounding = round_to_modules(plan, canonical)
+    device_of_module = module_level.spread(model, rounding.device_of_module, devices, int(plan.device_of_group[0]))
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    move_tensors(model, {name: device_of_module[canonical[name.rpartition(".")[0]]] for name in names})
+    report = ApplyReport(
+        level="module",
+        devices=tuple(str(device) for device in devices),
+        why_not_op=why_not_op,
+        device_of_module={path: devices.index(device) for path, device in device_of_module.items()},
+        parameter_bytes=device_bytes(model, devices),
+        ops=rounding.ops,
+        ops_moved=rounding.ops_moved,
+        copies_per_forward=None,
+        notes=tuple(_notes(plan, rounding.modules_split)),
+    )
+    module_level.install(model, device_of_module, report)
+    return report
+
+
+def _notes(plan: PlacementPlan, modules_split: int) -> list[str]:
+    notes = []
+    if modules_split:
+        notes.append(f"{modules_split} modules whose ops the plan spreads over devices run whole, where most of their ops are")
+    if plan.order is not None or plan.priority is not None:
+        notes.append("the plan's order of ops is not followed: one process issues ops in program order")
+    return notes

@@ -1,0 +1,98 @@
+"""Refuses what one process cannot run, with the reason, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from rlplace.errors import InputError, MissingError, unknown_name
+from rlplace.plan.device_map import device_of_op, plan_groups
+from rlplace.plan.plan import PlacementPlan
+
+
+def check_plan_runs_here(plan: PlacementPlan) -> None:
+    """Refuses plans that need several processes, and plans that do not say what they place.
+
+    Raises:
+        InputError: With the reason.
+    """
+    if not isinstance(plan, PlacementPlan):
+        raise InputError(f"apply: plan is a {type(plan).__name__}, not a PlacementPlan; rlplace.place makes one")
+    elsewhere = "apply runs one process without micro-batches; run it under torchrun, or plan with the default options"
+    if plan.microbatches > 1:
+        raise InputError(f"plan: it has {plan.microbatches} micro-batches; {elsewhere}")
+    if plan.schedule != "list":
+        raise InputError(f"plan: its schedule is {plan.schedule!r}; {elsewhere}")
+    if plan.replicas is not None and len(plan.replicas) > 1:
+        raise InputError(f"plan: it has {len(plan.replicas)} replicas; {elsewhere}")
+    if plan.shards:
+        name = next(iter(plan.shards))
+        raise InputError(f"plan: it splits {len(plan.shards)} ops over devices ({name!r} first); {elsewhere}")
+    if not any(group.get("ops") or group.get("modules") for group, _ in plan_groups(plan)):
+        raise InputError("plan: none of its groups names a module or op; plan again from the model")
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses modules without real weights, and modules that already run a plan.
+
+    Raises:
+        InputError: With the parameter and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"apply: model is a {type(model).__name__}, not a torch.nn.Module")
+    if "report" in vars(model) and type(vars(model)["report"]).__name__ == "ApplyReport":
+        raise InputError("apply: this module already runs a plan; build it again and apply the other plan to that")
+    if hasattr(model, "report"):
+        raise InputError("apply: the module has an attribute 'report', which apply wants to set; rename it")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise InputError(f"apply: {name!r} is not initialised yet; run the module once on a small batch first")
+        if tensor.is_meta:
+            raise InputError(f"apply: {name!r} is on the meta device and has no values; build or load the module with real weights")
+
+
+def check_names(model: nn.Module, plan: PlacementPlan) -> None:
+    """Refuses a plan whose modules the model lacks.
+
+    Raises:
+        InputError: Naming the first one.
+    """
+    known = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    named = [name.rpartition("/")[0] for name in device_of_op(plan)]
+    for group, _ in plan_groups(plan):
+        named += group.get("modules", ())  # type: ignore[call-overload]
+    for path in named:
+        if path not in known:
+            error = unknown_name("module", path, known)
+            raise InputError(f"plan: it is for another model: {type(model).__name__} has no such module ({error})")
+
+
+def check_devices(plan: PlacementPlan, devices: Sequence[Any]) -> tuple[torch.device, ...]:
+    """The devices as torch knows them, one per device of the plan.
+
+    Raises:
+        InputError: Too few, or not a device.
+        MissingError: This machine does not have it.
+    """
+    if isinstance(devices, (str, torch.device)):
+        raise InputError("apply: devices must be a list, one entry per device of the plan")
+    needed = int(plan.device_of_group.max(initial=0)) + 1
+    if len(devices) < needed:
+        raise InputError(f"apply: the plan uses {needed} devices, {len(devices)} given; name one per device of the plan")
+    return tuple(_device(item) for item in devices)
+
+
+def _device(item: Any) -> torch.device:
+    try:
+        device = torch.device(item)
+    except (RuntimeError, TypeError):
+        raise InputError(f"apply: {str(item)[:80]!r} is not a device; for example 'cuda:0' or 'cpu'") from None
+    try:
+        return torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as tensors say it
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise MissingError(f"apply: device {str(device)!r} is not usable on this machine: {reason}") from None

@@ -1,0 +1,133 @@
+"""The CLUSTER syntax of the command line.
+
+``KIND:COUNT`` is one host with COUNT devices, ``KIND:HOSTSxCOUNT`` several such hosts; terms joined by ``+`` are further
+hosts. Options follow a term after commas: ``pcie`` or ``nvlink`` choose the links inside its hosts, ``eth=25g`` or ``ib=400g``
+their network card. A ``cpu`` term beside accelerators stands for the processors of their hosts, in order, not for hosts of
+its own. ``host`` is what this machine has; a name ending in ``.toml`` is a cluster file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rlplace.cluster.interconnect import Host, build_links, parse_network
+from rlplace.cluster.presets import KINDS, DeviceKind
+from rlplace.cluster.spec import MAX_DEVICES, Cluster
+from rlplace.errors import InputError, unknown_name
+from rlplace.problem import Device
+
+_COUNT = re.compile(r"(?:(\d{1,6})x)?(\d{1,6})", re.IGNORECASE)
+_OPTIONS = ("pcie", "nvlink", "eth=25g", "ib=400g")
+
+
+def parse(text: str) -> Cluster:
+    """Reads a CLUSTER argument: preset text, ``host`` or a ``*.toml`` path.
+
+    Raises:
+        InputError: Malformed text, an unknown kind or a broken file.
+        MissingError: ``host`` on a machine without a usable device.
+    """
+    text = text.strip()
+    if text == "host":
+        return Cluster.detect()
+    if text.endswith(".toml"):
+        return Cluster.load(text)
+    return preset(text)
+
+
+def preset(text: str) -> Cluster:
+    """Builds a cluster from preset text; see the module docstring."""
+    terms = [_parse_term(term) for term in text.strip().split("+")]
+    total = sum(hosts * count for _, hosts, count, _ in terms)
+    if total > MAX_DEVICES:
+        raise InputError(f"cluster {text[:60]!r}: {total} devices, the limit is {MAX_DEVICES}")
+    kinds: list[DeviceKind] = []
+    host_of: list[int] = []
+    hosts: list[Host] = []
+    for kind, num_hosts, count, host in terms:
+        if kind.host_processor and len(terms) > 1:
+            continue
+        for _ in range(num_hosts):
+            kinds += [kind] * count
+            host_of += [len(hosts)] * count
+            hosts.append(host)
+    if len(terms) > 1:  # processors belong to the hosts of the accelerators
+        next_host = 0
+        for kind, num_hosts, count, host in terms:
+            if not kind.host_processor:
+                continue
+            for _ in range(num_hosts):
+                if next_host == len(hosts):
+                    hosts.append(host)
+                kinds += [kind] * count
+                host_of += [next_host] * count
+                next_host += 1
+    return assemble(kinds, host_of, hosts, name=text.strip(), text=text.strip())
+
+
+def assemble(
+    kinds: Sequence[DeviceKind],
+    host_of: Sequence[int],
+    hosts: Sequence[Host],
+    *,
+    name: str,
+    text: str | None = None,
+) -> Cluster:
+    """Names the devices, reserves their memory and joins them.
+
+    Accelerators are named ``gpu0``, ``gpu1``, ... and processors ``cpu0``, ...; communication buffers are reserved on every
+    accelerator as soon as there are two.
+    """
+    several = sum(not kind.host_processor for kind in kinds) > 1
+    numbers = {"gpu": 0, "cpu": 0}
+    devices = []
+    for kind in kinds:
+        prefix = "cpu" if kind.host_processor else "gpu"
+        devices.append(
+            Device(
+                name=f"{prefix}{numbers[prefix]}",
+                memory_bytes=kind.memory_bytes,
+                reserved_bytes=kind.reserved_bytes + (kind.communication_bytes if several else 0),
+                kind=kind.name,
+            )
+        )
+        numbers[prefix] += 1
+    links = build_links(kinds, host_of, hosts)
+    return Cluster(name=name, devices=tuple(devices), kinds=tuple(kinds), links=links, hosts=tuple(host_of), text=text)
+
+
+def default_host(kind: DeviceKind) -> Host:
+    """A host as its kind's makers ship it."""
+    return Host("nvlink" if kind.nvlink is not None else "pcie", parse_network(kind.network))
+
+
+def _parse_term(term: str) -> tuple[DeviceKind, int, int, Host]:
+    head, *options = (part.strip() for part in term.split(","))
+    name, colon, count_text = head.partition(":")
+    name = name.strip().lower()
+    if name not in KINDS:
+        raise unknown_name("cluster preset", name, [*KINDS, "host"])
+    match = _COUNT.fullmatch(count_text.strip()) if colon else None
+    if match is None:
+        raise InputError(f"cluster {term[:60]!r}: expected KIND:COUNT or KIND:HOSTSxCOUNT, for example {name}:4 or {name}:2x4")
+    hosts, count = int(match[1] or 1), int(match[2])
+    if hosts < 1 or count < 1:
+        raise InputError(f"cluster {term[:60]!r}: needs at least one host and one device")
+    kind = KINDS[name]
+    host = default_host(kind)
+    for option in options:
+        host = _apply_option(host, option.lower(), kind)
+    return kind, hosts, count, host
+
+
+def _apply_option(host: Host, option: str, kind: DeviceKind) -> Host:
+    if option == "pcie":
+        return Host("pcie", host.network)
+    if option == "nvlink":
+        if kind.nvlink is None:
+            raise InputError(f"cluster: {kind.name} has no NVLink; leave the option out")
+        return Host("nvlink", host.network)
+    if option.startswith(("eth=", "ib=")):
+        return Host(host.fabric, parse_network(option))
+    raise unknown_name("cluster option", option, _OPTIONS)

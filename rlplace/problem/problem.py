@@ -175,12 +175,12 @@ class Problem:
 
     @cached_property
     def op_allowed(self) -> NDArray[np.bool_]:
-        """bool [N, D], where each op has a time."""
+        """Boolean [N, D], where each op has a time."""
         return ~np.isnan(self.time_s)
 
     @cached_property
     def group_allowed(self) -> NDArray[np.bool_]:
-        """bool [G, D], devices on which every op of the group can run and that a fixed device admits."""
+        """Boolean [G, D], devices on which every op of the group can run and that a fixed device admits."""
         allowed = np.ones((self.num_groups, self.num_devices), dtype=bool)
         np.logical_and.at(allowed, self.op_group, self.op_allowed)
         fixed = np.flatnonzero(self.group_device >= 0)

@@ -389,7 +389,8 @@ def simulate_plans(graph, work, rank_of_op, op_of_rank, ordered, device_of_group
     Args:
         graph: A `Graph` as a plain tuple (numba unpacks those quicker than named ones).
         work: A `Work` as a plain tuple.
-        rank_of_op, op_of_rank: int32 [N], see the module docstring.
+        rank_of_op: int32 [N], see the module docstring.
+        op_of_rank: int32 [N], its inverse.
         ordered: The ranks are an explicit order (which then belongs to the only row).
         device_of_group: int32 [K, G].
         outcome: int8 [K], filled with DONE, CANNOT_RUN, STUCK or BAD_DEVICE.

@@ -7,7 +7,7 @@ environments ``rlplace/Placement-v0`` and ``rlplace/Refinement-v0``.
 from __future__ import annotations
 
 import importlib
-import sys
+
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,3 +18,50 @@ __version__ = "0.1.0"
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "envs" / "__init__.py").is_file():
     __path__.append(str(_root))
+
+_PUBLIC = {
+    "Agent": "rlplace.agents.planner",
+    "CaptureError": "rlplace.errors",
+    "Cluster": "rlplace.cluster.spec",
+    "InfeasibleError": "rlplace.errors",
+    "InputError": "rlplace.errors",
+    "MissingError": "rlplace.errors",
+    "OpGraph": "rlplace.graph.opgraph",
+    "PlacementPlan": "rlplace.plan.plan",
+    "Problem": "rlplace.problem",
+    "RlplaceError": "rlplace.errors",
+    "apply": "rlplace.runtime.apply",
+    "capture": "rlplace.graph.capture",
+    "load_agent": "rlplace.agents.planner",
+    "place": "rlplace.placing",
+    "price": "rlplace.cost.price",
+    "simulate": "rlplace.simulator",
+    "simulate_many": "rlplace.simulator",
+    "split_backward": "rlplace.cost.price",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'rlplace' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
+
+
+def _register_environments() -> None:
+    """Idempotent; the entry points are strings, so that nothing heavy is imported."""
+    import gymnasium
+
+    for name, entry in (("Placement", "placement:PlacementEnv"), ("Refinement", "refinement:RefinementEnv")):
+        if f"rlplace/{name}-v0" not in gymnasium.registry:
+            gymnasium.register(f"rlplace/{name}-v0", entry_point=f"rlplace.envs.{entry}")
+
+
+_register_environments()

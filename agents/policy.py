@@ -1,0 +1,115 @@
+"""The placer network as a policy of stock `MaskablePPO`.
+
+Only `_build` is overridden: SB3's feature extractor becomes the whole network, whose output is split into logits and value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.type_aliases import Schedule
+from torch import Tensor, nn
+
+from rlplace.agents.bank import GraphBank
+from rlplace.agents.network import NetworkConfig, PlacerNetwork
+
+
+class NetworkExtractor(BaseFeaturesExtractor):
+    """Runs `PlacerNetwork` on a batch of observations; features are the K logits and the value, [B, K + 1].
+
+    Every distinct graph of a batch is encoded once. While no gradient is wanted (rollouts), encodings are kept until the
+    weights change.
+    """
+
+    def __init__(self, observation_space: spaces.Dict, config: NetworkConfig, bank: GraphBank) -> None:
+        candidates = observation_space["candidates"].shape
+        assert candidates is not None
+        super().__init__(observation_space, candidates[0] + 1)
+        self.network = PlacerNetwork(config)
+        self.bank = bank
+        self._kept: dict[int, Tensor] = {}
+
+    def train(self, mode: bool = True) -> NetworkExtractor:
+        """SB3 switches modes around every update: the moment to forget encodings."""
+        self._kept.clear()
+        super().train(mode)
+        return self
+
+    def forward(self, observations: dict[str, Tensor]) -> Tensor:
+        """Returns float32 [B, K + 1]."""
+        graphs = observations["graph"].long().squeeze(1)
+        distinct, which = torch.unique(graphs, return_inverse=True)
+        embeddings = [self._embed(int(index), graphs.device) for index in distinct]
+        logits, value = self.network(
+            embeddings, which, observations["candidates"], observations["candidate_group"].long(), observations["context"]
+        )
+        return torch.cat([logits, value], dim=1)
+
+    def _embed(self, index: int, device: torch.device) -> Tensor:
+        if torch.is_grad_enabled():
+            return self.network.encode(self.bank.get(index, device))
+        if index not in self._kept:
+            self._kept[index] = self.network.encode(self.bank.get(index, device))
+        return self._kept[index]
+
+
+class _Split(nn.Module):
+    """SB3's place for policy and value layers: here it only cuts the features apart."""
+
+    def __init__(self, candidates: int) -> None:
+        super().__init__()
+        self.latent_dim_pi, self.latent_dim_vf = candidates, 1
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        return self.forward_actor(features), self.forward_critic(features)
+
+    def forward_actor(self, features: Tensor) -> Tensor:
+        return features[:, :-1]
+
+    def forward_critic(self, features: Tensor) -> Tensor:
+        return features[:, -1:]
+
+
+class PlacerPolicy(MaskableMultiInputActorCriticPolicy):
+    """Policy for `MaskablePPO` on either environment.
+
+    Pass ``policy_kwargs={"config": NetworkConfig(), "bank": GraphBank(instances)}`` with the instances of the environment, in
+    its order.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Dict,
+        action_space: spaces.Space,
+        lr_schedule: Schedule,
+        *,
+        config: NetworkConfig,
+        bank: GraphBank,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            observation_space,
+            action_space,
+            lr_schedule,
+            features_extractor_class=NetworkExtractor,
+            features_extractor_kwargs={"config": config, "bank": bank},
+            ortho_init=False,
+            **options,
+        )
+
+    def _build(self, lr_schedule: Schedule) -> None:
+        self.mlp_extractor = _Split(self.features_dim - 1)  # type: ignore[assignment]
+        self.action_net = nn.Identity()
+        self.value_net = nn.Identity()
+        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
+
+    @property
+    def network(self) -> PlacerNetwork:
+        """The network inside, which checkpoints save."""
+        extractor = self.features_extractor
+        assert isinstance(extractor, NetworkExtractor)
+        return extractor.network

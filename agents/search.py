@@ -1,0 +1,137 @@
+"""Refinement guided by the network: sampled rollouts and a short search around the best plan.
+
+Both start from a complete plan and draw moves as Refinement-v0 does. Every simulator call is counted, those that only
+provide the timeline for features included.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlplace.agents.bank import graph_tensors
+from rlplace.agents.network import PlacerNetwork
+from rlplace.envs.base import static_context
+from rlplace.envs.instance import Instance
+from rlplace.envs.moves import apply_move, propose
+from rlplace.envs.observation import NUM_CONTEXT, features, placed_state
+from rlplace.envs.reward import score
+from rlplace.simulator import Simulator, simulate
+
+_MOVES = 48  # moves drawn per decision
+_TRIES = 6  # moves simulated per decision of the search
+
+
+@dataclass(eq=False)
+class Search:
+    """State of a search on one instance; `run_rollout` and `run_guided` may be called in any mix.
+
+    Attributes:
+        best_plan: int32 [G]. best_score: see `rlplace.envs.reward.score`.
+        calls: Simulator calls so far.
+    """
+
+    instance: Instance
+    network: PlacerNetwork
+    rng: np.random.Generator
+    max_calls: int
+    deadline: float
+    best_plan: NDArray[np.int32]
+    best_score: float = math.inf
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self._simulator = Simulator(self.instance.problem)
+        with torch.no_grad():
+            self._embedding = self.network.encode(graph_tensors(self.instance))
+        self.best_score = self._evaluate(self.best_plan)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether calls or time are used up."""
+        return self.calls >= self.max_calls or time.perf_counter() >= self.deadline
+
+    def try_plan(self, plan: NDArray[np.int32]) -> None:
+        """Simulates one complete plan."""
+        self._evaluate(plan)
+
+    def run_rollout(self, start: NDArray[np.int32], length: int, temperature: float = 1.0) -> None:
+        """One episode of the policy: sample a move, apply it, keep the best plan seen. Temperature 0 is greedy."""
+        plan, current = start, self._evaluate(start)
+        for step in range(length):
+            if self.exhausted:
+                return
+            first, last, device, logits = self._decide(plan, current, 1.0 - step / length)
+            if len(first) == 0:
+                return
+            noise = self.rng.gumbel(size=len(logits)) if temperature > 0 else 0.0
+            choice = int(np.argmax(logits + temperature * noise))
+            plan = apply_move(self.instance, plan, int(first[choice]), int(last[choice]), int(device[choice]))
+            current = self._evaluate(plan)
+
+    def run_guided(self) -> None:
+        """Simulates the most promising moves of each decision and takes the best, worse ones with falling probability."""
+        plan, current = self.best_plan, self.best_score
+        since_best = 0
+        begin_calls, begin = self.calls, time.perf_counter()
+        while not self.exhausted:
+            spent = max(
+                (self.calls - begin_calls) / max(self.max_calls - begin_calls, 1),
+                (time.perf_counter() - begin) / max(self.deadline - begin, 1e-9),
+            )
+            first, last, device, logits = self._decide(plan, current, 0.5)
+            if len(first) == 0:
+                return
+            found: tuple[float, NDArray[np.int32]] | None = None
+            for choice in np.argsort(-(logits + 0.5 * self.rng.gumbel(size=len(logits))))[:_TRIES]:
+                candidate = apply_move(self.instance, plan, int(first[choice]), int(last[choice]), int(device[choice]))
+                value = self._evaluate(candidate)
+                if found is None or value < found[0]:
+                    found = (value, candidate)
+                if value < current - 1e-12 or self.exhausted:
+                    break
+            assert found is not None
+            heat = 0.01 * (1.0 - spent) ** 2
+            if found[0] <= current or self.rng.random() < math.exp(-(found[0] - current) / max(heat, 1e-9)):
+                current, plan = found
+            since_best = 0 if current <= self.best_score else since_best + 1
+            if since_best > 60:
+                plan, current, since_best = self.best_plan, self.best_score, 0
+
+    def _evaluate(self, plan: NDArray[np.int32]) -> float:
+        self.calls += 1
+        step_time, overflow = self._simulator.evaluate(plan)
+        value = score(float(step_time), float(overflow), self.instance.reference_step_time_s)
+        if value < self.best_score:
+            self.best_score, self.best_plan = value, plan.copy()
+        return value
+
+    def _decide(
+        self, plan: NDArray[np.int32], current: float, left: float
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+        """Legal moves and their logits."""
+        instance = self.instance
+        self.calls += 1
+        state = placed_state(instance, simulate(instance.problem, plan), plan)
+        first, last, device = propose(instance, plan, state.tightness, self.rng, _MOVES)
+        table = features(instance, state, first, last, device)
+        legal = (first >= 0) & (table[:, 8] <= 1.0)
+        first, last, device, table = first[legal], last[legal], device[legal], table[legal]
+        if len(first) == 0:
+            return first, last, device, np.zeros(0)
+        context = np.zeros(NUM_CONTEXT, dtype=np.float32)
+        context[:7] = np.clip([*static_context(instance), left, current, self.best_score, state.load_s.max() / instance.ideal_s], -8, 8)
+        with torch.no_grad():
+            logits, _ = self.network(
+                [self._embedding],
+                torch.zeros(1, dtype=torch.long),
+                torch.from_numpy(table).unsqueeze(0),
+                torch.from_numpy(instance.order[first].astype(np.int64)).unsqueeze(0),
+                torch.from_numpy(context).unsqueeze(0),
+            )
+        return first, last, device, logits[0].double().numpy()

@@ -1,0 +1,149 @@
+"""What Placement-v0 and Refinement-v0 share: the problems, the spaces, drawing a problem, rendering."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rlplace.envs.backends import Backend, SimulatedBackend
+from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.observation import NUM_CONTEXT, full_graph, observation_space
+from rlplace.envs.viewer import render_ansi, render_rgb
+from rlplace.errors import InputError
+from rlplace.problem import Problem
+
+Observation = dict[str, NDArray[Any]]
+
+
+class PlacerEnv(gym.Env[Observation, np.int64]):
+    """Base of the environments; see the subclasses."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
+
+    def __init__(
+        self,
+        problems: Sequence[Problem | Instance] | None,
+        backend: Backend | None,
+        max_devices: int | None,
+        max_groups: int | None,
+        observation: str,
+        render_mode: str | None,
+    ) -> None:
+        if observation not in ("indexed", "full"):
+            raise InputError(f"observation must be 'indexed' or 'full', found {observation!r}")
+        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
+            raise InputError(f"render_mode must be one of {self.metadata['render_modes']}, found {render_mode!r}")
+        given = list(problems) if problems is not None else default_problems()
+        if not given:
+            raise InputError("an environment needs at least one problem")
+        self.instances = [item if isinstance(item, Instance) else make_instance(item) for item in given]
+        largest = max(instance.problem.num_groups for instance in self.instances)
+        widest = max(instance.problem.num_devices for instance in self.instances)
+        self.max_groups = largest if max_groups is None else max_groups
+        self.max_devices = widest if max_devices is None else max_devices
+        if largest > self.max_groups or widest > self.max_devices:
+            raise InputError(
+                f"a problem has {largest} groups and one has {widest} devices; raise max_groups={self.max_groups} "
+                f"or max_devices={self.max_devices}"
+            )
+        self.backend: Backend = SimulatedBackend() if backend is None else backend
+        self.render_mode = render_mode
+        self._full = [full_graph(instance, self.max_groups) for instance in self.instances] if observation == "full" else None
+        self._index = 0
+        self._done = True
+
+    def _make_spaces(self, candidates: int) -> None:
+        self.observation_space = observation_space(self.max_groups, candidates, self._full is not None)
+        self.action_space = spaces.Discrete(candidates)  # type: ignore[assignment]
+
+    @property
+    def instance(self) -> Instance:
+        """The instance of the current episode."""
+        return self.instances[self._index]
+
+    def _draw_instance(self, options: dict[str, Any] | None) -> None:
+        chosen = (options or {}).get("problem")
+        if chosen is None:
+            self._index = int(self.np_random.integers(len(self.instances)))
+        elif isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(self.instances):
+            self._index = int(chosen)
+        else:
+            raise InputError(f"options['problem'] must be a number below {len(self.instances)}, found {chosen!r}")
+        self._done = False
+
+    def _assemble(
+        self,
+        device_of_group: NDArray[np.int32],
+        candidates: NDArray[np.float32],
+        candidate_group: NDArray[np.int32],
+        context: Sequence[float],
+    ) -> Observation:
+        placed = np.full(self.max_groups, -1, dtype=np.int32)
+        placed[: len(device_of_group)] = device_of_group
+        head = static_context(self.instance)
+        values = np.zeros(NUM_CONTEXT, dtype=np.float32)
+        values[: len(head) + len(context)] = np.clip([*head, *context], -8.0, 8.0)
+        observation: Observation = {
+            "graph": np.array([self._index], dtype=np.int32),
+            "device_of_group": placed,
+            "candidates": candidates,
+            "candidate_group": candidate_group,
+            "context": values,
+        }
+        if self._full is not None:
+            observation.update(self._full[self._index])
+        return observation
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """bool [number of actions], True where the action is legal; never all False."""
+        raise TypeError(f"{type(self).__name__} must define action_masks")
+
+    def current_plan(self) -> NDArray[np.int32]:
+        """int32 [G], the plan so far; -1 where a group is not placed yet."""
+        raise TypeError(f"{type(self).__name__} must define current_plan")
+
+    def render(self) -> Any:
+        """Device loads as text, or a picture of the timeline as uint8 [height, width, 3]."""
+        if self.render_mode == "ansi":
+            return render_ansi(self.instance, self.current_plan())
+        if self.render_mode == "rgb_array":
+            return render_rgb(self.instance, self.current_plan())
+        return None
+
+
+def static_context(instance: Instance) -> list[float]:
+    """The first entries of every context: devices, groups, memory pressure."""
+    problem = instance.problem
+    return [problem.num_devices / 8.0, float(np.log2(problem.num_groups + 1.0)) / 8.0, memory_pressure(instance)]
+
+
+def memory_pressure(instance: Instance) -> float:
+    """Provable bytes of all groups over the memory of all devices; 0 when some device has no limit."""
+    capacity = float(instance.limit_bytes.sum())
+    return float(instance.pinned_bytes.sum()) / capacity if np.isfinite(capacity) and capacity > 0 else 0.0
+
+
+def default_problems() -> list[Problem]:
+    """Three small random problems, so that ``gymnasium.make`` works without arguments."""
+    from rlplace.problem.toys import random_problem
+
+    return [random_problem(seed, num_groups=12 + 4 * seed, num_devices=3) for seed in range(3)]
+
+
+def greedy_fit(instance: Instance) -> NDArray[np.int32]:
+    """A plan made for memory alone: largest groups first, each to the allowed device with the lowest filling after it."""
+    devices = instance.problem.num_devices
+    plan = np.zeros(instance.problem.num_groups, dtype=np.int32)
+    used = np.zeros(devices)
+    capacity = np.where(np.isfinite(instance.limit_bytes), instance.limit_bytes, 1e18)
+    for group in np.argsort(-instance.pinned_bytes, kind="stable"):
+        filling = (used + instance.pinned_bytes[group] + 1.0) / np.maximum(capacity, 1.0)
+        filling[~instance.allowed[group]] = np.inf
+        plan[group] = int(np.argmin(filling))
+        used[plan[group]] += instance.pinned_bytes[group]
+    return plan

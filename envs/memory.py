@@ -1,0 +1,86 @@
+"""Proven lower bounds of the live memory that a group brings to its device, wherever everything else sits.
+
+Two facts hold for every plan. (1) When an op runs, its outputs, its temporaries and copies of all its inputs are on its
+device; inputs owned by the op's own group are resident already, inputs owned by others are counted only when produced,
+since an owner may share the device. (2) A tensor whose producer and one consumer are in the same group stays on that
+group's device from the start of the producer to the end of the consumer; all such tensors whose producer is an ancestor of
+one pivot op and whose consumer is a descendant of it are live while the pivot runs. So for a device holding a set S of groups
+
+    peak >= reserved + sum over S of resident + max(sum over S of saved at the pivot, max over S of footprint).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem import BACKWARD, FORWARD, Problem
+
+_PIVOT_CANDIDATES = 4
+
+
+def group_footprint_bytes(problem: Problem) -> NDArray[np.float64]:
+    """float64 [G], fact (1): the largest sum of outputs, temporaries and produced inputs over the ops of each group."""
+    need = problem.temporary_bytes.astype(np.float64)
+    made = problem.tensor_producer >= 0
+    np.add.at(need, problem.tensor_producer[made], problem.tensor_bytes[made])
+    tensor = problem.edge_tensor
+    produced = made[tensor]
+    np.add.at(need, problem.consumers[produced], problem.tensor_bytes[tensor[produced]])
+    footprint = np.zeros(problem.num_groups)
+    np.maximum.at(footprint, problem.op_group, need)
+    return footprint
+
+
+def group_saved_bytes(problem: Problem) -> NDArray[np.float64]:
+    """float64 [G], fact (2) at the pivot that gives the largest total."""
+    tensor = problem.edge_tensor
+    producer = problem.tensor_producer[tensor]
+    inner = (producer >= 0) & (problem.op_group[np.maximum(producer, 0)] == problem.op_group[problem.consumers])
+    inner &= problem.tensor_bytes[tensor] > 0
+    best = np.zeros(problem.num_groups)
+    for pivot in _pivots(problem):
+        before, after = _reach(problem, pivot, forward=False), _reach(problem, pivot, forward=True)
+        live = inner & before[np.maximum(producer, 0)] & after[problem.consumers]
+        live_tensor = np.unique(tensor[live])
+        saved = np.zeros(problem.num_groups)
+        np.add.at(saved, problem.op_group[problem.tensor_producer[live_tensor]], problem.tensor_bytes[live_tensor])
+        if saved.sum() > best.sum():
+            best = saved
+    return best
+
+
+def group_pinned_bytes(problem: Problem) -> NDArray[np.float64]:
+    """float64 [G], resident bytes plus `group_saved_bytes`."""
+    return problem.resident_bytes + group_saved_bytes(problem)
+
+
+def _pivots(problem: Problem) -> list[int]:
+    """Last forward and first backward ops in topological order: where most saved activations are live."""
+    phase = problem.op_phase[problem.topological_order]
+    forward = problem.topological_order[phase == FORWARD][-_PIVOT_CANDIDATES:]
+    backward = problem.topological_order[phase == BACKWARD][:_PIVOT_CANDIDATES]
+    return [*forward.tolist(), *backward.tolist()]
+
+
+def _reach(problem: Problem, pivot: int, *, forward: bool) -> NDArray[np.bool_]:
+    """bool [N], the pivot and its descendants (or ancestors), by one pass in topological order."""
+    reached = np.zeros(problem.num_ops, dtype=bool)
+    reached[pivot] = True
+    tensor = problem.edge_tensor
+    producer = problem.tensor_producer[tensor]
+    kept = producer >= 0
+    source, target = producer[kept], problem.consumers[kept]
+    if not forward:
+        source, target = target, source
+    by_source = np.argsort(source, kind="stable")
+    starts = np.searchsorted(source[by_source], np.arange(problem.num_ops + 1))
+    following = target[by_source]
+    frontier = [pivot]
+    while frontier:
+        op = frontier.pop()
+        for other in following[starts[op] : starts[op + 1]].tolist():
+            if not reached[other]:
+                reached[other] = True
+                frontier.append(other)
+    return reached

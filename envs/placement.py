@@ -1,0 +1,223 @@
+"""``rlplace/Placement-v0``: place one group a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.envs.backends import Backend, SimulatedBackend
+from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
+from rlplace.envs.features import NUM_FEATURES, TIME_BINS
+from rlplace.envs.instance import Instance
+from rlplace.envs.observation import State, features, load_and_pinned
+from rlplace.envs.features import no_window
+from rlplace.envs.reward import FinalReward, infeasible_reward, log_ratio
+from rlplace.planners.repair import repair
+from rlplace.problem import Problem
+
+
+class PlacementEnv(PlacerEnv):
+    """Places the groups of a problem one by one; the finished plan is simulated (or measured).
+
+    ## Description
+    Each episode draws a problem, or takes ``options={"problem": i}``. Groups come in the instance's named order.
+
+    ## Action space
+    ``Discrete(max_devices)``: the device of the current group. `action_masks` marks the legal ones: devices that exist, on
+    which every op of the group can run, that a fixed device admits, and whose provable memory (resident bytes, saved
+    activations, largest op) stays within the limit.
+
+    ## Observation space
+    | key | dtype, shape | meaning |
+    |---|---|---|
+    | graph | int32 (1,) | number of the problem in the bank |
+    | device_of_group | int32 (max_groups,) | device of each group, -1 not placed or padding |
+    | candidates | float32 (max_devices, F) | features of placing the current group on each device, see `FEATURES` |
+    | candidate_group | int32 (max_devices,) | the current group, -1 for devices that do not exist |
+    | context | float32 (8,) | devices, groups, memory pressure, progress, largest load |
+
+    ``observation="full"`` adds nodes, edges and edge_features of the graph.
+
+    ## Rewards
+    0 until the last step, then log(step time of the best classical plan / step time), or -(1 + relative overflow) when the
+    plan does not fit even after the shared memory repair.
+
+    ## Starting state
+    Nothing is placed.
+
+    ## Episode end
+    Terminates when all groups are placed, when no device is legal for the next group (the rest is then placed for memory
+    and repaired), or at an illegal action. Never truncates.
+
+    ## Arguments
+    problems: problems or instances. backend: default `SimulatedBackend`. max_devices, max_groups: sizes of the spaces,
+    default the largest problem. reward: called with step time and reference. observation: "indexed" or "full".
+
+    ## Version history
+    v0: first version.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem | Instance] | None = None,
+        *,
+        backend: Backend | None = None,
+        max_devices: int | None = None,
+        max_groups: int | None = None,
+        observation: str = "indexed",
+        reward: FinalReward = log_ratio,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(problems, backend, max_devices, max_groups, observation, render_mode)
+        self._reward = reward
+        self._make_spaces(self.max_devices)
+        self._repairer = SimulatedBackend()
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Starts an episode; ``options={"problem": i}`` chooses the problem."""
+        super().reset(seed=seed)
+        self._draw_instance(options)
+        problem = self.instance.problem
+        self._plan = np.full(problem.num_groups, -1, dtype=np.int32)
+        self._step_number = 0
+        self._free_s = np.zeros(problem.num_devices)  # when each device has finished the forward work placed so far
+        self._finish_s = np.zeros(problem.num_groups)
+        self._footprint = np.zeros(problem.num_devices)
+        self._load, self._pinned = load_and_pinned(self.instance, self._plan)
+        return self._observe(), {"problem": self._index}
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Places the current group on device `action`."""
+        if self._done:
+            raise RuntimeError("the episode is over; call reset()")
+        device = int(action)
+        if not self.action_masks()[device]:
+            self._done = True
+            overflow = self._overflow_of(device)
+            info = {"problem": self._index, "feasible": False, "illegal": True, "relative_overflow": overflow}
+            return self._observe(), infeasible_reward(overflow), True, False, info
+        self._place(device)
+        if self._step_number == len(self._plan):
+            return self._finish(repaired=False)
+        if not self._legal().any():
+            fallback = greedy_fit(self.instance)
+            self._plan = np.where(self._plan >= 0, self._plan, fallback).astype(np.int32)
+            self._step_number = len(self._plan)
+            return self._finish(repaired=True)
+        return self._observe(), 0.0, False, False, {"problem": self._index}
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """bool [max_devices]; when nothing is legal at the start, the allowed devices (the episode then ends infeasible)."""
+        mask = np.zeros(self.max_devices, dtype=bool)
+        legal = self._legal()
+        if not legal.any():
+            legal = self.instance.allowed[self.current_group]
+        if not legal.any():
+            legal = np.ones_like(legal)
+        mask[: len(legal)] = legal
+        return mask
+
+    def current_plan(self) -> NDArray[np.int32]:
+        """int32 [G], -1 where a group is not placed yet."""
+        return self._plan
+
+    @property
+    def current_group(self) -> int:
+        """The group that the next action places."""
+        return int(self.instance.order[min(self._step_number, len(self._plan) - 1)])
+
+    def _legal(self) -> NDArray[np.bool_]:
+        group, instance = self.current_group, self.instance
+        if self._step_number >= len(self._plan):
+            return np.ones(instance.problem.num_devices, dtype=bool)
+        resident = instance.problem.resident_bytes
+        largest = np.maximum(self._footprint, instance.footprint_bytes[group])
+        pinned = self._pinned + instance.pinned_bytes[group]
+        bare = self._resident + resident[group] + largest
+        return instance.allowed[group] & (np.maximum(pinned, bare) <= instance.limit_bytes)
+
+    @property
+    def _resident(self) -> NDArray[np.float64]:
+        placed = self._plan >= 0
+        return np.bincount(
+            self._plan[placed],
+            weights=self.instance.problem.resident_bytes[placed],
+            minlength=self.instance.problem.num_devices,
+        )
+
+    def _overflow_of(self, device: int) -> float:
+        if device >= self.instance.problem.num_devices:
+            return 1.0
+        limit = float(self.instance.limit_bytes[device])
+        need = float(self._pinned[device] + self.instance.pinned_bytes[self.current_group])
+        return max(0.0, need - limit) / limit if math.isfinite(limit) and limit > 0 else 0.0
+
+    def _earliest_finish(self) -> NDArray[np.float64]:
+        """float64 [D], list-scheduling finish time of the current group's work on every device."""
+        instance, group = self.instance, self.current_group
+        ready = np.zeros(instance.problem.num_devices)
+        for entry in range(instance.neighbour_ptr[group], instance.neighbour_ptr[group + 1]):
+            other = instance.neighbour[entry]
+            where = self._plan[other]
+            if where >= 0:
+                arrival = self._finish_s[other] + instance.latency_s[where]
+                arrival = arrival + instance.neighbour_bytes[entry] * 0.5 * instance.seconds_per_byte[where]
+                np.maximum(ready, arrival, out=ready)
+        return np.maximum(ready, self._free_s) + instance.time_s[group]
+
+    def _place(self, device: int) -> None:
+        group = self.current_group
+        finish = self._earliest_finish()[device]
+        self._free_s[device] = self._finish_s[group] = finish
+        self._plan[group] = device
+        self._load[device] += self.instance.time_s[group, device]
+        self._pinned[device] += self.instance.pinned_bytes[group]
+        self._footprint[device] = max(self._footprint[device], self.instance.footprint_bytes[group])
+        self._step_number += 1
+
+    def _finish(self, *, repaired: bool) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        self._done = True
+        result = self.backend.evaluate(self.instance, self._plan)
+        if not result.feasible:
+            mended = repair(self.instance.problem, self._plan, self._repairer.simulator(self.instance))
+            if mended is not None:
+                repaired = True
+                self._plan = np.asarray(mended, dtype=np.int32)
+                result = self.backend.evaluate(self.instance, self._plan)
+        info: dict[str, Any] = {
+            "problem": self._index,
+            "feasible": result.feasible,
+            "repaired": repaired,
+            "step_time_s": result.step_time_s,
+            "relative_overflow": result.relative_overflow,
+            "device_of_group": self._plan.copy(),
+        }
+        if not result.feasible:
+            return self._observe(), infeasible_reward(result.relative_overflow), True, False, info
+        reference = self.instance.reference_step_time_s
+        info["vs_best_baseline"] = result.step_time_s / reference
+        return self._observe(), self._reward(result.step_time_s, reference), True, False, info
+
+    def _observe(self) -> Observation:
+        instance = self.instance
+        problem, devices = instance.problem, instance.problem.num_devices
+        table = np.zeros((self.max_devices, NUM_FEATURES), dtype=np.float32)
+        groups = np.full(self.max_devices, -1, dtype=np.int32)
+        if self._step_number < problem.num_groups:
+            position = np.full(devices, self._step_number, dtype=np.int32)
+            finish = self._earliest_finish()
+            state = State(
+                self._plan, self._load, self._pinned, np.zeros(devices), np.zeros(problem.num_groups),
+                no_window(problem.num_groups), np.zeros((devices, TIME_BINS)),
+            )  # fmt: skip
+            delay = np.minimum(finish - finish.min(), 1e6 * instance.ideal_s)
+            table[:devices] = features(instance, state, position, position, np.arange(devices, dtype=np.int32), delay)
+            groups[:devices] = self.current_group
+        progress = self._step_number / problem.num_groups
+        return self._assemble(self._plan, table, groups, [progress, self._load.max() / instance.ideal_s])

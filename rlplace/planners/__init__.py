@@ -1,1 +1,82 @@
-""""""
+"""Planners: each takes a problem and returns a `PlacementPlan`.
+
+The table holds strings, so that listing planners imports none of them and lower rooms can name higher ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rlplace.errors import unknown_name
+
+if TYPE_CHECKING:
+    from rlplace.plan import PlacementPlan
+    from rlplace.problem import Problem
+
+PLANNERS: dict[str, str] = {
+    "single": "rlplace.planners.single:single",
+    "round_robin": "rlplace.planners.round_robin:round_robin",
+    "random": "rlplace.planners.random_plans:random",
+    "balanced": "rlplace.planners.balanced:balanced",
+    "heft": "rlplace.planners.heft:heft",
+    "m_topo": "rlplace.planners.m_topo:m_topo",
+    "m_etf": "rlplace.planners.m_etf:m_etf",
+    "metis": "rlplace.planners.metis:metis",
+    "critical_path": "rlplace.planners.critical_path:critical_path",
+    "annealing": "rlplace.planners.annealing:annealing",
+    "local_search": "rlplace.planners.local_search:local_search",
+    "best": "rlplace.planners.best:best",
+    "agent": "rlplace.agents.planner:agent",
+}
+"""Planner name to ``"module:function"``."""
+
+ONE_SHOT = ("single", "round_robin", "balanced", "heft", "m_topo", "m_etf", "metis", "critical_path")
+"""Planners that build plans without search; `best` is the best of these."""
+
+Planner = Callable[..., "PlacementPlan"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannerRun:
+    """A plan and what it took.
+
+    Attributes:
+        plan: The answer.
+        seconds: Wall-clock time of the planner.
+        simulator_calls: Simulations that it made.
+    """
+
+    plan: PlacementPlan
+    seconds: float
+    simulator_calls: int
+
+
+def get_planner(name: str) -> Planner:
+    """The function of a planner.
+
+    Raises:
+        InputError: Unknown name; the message has the nearest known one.
+    """
+    if name not in PLANNERS:
+        raise unknown_name("planner", name, PLANNERS)
+    module, function = PLANNERS[name].split(":")
+    planner: Planner = getattr(import_module(module), function)
+    return planner
+
+
+def run_planner(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlannerRun:
+    """Runs a planner by name and measures it; arguments as in the planner contract."""
+    from rlplace.planners.evaluate import count_calls
+
+    planner = get_planner(name)
+    start_s = time.perf_counter()
+    with count_calls() as counter:
+        plan = planner(problem, seed=seed, time_limit_s=time_limit_s, **options)
+    return PlannerRun(plan, time.perf_counter() - start_s, counter.calls)
+
+
+__all__ = ["ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "run_planner"]

@@ -1,0 +1,100 @@
+"""Planners on generated problems: step time, simulator calls and seconds.
+
+Usage: python benchmarks/planners.py [--planners a,b,c] [--groups N] [--calls N] [--large]
+
+Step times are makespans of one step by the `list` executor on generated costs; "x bound" divides by the lower bound of
+`rlplace.planners.bounds`, "x best" by the floor. Search planners start from the floor; their calls are counted after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from rlplace.errors import InfeasibleError
+from rlplace.planners import ONE_SHOT, run_planner
+from rlplace.planners.bounds import lower_bounds
+from rlplace.problem import Problem
+from rlplace.problem.generate import random_problem
+
+SEARCH = ("annealing", "local_search")
+
+
+def problems(groups: int) -> list[Problem]:
+    """Shapes, links, memory and speeds that pull in different directions."""
+    settings: list[dict[str, Any]] = [
+        {"shape": shape, **more}
+        for shape in ("layered", "branchy", "chain")
+        for more in (
+            {"num_devices": 2, "memory_factor": 1.15},
+            {"num_devices": 4, "memory_factor": 1.3},
+            {"num_devices": 4, "comm_ratio": 3.0, "memory_factor": 1.6},
+            {"num_devices": 4, "unlike": True},
+            {"num_devices": 8, "hosts": 2, "memory_factor": 2.0},
+        )
+    ]
+    return [random_problem(index, groups, **setting) for index, setting in enumerate(settings)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--planners", default=",".join(("random", *ONE_SHOT, "best", *SEARCH)))
+    parser.add_argument("--groups", type=int, default=200)
+    parser.add_argument("--calls", type=int, default=1024, help="simulator calls of search planners after the floor")
+    parser.add_argument("--large", action="store_true", help="best alone on 5,000 groups and 33,000 groups")
+    args = parser.parse_args()
+    if args.large:
+        large()
+        return
+    names = args.planners.split(",")
+    run_planner("best", random_problem(0, 8))  # compiles
+    rows: dict[str, list[tuple[float, float, int, float]]] = {name: [] for name in names}
+    floor_calls = 0
+    for problem in problems(args.groups):
+        bound = lower_bounds(problem).step_time_s
+        try:
+            run = run_planner("best", problem)
+            floor, floor_calls = float(run.plan.predicted["step_time_s"]), run.simulator_calls
+        except InfeasibleError:
+            floor = float("nan")
+        print(f"\n{problem.name}: {problem.num_ops} ops, lower bound {1e3 * bound:.3f} ms, floor {1e3 * floor:.3f} ms")
+        for name in names:
+            options = {"calls": args.calls} if name in SEARCH else {}
+            try:
+                run = run_planner(name, problem, **options)
+            except InfeasibleError as error:
+                print(f"  {name:14s} infeasible: {str(error)[:150]}")
+                continue
+            step = float(run.plan.predicted["step_time_s"])
+            calls = run.simulator_calls - (floor_calls if name in SEARCH else 0)
+            rows[name].append((step / bound, step / floor, calls, run.seconds))
+            print(f"  {name:14s} {1e3 * step:10.3f} ms  {step / floor:6.3f} x best  {calls:6d} calls  {run.seconds:7.3f} s")
+    print(
+        f"\n{'planner':14s} {'feasible':>8s} {'x bound':>8s} {'x best':>8s} {'calls':>7s} {'seconds':>8s}   (geometric and plain means)"
+    )
+    for name, found in rows.items():
+        if found:
+            data = np.array(found)
+            means = np.exp(np.nanmean(np.log(data[:, :2]), axis=0))
+            print(
+                f"{name:14s} {len(found):8d} {means[0]:8.3f} {means[1]:8.3f} {data[:, 2].mean():7.0f} {data[:, 3].mean():8.3f}"
+            )
+
+
+def large() -> None:
+    run_planner("best", random_problem(0, 8))
+    for groups, limit in ((5_000, None), (33_400, 20.0)):
+        for factor in (None, 1.3):
+            problem = random_problem(1, groups, 8, memory_factor=factor)
+            run = run_planner("best", problem, time_limit_s=limit)
+            step = float(run.plan.predicted["step_time_s"])
+            print(
+                f"{problem.num_ops} ops, {groups} groups, memory factor {factor}: {1e3 * step:.1f} ms, "
+                f"{step / lower_bounds(problem).step_time_s:.3f} x bound, {run.simulator_calls} calls, {run.seconds:.2f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The floor: all one-shot planners with the shared memory repair, no search; the best plan wins.
+
+Every planner that claims something is compared with this. Each one-shot planner yields a few candidates (numbers of devices,
+orders, weights); see their modules. The result is the minimum over what each of them would return by itself, so `best` is never
+worse than any of them. Without a time limit it is deterministic and does not depend on the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+
+from rlplace.plan import PlacementPlan
+from rlplace.planners import ONE_SHOT, PLANNERS
+from rlplace.planners.evaluate import Answer, Deadline, Evaluator
+from rlplace.planners.floor import REPAIRS, best_of, finish
+from rlplace.planners.shortage import check_possible
+from rlplace.problem import Problem
+
+
+def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+    """The best plan of all one-shot planners; see the module docstring."""
+    check_possible(problem)
+    answer = best_answer(problem, Evaluator(problem), Deadline(time_limit_s))
+    return finish(problem, answer, planner="best", seed=seed)
+
+
+def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Answer | None:
+    """What `best` would return, as an answer; the least bad infeasible one when nothing fits."""
+    answers = [answer for _, answer in floor_answers(problem, evaluator, deadline)]
+    return min(answers, key=lambda a: a.score.rank, default=None)
+
+
+def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Iterator[tuple[str, Answer]]:
+    """The name and best answer of every one-shot planner, feasible or not; stops when the deadline has passed.
+
+    The problem must have passed `rlplace.planners.shortage.check_possible`.
+    """
+    for name in ONE_SHOT:
+        module = import_module(PLANNERS[name].split(":")[0])
+        repairs = getattr(module, "REPAIRS", REPAIRS)
+        answer = best_of(problem, module.candidates(problem, 0), evaluator, deadline, repairs=repairs)
+        if answer is not None:
+            yield name, answer
+        if deadline.passed():
+            return

@@ -1,0 +1,142 @@
+"""What no plan can beat: lower bounds on step time, and conditions without which no plan fits in memory.
+
+All bounds hold for every plan with one micro-batch under the simulator's rules:
+
+* critical path: the longest chain of ops, each on its fastest device, without transfers;
+* work: fractional assignment of all groups to unlike devices, by its Lagrangian dual (any weights give a valid bound);
+* largest group: a group's ops share a device, and a device runs one op at a time;
+* memory: resident bytes of all groups, plus the tensors that are alive when the first backward op starts: those made by its
+  ancestors and read by it or its descendants; each has a copy somewhere.
+
+The messages of `rlplace.planners.shortage` are built on these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem import BACKWARD, Problem
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds of a problem.
+
+    Attributes:
+        critical_path_s: Longest chain of ops at their fastest times.
+        work_s: All work spread over all devices.
+        largest_group_s: Longest group on its fastest device.
+        resident_bytes: Resident bytes of all groups.
+        live_bytes: Activations that must exist at one moment, in addition.
+        capacity_bytes: Memory of all devices without reserved bytes; inf when a device has no limit.
+    """
+
+    critical_path_s: float
+    work_s: float
+    largest_group_s: float
+    resident_bytes: int
+    live_bytes: int
+    capacity_bytes: float
+
+    @property
+    def step_time_s(self) -> float:
+        """The largest of the three bounds on step time."""
+        return max(self.critical_path_s, self.work_s, self.largest_group_s)
+
+
+def lower_bounds(problem: Problem) -> Bounds:
+    """Computes all bounds; seconds and bytes."""
+    return Bounds(
+        critical_path_s=_critical_path(problem),
+        work_s=_work(problem.group_time_s),
+        largest_group_s=float(problem.group_time_s.min(axis=1).max(initial=0.0)),
+        resident_bytes=int(problem.resident_bytes.sum()),
+        live_bytes=live_bytes(problem),
+        capacity_bytes=float(problem.memory_limit_bytes.sum()),
+    )
+
+
+def _critical_path(problem: Problem) -> float:
+    shortest = np.nanmin(np.where(problem.group_allowed[problem.op_group], problem.time_s, np.nan), axis=1)
+    made = problem.tensor_producer[problem.edge_tensor] >= 0
+    target = problem.consumers[made]
+    source = problem.tensor_producer[problem.edge_tensor][made]
+    by_source = np.argsort(source, kind="stable")
+    successors = target[by_source].tolist()
+    starts = np.searchsorted(source[by_source], np.arange(problem.num_ops + 1)).tolist()
+    level = shortest.tolist()
+    for op in problem.topological_order[::-1].tolist():
+        below = max((level[s] for s in successors[starts[op] : starts[op + 1]]), default=0.0)
+        level[op] += below
+    return float(max(level))
+
+
+def _work(time_s: NDArray[np.float64], steps: int = 30) -> float:
+    """Dual of ``min T: every group fully assigned, load of each device <= T``, by projected multiplicative steps."""
+    finite = np.isfinite(time_s)
+    columns = np.where(finite, time_s, 0.0).sum(axis=0) / np.maximum(finite.sum(axis=0), 1)
+    weights = 1.0 / np.maximum(columns, 1e-30)
+    weights[finite.sum(axis=0) == 0] = 0.0
+    weights /= weights.sum()
+    best = 0.0
+    rate = 0.3
+    for _ in range(steps):
+        priced = np.where(finite, time_s * weights, np.inf)
+        choice = priced.argmin(axis=1)
+        picked = priced[np.arange(len(priced)), choice]
+        best = max(best, float(picked.sum()))
+        # Ties go to all devices that attain the minimum, so that like devices keep equal weights.
+        ties = priced <= picked[:, None] * (1 + 1e-9)
+        share = ties / ties.sum(axis=1, keepdims=True)
+        load = np.where(finite, time_s * share, 0.0).sum(axis=0)
+        top = load.max()
+        if top <= 0.0:
+            break
+        weights = weights * np.exp(rate * (load / top - (weights * load).sum() / top))
+        weights /= weights.sum()
+        rate *= 0.9
+    return best
+
+
+def live_bytes(problem: Problem) -> int:
+    """Bytes of the tensors that exist, each at least once, when the first backward op starts."""
+    backward = np.flatnonzero(problem.op_phase >= BACKWARD)
+    if len(backward) == 0:
+        return 0
+    position = np.empty(problem.num_ops, dtype=np.int64)
+    position[problem.topological_order] = np.arange(problem.num_ops)
+    # The first backward op in topological order: the gradient of the loss in a training step.
+    pivot = int(backward[position[backward].argmin()])
+    before, after = _reach(problem, pivot, backwards=True), _reach(problem, pivot, backwards=False)
+    tensor = problem.edge_tensor
+    producer = problem.tensor_producer
+    made_before = (producer >= 0) & before[np.maximum(producer, 0)]
+    made_before[producer == pivot] = False
+    read_after = np.zeros(problem.num_tensors, dtype=bool)
+    later = after[problem.consumers] | (problem.consumers == pivot)
+    read_after[tensor[later]] = True
+    return int(problem.tensor_bytes[made_before & read_after].sum())
+
+
+def _reach(problem: Problem, pivot: int, *, backwards: bool) -> NDArray[np.bool_]:
+    """bool [N], strict ancestors or descendants of an op."""
+    made = problem.tensor_producer[problem.edge_tensor] >= 0
+    head = problem.tensor_producer[problem.edge_tensor][made]
+    tail = problem.consumers[made]
+    if backwards:
+        head, tail = tail, head
+    by_head = np.argsort(head, kind="stable")
+    following = tail[by_head].tolist()
+    starts = np.searchsorted(head[by_head], np.arange(problem.num_ops + 1)).tolist()
+    found = np.zeros(problem.num_ops, dtype=bool)
+    stack = [pivot]
+    while stack:
+        op = stack.pop()
+        for other in following[starts[op] : starts[op + 1]]:
+            if not found[other]:
+                found[other] = True
+                stack.append(other)
+    return found

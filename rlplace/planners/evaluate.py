@@ -1,0 +1,122 @@
+"""Counted simulator calls, deadlines, and the score that ranks assignments while planners search.
+
+Every planner simulates through an `Evaluator`, so that `count_calls` can state how many calls a plan has cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem import Problem
+from rlplace.simulator import Simulator
+
+Assignment = NDArray[np.int32]
+"""int32 [G], the device of every group."""
+
+
+class Deadline:
+    """A moment after which a planner must return its best answer."""
+
+    def __init__(self, time_limit_s: float | None) -> None:
+        self.end_s = float("inf") if time_limit_s is None else time.monotonic() + time_limit_s
+
+    def left_s(self) -> float:
+        """Seconds left, negative when passed, inf without a limit."""
+        return self.end_s - time.monotonic()
+
+    def passed(self) -> bool:
+        """Whether the time is up."""
+        return self.end_s != float("inf") and time.monotonic() >= self.end_s
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Outcome of one simulation.
+
+    Attributes:
+        step_time_s: Step time; inf when the step cannot complete.
+        overflow: Bytes over the limit, relative to the device's memory, summed over devices; 0 when everything fits.
+    """
+
+    step_time_s: float
+    overflow: float
+
+    @property
+    def feasible(self) -> bool:
+        """The step completes and fits."""
+        return self.overflow == 0.0 and self.step_time_s != float("inf")
+
+    @property
+    def penalized_s(self) -> float:
+        """Step time, raised where memory overflows: the value that searches descend on."""
+        if self.overflow == 0.0:
+            return self.step_time_s
+        return self.step_time_s * (1.0 + 3.0 * (self.overflow + 0.02))
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key: feasible before infeasible, then the penalised step time."""
+        return not self.feasible, self.penalized_s
+
+
+class CallCounter:
+    """Simulator calls made while a `count_calls` block is open."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+_counters: list[CallCounter] = []
+
+
+@contextmanager
+def count_calls() -> Iterator[CallCounter]:
+    """Counts the simulator calls that planners make inside the block."""
+    counter = CallCounter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.remove(counter)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An assignment and what the simulator says about it.
+
+    Attributes:
+        devices: int32 [G].
+        score: Step time and overflow.
+        peaks: int64 [D], peak memory with resident and reserved bytes.
+    """
+
+    devices: Assignment
+    score: Score
+    peaks: NDArray[np.int64]
+
+
+class Evaluator:
+    """Simulates assignments of one problem and counts the calls."""
+
+    def __init__(self, problem: Problem, simulator: Simulator | None = None) -> None:
+        self.problem = problem
+        self.calls = 0
+        self._simulator = Simulator(problem) if simulator is None else simulator
+
+    def score(self, devices: Assignment) -> Score:
+        """Step time and memory overflow of an assignment."""
+        self.calls += 1
+        for counter in _counters:
+            counter.calls += 1
+        return Score(*self._simulator.evaluate(devices))
+
+    def answer(self, devices: Assignment) -> Answer:
+        """Score and peaks of an assignment; `devices` must not change afterwards."""
+        score = self.score(devices)
+        return Answer(devices, score, self._simulator.peak_memory_bytes.copy())

@@ -1,0 +1,85 @@
+"""Choosing among candidates: what turns the assignments of a heuristic into its plan.
+
+A one-shot planner yields a few candidates. They are simulated, the most promising ones that do not fit are repaired, and the
+best feasible one becomes the plan. Nothing here searches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from rlplace.plan import PlacementPlan, make_plan
+from rlplace.planners.evaluate import Answer, Assignment, Deadline, Evaluator
+from rlplace.planners.repair import legalize, repair_answer
+from rlplace.planners.shortage import check_possible, raise_infeasible
+from rlplace.problem import Problem
+from rlplace.simulator import simulate
+
+REPAIRS = 3
+"""Infeasible candidates that a planner repairs, most promising first."""
+
+Candidates = Callable[[Problem, int], Iterable[Assignment]]
+
+
+def best_of(
+    problem: Problem, candidates: Iterable[Assignment], evaluator: Evaluator, deadline: Deadline, *, repairs: int = REPAIRS
+) -> Answer | None:
+    """Simulates candidates, repairs the most promising infeasible ones and returns the best answer.
+
+    Args:
+        problem: The problem.
+        candidates: Assignments; groups on devices where they may not sit are moved first.
+        evaluator: Counts the simulations.
+        deadline: When passed, what is known by then is ranked; at least one candidate is always looked at.
+        repairs: How many infeasible candidates to repair.
+
+    Returns:
+        The best answer, feasible if any is, or None when there was no candidate.
+    """
+    answers: list[Answer] = []
+    seen: set[bytes] = set()
+    for devices in candidates:
+        legal = legalize(problem, devices)
+        if legal.tobytes() not in seen:
+            seen.add(legal.tobytes())
+            answers.append(evaluator.answer(legal))
+        if deadline.passed():
+            break
+    if not answers:
+        return None
+    answers.sort(key=lambda a: a.score.rank)
+    best = answers[0]
+    # A repaired plan is rarely faster than it was before, so candidates that are already slower are not worth the calls.
+    open_ = [a for a in answers if not a.score.feasible and a.score.step_time_s < _limit(best)]
+    open_.sort(key=lambda a: a.score.penalized_s)
+    for answer in open_[:repairs]:
+        if deadline.passed() and best.score.feasible:
+            break
+        repaired = repair_answer(problem, answer.devices, evaluator, deadline)
+        if repaired.score.rank < best.score.rank:
+            best = repaired
+    return best
+
+
+def _limit(best: Answer) -> float:
+    return best.score.step_time_s if best.score.feasible else float("inf")
+
+
+def finish(problem: Problem, answer: Answer | None, *, planner: str, seed: int) -> PlacementPlan:
+    """Builds the plan of an answer, with the simulator's prediction.
+
+    Raises:
+        InfeasibleError: There is no answer, or it does not fit.
+    """
+    line = None if answer is None else simulate(problem, answer.devices)
+    if answer is None or line is None or not line.feasible:
+        raise_infeasible(problem, line, planner=planner)
+    return make_plan(problem, answer.devices, planner=planner, seed=seed, predicted=line.predicted(problem))
+
+
+def one_shot(
+    problem: Problem, planner: str, candidates: Candidates, *, seed: int, time_limit_s: float | None, repairs: int = REPAIRS
+) -> PlacementPlan:
+    """The whole of a planner that only builds candidates."""
+    check_possible(problem)
+    answer = best_of(problem, candidates(problem, seed), Evaluator(problem), Deadline(time_limit_s), repairs=repairs)
+    return finish(problem, answer, planner=planner, seed=seed)

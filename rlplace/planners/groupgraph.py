@@ -1,0 +1,199 @@
+"""The group graph: what planners need to know about groups, as arrays.
+
+Planners place groups, but a problem lists ops and tensors. This module sums ops up to groups once per problem and keeps the
+result while the problem lives.
+
+Axes: D devices, G groups, M merged edges between two different groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem import BACKWARD, FORWARD, Problem
+
+
+@dataclass(frozen=True, eq=False)
+class GroupGraph:
+    """Groups and the traffic between them.
+
+    Attributes:
+        time_s: float64 [G, D], summed op times; inf where the group may not sit.
+        mean_time_s: float64 [G], mean of `time_s` over the devices that can run the group.
+        footprint_bytes: int64 [G], resident bytes plus the outputs of forward ops that backward ops read: an estimate of
+            what the group adds to its device's peak.
+        order: int32 [G], groups by their earliest op in the problem's topological order.
+        depth_first_order: int32 [G], a topological order of the same graph that finishes a branch before it starts the next.
+        source, target: int32 [M], directed edges, every pair at most once.
+        edge_bytes: float64 [M], bytes that cross when the two groups sit apart; a tensor counts once per reading group.
+        edge_count: float64 [M], number of those tensors.
+        edge_fixed_s: float64 [M], seconds of tensors that have their own transfer times (mean over device pairs).
+        neighbor_ptr: int64 [G + 1], row offsets of the undirected graph.
+        neighbor: int32 [2 M], other end of each undirected entry.
+        neighbor_edge: int32 [2 M], the entry's index in the directed arrays.
+        neighbor_out: bool [2 M], whether the row's group is the sender.
+    """
+
+    time_s: NDArray[np.float64]
+    mean_time_s: NDArray[np.float64]
+    footprint_bytes: NDArray[np.int64]
+    order: NDArray[np.int32]
+    depth_first_order: NDArray[np.int32]
+    source: NDArray[np.int32]
+    target: NDArray[np.int32]
+    edge_bytes: NDArray[np.float64]
+    edge_count: NDArray[np.float64]
+    edge_fixed_s: NDArray[np.float64]
+    neighbor_ptr: NDArray[np.int64]
+    neighbor: NDArray[np.int32]
+    neighbor_edge: NDArray[np.int32]
+    neighbor_out: NDArray[np.bool_]
+
+    def edge_s(self, latency_s: float, inverse_bandwidth: float) -> NDArray[np.float64]:
+        """float64 [M], seconds of every edge over a link of the given latency and seconds per byte, without waiting."""
+        return self.edge_count * latency_s + self.edge_bytes * inverse_bandwidth + self.edge_fixed_s
+
+
+_CACHE: WeakKeyDictionary[Problem, GroupGraph] = WeakKeyDictionary()
+
+
+def group_graph(problem: Problem) -> GroupGraph:
+    """The group graph of a problem, built on first use and kept while the problem lives."""
+    found = _CACHE.get(problem)
+    if found is None:
+        found = _CACHE[problem] = _build(problem)
+    return found
+
+
+def inverse_bandwidth(problem: Problem) -> NDArray[np.float64]:
+    """float64 [D, D], seconds per byte; 0 on the diagonal, inf where there is no link."""
+    with np.errstate(divide="ignore"):
+        inverse: NDArray[np.float64] = 1.0 / problem.links.bandwidth_bytes_per_s
+    np.fill_diagonal(inverse, 0.0)
+    return inverse
+
+
+def finite_links(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Latency and seconds per byte with a missing link priced at 1000 times the worst one, for estimates that must stay finite.
+
+    Returns:
+        float64 [D, D] latency in seconds and float64 [D, D] seconds per byte, both 0 on the diagonal.
+    """
+    latency = problem.links.latency_s.copy()
+    np.fill_diagonal(latency, 0.0)
+    inverse = inverse_bandwidth(problem)
+    missing = ~np.isfinite(inverse)
+    if missing.any():
+        worst = inverse[~missing].max(initial=0.0)
+        inverse[missing] = 1000.0 * worst if worst > 0 else 1e-6
+        latency[missing] = 1000.0 * latency.max(initial=1e-5)
+    return latency, inverse
+
+
+def mean_link(problem: Problem) -> tuple[float, float]:
+    """Mean latency in seconds and mean seconds per byte over the links that exist; zeros for a single device."""
+    exists = (problem.links.bandwidth_bytes_per_s > 0) & ~np.eye(problem.num_devices, dtype=bool)
+    if not exists.any():
+        return 0.0, 0.0
+    return float(problem.links.latency_s[exists].mean()), float((1.0 / problem.links.bandwidth_bytes_per_s[exists]).mean())
+
+
+def _build(problem: Problem) -> GroupGraph:
+    groups = problem.num_groups
+    time_s = problem.group_time_s
+    finite = np.isfinite(time_s)
+    mean = np.where(finite, time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
+    source, target, size, count, fixed = _edges(problem)
+    order = _order(problem)
+    rows = np.concatenate([source, target])
+    perm = np.argsort(rows, kind="stable")
+    edges = len(source)
+    return GroupGraph(
+        time_s=time_s,
+        mean_time_s=mean,
+        footprint_bytes=_footprint(problem),
+        order=order,
+        depth_first_order=_depth_first(order, source, target),
+        source=source,
+        target=target,
+        edge_bytes=size,
+        edge_count=count,
+        edge_fixed_s=fixed,
+        neighbor_ptr=np.searchsorted(rows[perm], np.arange(groups + 1)).astype(np.int64),
+        neighbor=np.concatenate([target, source])[perm],
+        neighbor_edge=(perm % max(edges, 1)).astype(np.int32),
+        neighbor_out=perm < edges,
+    )
+
+
+def _edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray, NDArray, NDArray]:
+    groups = problem.num_groups
+    tensor = problem.edge_tensor
+    producer, owner = problem.tensor_producer[tensor], problem.tensor_owner[tensor]
+    source = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], owner).astype(np.int64)
+    target = problem.op_group[problem.consumers].astype(np.int64)
+    apart = source != target
+    # A tensor is sent once to a device, however many ops of a group read it there.
+    _, first = np.unique(tensor[apart].astype(np.int64) * groups + target[apart], return_index=True)
+    tensor, source, target = tensor[apart][first], source[apart][first], target[apart][first]
+    size = problem.tensor_bytes[tensor].astype(np.float64)
+    count = np.ones(len(tensor))
+    fixed = np.zeros(len(tensor))
+    if problem.tensor_transfer_s:
+        off = ~np.eye(problem.num_devices, dtype=bool)
+        for number, table in problem.tensor_transfer_s.items():
+            mine = tensor == number
+            size[mine], count[mine] = 0.0, 0.0
+            fixed[mine] = float(table[off].mean()) if off.any() else 0.0
+    key, inverse = np.unique(source * groups + target, return_inverse=True)
+    sums = [np.bincount(inverse, weights=values, minlength=len(key)) for values in (size, count, fixed)]
+    return (key // max(groups, 1)).astype(np.int32), (key % max(groups, 1)).astype(np.int32), sums[0], sums[1], sums[2]
+
+
+def _footprint(problem: Problem) -> NDArray[np.int64]:
+    tensor = problem.edge_tensor
+    producer = problem.tensor_producer[tensor]
+    kept = (
+        (producer >= 0)
+        & (problem.op_phase[np.maximum(producer, 0)] == FORWARD)
+        & (problem.op_phase[problem.consumers] >= BACKWARD)
+    )
+    saved = np.unique(tensor[kept])
+    total = problem.resident_bytes.copy()
+    np.add.at(total, problem.op_group[problem.tensor_producer[saved]], problem.tensor_bytes[saved])
+    return total
+
+
+def _order(problem: Problem) -> NDArray[np.int32]:
+    position = np.empty(problem.num_ops, dtype=np.int64)
+    position[problem.topological_order] = np.arange(problem.num_ops)
+    earliest = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
+    np.minimum.at(earliest, problem.op_group, position)
+    return np.argsort(earliest, kind="stable").astype(np.int32)
+
+
+def _depth_first(order: NDArray[np.int32], source: NDArray[np.int32], target: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Topological order of the edges that agree with `order`; the group that became ready last goes first."""
+    groups = len(order)
+    position = np.empty(groups, dtype=np.int64)
+    position[order] = np.arange(groups)
+    forward = position[source] < position[target]
+    source, target = source[forward], target[forward]
+    missing = np.bincount(target, minlength=groups).tolist()
+    by_source = np.lexsort((-position[target], source))
+    starts = np.searchsorted(source[by_source], np.arange(groups + 1)).tolist()
+    successors = target[by_source].tolist()
+    stack = [group for group in order[::-1].tolist() if missing[group] == 0]
+    result = []
+    while stack:
+        group = stack.pop()
+        result.append(group)
+        for successor in successors[starts[group] : starts[group + 1]]:
+            missing[successor] -= 1
+            if missing[successor] == 0:
+                stack.append(successor)
+    return np.array(result, dtype=np.int32)

@@ -1,0 +1,115 @@
+"""Which devices to use, in which order, and which part goes where.
+
+Leaving devices unused is often best when links are slow, so that every constructive planner builds one candidate per number of
+devices. Fast and well connected devices come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.planners.groupgraph import finite_links, group_graph
+from rlplace.problem import Problem
+
+MAX_COUNTS = 12
+"""Device counts tried when there are more devices than this."""
+
+
+def device_classes(problem: Problem) -> list[list[int]]:
+    """Devices that run everything equally fast, hold equally much and may take the same groups, by first member."""
+    graph = group_graph(problem)
+    classes: dict[tuple[bytes, float], list[int]] = {}
+    for device in range(problem.num_devices):
+        key = (graph.time_s[:, device].tobytes(), float(problem.memory_limit_bytes[device]))
+        classes.setdefault(key, []).append(device)
+    return list(classes.values())
+
+
+def device_order(problem: Problem) -> list[int]:
+    """All devices, greedily: the next one is the fastest for its links to those before it.
+
+    Speed is the mean group time on the device; links count with the mean traffic of a group.
+    """
+    graph = group_graph(problem)
+    finite = np.isfinite(graph.time_s)
+    runs = finite.sum(axis=0)
+    mean_s = np.where(finite, graph.time_s, 0.0).sum(axis=0) / np.maximum(runs, 1)
+    # A device that runs few groups is a poor choice however fast it runs them.
+    mean_s = mean_s + graph.mean_time_s.mean() * 10.0 * (1.0 - runs / max(problem.num_groups, 1))
+    latency, inverse = finite_links(problem)
+    edge = graph.edge_bytes.mean() if len(graph.edge_bytes) else 0.0
+    link_s = latency + latency.T + edge * (inverse + inverse.T)
+    chosen = [int(mean_s.argmin())]
+    rest = [d for d in range(problem.num_devices) if d != chosen[0]]
+    while rest:
+        cost = [float(mean_s[d]) + float(link_s[d, chosen].mean()) for d in rest]
+        chosen.append(rest.pop(int(np.argmin(cost))))
+    return chosen
+
+
+def device_subsets(problem: Problem, *, least: int = 1) -> list[list[int]]:
+    """Prefixes of `device_order` by increasing length, at most about `MAX_COUNTS` of them, the full set always included."""
+    order = device_order(problem)
+    count = len(order)
+    if count <= MAX_COUNTS:
+        sizes = range(least, count + 1)
+        return [order[:size] for size in sizes]
+    spread = np.unique(np.round(np.geomspace(max(least, 1), count, MAX_COUNTS)).astype(int))
+    return [order[: int(size)] for size in spread]
+
+
+def map_parts(problem: Problem, part_of_group: NDArray[np.int32], devices: Sequence[int]) -> NDArray[np.int32]:
+    """Places part p on a device of `devices`, and swaps parts between devices while that lowers load and traffic.
+
+    Args:
+        problem: The problem.
+        part_of_group: int32 [G], part numbers below ``len(devices)``.
+        devices: Device of each part to start from.
+
+    Returns:
+        int32 [G], device of every group.
+    """
+    parts = len(devices)
+    where = list(devices)
+    if parts > 1:
+        _swap_parts(problem, part_of_group, where)
+    return np.asarray(where, dtype=np.int32)[part_of_group]
+
+
+def _swap_parts(problem: Problem, part_of_group: NDArray[np.int32], where: list[int]) -> None:
+    graph = group_graph(problem)
+    latency, inverse = finite_links(problem)
+    parts = len(where)
+    source, target = part_of_group[graph.source], part_of_group[graph.target]
+    cross = source != target
+    shape = (parts, parts)
+    size, count = np.zeros(shape), np.zeros(shape)
+    np.add.at(size, (source[cross], target[cross]), graph.edge_bytes[cross])
+    np.add.at(count, (source[cross], target[cross]), graph.edge_count[cross])
+    load = np.zeros((parts, problem.num_devices))
+    np.add.at(load, part_of_group, np.where(np.isfinite(graph.time_s), graph.time_s, 1e3 * graph.mean_time_s[:, None] + 1.0))
+
+    def cost() -> float:
+        at = np.ix_(where, where)
+        loads = load[np.arange(parts), where]
+        return float((count * latency[at] + size * inverse[at]).sum() + loads.max() * parts)
+
+    uniform = np.ptp(inverse[~np.eye(len(inverse), dtype=bool)]) == 0 and np.ptp(load, axis=1).max() == 0
+    if uniform or parts > 64:
+        return
+    best = cost()
+    for _ in range(3):
+        improved = False
+        for i in range(parts):
+            for j in range(i + 1, parts):
+                where[i], where[j] = where[j], where[i]
+                now = cost()
+                if now < best * (1 - 1e-12):
+                    best, improved = now, True
+                else:
+                    where[i], where[j] = where[j], where[i]
+        if not improved:
+            return

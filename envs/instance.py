@@ -168,7 +168,7 @@ def _symmetric(
 
 def _levels(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Top level (longest path before) and bottom level (longest path from the start) of every op, without communication."""
-    from rlplace.simulator.reference import default_priority
+    from rlplace.simulator import default_priority
 
     bottom = default_priority(problem)
     top = np.zeros(problem.num_ops)

@@ -1,0 +1,49 @@
+"""``rlplace capture``: write the priced problem of a model and a cluster."""
+
+from __future__ import annotations
+
+import argparse
+
+from rlplace.cli.common import add_model_options, load, print_json
+from rlplace.errors import InputError
+
+HELP = "capture a model and write its problem file"
+EXAMPLE = "example: rlplace capture hf:bert --cluster v100:4 --out bert.problem.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("model", metavar="MODEL", help="hf:TYPE, zoo:NAME, package.module:function or file.py:function")
+    parser.add_argument("--cluster", metavar="C", help="cluster to price for (this machine)")
+    parser.add_argument("--out", required=True, metavar="X.problem.json", help="file to write")
+    parser.add_argument("--level", choices=("task", "op"), default="task", help="one op per group and phase, or every op (task)")
+    parser.add_argument("--json", action="store_true", help="print a summary as JSON")
+    add_model_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the verb."""
+    if options.model.endswith(".problem.json"):
+        raise InputError(f"{options.model} is a problem already; capture takes a model")
+    loaded = load(options.model, options.cluster, options, op_level=options.level == "op")
+    problem = loaded.op_problem if options.level == "op" else loaded.problem
+    assert problem is not None and loaded.graph is not None
+    problem.save(options.out)
+    summary = {
+        "problem": options.out,
+        "fingerprint": problem.fingerprint,
+        "method": loaded.graph.capture["method"],
+        "graph_ops": loaded.graph.num_ops,
+        "flops": float(loaded.graph.op_flops.sum()),
+        "parameters_bytes": sum(p.size_bytes for p in loaded.graph.parameters if not p.is_buffer),
+        "ops": problem.num_ops,
+        "groups": problem.num_groups,
+        "devices": problem.num_devices,
+        "notes": list(loaded.graph.capture.get("notes", [])),
+    }
+    if options.json:
+        print_json(summary)
+    else:
+        for key, value in summary.items():
+            print(f"{key:17s} {value}")
+    return 0

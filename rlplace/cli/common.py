@@ -1,0 +1,124 @@
+"""What the verbs share: the MODEL options, loading problems, printing tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlplace.errors import InputError
+
+if TYPE_CHECKING:
+    from rlplace.graph.opgraph import OpGraph
+    from rlplace.problem import Problem
+
+DTYPES = ("fp32", "bf16", "fp16")
+OPTIMIZERS = ("adam", "adamw", "momentum", "sgd")
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A MODEL argument, ready to place.
+
+    Attributes:
+        problem: At task level, unless asked otherwise.
+        op_problem: At op level; None when MODEL was a problem file.
+        graph: The captured graph; None when MODEL was a problem file.
+    """
+
+    problem: Problem
+    op_problem: Problem | None
+    graph: OpGraph | None
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every verb with a MODEL takes."""
+    group = parser.add_argument_group("model options")
+    group.add_argument("--batch", type=positive, default=8, metavar="N", help="samples per step (8)")
+    group.add_argument("--seq", type=positive, default=512, metavar="N", help="sequence length (512)")
+    group.add_argument("--dtype", choices=DTYPES, default="fp32", help="parameters and compute (fp32)")
+    group.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="decides the optimizer state (adam)")
+    group.add_argument("--granularity", type=positive, default=200, metavar="N", help="target number of groups (200)")
+    group.add_argument(
+        "--global-batch", type=positive, metavar="N", help="samples per step; with one micro-batch it replaces --batch"
+    )
+
+
+def load(model: str, cluster: str | None, options: argparse.Namespace, *, op_level: bool = False) -> Loaded:
+    """Loads a problem file, or captures a model and prices it for `cluster` (default: this machine)."""
+    from rlplace.problem import Problem
+
+    if model.endswith(".problem.json"):
+        if cluster is not None:
+            raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
+        return Loaded(Problem.load(model), None, None)
+    from rlplace.cluster.spec import Cluster
+    from rlplace.cost.price import price
+    from rlplace.graph.capture import capture
+    from rlplace.zoo import load_model
+
+    machine = Cluster.preset(cluster or "host")
+    batch = options.global_batch or options.batch
+    say(f"building {model}")
+    loaded = load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
+    say("capturing one training step")
+    source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
+    graph = capture(
+        loaded.module,
+        loaded.example_inputs,
+        loss=loaded.loss,
+        optimizer=options.optimizer,
+        name=loaded.name,
+        source=source,
+    )
+    problem = price(graph, machine, groups=options.granularity)
+    say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {problem.num_groups} groups")
+    op_problem = price(graph, machine, groups=options.granularity, level="op") if op_level else None
+    return Loaded(problem, op_problem, graph)
+
+
+def positive(text: str) -> int:
+    """argparse type: a whole number from 1 up."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
+
+
+def seconds(text: str) -> float:
+    """argparse type: a positive time in seconds."""
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return value
+
+
+def say(line: str) -> None:
+    """Chatter goes to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def print_json(data: Any) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(data, allow_nan=False))
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A plain table on stdout: first column left, the others right aligned."""
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        print("  ".join(cells).rstrip())
+
+
+def milliseconds(value: float | None) -> str:
+    """A time for a table."""
+    return "-" if value is None else f"{value * 1e3:.3f}"
+
+
+def gigabytes(value: float | None) -> str:
+    """A size for a table, in units of 10^9 bytes."""
+    return "-" if value is None else f"{value / 1e9:.3f}"

@@ -1,0 +1,47 @@
+"""``rlplace simulate``: step time, peaks and feasibility of a plan."""
+
+from __future__ import annotations
+
+import argparse
+
+from rlplace.cli.common import gigabytes, milliseconds, print_json, print_table, say
+
+HELP = "simulate a plan on its problem"
+EXAMPLE = "example: rlplace simulate bert.problem.json bert.plan.json --trace bert.trace.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("problem", metavar="X.problem.json", help="problem file")
+    parser.add_argument("plan", metavar="P.plan.json", help="plan file for that problem")
+    parser.add_argument("--trace", metavar="T.json", help="write a trace for Perfetto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the verb; an infeasible plan is a result, not a failure."""
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.problem import Problem
+    from rlplace.simulator import simulate
+
+    problem = Problem.load(options.problem)
+    plan = PlacementPlan.load(options.plan, problem)
+    timeline = simulate(problem, plan)
+    if options.trace:
+        from rlplace.simulator.trace import write_trace
+
+        write_trace(problem, timeline, options.trace)
+        say(f"wrote {options.trace}")
+    predicted = timeline.predicted(problem)
+    if options.json:
+        print_json({**predicted, "busy_s": timeline.busy_s.tolist(), "violations": list(timeline.violations)})
+        return 0
+    rows = [
+        [device.name, milliseconds(busy), gigabytes(peak), gigabytes(device.memory_bytes)]
+        for device, busy, peak in zip(problem.devices, timeline.busy_s, timeline.peak_memory_bytes, strict=True)
+    ]
+    print_table(["device", "busy ms", "peak GB", "memory GB"], rows)
+    print()
+    print(f"step time {milliseconds(timeline.step_time_s)} ms, executor {predicted['executor']}")
+    print("feasible" if timeline.feasible else "infeasible: " + "; ".join(timeline.violations))
+    return 0

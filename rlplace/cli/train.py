@@ -1,0 +1,88 @@
+"""``rlplace train``: train a placer and show how it compares."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rlplace.cli.common import positive, print_json, say
+from rlplace.errors import InputError
+
+HELP = "train a placer"
+EXAMPLE = "example: rlplace train --problems zoo --steps 100000 --out runs/mine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("--problems", metavar="SET", help="zoo (default), synthetic, or a folder of *.problem.json")
+    parser.add_argument("--cluster", metavar="C", help="price the zoo for this cluster instead of several")
+    parser.add_argument("--steps", type=positive, metavar="N", help="PPO decisions")
+    parser.add_argument("--out", metavar="DIR", help="run folder (runs/agent)")
+    parser.add_argument("--resume", metavar="DIR", help="continue the run in this folder")
+    parser.add_argument("--env", choices=("refinement", "placement"), help="environment (refinement)")
+    parser.add_argument("--warm-states", type=int, metavar="N", help="states of the warm start, 0 for none")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed (0)")
+    parser.add_argument("--device", default="auto", metavar="D", help="torch device of the network (auto)")
+    parser.add_argument("--calls", type=positive, default=256, metavar="N", help="simulator calls per search in the table (256)")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the verb."""
+    from rlplace.agents.evaluate import compare_agent, format_rows
+    from rlplace.agents.planner import load_agent
+    from rlplace.agents.problems import test_problems, training_problems
+    from rlplace.agents.train import train
+
+    if options.resume and options.out and Path(options.out) != Path(options.resume):
+        raise InputError("--resume continues in its own folder; leave --out out")
+    out = Path(options.resume or options.out or "runs/agent")
+    config, problem_set = _config(options, out)
+    problems = training_problems(problem_set, seed=config.seed, cluster=options.cluster, progress=say)
+    done = train(
+        problems,
+        config,
+        out,
+        resume=bool(options.resume),
+        problem_set=problem_set,
+        progress_bar=sys.stderr.isatty(),
+        report=say,
+    )
+    say(f"{done} decisions done, saved in {out}")
+    if done < config.steps:
+        return 130
+    say("comparing on problems that it was not trained on")
+    tested = test_problems(problem_set, seed=config.seed, cluster=options.cluster, progress=say)
+    rows = compare_agent(load_agent(out), tested, calls=options.calls)
+    if options.json:
+        table = [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows]
+        print_json({"out": str(out), "steps": done, "executor": "list", "metric": "step time over best", "rows": table})
+    else:
+        print(format_rows(rows, f"{len(tested)} problems not trained on"))
+        print(f"\nplace a model with it: rlplace place hf:gpt2 --cluster a100-80g:4 --agent {out}")
+    return 0
+
+
+def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, str]:  # noqa: F821
+    from rlplace.agents.train import TrainConfig
+    from rlplace.files import read_json
+
+    changes = {
+        "steps": options.steps,
+        "warm_states": options.warm_states,
+        "seed": options.seed,
+        "device": options.device,
+    }
+    if not options.resume:
+        return TrainConfig.load(options.env or "refinement", **changes), options.problems or "zoo"
+    training = read_json(out / "config.json", "rlplace.checkpoint", 1).get("training", {})
+    earlier = training.get("hyperparameters")
+    if not isinstance(earlier, dict):
+        raise InputError(f"{out / 'config.json'}: holds no hyperparameters to resume with")
+    environment = str(earlier.pop("environment", "refinement"))
+    if options.env not in (None, environment):
+        raise InputError(f"{out} was trained on {environment}; --env cannot change it")
+    merged = {**earlier, **{key: value for key, value in changes.items() if value is not None}}
+    return TrainConfig.load(environment, **merged), options.problems or str(training.get("problem_set", "zoo"))

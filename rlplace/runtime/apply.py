@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from rlplace.errors import InputError
-from rlplace.plan.device_map import round_to_modules
+from rlplace.plan.device_map import ModuleRounding, device_of_op, round_to_modules
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime import check, module_level
+from rlplace.runtime.op_level import CannotRunError, OpLevelForward
 from rlplace.runtime.report import ApplyReport
 from rlplace.runtime.transfer import device_bytes, move_tensors
 
@@ -56,19 +57,81 @@ def apply(
     check.check_model(model)
     check.check_names(model, plan)
     places = check.check_devices(plan, devices)
-    why_not_op: str | None = "asked for the module level"
-    report = _apply_modules(model, plan, places, why_not_op)
-    model.report = report  # type: ignore[assignment]
+    why_not_op = "the module level was asked for"
+    if level != "module":
+        try:
+            model.report = _apply_ops(model, plan, places, example_inputs)
+            return model
+        except CannotRunError as error:
+            why_not_op = str(error)
+        if level == "op":
+            raise InputError(f"apply: the model cannot run at op level: {why_not_op}; or use level='module'")
+    model.report = _apply_modules(model, plan, places, why_not_op)
     return model
 
 
-def _apply_modules(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.device, ...], why_not_op: str | None) -> ApplyReport:
+def _apply_ops(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.device, ...], example_inputs: Any) -> ApplyReport:
+    if example_inputs is None:
+        raise CannotRunError("no example_inputs were given")
+    if "forward" in vars(model):
+        raise CannotRunError("the module's forward was replaced on the instance")
+    planned = device_of_op(plan)
+    if not planned:
+        raise CannotRunError("the plan was made at module granularity and names no ops")
+    rounding, device_of_module, canonical = _module_devices(model, plan, devices)
+    forward = OpLevelForward(model, devices, planned, device_of_module, _arguments(example_inputs))
+    device_of = _tensor_devices(model, device_of_module, canonical) | forward.device_of_held
+    move_tensors(model, device_of)
+    forward.fix_in_place(device_of)
+    model.forward = forward  # type: ignore[method-assign]
+    return ApplyReport(
+        level="op",
+        devices=tuple(str(device) for device in devices),
+        why_not_op=None,
+        device_of_module={path: devices.index(device_of_module[path]) for path in rounding.device_of_module},
+        parameter_bytes=device_bytes(model, devices),
+        ops=forward.ops,
+        ops_moved=forward.ops_moved,
+        copies_per_forward=forward.first.copies,
+        notes=tuple(_notes(plan, forward.ops_moved, 0)),
+    )
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of one call."""
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (list, tuple)):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):  # a tokenizer's BatchEncoding
+        return (), dict(example_inputs)
+    raise InputError(f"apply: example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict by keyword")
+
+
+def _module_devices(
+    model: nn.Module, plan: PlacementPlan, devices: tuple[torch.device, ...]
+) -> tuple[ModuleRounding, dict[str, torch.device], dict[str, str]]:
+    """The rounded plan, the device of every module, and the first path of each module by any of its paths."""
     first_path = {module: path for path, module in model.named_modules()}
     canonical = {path: first_path[module] for path, module in model.named_modules(remove_duplicate=False)}
     rounding = round_to_modules(plan, canonical)
     device_of_module = module_level.spread(model, rounding.device_of_module, devices, int(plan.device_of_group[0]))
+    return rounding, device_of_module, canonical
+
+
+def _tensor_devices(
+    model: nn.Module, device_of_module: Mapping[str, torch.device], canonical: Mapping[str, str]
+) -> dict[str, torch.device]:
+    """Every parameter and buffer with its module."""
     names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    move_tensors(model, {name: device_of_module[canonical[name.rpartition(".")[0]]] for name in names})
+    return {name: device_of_module[canonical[name.rpartition(".")[0]]] for name in names}
+
+
+def _apply_modules(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.device, ...], why_not_op: str | None) -> ApplyReport:
+    rounding, device_of_module, canonical = _module_devices(model, plan, devices)
+    move_tensors(model, _tensor_devices(model, device_of_module, canonical))
     report = ApplyReport(
         level="module",
         devices=tuple(str(device) for device in devices),
@@ -78,14 +141,16 @@ def _apply_modules(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.d
         ops=rounding.ops,
         ops_moved=rounding.ops_moved,
         copies_per_forward=None,
-        notes=tuple(_notes(plan, rounding.modules_split)),
+        notes=tuple(_notes(plan, 0, rounding.modules_split)),
     )
     module_level.install(model, device_of_module, report)
     return report
 
 
-def _notes(plan: PlacementPlan, modules_split: int) -> list[str]:
+def _notes(plan: PlacementPlan, ops_moved: int, modules_split: int) -> list[str]:
     notes = []
+    if ops_moved:
+        notes.append(f"{ops_moved} ops run with the tensor that they are a view of or write to, not where the plan says")
     if modules_split:
         notes.append(f"{modules_split} modules whose ops the plan spreads over devices run whole, where most of their ops are")
     if plan.order is not None or plan.priority is not None:

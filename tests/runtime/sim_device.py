@@ -260,7 +260,13 @@ def _lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
     return grad_gates, grad_c * f, grad_gates.sum(0) if has_bias else None
 
 
+def _histc(x, bins=100, min=0, max=0):
+    """Devices count whole numbers, the CPU kernel does not."""
+    return torch.histc(x.float(), bins, min, max).to(x.dtype)
+
+
 _OVERRIDES = {
+    torch.ops.aten.histc.default: _histc,
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm_cell,
     torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
 }

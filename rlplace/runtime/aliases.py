@@ -1,0 +1,133 @@
+"""Which nodes of an exported graph share memory, and which write to it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+_RUNNING_STATS_WRITERS = {"aten::batch_norm", "aten::instance_norm"}
+"""Ops that write to running_mean and running_var, arguments 3 and 4, without saying so in their schema."""
+
+_IDENTITY_IN_EVAL = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
+
+
+class UnionFind:
+    """Disjoint sets of nodes."""
+
+    def __init__(self) -> None:
+        self._parent: dict[fx.Node, fx.Node] = {}
+
+    def find(self, node: fx.Node) -> fx.Node:
+        """The set's representative."""
+        root = node
+        while (above := self._parent.get(root, root)) is not root:
+            root = above
+        while (above := self._parent.get(node, node)) is not root:
+            self._parent[node] = root
+            node = above
+        return root
+
+    def union(self, a: fx.Node, b: fx.Node) -> None:
+        """Joins the sets of two nodes."""
+        self._parent[self.find(b)] = self.find(a)
+
+
+def shared_with(node: fx.Node) -> Iterator[fx.Node]:
+    """Inputs that an output of the node may share memory with."""
+    if node.op != "call_function":
+        return
+    if node.target is operator.getitem:
+        yield node.args[0]  # type: ignore[misc]
+        return
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:  # a sub-graph: what it returns may be what it was given
+        yield from sub_graph_writes(node)
+        return
+    if schema.name in _IDENTITY_IN_EVAL and node.args[2:] == (False,):
+        yield from _nodes(node.args[0])
+    if not any(result.alias_info is not None for result in schema.returns):
+        return
+    for argument, value in _arguments(node, schema):
+        if argument.alias_info is not None:
+            # A cast makes a new tensor although the schema allows for the same one.
+            yield from (other for other in _nodes(value) if argument.alias_info.is_write or _dtype(other) == _dtype(node))
+
+
+def written_by(node: fx.Node) -> Iterator[fx.Node]:
+    """Inputs whose values the node changes."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        yield from sub_graph_writes(node)
+        return
+    for position, (argument, value) in enumerate(_arguments(node, schema)):
+        implicit = schema.name in _RUNNING_STATS_WRITERS and position in (3, 4)
+        if implicit or (argument.alias_info is not None and argument.alias_info.is_write):
+            yield from _nodes(value)
+
+
+def sub_graphs(node: fx.Node) -> list[fx.GraphModule]:
+    """Graph modules that a higher-order node calls."""
+    found = []
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            value = get_attr(node.graph.owning_module, str(argument.target))
+            if isinstance(value, fx.GraphModule):
+                found.append(value)
+    return found
+
+
+def sub_graph_writes(node: fx.Node) -> list[fx.Node]:
+    """Tensor inputs of a higher-order node, when its sub-graph writes to one of its own inputs; else nothing."""
+    for module in sub_graphs(node):
+        sets = UnionFind()
+        inputs = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
+        written: list[fx.Node] = []
+        for inner in module.graph.nodes:
+            for other in shared_with(inner):
+                sets.union(other, inner)
+            written += written_by(inner)
+        changed = {sets.find(inner) for inner in written}
+        if any(sets.find(inner) in changed for inner in inputs):
+            return [argument for argument in node.all_input_nodes if is_tensor(argument)]
+    return []
+
+
+def get_attr(module: Any, target: str) -> Any:
+    """The attribute at a dotted path."""
+    for name in target.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _arguments(node: fx.Node, schema: Any) -> Iterator[tuple[Any, Any]]:
+    for position, argument in enumerate(schema.arguments):
+        if position < len(node.args):
+            yield argument, node.args[position]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+        else:
+            yield argument, None
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _nodes(item)
+
+
+def _dtype(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,254 @@
+"""Puts every node of an exported graph on its device and inserts the copies.
+
+Rules beyond "each op where the plan says":
+
+* Views, in-place ops and tuple items stay with the tensor they belong to.
+* What is written to (running statistics of a batch norm, counters) stays with the op that writes.
+* A tensor is copied once per device, and again only after a write to it.
+* A parameter or constant sits with the first op that reads it; other devices read a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rlplace.errors import InputError
+from rlplace.runtime import aliases
+from rlplace.runtime.aliases import UnionFind, is_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedGraph:
+    """A graph whose ops run on several devices.
+
+    Attributes:
+        module: Called with the tensors of `held`, then the flat user inputs; returns the flat outputs.
+        held: Names of parameters, buffers and constants, in calling order.
+        device_of_held: Device of each of them.
+        device_of_node: Device by name, for every node that makes tensors.
+        copies: Copies in the graph, those of user inputs included.
+    """
+
+    module: fx.GraphModule
+    held: tuple[str, ...]
+    device_of_held: Mapping[str, torch.device]
+    device_of_node: Mapping[str, torch.device]
+    copies: int
+
+
+def place_graph(
+    source: fx.GraphModule,
+    wanted: Mapping[str, torch.device],
+    home: torch.device,
+    first_name: Mapping[str, str],
+    fixed: Mapping[str, torch.device],
+) -> PlacedGraph:
+    """Rewrites an exported graph for several devices.
+
+    Args:
+        source: The exported module (`TrainingGraph.module`); its graph is copied.
+        wanted: Device by node name; nodes that are not in it follow their inputs.
+        home: Device of nodes that have neither.
+        first_name: First name of each parameter and buffer by any of its names, so that ties have one holder.
+        fixed: Devices of parameters and buffers that are already in place, by first name.
+
+    Raises:
+        InputError: The graph has a construct that cannot be split over devices.
+    """
+    graph = fx.Graph()
+    graph.set_codegen(torch.fx.graph.CodeGen())
+    copied: dict[fx.Node, fx.Node] = {}
+    held = _hold_attributes(source, graph, copied, first_name)
+    for node in source.graph.nodes:
+        if node in copied or _is_check(node):
+            continue
+        copied[node] = graph.node_copy(node, lambda n: copied[n])
+    module = fx.GraphModule(source, graph)
+    _assign_and_copy = _Placer(module, held, wanted, home, fixed)
+    _assign_and_copy.assign()
+    copies = _assign_and_copy.insert_copies()
+    for node in graph.nodes:
+        _rewrite_devices(node, _assign_and_copy.device.get(node, home))
+    graph.lint()
+    module.recompile()
+    return PlacedGraph(
+        module=module,
+        held=tuple(held),
+        device_of_held={name: _assign_and_copy.device[node] for name, node in held.items()},
+        device_of_node={node.name: device for node, device in _assign_and_copy.device.items()},
+        copies=copies,
+    )
+
+
+def _hold_attributes(
+    source: fx.GraphModule, graph: fx.Graph, copied: dict[fx.Node, fx.Node], first_name: Mapping[str, str]
+) -> dict[str, fx.Node]:
+    """Turns tensor attributes into placeholders, one per tensor; they come before the user inputs."""
+    held: dict[str, fx.Node] = {}
+    for node in source.graph.nodes:
+        if node.op != "get_attr" or isinstance(aliases.get_attr(source, str(node.target)), fx.GraphModule):
+            continue
+        name = first_name.get(str(node.target), str(node.target))
+        if name not in held:
+            held[name] = graph.placeholder(node.name)
+            held[name].meta = dict(node.meta)
+        copied[node] = held[name]
+    return held
+
+
+def _is_check(node: fx.Node) -> bool:
+    """Nodes that only assert what export saw: the devices they name are not the ones used here."""
+    return (node.op == "call_module" and str(node.target) == "_guards_fn") or (
+        node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
+    )
+
+
+class _Placer:
+    """Devices of the nodes of one graph."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        held: Mapping[str, fx.Node],
+        wanted: Mapping[str, torch.device],
+        home: torch.device,
+        fixed: Mapping[str, torch.device],
+    ) -> None:
+        self.module = module
+        self.graph = module.graph
+        self.held = set(held.values())
+        self.wanted = wanted
+        self.home = home
+        self.fixed = {node: fixed[name] for name, node in held.items() if name in fixed}
+        self.inputs = {node for node in self.graph.nodes if node.op == "placeholder" and node not in self.held}
+        self.device: dict[fx.Node, torch.device] = {}
+        self.memory = UnionFind()
+        self.written: set[fx.Node] = set()
+
+    def assign(self) -> None:
+        """Gives every node that makes tensors a device."""
+        writes: list[fx.Node] = []
+        for node in self.graph.nodes:
+            for other in aliases.shared_with(node):
+                self.memory.union(other, node)
+            writes += aliases.written_by(node)
+        self.written = {self.memory.find(node) for node in writes}
+        together = self._colocated()
+        members: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            members.setdefault(together.find(node), []).append(node)
+        decided: dict[fx.Node, torch.device] = {}
+        for node in self.graph.nodes:
+            root = together.find(node)
+            if node.op in ("placeholder", "get_attr", "output") and root not in decided:
+                continue  # they follow the ops that read them
+            if root not in decided:
+                decided[root] = self._decide(members[root], node)
+            self.device[node] = decided[root]
+        for node in [*self.held, *self.inputs]:
+            readers = [user for user in node.users if user in self.device]
+            default = self.device[readers[0]] if readers else self.home
+            self.device[node] = self.fixed.get(node, decided.get(together.find(node), default))
+
+    def _colocated(self) -> UnionFind:
+        """Sets of nodes that must share a device."""
+        together = UnionFind()
+        for node in self.graph.nodes:
+            for other in aliases.shared_with(node):
+                # Reading a parameter or input through a view is as good on a copy, unless somebody writes to it.
+                if other.op != "placeholder" or self.memory.find(other) in self.written:
+                    together.union(other, node)
+            for other in aliases.written_by(node):
+                together.union(other, node)
+        return together
+
+    def _decide(self, members: list[fx.Node], first: fx.Node) -> torch.device:
+        for node in members:
+            if node in self.fixed:
+                return self.fixed[node]
+        # The op that makes the tensor decides for its views; a lone view decides for itself.
+        for node in members:
+            if node.name in self.wanted:
+                return self.wanted[node.name]
+        for node in first.all_input_nodes:
+            if node in self.device and node not in self.held:
+                return self.device[node]
+        return self.home
+
+    def insert_copies(self) -> int:
+        """Makes every op read its operands on its own device; returns how many copies that takes."""
+        copies = 0
+        version: dict[fx.Node, int] = {}
+        known: dict[tuple[fx.Node, torch.device, int], fx.Node] = {}
+        copies += self._copy_written_inputs()
+        for node in list(self.graph.nodes):
+            if node.op in ("placeholder", "get_attr", "output") or node.meta.get("is_copy"):
+                continue
+            device = self.device[node]
+            for operand in node.all_input_nodes:
+                if operand.op == "get_attr" or not self._moves(operand, device):
+                    continue
+                if not is_tensor(operand):
+                    raise InputError(f"op {node.name!r} reads several tensors of another device as one value")
+                key = (operand, device, version.get(self.memory.find(operand), 0))
+                if key not in known:
+                    with self.graph.inserting_before(node):
+                        known[key] = self._copy(operand, device)
+                    copies += 1
+                node.replace_input_with(operand, known[key])
+            for operand in aliases.written_by(node):
+                root = self.memory.find(operand)
+                version[root] = version.get(root, 0) + 1
+        return copies
+
+    def _moves(self, operand: fx.Node, device: torch.device) -> bool:
+        if operand.op == "placeholder" and operand in self.inputs:
+            return is_tensor(operand)  # it may come from anywhere
+        value = operand.meta.get("val")
+        leaves = torch.utils._pytree.tree_leaves(value)
+        return any(isinstance(leaf, torch.Tensor) for leaf in leaves) and self.device[operand] != device
+
+    def _copy(self, operand: fx.Node, device: torch.device) -> fx.Node:
+        copy = self.graph.call_method("to", (operand, device))
+        copy.meta = {"val": operand.meta["val"], "is_copy": True}
+        self.device[copy] = device
+        return copy
+
+    def _copy_written_inputs(self) -> int:
+        """A user input that the model writes to is moved once, first thing, and that copy stands for it."""
+        copies = 0
+        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        for node in self.graph.nodes:
+            if node in self.inputs and is_tensor(node) and self.memory.find(node) in self.written and first is not None:
+                with self.graph.inserting_before(first):
+                    copy = self._copy(node, self.device[node])
+                node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+                self.memory.union(node, copy)
+                copies += 1
+        return copies
+
+
+def _rewrite_devices(node: fx.Node, device: torch.device) -> None:
+    """Replaces the devices that export wrote into the arguments, sub-graphs included."""
+    if node.op != "call_function":
+        return
+    if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+        node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
+        node.kwargs = {key: device if isinstance(value, torch.device) else value for key, value in node.kwargs.items()}
+    for module in aliases.sub_graphs(node):
+        for inner in list(module.graph.nodes):
+            if _is_check(inner):
+                module.graph.erase_node(inner)
+            else:
+                _rewrite_devices(inner, device)
+        module.recompile()
+
+
+def sub_graph_ops(node: fx.Node) -> list[Any]:
+    """Nodes inside the sub-graphs of a higher-order node."""
+    return [inner for module in aliases.sub_graphs(node) for inner in module.graph.nodes]

@@ -1,0 +1,450 @@
+"""Coarsening: op graph to about 200 groups that a planner places.
+
+Two notions are kept apart. A *cluster* is a set of ops whose forward ops contract to one node without making the graph
+cyclic; with its backward and update ops it becomes one task per phase. A *group* is a set of clusters that must share a
+device, because they read the same trainable parameter (tied embeddings); all other groups are one cluster.
+
+A forward op, its backward ops, the update of the parameters it reads and everything with the same `op_colocate` share a
+cluster from the start. Contraction then goes by growing size caps, at each cap from the deepest common module outwards,
+heaviest edges first, and over edges and twins only, so that branches stay apart as long as possible. When that leaves too
+many groups, neighbours in a depth-first topological order are merged. The result is deterministic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.graph.contract import ContractionGraph, strong_components
+from rlplace.graph.modules import ModuleTree, unique_names
+from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
+
+DEFAULT_TARGET = 200
+BALANCE = 4.0
+"""No group grows beyond this multiple of the mean time and bytes, unless one op alone does."""
+
+_CAPS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, BALANCE)
+_ABSORB = 1.25  # a heavy op may take light neighbours in, up to this multiple of itself
+_BLOB = 0.05  # share of all time that a cyclic knot of colocated ops may have and still become one cluster
+_VIEW, _LAUNCH_S, _FLOPS, _BYTES_PER_S = "view", 5e-6, 1e13, 1e12
+
+Pairs = tuple[NDArray[np.int32], NDArray[np.int32]]
+
+
+@dataclass(frozen=True, eq=False)
+class Grouping:
+    """What `coarsen` returns. Axes: N ops, C clusters, G groups.
+
+    Attributes:
+        op_cluster: int32 [N].
+        cluster_group: int32 [C]; clusters and groups are numbered by their first op.
+        names: G unique names, from module paths.
+        modules: Per group the module paths of its forward ops.
+    """
+
+    op_cluster: NDArray[np.int32]
+    cluster_group: NDArray[np.int32]
+    names: tuple[str, ...]
+    modules: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        self.op_cluster.setflags(write=False)
+        self.cluster_group.setflags(write=False)
+
+    @cached_property
+    def op_group(self) -> NDArray[np.int32]:
+        """int32 [N], the group of every op."""
+        groups: NDArray[np.int32] = self.cluster_group[self.op_cluster]
+        return groups
+
+    @property
+    def num_clusters(self) -> int:
+        return len(self.cluster_group)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.names)
+
+
+def coarsen(graph: OpGraph, target: int = DEFAULT_TARGET, cost: NDArray[np.float64] | None = None) -> Grouping:
+    """Groups the ops of a graph.
+
+    Args:
+        graph: The captured step.
+        target: Largest number of groups; the result is close to it when the graph has that many separate parts.
+        cost: float64 [N] seconds per op, by which groups are balanced; default a plain estimate from FLOPs and bytes.
+
+    Returns:
+        The grouping. With at most `target` forward ops, each is a group of its own with its backward and update.
+
+    Raises:
+        InputError: `target` is not positive, or the graph has no forward op.
+    """
+    if target < 1:
+        raise InputError(f"coarsen: target must be at least 1 group, found {target}")
+    if not (graph.op_phase == FORWARD).any():
+        raise InputError("coarsen: the graph has no forward op to group")
+    seconds = _plain_cost(graph) if cost is None else np.asarray(cost, dtype=np.float64)
+    if seconds.shape != (graph.num_ops,) or not (np.isfinite(seconds) & (seconds >= 0)).all():
+        raise InputError("coarsen: cost must be one finite non-negative number per op")
+    anchor = op_anchors(graph)
+    contraction = _Contraction(graph, anchor, seconds, target)
+    contraction.run()
+    return _finish(graph, anchor, contraction)
+
+
+def op_anchors(graph: OpGraph) -> NDArray[np.int32]:
+    """int32 [N], the forward op that each op goes with; an update goes with the first op that reads its parameter."""
+    anchor = graph.op_forward.copy()
+    forward = np.flatnonzero(graph.op_phase == FORWARD)
+    reader = np.full(len(graph.parameters), -1, dtype=np.int64)
+    producer, first = graph.tensor_producer, graph.consumer_ptr[:-1]
+    for role in (GRADIENT, PARAMETER):  # what reads a parameter comes before what only makes its gradient
+        for tensor in np.flatnonzero(graph.tensor_role == role)[::-1].tolist():
+            op = int(producer[tensor])
+            if role == PARAMETER and graph.consumer_ptr[tensor + 1] > first[tensor]:
+                op = int(graph.consumers[first[tensor]])
+            if op >= 0 and anchor[op] >= 0:
+                reader[graph.tensor_parameter[tensor]] = anchor[op]
+    updates = np.flatnonzero(graph.op_phase == UPDATE)
+    anchor[updates] = reader[graph.op_parameter[updates]]
+    orphans = updates[anchor[updates] < 0]
+    if len(orphans):
+        tree = ModuleTree(graph.op_module[op] for op in forward.tolist())
+        for op in orphans.tolist():  # nothing reads the parameter: beside the module that holds it
+            module = graph.parameters[graph.op_parameter[op]].name.rpartition(".")[0]
+            anchor[op] = forward[tree.nearest(module)]
+    return anchor
+
+
+def parameter_ties(graph: OpGraph, anchor: NDArray[np.int32]) -> Pairs:
+    """Pairs of forward ops that must share a device because they read, or make gradients for, one trainable parameter."""
+    trainable = np.array([p.trainable for p in graph.parameters], dtype=bool)
+    role, parameter = graph.tensor_role, graph.tensor_parameter
+    held = (role == PARAMETER) | (role == GRADIENT)
+    tied = held & trainable[np.maximum(parameter, 0)] if len(trainable) else np.zeros_like(held)
+    edges = tied[graph.edge_tensor]
+    made = np.flatnonzero(tied & (graph.tensor_producer >= 0))
+    updates = np.flatnonzero(graph.op_phase == UPDATE)
+    reads = edges & (role[graph.edge_tensor] == PARAMETER)
+    ops = np.concatenate([graph.consumers[reads], graph.tensor_producer[made], updates])
+    parameters = np.concatenate([parameter[graph.edge_tensor[reads]], parameter[made], graph.op_parameter[updates]])
+    first = np.full(len(graph.parameters), -1, dtype=np.int32)
+    first[parameters[::-1]] = anchor[ops[::-1]]
+    pairs = np.unique(np.stack([first[parameters], anchor[ops]], axis=1), axis=0)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _plain_cost(graph: OpGraph) -> NDArray[np.float64]:
+    work = np.maximum(graph.op_flops / _FLOPS, graph.op_bytes / _BYTES_PER_S) + _LAUNCH_S
+    work[np.array([kind == _VIEW for kind in graph.op_kind])] = 0.0
+    return work
+
+
+def _quotient(
+    graph: OpGraph, anchor: NDArray[np.int32], label: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.bool_]]:
+    """Distinct edges between labelled anchors: source, target, bytes, and whether a forward op made one of them.
+
+    Backward edges are turned round: contraction that keeps this graph acyclic keeps every phase acyclic.
+    """
+    producer = graph.tensor_producer[graph.edge_tensor]
+    made = producer >= 0
+    a, b = producer[made], graph.consumers[made]
+    same = graph.op_phase[a] == graph.op_phase[b]
+    size = graph.tensor_bytes[graph.edge_tensor[made]]
+    a, b, size = a[same], b[same], size[same]
+    forward = graph.op_phase[a] == FORWARD
+    source = label[anchor[np.where(forward, a, b)]].astype(np.int64)
+    target = label[anchor[np.where(forward, b, a)]].astype(np.int64)
+    other = source != target
+    source, target, size, forward = source[other], target[other], size[other], forward[other]
+    key, inverse = np.unique(source * (graph.num_ops + 1) + target, return_inverse=True)
+    total = np.zeros(len(key), dtype=np.int64)
+    np.add.at(total, inverse, size)
+    is_forward = np.zeros(len(key), dtype=bool)
+    np.logical_or.at(is_forward, inverse, forward)
+    pair = divmod(key, graph.num_ops + 1)
+    return pair[0].astype(np.int32), pair[1].astype(np.int32), total, is_forward
+
+
+def _atoms(
+    graph: OpGraph, anchor: NDArray[np.int32], seconds: NDArray[np.float64], target: int
+) -> tuple[NDArray[np.int32], Pairs]:
+    """Which forward ops start out in one cluster, so that the forward graph of atoms is acyclic.
+
+    Returns:
+        int32 [N], on forward ops a value per atom; and pairs of forward ops that can only be in one group.
+    """
+    colocated = _components(graph.num_ops, *_colocated_pairs(graph, anchor))
+    weight = np.zeros(graph.num_ops)
+    np.add.at(weight, anchor, seconds)
+    limit = max(BALANCE / target, _BLOB) * weight.sum()
+    none = np.zeros(0, dtype=np.int32)
+    for label, forward_only in ((colocated, False), (colocated, True)):
+        source, end, _, forward = _quotient(graph, anchor, label)
+        kept = forward if forward_only else np.ones(len(source), dtype=bool)
+        cyclic = strong_components(graph.num_ops, source[kept], end[kept])[label]
+        members = np.bincount(cyclic, weights=weight)[cyclic]
+        alone = np.bincount(label, weights=weight, minlength=graph.num_ops)[label]
+        if not ((members > limit) & (members > alone)).any():
+            return _components(graph.num_ops, *_same_value_pairs(cyclic)), (none, none)
+        # Colocation, or backward edges that do not mirror forward ones, would glue a large part of the model together.
+    return np.arange(graph.num_ops, dtype=np.int32), _colocated_pairs(graph, anchor)
+
+
+def _colocated_pairs(graph: OpGraph, anchor: NDArray[np.int32]) -> Pairs:
+    first = np.full(int(graph.op_colocate.max()) + 1, -1, dtype=np.int32)
+    first[graph.op_colocate[::-1]] = anchor[::-1]
+    return first[graph.op_colocate], anchor
+
+
+def _same_value_pairs(value: NDArray[np.int32]) -> Pairs:
+    _, first, inverse = np.unique(value, return_index=True, return_inverse=True)
+    return first[inverse].astype(np.int32), np.arange(len(value), dtype=np.int32)
+
+
+def _components(count: int, a: NDArray[np.int32], b: NDArray[np.int32]) -> NDArray[np.int32]:
+    """int32 [count], the smallest node that each node is joined with."""
+    parent = list(range(count))
+
+    def find(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for x, y in zip(a.tolist(), b.tolist(), strict=True):
+        x, y = find(x), find(y)
+        if x != y:
+            parent[max(x, y)] = min(x, y)
+    return np.array([find(node) for node in range(count)], dtype=np.int32)
+
+
+class _Contraction:
+    """Contracts atoms until at most `target` groups are left."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        anchor: NDArray[np.int32],
+        seconds: NDArray[np.float64],
+        target: int,
+    ) -> None:
+        self.target = target
+        atom, knots = _atoms(graph, anchor, seconds, target)
+        forward = np.flatnonzero(graph.op_phase == FORWARD)
+        values, inverse = np.unique(atom[forward], return_inverse=True)
+        label = np.zeros(graph.num_ops, dtype=np.int32)
+        label[forward] = inverse
+        self.label = label  # forward op -> node of the contraction graph; nodes are numbered by their first op
+        source, end, size, is_forward = _quotient(graph, anchor, label)
+        # Where forward and backward edges together are cyclic, backward edges are left to the final check of the tasks.
+        component = strong_components(len(values), source, end)
+        keep = is_forward | (component[source] != component[end])
+        self.dag = ContractionGraph(len(values), source[keep].tolist(), end[keep].tolist(), size[keep].tolist())
+        self.tree = ModuleTree(graph.op_module[op] for op in forward.tolist())
+        self.module = self.tree.common(inverse, len(values))
+        time = np.zeros(len(values))
+        np.add.at(time, label[anchor], seconds)
+        held = np.zeros(len(values))
+        np.add.at(held, label[anchor], _held_bytes(graph, anchor))
+        scale = [total if total > 0 else 1.0 for total in (time.sum(), held.sum())]
+        tied_a, tied_b = parameter_ties(graph, anchor)
+        group = _components(
+            len(values), np.concatenate([label[tied_a], label[knots[0]]]), np.concatenate([label[tied_b], label[knots[1]]])
+        )
+        self.group_parent = group.tolist()
+        # Per group: share of all time, share of all bytes, and the heaviest atom in either.
+        self.time, self.held = [0.0] * len(values), [0.0] * len(values)
+        self.peak_time, self.peak_held = [0.0] * len(values), [0.0] * len(values)
+        for node, root in enumerate(self.group_parent):
+            t, h = float(time[node] / scale[0]), float(held[node] / scale[1])
+            self.time[root] += t
+            self.held[root] += h
+            self.peak_time[root], self.peak_held[root] = max(self.peak_time[root], t), max(self.peak_held[root], h)
+        self.num_groups = len(set(self.group_parent))
+        self.cap = 0.0
+
+    def group(self, node: int) -> int:
+        parent = self.group_parent
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    def run(self) -> None:
+        # Clusters of one group that can be one cluster are: they cannot be placed apart anyway.
+        self.dag.contract_edges(self.dag.edges(), self.rank, self.same_group, self.merged_same)
+        for multiple in _CAPS:
+            self.cap = multiple / self.target
+            while self.num_groups > self.target:
+                stop = self.dag.contract_edges(self.dag.edges(), self.rank, self.admit, self.merged)
+                if stop or not self.merge_twins():
+                    break
+        if self.num_groups > self.target:
+            self.merge_intervals()
+
+    def rank(self, a: int, b: int) -> int:
+        return self.tree.depth[self.tree.lowest_common(self.module[a], self.module[b])]
+
+    def same_group(self, a: int, b: int) -> bool:
+        return self.group(a) == self.group(b)
+
+    def admit(self, a: int, b: int) -> bool:
+        return self.fits(self.group(a), self.group(b), self.cap)
+
+    def fits(self, g: int, h: int, cap: float) -> bool:
+        if g == h:
+            return True
+        time, held = self.time[g] + self.time[h], self.held[g] + self.held[h]
+        return time <= max(cap, _ABSORB * max(self.peak_time[g], self.peak_time[h])) and held <= max(
+            cap, _ABSORB * max(self.peak_held[g], self.peak_held[h])
+        )
+
+    def merged_same(self, a: int, b: int, keep: int) -> bool:
+        self.merged(a, b, keep)
+        return False
+
+    def merged(self, a: int, b: int, keep: int) -> bool:
+        self.module[keep] = self.tree.lowest_common(self.module[a], self.module[b])
+        g, h = self.group(a), self.group(b)
+        if g != h:
+            g, h = min(g, h), max(g, h)
+            self.group_parent[h] = g
+            self.time[g] += self.time[h]
+            self.held[g] += self.held[h]
+            self.peak_time[g] = max(self.peak_time[g], self.peak_time[h])
+            self.peak_held[g] = max(self.peak_held[g], self.peak_held[h])
+            self.num_groups -= 1
+        return self.num_groups <= self.target
+
+    def merge_twins(self) -> bool:
+        """Merges twins under half the cap, for parallel branches are worth keeping; true when any merged."""
+        any_merged = False
+        for nodes in self.dag.twins():
+            keep = nodes[0]
+            for node in nodes[1:]:
+                if not self.fits(self.group(keep), self.group(node), self.cap / 2):
+                    keep = node
+                    continue
+                a = keep
+                keep, _ = self.dag.merge(a, node)
+                any_merged = True
+                if self.merged(a, node, keep):
+                    return False
+        return any_merged
+
+    def merge_intervals(self) -> None:
+        """Last resort: merges neighbours of a topological order; deepest common module first, then the lightest pair."""
+        order = self.dag.depth_first_order()
+        right = {a: b for a, b in zip(order, order[1:], strict=False)}
+        left = {b: a for a, b in right.items()}
+        heap: list[tuple[int, float, int, int]] = []
+        cap = BALANCE / self.target
+
+        def weight(a: int, b: int) -> float:
+            g, h = self.group(a), self.group(b)
+            return self.time[g] + self.held[g] + (self.time[h] + self.held[h] if g != h else 0.0)
+
+        def push(a: int, b: int) -> None:
+            heapq.heappush(heap, (-self.rank(a, b) if self.fits(self.group(a), self.group(b), cap) else 1, weight(a, b), a, b))
+
+        for a, b in right.items():
+            push(a, b)
+        while self.num_groups > self.target and heap:
+            rank, old, a, b = heapq.heappop(heap)
+            if right.get(a) != b:
+                continue
+            if weight(a, b) > old or (rank <= 0 and not self.fits(self.group(a), self.group(b), cap)):
+                push(a, b)
+                continue
+            keep, _ = self.dag.merge(a, b)
+            before, after = left.get(a), right.pop(b, None)
+            left.pop(b, None)
+            right.pop(a, None)
+            left.pop(a, None)
+            if before is not None:
+                right[before], left[keep] = keep, before
+            if after is not None:
+                right[keep], left[after] = after, keep
+            self.merged(a, b, keep)
+            if before is not None:
+                push(before, keep)
+            if after is not None:
+                push(keep, after)
+
+
+def _held_bytes(graph: OpGraph, anchor: NDArray[np.int32]) -> NDArray[np.float64]:
+    """float64 [N], bytes of parameters at their first reader and of activations at their forward op."""
+    held = np.zeros(graph.num_ops)
+    activation = (graph.tensor_producer >= 0) & (graph.tensor_role != GRADIENT)
+    made = graph.tensor_producer[activation]
+    forward = graph.op_phase[made] == FORWARD
+    np.add.at(held, made[forward], graph.tensor_bytes[activation][forward])
+    seen: set[int] = set()
+    for tensor in np.flatnonzero((graph.tensor_role == PARAMETER) | (graph.tensor_role == BUFFER)).tolist():
+        index = int(graph.tensor_parameter[tensor])
+        start = graph.consumer_ptr[tensor]
+        if index in seen or start == graph.consumer_ptr[tensor + 1]:
+            continue
+        seen.add(index)
+        parameter = graph.parameters[index]
+        size = parameter.size_bytes + parameter.gradient_bytes + parameter.optimizer_bytes
+        held[anchor[graph.consumers[start]]] += size
+    return held
+
+
+def _finish(graph: OpGraph, anchor: NDArray[np.int32], contraction: _Contraction) -> Grouping:
+    """Makes the tasks acyclic in every phase, numbers clusters and groups by their first op, and names them."""
+    dag = contraction.dag
+    root = np.array([dag.find(node) for node in range(len(contraction.module))], dtype=np.int32)
+    group_of_root = np.array([contraction.group(node) for node in range(len(root))], dtype=np.int32)
+    op_cluster = root[contraction.label[anchor]]
+    op_group = group_of_root[op_cluster]
+    while True:
+        joined = merge_cyclic_tasks(graph, op_cluster)
+        if joined is None:
+            break
+        op_cluster = joined
+    # Clusters that were merged join their groups: ops, clusters and groups as nodes of one graph.
+    count, ops = graph.num_ops, np.arange(graph.num_ops, dtype=np.int32)
+    joined_by = np.concatenate([op_cluster + count, op_group + 2 * count]).astype(np.int32)
+    op_group = _components(3 * count, np.concatenate([ops, ops]), joined_by)[:count]
+    forward = np.flatnonzero(graph.op_phase == FORWARD)
+    op_cluster, first_op = _renumber(op_cluster, forward)
+    op_group, _ = _renumber(op_group, forward)
+    names, modules = unique_names(graph, op_group)
+    return Grouping(op_cluster, op_group[first_op].astype(np.int32), names, modules)
+
+
+def merge_cyclic_tasks(graph: OpGraph, op_cluster: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    """Merges clusters whose tasks (cluster and phase) wait for each other; None when the tasks are acyclic."""
+    producer = graph.tensor_producer[graph.edge_tensor]
+    made = producer >= 0
+    task = op_cluster.astype(np.int64) * 4 + graph.op_phase
+    values, task = np.unique(task, return_inverse=True)
+    source, target = task[producer[made]].astype(np.int32), task[graph.consumers[made]].astype(np.int32)
+    other = source != target
+    component = strong_components(len(values), source[other], target[other])
+    if len(np.unique(component)) == len(values):
+        return None
+    cluster = (values // 4).astype(np.int32)
+    count = int(cluster.max()) + 1
+    first = np.full(len(values), -1, dtype=np.int32)
+    first[component[::-1]] = cluster[::-1]
+    return _components(count, first[component], cluster)[op_cluster]
+
+
+def _renumber(value: NDArray[np.int32], forward: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Numbers values 0, 1, ... by the first forward op that has them; also returns that op."""
+    values, first = np.unique(value[forward], return_index=True)
+    order = np.argsort(first, kind="stable")
+    number = np.zeros(int(value.max()) + 1, dtype=np.int32)
+    number[values[order]] = np.arange(len(values), dtype=np.int32)
+    return number[value], forward[first[order]]

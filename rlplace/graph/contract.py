@@ -1,0 +1,205 @@
+"""Contraction of a directed acyclic graph that never makes it cyclic.
+
+An edge from a to b may be contracted when it is a's only outgoing or b's only incoming edge: then no second path joins the
+two. Twins (equal predecessors and equal successors) may be merged: no path joins them at all. Neighbouring intervals of a
+topological order may be merged, whatever the edges.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+TWIN_DEGREE = 16
+"""Twins are looked for among nodes with at most this many neighbours."""
+
+
+def strong_components(count: int, source: NDArray[np.int32], target: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Strongly connected components (Tarjan, without recursion).
+
+    Args:
+        count: Number of nodes.
+        source: int [E].
+        target: int [E].
+
+    Returns:
+        int32 [count], a component number per node; the numbers have no order.
+    """
+    order = np.argsort(source, kind="stable")
+    successors = target[order].tolist()
+    starts = np.searchsorted(source[order], np.arange(count + 1)).tolist()
+    index, low, component = [-1] * count, [0] * count, [-1] * count
+    next_index = next_component = 0
+    stack: list[int] = []
+    for root in range(count):
+        if index[root] >= 0:
+            continue
+        work = [(root, starts[root])]
+        index[root] = low[root] = next_index
+        next_index += 1
+        stack.append(root)
+        while work:
+            node, edge = work.pop()
+            end = starts[node + 1]
+            while edge < end:
+                child = successors[edge]
+                edge += 1
+                if index[child] < 0:
+                    work.append((node, edge))
+                    index[child] = low[child] = next_index
+                    next_index += 1
+                    stack.append(child)
+                    work.append((child, starts[child]))
+                    break
+                if component[child] < 0:
+                    low[node] = min(low[node], index[child])
+            else:
+                if low[node] == index[node]:
+                    while True:
+                        member = stack.pop()
+                        component[member] = next_component
+                        if member == node:
+                            break
+                    next_component += 1
+                if work:
+                    parent = work[-1][0]
+                    low[parent] = min(low[parent], low[node])
+    return np.array(component, dtype=np.int32)
+
+
+class ContractionGraph:
+    """A directed acyclic graph under contraction.
+
+    Nodes keep their numbers; a contracted set is known by the number that `find` returns for its members.
+
+    Attributes:
+        successors: Per live node the live successors with the bytes that go there.
+        predecessors: The same the other way round.
+    """
+
+    def __init__(self, count: int, source: Sequence[int], target: Sequence[int], size_bytes: Sequence[int]) -> None:
+        self.successors: list[dict[int, int]] = [{} for _ in range(count)]
+        self.predecessors: list[dict[int, int]] = [{} for _ in range(count)]
+        self._parent = list(range(count))
+        for a, b, size in zip(source, target, size_bytes, strict=True):
+            self.successors[a][b] = size
+            self.predecessors[b][a] = size
+
+    def find(self, node: int) -> int:
+        """Representative of the set that a node is in."""
+        parent = self._parent
+        root = node
+        while parent[root] != root:
+            root = parent[root]
+        while parent[node] != root:
+            parent[node], node = root, parent[node]
+        return root
+
+    def edges(self) -> list[tuple[int, int]]:
+        """All live edges, by source and order of first use."""
+        return [(a, b) for a in self.live() for b in self.successors[a]]
+
+    def live(self) -> list[int]:
+        """Representatives, in ascending order."""
+        return [node for node, parent in enumerate(self._parent) if node == parent]
+
+    def contractible(self, a: int, b: int) -> bool:
+        """Whether contracting the edge from a to b is safe."""
+        return len(self.successors[a]) == 1 or len(self.predecessors[b]) == 1
+
+    def merge(self, a: int, b: int) -> tuple[int, list[tuple[int, int]]]:
+        """Merges two live nodes; the caller has made sure that this is safe.
+
+        Returns:
+            The representative and the edges that this may have made contractible.
+        """
+        keep, gone = (a, b) if self._degree(a) >= self._degree(b) else (b, a)
+        self._parent[gone] = keep
+        fresh: list[tuple[int, int]] = []
+        for forward, backward in ((self.successors, self.predecessors), (self.predecessors, self.successors)):
+            forward[keep].pop(gone, None)
+            moved, forward[gone] = forward[gone], {}
+            for node, size in moved.items():
+                backward[node].pop(gone, None)
+                if node == keep:
+                    continue
+                total = forward[keep].get(node, 0) + size
+                forward[keep][node] = backward[node][keep] = total
+                if len(backward[node]) == 1:
+                    fresh.append((keep, node) if forward is self.successors else (node, keep))
+        if len(self.successors[keep]) == 1:
+            fresh.append((keep, next(iter(self.successors[keep]))))
+        if len(self.predecessors[keep]) == 1:
+            fresh.append((next(iter(self.predecessors[keep])), keep))
+        return keep, fresh
+
+    def _degree(self, node: int) -> int:
+        return len(self.successors[node]) + len(self.predecessors[node])
+
+    def twins(self) -> list[list[int]]:
+        """Sets of live nodes with equal predecessors and equal successors, smallest number first."""
+        found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for node in self.live():
+            if 0 < self._degree(node) <= TWIN_DEGREE:
+                key = (tuple(sorted(self.predecessors[node])), tuple(sorted(self.successors[node])))
+                found.setdefault(key, []).append(node)
+        return [nodes for nodes in found.values() if len(nodes) > 1]
+
+    def depth_first_order(self) -> list[int]:
+        """A topological order of the live nodes that follows chains to their end before it turns to the next branch."""
+        missing = {node: len(self.predecessors[node]) for node in self.live()}
+        stack = [node for node in reversed(list(missing)) if missing[node] == 0]
+        order = []
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            for successor in sorted(self.successors[node], reverse=True):
+                missing[successor] -= 1
+                if missing[successor] == 0:
+                    stack.append(successor)
+        return order
+
+    def contract_edges(
+        self,
+        edges: Sequence[tuple[int, int]],
+        rank: Callable[[int, int], int],
+        admit: Callable[[int, int], bool],
+        merged: Callable[[int, int, int], bool],
+    ) -> bool:
+        """Contracts contractible edges, best first, until none is left or `merged` says stop.
+
+        Args:
+            edges: Edges to try; those that contraction makes contractible join them.
+            rank: Of an edge, higher is better; may only fall as its ends grow. Heavier edges break ties.
+            admit: Whether an edge may be contracted now; may only change from true to false.
+            merged: Called with (a, b, representative) after each merge; true stops.
+
+        Returns:
+            Whether `merged` stopped the contraction.
+        """
+        heap: list[tuple[int, int, int, int]] = []
+
+        def push(a: int, b: int) -> None:
+            size = self.successors[a].get(b)
+            if size is not None and self.contractible(a, b):
+                heapq.heappush(heap, (-rank(a, b), -size, a, b))
+
+        for a, b in edges:
+            push(self.find(a), self.find(b))
+        while heap:
+            negative_rank, _, a, b = heapq.heappop(heap)
+            a, b = self.find(a), self.find(b)
+            if b not in self.successors[a] or not self.contractible(a, b):
+                continue
+            if rank(a, b) < -negative_rank:
+                push(a, b)
+            elif admit(a, b):
+                keep, fresh = self.merge(a, b)
+                if merged(a, b, keep):
+                    return True
+                for edge in fresh:
+                    push(*edge)
+        return False

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
+from rlplace.envs.features import NUM_FEATURES
 from rlplace.envs.instance import Instance
 from rlplace.envs.placement import PlacementEnv
 
@@ -24,7 +25,7 @@ def construct(
             logits, _ = network(
                 [embedding],
                 torch.zeros(1, dtype=torch.long),
-                torch.from_numpy(observation["candidates"]).unsqueeze(0),
+                torch.from_numpy(observation["candidates"]).reshape(1, -1, NUM_FEATURES),
                 torch.from_numpy(observation["candidate_group"].astype(np.int64)).unsqueeze(0),
                 torch.from_numpy(observation["context"]).unsqueeze(0),
             )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rlplace.agents.bank import GraphBank
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.envs.features import NUM_FEATURES
 
 
 class NetworkExtractor(BaseFeaturesExtractor):
@@ -26,7 +27,7 @@ class NetworkExtractor(BaseFeaturesExtractor):
     """
 
     def __init__(self, observation_space: spaces.Dict, config: NetworkConfig, bank: GraphBank) -> None:
-        candidates = observation_space["candidates"].shape
+        candidates = observation_space["candidate_group"].shape
         assert candidates is not None
         super().__init__(observation_space, candidates[0] + 1)
         self.network = PlacerNetwork(config)
@@ -44,9 +45,9 @@ class NetworkExtractor(BaseFeaturesExtractor):
         graphs = observations["graph"].long().squeeze(1)
         distinct, which = torch.unique(graphs, return_inverse=True)
         embeddings = [self._embed(int(index), graphs.device) for index in distinct]
-        logits, value = self.network(
-            embeddings, which, observations["candidates"], observations["candidate_group"].long(), observations["context"]
-        )
+        groups = observations["candidate_group"].long()
+        candidates = observations["candidates"].reshape(*groups.shape, NUM_FEATURES)
+        logits, value = self.network(embeddings, which, candidates, groups, observations["context"])
         return torch.cat([logits, value], dim=1)
 
     def _embed(self, index: int, device: torch.device) -> Tensor:

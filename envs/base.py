@@ -91,12 +91,12 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         observation: Observation = {
             "graph": np.array([self._index], dtype=np.int32),
             "device_of_group": placed,
-            "candidates": candidates,
+            "candidates": candidates.flatten(),
             "candidate_group": candidate_group,
             "context": values,
         }
         if self._full is not None:
-            observation.update(self._full[self._index])
+            observation.update({key: value.copy() for key, value in self._full[self._index].items()})
         return observation
 
     def action_masks(self) -> NDArray[np.bool_]:

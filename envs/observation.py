@@ -52,19 +52,19 @@ class State:
 
 
 def observation_space(max_groups: int, candidates: int, full: bool) -> spaces.Dict:
-    """The flat Dict of Box that both environments observe; see the module docstring."""
+    """The flat Dict of Box that both environments observe; tables are flattened row by row, as SB3 recommends."""
     boxes: dict[str, spaces.Space[Any]] = {
         "graph": spaces.Box(0, MAX_PROBLEMS, (1,), np.int32),
         "device_of_group": spaces.Box(-1, 4096, (max_groups,), np.int32),
-        "candidates": spaces.Box(-CLIP, CLIP, (candidates, NUM_FEATURES), np.float32),
+        "candidates": spaces.Box(-CLIP, CLIP, (candidates * NUM_FEATURES,), np.float32),
         "candidate_group": spaces.Box(-1, max_groups, (candidates,), np.int32),
         "context": spaces.Box(-CLIP, CLIP, (NUM_CONTEXT,), np.float32),
     }
     if full:
         edges = 8 * max_groups
-        boxes["nodes"] = spaces.Box(-CLIP, CLIP, (max_groups, NUM_NODE_FEATURES), np.float32)
-        boxes["edges"] = spaces.Box(-1, max_groups, (edges, 2), np.int32)
-        boxes["edge_features"] = spaces.Box(-CLIP, CLIP, (edges, 2), np.float32)
+        boxes["nodes"] = spaces.Box(-CLIP, CLIP, (max_groups * NUM_NODE_FEATURES,), np.float32)
+        boxes["edges"] = spaces.Box(-1, max_groups, (2 * edges,), np.int32)
+        boxes["edge_features"] = spaces.Box(-CLIP, CLIP, (2 * edges,), np.float32)
     return spaces.Dict(boxes)
 
 
@@ -155,7 +155,7 @@ def edge_features(instance: Instance) -> NDArray[np.float32]:
 
 
 def full_graph(instance: Instance, max_groups: int) -> dict[str, NDArray[Any]]:
-    """Padded graph arrays for ``observation="full"``; padding is 0 for features and -1 for edges."""
+    """Padded and flattened graph arrays for ``observation="full"``; padding is 0 for features and -1 for edges."""
     nodes = np.zeros((max_groups, NUM_NODE_FEATURES), dtype=np.float32)
     nodes[: instance.problem.num_groups] = node_features(instance)
     edges = np.full((8 * max_groups, 2), -1, dtype=np.int32)
@@ -163,7 +163,7 @@ def full_graph(instance: Instance, max_groups: int) -> dict[str, NDArray[Any]]:
     kept = np.argsort(-instance.edge_bytes, kind="stable")[: 8 * max_groups]  # the heaviest, where there are too many
     edges[: len(kept), 0], edges[: len(kept), 1] = instance.edge_source[kept], instance.edge_target[kept]
     values[: len(kept)] = edge_features(instance)[kept]
-    return {"nodes": nodes, "edges": edges, "edge_features": values}
+    return {"nodes": nodes.ravel(), "edges": edges.ravel(), "edge_features": values.ravel()}
 
 
 def _mean_seconds_per_byte(instance: Instance) -> float:

@@ -36,7 +36,7 @@ class PlacementEnv(PlacerEnv):
     |---|---|---|
     | graph | int32 (1,) | number of the problem in the bank |
     | device_of_group | int32 (max_groups,) | device of each group, -1 not placed or padding |
-    | candidates | float32 (max_devices, F) | features of placing the current group on each device, see `FEATURES` |
+    | candidates | float32 (max_devices * F,) | features of placing the current group on each device, row by row, see `FEATURES` |
     | candidate_group | int32 (max_devices,) | the current group, -1 for devices that do not exist |
     | context | float32 (8,) | devices, groups, memory pressure, progress, largest load |
 

@@ -37,7 +37,7 @@ class RefinementEnv(PlacerEnv):
     |---|---|---|
     | graph | int32 (1,) | number of the problem in the bank |
     | device_of_group | int32 (max_groups,) | the current plan, -1 padding |
-    | candidates | float32 (K, F) | features of each move, zeros for stop, see `FEATURES` |
+    | candidates | float32 (K * F,) | features of each move, row by row, zeros for stop, see `FEATURES` |
     | candidate_group | int32 (K,) | first group of each move, -1 for stop and for moves that do not exist |
     | context | float32 (8,) | devices, groups, memory pressure, steps left, score, best score, largest load |
 

@@ -9,7 +9,7 @@ Where this differs in form, not in result, from the reference:
       and so on, each in the order given, and a device starts nothing but its next rank.
     * A tensor's copies on other devices occupy *slots* ``consumer_ptr[t], consumer_ptr[t] + 1, ...`` in order of device
       (there are never more than consumers). Slot order is therefore the order (tensor number, destination) in which
-      transfers that end together are processed, and ``N + slot`` is the key of their events, after all tasks.
+      transfers that end together are processed, and ``N + 1 + slot`` is the key of their events, after all tasks.
     * Every channel has a queue of transfers, the running one at its head. "All its channels are free and no earlier waiting
       transfer wants any of them" is the same as "it heads the queue of each of its channels"; `blocked` counts the others.
 
@@ -39,11 +39,10 @@ class Graph(NamedTuple):
     free_bytes: Any  # int64 [N], temporaries and outputs that nobody consumes
     input_ptr: Any  # int32 [N + 1]
     inputs: Any  # int32 [E], tensors
-    output_ptr: Any  # int32 [N + 1]
-    outputs: Any  # int32 [.], tensors with consumers
+    output_ptr: Any  # int32 [N + 2]
+    outputs: Any  # int32 [.], tensors with consumers that an op makes; the last row: that groups own
     tensor_producer: Any  # int32 [T]
     tensor_owner: Any  # int32 [T]
-    owner_tensors: Any  # int32 [.], tensors that an owner group holds
     tensor_bytes: Any  # int64 [T]
     tensor_table: Any  # int32 [T], index into table_s, -1 where latency + bytes / bandwidth applies
     table_s: Any  # float64 [., D, D]
@@ -54,13 +53,14 @@ class Graph(NamedTuple):
     latency: Any  # float64 [D, D]
     channel_ptr: Any  # int32 [D * D + 1]
     channels: Any  # int32 [.]
+    width: Any  # int32 [1], most channels that a transfer holds, at least 1
     resident_bytes: Any  # int64 [G]
     reserved_bytes: Any  # int64 [D]
     limit_bytes: Any  # int64 [D], -1 where there is no limit
 
 
 class Work(NamedTuple):
-    """Buffers of one simulation, reused by the next; W is E times the most channels that a transfer holds."""
+    """Buffers of one simulation, reused by the next."""
 
     device_of_op: Any  # int32 [N]
     duration_s: Any  # float64 [N]
@@ -71,11 +71,11 @@ class Work(NamedTuple):
     copy_device: Any  # int32 [E], by slot
     copy_uses: Any  # int32 [E], by slot
     blocked: Any  # int32 [E], by slot: channels whose queue it does not head
-    queued: Any  # int32 [E], by slot: when it joined the queue
-    next: Any  # int32 [W], successor in a channel's queue, by slot and position in the slot's channel list
+    joined: Any  # int32 [E], by slot: when it joined the queues
+    following: Any  # int32 [E * width], next slot in a channel's queue, by slot and position in its list of channels
     head: Any  # int32 [C], slot at the head of a channel's queue, -1 when empty
-    tail: Any  # int32 [C], index into `next` of the last entry
-    candidates: Any  # int32 [.], slots that an ending transfer lets start
+    tail: Any  # int32 [C], index into `following` of the last entry
+    startable: Any  # int32 [E + width], slots that an event lets start
     ready: Any  # int32 [N], ready heaps of the devices one after another
     ready_ptr: Any  # int32 [D + 1]
     ready_size: Any  # int32 [D]
@@ -93,9 +93,9 @@ class Work(NamedTuple):
     transfer_end_s: Any  # float64 [E]
 
 
-@njit
+@njit(forceinline=True)
 def _push_event(heap_s, heap_key, size, time, key):
-    """Adds to a binary heap ordered by (time, key); returns the new size."""
+    """Adds to a binary heap ordered by (time, key)."""
     i = size
     while i > 0:
         parent = (i - 1) >> 1
@@ -104,12 +104,12 @@ def _push_event(heap_s, heap_key, size, time, key):
         heap_s[i], heap_key[i] = heap_s[parent], heap_key[parent]
         i = parent
     heap_s[i], heap_key[i] = time, key
-    return size + 1
 
 
-@njit
+@njit(forceinline=True)
 def _pop_event(heap_s, heap_key, size):
-    """Removes the first event; returns the new size."""
+    """Removes the first event and returns its key; `size` counts it."""
+    first = heap_key[0]
     size -= 1
     time, key = heap_s[size], heap_key[size]
     i = 0
@@ -127,259 +127,272 @@ def _pop_event(heap_s, heap_key, size):
         heap_s[i], heap_key[i] = heap_s[child], heap_key[child]
         i = child
     heap_s[i], heap_key[i] = time, key
-    return size
+    return first
 
 
-@njit
-def _add_ready(w, device, rank):
-    """Adds a rank to the device's ready heap."""
-    base = w.ready_ptr[device]
-    i = w.ready_size[device]
-    w.ready_size[device] = i + 1
+@njit(forceinline=True)
+def _add_ready(ready, base, size, rank):
+    """Adds a rank to the ready heap of `size` entries that starts at `base`."""
+    i = size
     while i > 0:
         parent = (i - 1) >> 1
-        if w.ready[base + parent] < rank:
+        if ready[base + parent] < rank:
             break
-        w.ready[base + i] = w.ready[base + parent]
+        ready[base + i] = ready[base + parent]
         i = parent
-    w.ready[base + i] = rank
+    ready[base + i] = rank
 
 
-@njit
-def _take_ready(w, device):
-    """Removes and returns the lowest rank of the device's ready heap."""
-    base = w.ready_ptr[device]
-    size = w.ready_size[device] - 1
-    w.ready_size[device] = size
-    first, last = w.ready[base], w.ready[base + size]
+@njit(forceinline=True)
+def _take_ready(ready, base, size):
+    """Removes and returns the lowest rank of the ready heap that starts at `base`; `size` counts it."""
+    size -= 1
+    first, last = ready[base], ready[base + size]
     i = 0
     while True:
         child = 2 * i + 1
         if child >= size:
             break
-        if child + 1 < size and w.ready[base + child + 1] < w.ready[base + child]:
+        if child + 1 < size and ready[base + child + 1] < ready[base + child]:
             child += 1
-        if last < w.ready[base + child]:
+        if last < ready[base + child]:
             break
-        w.ready[base + i] = w.ready[base + child]
+        ready[base + i] = ready[base + child]
         i = child
-    w.ready[base + i] = last
+    ready[base + i] = last
     return first
 
 
 @njit
 def _prepare(g, w, device_of_group):
     """Fills `w` for a plan: where each op and copy sits, who uses them, resident bytes; returns an outcome."""
-    num_ops, num_devices = g.time_s.shape
+    time_s, op_group, num_inputs, reserved_bytes, resident_bytes = (
+        g.time_s, g.op_group, g.num_inputs, g.reserved_bytes, g.resident_bytes
+    )  # fmt: skip
+    tensor_producer, tensor_owner, consumer_ptr, consumers, bandwidth = (
+        g.tensor_producer, g.tensor_owner, g.consumer_ptr, g.consumers, g.bandwidth
+    )  # fmt: skip
+    device_of_op, duration_s, missing, ready_ptr, ready_size = (
+        w.device_of_op,
+        w.duration_s,
+        w.missing,
+        w.ready_ptr,
+        w.ready_size,
+    )
+    source_of, source_uses, copies, copy_device, copy_uses = w.source, w.source_uses, w.copies, w.copy_device, w.copy_uses
+    running, position, head, memory, peak, busy_s = w.running, w.position, w.head, w.memory, w.peak, w.busy_s
+
+    num_ops, num_devices = time_s.shape
     outcome = DONE
     for device in range(num_devices):
-        w.memory[device] = g.reserved_bytes[device]
-        w.busy_s[device] = 0.0
-        w.ready_size[device] = 0
-        w.running[device] = False
-        w.ready_ptr[device + 1] = 0
+        memory[device] = reserved_bytes[device]
+        busy_s[device] = 0.0
+        ready_size[device] = 0
+        running[device] = False
+        ready_ptr[device + 1] = 0
     for group in range(len(device_of_group)):
         device = device_of_group[group]
         if device < 0 or device >= num_devices:
             return BAD_DEVICE
-        w.memory[device] += g.resident_bytes[group]
+        memory[device] += resident_bytes[group]
     for device in range(num_devices):
-        w.peak[device] = w.memory[device]
-    w.head[:] = -1
+        peak[device] = memory[device]
+    for channel in range(len(head)):
+        head[channel] = -1
     for op in range(num_ops):
-        device = device_of_group[g.op_group[op]]
-        w.device_of_op[op] = device
-        w.ready_ptr[device + 1] += 1
-        time = g.time_s[op, device]
-        w.duration_s[op] = time
-        w.missing[op] = g.num_inputs[op]
+        device = device_of_group[op_group[op]]
+        device_of_op[op] = device
+        ready_ptr[device + 1] += 1
+        time = time_s[op, device]
+        duration_s[op] = time
+        missing[op] = num_inputs[op]
         if time != time:
             outcome = CANNOT_RUN
-    w.ready_ptr[0] = 0
+    ready_ptr[0] = 0
     for device in range(num_devices):
-        w.position[device] = w.ready_ptr[device]
-        w.ready_ptr[device + 1] += w.ready_ptr[device]
-    for tensor in range(len(g.tensor_bytes)):
-        producer = g.tensor_producer[tensor]
-        source = w.device_of_op[producer] if producer >= 0 else device_of_group[g.tensor_owner[tensor]]
-        first, last = g.consumer_ptr[tensor], g.consumer_ptr[tensor + 1]
+        position[device] = ready_ptr[device]
+        ready_ptr[device + 1] += ready_ptr[device]
+    for tensor in range(len(copies)):
+        producer = tensor_producer[tensor]
+        source = device_of_op[producer] if producer >= 0 else device_of_group[tensor_owner[tensor]]
+        first = consumer_ptr[tensor]
         end, uses = first, 0
-        for edge in range(first, last):
-            device = w.device_of_op[g.consumers[edge]]
+        for edge in range(first, consumer_ptr[tensor + 1]):
+            device = device_of_op[consumers[edge]]
             if device == source:
                 uses += 1
                 continue
             slot = end  # the slots of a tensor are kept sorted by device
-            while slot > first and w.copy_device[slot - 1] > device:
+            while slot > first and copy_device[slot - 1] > device:
                 slot -= 1
-            if slot > first and w.copy_device[slot - 1] == device:
-                w.copy_uses[slot - 1] += 1
+            if slot > first and copy_device[slot - 1] == device:
+                copy_uses[slot - 1] += 1
                 continue
             for other in range(end, slot, -1):
-                w.copy_device[other], w.copy_uses[other] = w.copy_device[other - 1], w.copy_uses[other - 1]
-            w.copy_device[slot], w.copy_uses[slot] = device, 1
+                copy_device[other], copy_uses[other] = copy_device[other - 1], copy_uses[other - 1]
+            copy_device[slot], copy_uses[slot] = device, 1
             end += 1
-            if g.bandwidth[source, device] == 0.0:
+            if bandwidth[source, device] == 0.0:
                 outcome = CANNOT_RUN
-        w.source[tensor] = source
-        w.copies[tensor] = end - first
-        w.source_uses[tensor] = uses + end - first
+        source_of[tensor] = source
+        copies[tensor] = end - first
+        source_uses[tensor] = uses + end - first
     return outcome
 
 
 @njit
-def _arrive(g, w, rank_of_op, tensor, device):
-    """The tensor is present on `device`: its consumers there miss one input less."""
-    for edge in range(g.consumer_ptr[tensor], g.consumer_ptr[tensor + 1]):
-        op = g.consumers[edge]
-        if w.device_of_op[op] == device:
-            w.missing[op] -= 1
-            if w.missing[op] == 0:
-                _add_ready(w, device, rank_of_op[op])
-
-
-@njit
-def _start_transfer(g, w, slot, now, size, count):
-    """Moves a tensor: allocates the copy and pushes the end; returns the event heap's size."""
-    tensor = g.edge_tensor[slot]
-    source, device, size_bytes = w.source[tensor], w.copy_device[slot], g.tensor_bytes[tensor]
-    table = g.tensor_table[tensor]
-    if table < 0:
-        time = g.latency[source, device] + size_bytes / g.bandwidth[source, device]
-    else:
-        time = g.table_s[table, source, device]
-    w.memory[device] += size_bytes
-    w.peak[device] = max(w.peak[device], w.memory[device])
-    w.transfer_slot[count] = slot
-    w.transfer_start_s[count] = now
-    w.transfer_end_s[count] = now + time
-    return _push_event(w.heap_s, w.heap_key, size, now + time, len(g.op_group) + slot)
-
-
-@njit
-def _enqueue(g, w, tensor, now, size, count, joined):
-    """Rule 2: one transfer to every other device with a consumer joins the queues, and starts where it heads them all.
-
-    Returns the event heap's size, the number of transfers started and the number that joined a queue so far.
-    """
-    num_devices, width = len(g.reserved_bytes), len(w.candidates)
-    first = g.consumer_ptr[tensor]
-    for slot in range(first, first + w.copies[tensor]):
-        pair = w.source[tensor] * num_devices + w.copy_device[slot]
-        begin = g.channel_ptr[pair]
-        blocked = 0
-        for k in range(begin, g.channel_ptr[pair + 1]):
-            channel, node = g.channels[k], slot * width + k - begin
-            if w.head[channel] < 0:
-                w.head[channel] = slot
-            else:
-                w.next[w.tail[channel]] = slot
-                blocked += 1
-            w.next[node] = -1
-            w.tail[channel] = node
-        w.blocked[slot] = blocked
-        w.queued[slot] = joined
-        joined += 1
-        if blocked == 0:
-            size = _start_transfer(g, w, slot, now, size, count)
-            count += 1
-    return size, count, joined
-
-
-@njit
-def _finish_transfer(g, w, rank_of_op, slot, now, size, count):
-    """Frees the channels and the source's use, then starts what waited for them, in queue order."""
-    num_devices, width = len(g.reserved_bytes), len(w.candidates)
-    tensor = g.edge_tensor[slot]
-    source, device = w.source[tensor], w.copy_device[slot]
-    w.source_uses[tensor] -= 1
-    if w.source_uses[tensor] == 0 and g.tensor_producer[tensor] >= 0:
-        w.memory[source] -= g.tensor_bytes[tensor]
-    _arrive(g, w, rank_of_op, tensor, device)
-    pair = source * num_devices + device
-    begin = g.channel_ptr[pair]
-    found = 0
-    for k in range(begin, g.channel_ptr[pair + 1]):
-        heir = w.next[slot * width + k - begin]
-        w.head[g.channels[k]] = heir
-        if heir >= 0:
-            w.blocked[heir] -= 1
-            if w.blocked[heir] == 0:
-                i = found
-                while i > 0 and w.queued[w.candidates[i - 1]] > w.queued[heir]:
-                    w.candidates[i] = w.candidates[i - 1]
-                    i -= 1
-                w.candidates[i] = heir
-                found += 1
-    for i in range(found):
-        size = _start_transfer(g, w, w.candidates[i], now, size, count)
-        count += 1
-    return size, count
-
-
-@njit
-def _finish_task(g, w, op):
-    """Frees the temporaries, the outputs that nobody consumes and the inputs whose last use this was."""
-    device = w.device_of_op[op]
-    w.running[device] = False
-    freed = g.free_bytes[op]
-    for i in range(g.input_ptr[op], g.input_ptr[op + 1]):
-        tensor = g.inputs[i]
-        if w.source[tensor] == device:
-            w.source_uses[tensor] -= 1
-            if w.source_uses[tensor] == 0 and g.tensor_producer[tensor] >= 0:
-                freed += g.tensor_bytes[tensor]
-        else:
-            slot = g.consumer_ptr[tensor]
-            while w.copy_device[slot] != device:
-                slot += 1
-            w.copy_uses[slot] -= 1
-            if w.copy_uses[slot] == 0:
-                freed += g.tensor_bytes[tensor]
-    w.memory[device] -= freed
-
-
-@njit
 def _run(g, w, rank_of_op, op_of_rank, ordered):
-    """Rule 3 on a prepared plan; returns (outcome, step time, number of transfers)."""
+    """Rule 3 on a prepared plan; returns (outcome, step time, number of transfers).
+
+    One long function over local names: a tuple of arrays passed on to helpers would count references at every call.
+    """
+    alloc_bytes, free_bytes, input_ptr, inputs, output_ptr, outputs = (
+        g.alloc_bytes, g.free_bytes, g.input_ptr, g.inputs, g.output_ptr, g.outputs
+    )  # fmt: skip
+    tensor_producer, tensor_bytes, tensor_table, table_s = g.tensor_producer, g.tensor_bytes, g.tensor_table, g.table_s
+    consumer_ptr, consumers, edge_tensor, bandwidth, latency = (
+        g.consumer_ptr, g.consumers, g.edge_tensor, g.bandwidth, g.latency
+    )  # fmt: skip
+    channel_ptr, channels, width = g.channel_ptr, g.channels, g.width[0]
+    device_of_op, duration_s, missing = w.device_of_op, w.duration_s, w.missing
+    source_of, source_uses, copies, copy_device, copy_uses = w.source, w.source_uses, w.copies, w.copy_device, w.copy_uses
+    blocked, joined, following, head, tail, startable = w.blocked, w.joined, w.following, w.head, w.tail, w.startable
+    ready, ready_ptr, ready_size, running, position = w.ready, w.ready_ptr, w.ready_size, w.running, w.position
+    heap_s, heap_key, memory, peak, busy_s = w.heap_s, w.heap_key, w.memory, w.peak, w.busy_s
+    start_s, end_s, transfer_slot, transfer_start_s, transfer_end_s = (
+        w.start_s, w.end_s, w.transfer_slot, w.transfer_start_s, w.transfer_end_s
+    )  # fmt: skip
+
     num_ops, num_devices = g.time_s.shape
-    now, done, size, count, joined = 0.0, 0, 0, 0, 0
     for op in range(num_ops):
-        if w.missing[op] == 0:
-            _add_ready(w, w.device_of_op[op], rank_of_op[op])
-    for tensor in g.owner_tensors:
-        _arrive(g, w, rank_of_op, tensor, w.source[tensor])
-        size, count, joined = _enqueue(g, w, tensor, now, size, count, joined)
+        if missing[op] == 0:
+            device = device_of_op[op]
+            _add_ready(ready, ready_ptr[device], ready_size[device], rank_of_op[op])
+            ready_size[device] += 1
+
+    now, done, events, transfers, entries = 0.0, 0, 0, 0, 0
+    key = num_ops  # the first event: the step begins, and what groups own is there
     while True:
-        while size > 0 and w.heap_s[0] == now:
-            key = w.heap_key[0]
-            size = _pop_event(w.heap_s, w.heap_key, size)
-            if key < num_ops:
+        while True:  # everything that ends now
+            found = 0  # transfers that this event lets start
+            if key < num_ops:  # a task ends: free temporaries, unused outputs, inputs whose last use this was
                 done += 1
-                _finish_task(g, w, key)
-                for i in range(g.output_ptr[key], g.output_ptr[key + 1]):
-                    _arrive(g, w, rank_of_op, g.outputs[i], w.device_of_op[key])
-                    size, count, joined = _enqueue(g, w, g.outputs[i], now, size, count, joined)
-            else:
-                size, count = _finish_transfer(g, w, rank_of_op, key - num_ops, now, size, count)
+                device = device_of_op[key]
+                running[device] = False
+                freed = free_bytes[key]
+                for i in range(input_ptr[key], input_ptr[key + 1]):
+                    tensor = inputs[i]
+                    if source_of[tensor] == device:
+                        source_uses[tensor] -= 1
+                        if source_uses[tensor] == 0 and tensor_producer[tensor] >= 0:
+                            freed += tensor_bytes[tensor]
+                    else:
+                        slot = consumer_ptr[tensor]
+                        while copy_device[slot] != device:
+                            slot += 1
+                        copy_uses[slot] -= 1
+                        if copy_uses[slot] == 0:
+                            freed += tensor_bytes[tensor]
+                memory[device] -= freed
+            if key <= num_ops:  # its outputs are present here and queue for the other devices that host a consumer
+                for i in range(output_ptr[key], output_ptr[key + 1]):
+                    tensor = outputs[i]
+                    source = source_of[tensor]
+                    first = consumer_ptr[tensor]
+                    for edge in range(first, consumer_ptr[tensor + 1]):
+                        op = consumers[edge]
+                        if device_of_op[op] == source:
+                            missing[op] -= 1
+                            if missing[op] == 0:
+                                _add_ready(ready, ready_ptr[source], ready_size[source], rank_of_op[op])
+                                ready_size[source] += 1
+                    for slot in range(first, first + copies[tensor]):
+                        pair = source * num_devices + copy_device[slot]
+                        begin = channel_ptr[pair]
+                        behind = 0
+                        for k in range(begin, channel_ptr[pair + 1]):
+                            channel, node = channels[k], slot * width + k - begin
+                            if head[channel] < 0:
+                                head[channel] = slot
+                            else:
+                                following[tail[channel]] = slot
+                                behind += 1
+                            following[node] = -1
+                            tail[channel] = node
+                        blocked[slot] = behind
+                        joined[slot] = entries
+                        entries += 1
+                        if behind == 0:
+                            startable[found] = slot
+                            found += 1
+            else:  # a transfer ends: the tensor is present there, its channels go to the next in their queues
+                slot = key - num_ops - 1
+                tensor, device = edge_tensor[slot], copy_device[slot]
+                source = source_of[tensor]
+                source_uses[tensor] -= 1
+                if source_uses[tensor] == 0 and tensor_producer[tensor] >= 0:
+                    memory[source] -= tensor_bytes[tensor]
+                for edge in range(consumer_ptr[tensor], consumer_ptr[tensor + 1]):
+                    op = consumers[edge]
+                    if device_of_op[op] == device:
+                        missing[op] -= 1
+                        if missing[op] == 0:
+                            _add_ready(ready, ready_ptr[device], ready_size[device], rank_of_op[op])
+                            ready_size[device] += 1
+                pair = source * num_devices + device
+                begin = channel_ptr[pair]
+                for k in range(begin, channel_ptr[pair + 1]):
+                    heir = following[slot * width + k - begin]
+                    head[channels[k]] = heir
+                    if heir >= 0:
+                        blocked[heir] -= 1
+                        if blocked[heir] == 0:
+                            i = found  # several start in the order in which they joined
+                            while i > 0 and joined[startable[i - 1]] > joined[heir]:
+                                startable[i] = startable[i - 1]
+                                i -= 1
+                            startable[i] = heir
+                            found += 1
+            for i in range(found):
+                slot = startable[i]
+                tensor, device = edge_tensor[slot], copy_device[slot]
+                source = source_of[tensor]
+                if tensor_table[tensor] < 0:
+                    time = latency[source, device] + tensor_bytes[tensor] / bandwidth[source, device]
+                else:
+                    time = table_s[tensor_table[tensor], source, device]
+                memory[device] += tensor_bytes[tensor]
+                peak[device] = max(peak[device], memory[device])
+                transfer_slot[transfers] = slot
+                transfer_start_s[transfers] = now
+                transfer_end_s[transfers] = now + time
+                transfers += 1
+                _push_event(heap_s, heap_key, events, now + time, num_ops + 1 + slot)
+                events += 1
+            if events == 0 or heap_s[0] != now:
+                break
+            key = _pop_event(heap_s, heap_key, events)
+            events -= 1
         for device in range(num_devices):
-            if w.running[device] or w.ready_size[device] == 0:
+            if running[device] or ready_size[device] == 0:
                 continue
-            if ordered and w.ready[w.ready_ptr[device]] != w.position[device]:
+            if ordered and ready[ready_ptr[device]] != position[device]:
                 continue
-            w.position[device] += 1
-            op = op_of_rank[_take_ready(w, device)]
-            w.running[device] = True
-            end = now + w.duration_s[op]
-            w.start_s[op] = now
-            w.end_s[op] = end
-            w.busy_s[device] += w.duration_s[op]
-            w.memory[device] += g.alloc_bytes[op]
-            w.peak[device] = max(w.peak[device], w.memory[device])
-            size = _push_event(w.heap_s, w.heap_key, size, end, op)
-        if size == 0:
-            return (DONE if done == num_ops else STUCK), now, count
-        now = w.heap_s[0]
+            op = op_of_rank[_take_ready(ready, ready_ptr[device], ready_size[device])]
+            ready_size[device] -= 1
+            position[device] += 1
+            running[device] = True
+            start_s[op], end_s[op] = now, now + duration_s[op]
+            busy_s[device] += duration_s[op]
+            memory[device] += alloc_bytes[op]
+            peak[device] = max(peak[device], memory[device])
+            _push_event(heap_s, heap_key, events, now + duration_s[op], op)
+            events += 1
+        if events == 0:
+            return (DONE if done == num_ops else STUCK), now, transfers
+        now = heap_s[0]
+        key = _pop_event(heap_s, heap_key, events)
+        events -= 1
 
 
 @njit(cache=True)

@@ -40,8 +40,8 @@ class Lowered:
         (ops, devices), tensors, edges = self.graph.time_s.shape, len(self.graph.tensor_bytes), len(self.graph.consumers)
         sizes = {
             "device_of_op": ops, "missing": ops, "source": tensors, "source_uses": tensors, "copies": tensors,
-            "copy_device": edges, "copy_uses": edges, "blocked": edges, "queued": edges, "next": edges * self.width,
-            "head": self.num_channels, "tail": self.num_channels, "candidates": self.width, "ready": ops,
+            "copy_device": edges, "copy_uses": edges, "blocked": edges, "joined": edges, "following": edges * self.width,
+            "head": self.num_channels, "tail": self.num_channels, "startable": edges + self.width, "ready": ops,
             "ready_ptr": devices + 1, "ready_size": devices, "position": devices, "heap_key": devices + edges,
             "transfer_slot": edges,
         }  # fmt: skip
@@ -99,8 +99,8 @@ def _lower(problem: Problem) -> Lowered:
     output_bytes, unused_bytes = np.zeros(ops, dtype=np.int64), np.zeros(ops, dtype=np.int64)
     np.add.at(output_bytes, producer, problem.tensor_bytes[made])
     np.add.at(unused_bytes, producer, np.where(used, 0, problem.tensor_bytes)[made])
-    kept = made[used[made]]
-    outputs = kept[np.argsort(problem.tensor_producer[kept], kind="stable")]
+    kept = np.flatnonzero(used)
+    maker = np.where(problem.tensor_owner[kept] >= 0, ops, problem.tensor_producer[kept])  # groups' tensors in a last row
     table = np.full(tensors, -1, dtype=np.int32)
     overrides = sorted(problem.tensor_transfer_s)
     table[overrides] = np.arange(len(overrides))
@@ -113,11 +113,10 @@ def _lower(problem: Problem) -> Lowered:
         free_bytes=unused_bytes + problem.temporary_bytes,
         input_ptr=_offsets(problem.consumers, ops),
         inputs=problem.edge_tensor[np.argsort(problem.consumers, kind="stable")],
-        output_ptr=_offsets(problem.tensor_producer[kept], ops),
-        outputs=outputs.astype(np.int32),
+        output_ptr=_offsets(maker, ops + 1),
+        outputs=kept[np.argsort(maker, kind="stable")],
         tensor_producer=problem.tensor_producer,
         tensor_owner=problem.tensor_owner,
-        owner_tensors=np.flatnonzero(problem.tensor_owner >= 0).astype(np.int32),
         tensor_bytes=problem.tensor_bytes,
         tensor_table=table,
         table_s=np.array(table_s, dtype=np.float64).reshape(len(table_s), devices, devices),
@@ -128,6 +127,7 @@ def _lower(problem: Problem) -> Lowered:
         latency=problem.links.latency_s,
         channel_ptr=channel_ptr,
         channels=channels,
+        width=np.array([width]),
         resident_bytes=problem.resident_bytes,
         reserved_bytes=np.array([d.reserved_bytes for d in problem.devices], dtype=np.int64),
         limit_bytes=np.array([-1 if d.memory_bytes is None else d.memory_bytes for d in problem.devices], dtype=np.int64),

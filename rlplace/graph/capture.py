@@ -1,0 +1,304 @@
+"""`capture`: one training step of a module as an `OpGraph`, without allocating its weights.
+
+The module is copied onto fake CPU tensors and never touched. Three methods are tried in order:
+
+* ``export``: the graph of `torch.export` (non-strict, training IR), interpreted once with backward. One forward op per node;
+  the names carry a plan back to the module.
+* ``dispatch``: the module runs eagerly; one forward op per ATen op.
+* ``module``: the module runs eagerly; one forward op per call of a module without children. Values that the forward reads
+  out of tensors are guessed.
+
+The first that succeeds is used; why the earlier ones failed is in ``capture["notes"]``.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlplace.errors import CaptureError, InputError, unknown_name
+from rlplace.graph.opgraph import OpGraph, Parameter
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from rlplace.graph.assemble import Leaf
+    from rlplace.graph.record import Recorder
+
+METHODS = ("export", "dispatch", "module")
+
+OPTIMIZERS: dict[str, tuple[float, float, float, int]] = {
+    "sgd": (2.0, 3.0, 0.0, 0),
+    "momentum": (4.0, 3.0, 1.0, 0),
+    "adam": (12.0, 3.0, 0.0, 8),
+    "adamw": (13.0, 3.0, 0.0, 8),
+}
+"""Per optimizer: FLOPs per element, weight sizes read and written, state in weight sizes, state in bytes per element.
+
+SGD keeps nothing, momentum one copy of the weights in their dtype, Adam and AdamW two float32 moments.
+"""
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+
+Loss = Callable[[Any], "torch.Tensor"]
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | list[Any] | torch.Tensor,
+    *,
+    loss: Loss | None = None,
+    optimizer: str = "adam",
+    dtype: str | torch.dtype | None = None,
+    method: str | None = None,
+    name: str | None = None,
+    source: Mapping[str, Any] | None = None,
+) -> OpGraph:
+    """Records one training step: forward, loss, backward and optimizer update.
+
+    Args:
+        model: Any module, with real weights or on the meta device, in the mode (`train()` or `eval()`) it trains in.
+        example_inputs: Keyword inputs as a dict, positional inputs as a tuple or list (tensors may be nested), or one tensor.
+            Only shapes and dtypes matter. The batch is the first dimension of the first tensor.
+        loss: Called with the model's output, returns a scalar tensor. None: the output's `loss` (attribute or key), or the
+            output itself if it is a scalar tensor.
+        optimizer: "sgd" (no state), "momentum" (one copy of the weights), "adam" or "adamw" (two float32 moments).
+        dtype: Floating-point weights and inputs are cast to it, for example ``"bf16"``; None leaves them.
+        method: "export", "dispatch" or "module" to allow only that one; None tries them in this order.
+        name: Name of the graph; default the class name of the module.
+        source: What the graph was made from, kept for later verbs.
+
+    Returns:
+        The graph; `capture` of it says which method was used and what is to be known about it.
+
+    Raises:
+        InputError: An argument cannot be used, or there is no loss.
+        CaptureError: No method could record the step; the message is the model's own error and where it was raised.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise unknown_name("optimizer", optimizer, OPTIMIZERS)
+    if method is not None and method not in METHODS:
+        raise unknown_name("capture method", method, METHODS)
+    args, kwargs = _split_inputs(example_inputs)
+    notes: list[str] = []
+    failures: dict[str, Exception] = {}
+    for attempt in METHODS if method is None else (method,):
+        try:
+            return _capture_with(attempt, model, args, kwargs, loss, optimizer, dtype, name, source, notes)
+        except InputError:
+            raise
+        except Exception as error:
+            failures[attempt] = error
+            notes.append(f"{attempt} failed: {_one_line(error)}")
+    shown = failures.get("dispatch") or next(iter(failures.values()))
+    raise CaptureError(_explain(model, shown)) from shown
+
+
+def _capture_with(
+    method: str,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    optimizer: str,
+    dtype: str | torch.dtype | None,
+    name: str | None,
+    source: Mapping[str, Any] | None,
+    earlier: list[str],
+) -> OpGraph:
+    import torch
+
+    from rlplace.graph.assemble import Assembly, build_graph
+    from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
+    from rlplace.graph.record import Recorder
+    from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
+
+    cast = _dtype(dtype)
+    mode = new_fake_mode()
+    fake = fake_copy(model, mode, cast)
+    fake_args, fake_kwargs = fake_inputs((args, kwargs), mode, cast)
+    recorder: Recorder = Recorder() if method == "export" else EagerRecorder(by_module=method == "module")
+    tensors = _state(fake)
+    for index, (tensor, _, _) in enumerate(tensors):
+        recorder.parameter_of_storage[recorder.storage(tensor)] = index
+    inputs = recorder.storages_of((fake_args, fake_kwargs))
+
+    def finish(output: Any) -> None:
+        value = _loss_of(output, loss, recorder)
+        value.backward()  # type: ignore[no-untyped-call]
+
+    with mode, any_dtype_grouped_mm(), torch.enable_grad():
+        if isinstance(recorder, EagerRecorder):
+            trace_eager(fake, fake_args, fake_kwargs, recorder, finish)
+        else:
+            trace_export(fake, fake_args, fake_kwargs, recorder, finish)
+    leaves = _leaves(tensors, recorder, optimizer)
+    flops, traffic, _, _ = OPTIMIZERS[optimizer]
+    assembly = Assembly(recorder, leaves, (flops, traffic))
+    notes = [*earlier, *_notes(tensors, assembly.unattributed)]
+    if isinstance(recorder, EagerRecorder) and recorder.guesses:
+        counts = ", ".join(f"{op} x{count}" for op, count in sorted(recorder.guesses.items()))
+        notes.append(f"the forward depends on tensor values; guessed: {counts}")
+    return build_graph(
+        assembly,
+        inputs,
+        name=name or type(model).__name__,
+        samples=_samples(args, kwargs),
+        capture={
+            "method": method,
+            "optimizer": optimizer,
+            "dtype": _main_dtype(leaves),
+            "training": model.training,
+            "torch": torch.__version__,
+            "notes": notes,
+        },
+        source=source,
+    )
+
+
+def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    import torch
+
+    from rlplace.graph.trace import has_tensor
+
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), dict(inputs)
+    elif isinstance(inputs, (tuple, list)):
+        args, kwargs = tuple(inputs), {}
+    else:
+        raise InputError(f"example_inputs: expected a dict, a tuple or a tensor, found {type(inputs).__name__}")
+    if not all(isinstance(key, str) for key in kwargs):
+        raise InputError("example_inputs: the keys of a dict must be argument names of the model's forward")
+    if not has_tensor((args, kwargs)):
+        raise InputError("example_inputs: holds no tensor; give the inputs of one training step")
+    return args, kwargs
+
+
+def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    from rlplace.graph.record import tensors_in
+
+    shape = next(tensors_in((args, kwargs))).shape
+    return max(1, int(shape[0])) if len(shape) else 1
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    import torch
+
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    known = {**DTYPES, **{long: long for long in DTYPES.values()}}
+    if dtype not in known:
+        raise unknown_name("dtype", dtype, known)
+    found = getattr(torch, known[dtype])
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _loss_of(output: Any, loss: Loss | None, recorder: Recorder) -> torch.Tensor:
+    """The scalar to differentiate."""
+    import torch
+
+    from rlplace.graph.trace import LOSS_LABEL
+
+    if loss is not None:
+        with recorder.label(LOSS_LABEL, "loss", ""):
+            value: Any = loss(output)
+        origin = "loss(output)"
+    elif isinstance(output, torch.Tensor):
+        value, origin = output, "the model's output"
+    else:
+        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        origin = "output.loss"
+        if value is None:
+            raise InputError(
+                f"no loss: the model returns {type(output).__name__} without a loss; give labels, or loss=a function of the output"
+            )
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise InputError(f"no loss: {origin} is {what}, expected a scalar tensor; give loss=a function of the output")
+    if not value.requires_grad:
+        raise InputError(f"no gradient: {origin} does not depend on any trainable parameter; unfreeze one")
+    return value
+
+
+def _state(fake: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:
+    """Parameters and buffers as (tensor, names, is buffer); names of one storage belong together."""
+    found: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
+    for is_buffer, items in (
+        (False, fake.named_parameters(remove_duplicate=False)),
+        (True, fake.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in items:
+            key = tensor.untyped_storage()._cdata
+            if key in found:
+                found[key][1].append(name)
+            else:
+                found[key] = (tensor, [name], is_buffer)
+    return list(found.values())
+
+
+def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: Recorder, optimizer: str) -> list[Leaf]:
+    from rlplace.graph.assemble import Leaf
+
+    _, _, copies, per_element = OPTIMIZERS[optimizer]
+    leaves = []
+    for tensor, names, is_buffer in tensors:
+        size = tensor.numel() * tensor.element_size()
+        gradient = None if is_buffer else tensor.grad
+        state = 0 if gradient is None else int(copies * size) + per_element * tensor.numel()
+        record = Parameter(
+            name=names[0],
+            aliases=tuple(names[1:]),
+            shape=tuple(int(s) for s in tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            size_bytes=size,
+            trainable=gradient is not None,
+            gradient_bytes=0 if gradient is None else size,
+            optimizer_bytes=state,
+            is_buffer=is_buffer,
+        )
+        leaves.append(Leaf(record, recorder.storage(tensor), None if gradient is None else recorder.storage(gradient)))
+    return leaves
+
+
+def _notes(tensors: list[tuple[torch.Tensor, list[str], bool]], unattributed: int) -> list[str]:
+    notes = []
+    idle = [names[0] for tensor, names, is_buffer in tensors if not is_buffer and tensor.requires_grad and tensor.grad is None]
+    if idle:
+        notes.append(f"{len(idle)} parameters that require a gradient receive none, first {idle[0]}; they count as frozen")
+    if unattributed:
+        notes.append(f"{unattributed} ops without an owner were given to the op that made their input")
+    return notes
+
+
+def _main_dtype(leaves: list[Leaf]) -> str:
+    sizes: dict[str, int] = {}
+    for leaf in leaves:
+        if not leaf.record.is_buffer:
+            sizes[leaf.record.dtype] = sizes.get(leaf.record.dtype, 0) + leaf.record.size_bytes
+    return max(sizes, key=sizes.__getitem__, default="float32")
+
+
+def _one_line(error: BaseException, limit: int = 300) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
+
+
+def _explain(model: nn.Module, error: BaseException) -> str:
+    where = _user_frame(error)
+    place = f" ({where})" if where else ""
+    return f"cannot capture {type(model).__name__}: {_one_line(error)}{place}"
+
+
+def _user_frame(error: BaseException) -> str | None:
+    """File and line of the innermost frame that is neither torch's nor ours."""
+    import torch
+
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None

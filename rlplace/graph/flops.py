@@ -1,0 +1,204 @@
+"""Floating-point operations of one ATen op from its arguments; a multiply-add counts two.
+
+torch's own counter misses fused attention on the CPU, grouped products and recurrent kernels, and over-counts the backward
+of grouped convolutions, so every formula that matters is written out here. Elementwise ops, reductions, norms and softmax
+count a few operations per element; moving data counts none. Attention counts the full score matrix, causal or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rlplace.graph.kinds import kind_of
+
+PER_ELEMENT = {"elementwise": 1.0, "reduction": 1.0, "norm": 6.0, "softmax": 5.0, "random": 2.0, "other": 1.0}
+"""Operations per element of the larger of input and output, by kind; kinds that are missing count none."""
+
+Args = Sequence[Any]
+
+
+def count_flops(name: str, args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    """FLOPs of one ATen op.
+
+    Args:
+        name: Op name without namespace and overload.
+        args: Positional arguments as dispatched.
+        outputs: The tensors it returned.
+    """
+    formula = _FORMULAS.get(name)
+    if formula is not None:
+        return float(formula(args, outputs))
+    rate = PER_ELEMENT.get(kind_of(name), 0.0)
+    if not rate:
+        return 0.0
+    sizes = [t.numel() for t in outputs]
+    sizes += [a.numel() for a in args if isinstance(a, torch.Tensor)]
+    return rate * max(sizes, default=0)
+
+
+def gemm_dims(name: str, args: Args) -> dict[str, int] | None:
+    """Sizes of a matrix product: m, n, k and, for batched ones, batch; None for other ops."""
+    where = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}.get(name)
+    if where is None:
+        return None
+    left, right = args[where].shape, args[where + 1].shape
+    dims = {"m": int(left[-2]), "n": int(right[-1]), "k": int(left[-1])}
+    if len(left) == 3:
+        dims["batch"] = int(left[0])
+    return dims
+
+
+def _product(values: Sequence[int]) -> int:
+    result = 1
+    for value in values:
+        result *= int(value)
+    return result
+
+
+def _matrix(where: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+    """2 m n k for a (batched) product whose left operand is argument `where`."""
+
+    def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+        return 2.0 * args[where].numel() * int(args[where + 1].shape[-1])
+
+    return formula
+
+
+def _vector(where: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+    def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+        return 2.0 * args[where].numel()
+
+    return formula
+
+
+def _linear(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    return 2.0 * args[0].numel() * int(args[1].shape[0])
+
+
+def _grouped_mm(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    """Every row meets one group, so ragged sizes do not matter: 2 x rows x k x n over all groups."""
+    left, right = args[0], args[1]
+    if left.dim() == 3 and right.dim() == 2:
+        return 2.0 * int(left.shape[-2]) * int(left.shape[-1]) * int(right.shape[-1])
+    return 2.0 * left.numel() * int(right.shape[-1])
+
+
+def _grouped_mm_fallback_backward(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    return 4.0 * args[0].numel() * int(args[1].shape[-1])
+
+
+def _convolution_forward(inputs: Sequence[int], weight: Sequence[int], output: Sequence[int], transposed: bool) -> float:
+    """2 x (positions that the kernel visits) x kernel size x channels per group; the weight shape already is per group."""
+    positions = inputs if transposed else output
+    return 2.0 * int(positions[0]) * _product(positions[2:]) * _product(weight)
+
+
+def _convolution(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    transposed = bool(args[6]) if len(args) > 6 else False
+    return _convolution_forward(args[0].shape, args[1].shape, outputs[0].shape, transposed)
+
+
+def _convolution_backward(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    """One forward's worth for each of input and weight gradient that is asked for; groups are in the weight shape."""
+    gradient, inputs, weight, transposed, mask = args[0], args[1], args[2], bool(args[7]), args[10]
+    once = _convolution_forward(inputs.shape, weight.shape, gradient.shape, transposed)
+    return once * (int(mask[0]) + int(mask[1])) + (gradient.numel() if mask[2] else 0)
+
+
+def _attention(first: int, products: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+    """`products` matrix products between [B, H, S, D] and [B, H, T, D], with the query at argument `first`."""
+
+    def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+        query, key, value = (args[first + i].shape for i in range(3))
+        batch, heads, length, depth = (int(s) for s in query)
+        target, width = int(key[-2]), int(value[-1])
+        scores = products - products // 2  # products over the key depth; the others run over the value width
+        return 2.0 * batch * heads * length * target * (depth * scores + width * (products // 2))
+
+    return formula
+
+
+def _recurrent_layer(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    """`mkldnn_rnn_layer`: gates x hidden x (input + hidden) products for every step and sample of one layer."""
+    inputs, weight_input, weight_hidden = args[0], args[1], args[2]
+    rows = inputs.numel() // int(inputs.shape[-1])
+    return 2.0 * rows * (weight_input.numel() + weight_hidden.numel())
+
+
+def _cudnn_rnn(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    """Each two-dimensional weight meets every row once."""
+    rows = args[0].numel() // int(args[0].shape[-1])
+    return 2.0 * rows * sum(w.numel() for w in args[1] if w.dim() == 2)
+
+
+def _twice(formula: Callable[[Args, Sequence[torch.Tensor]], float]) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+    return lambda args, outputs: 2.0 * formula(args, outputs)
+
+
+def _embedding(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    return 0.0
+
+
+def _embedding_backward(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    return float(args[0].numel())
+
+
+def _trilinear(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+    """`nn.Bilinear`: [N, 1, I, 1] x [1, O, I, J] x [N, 1, 1, J], summed over the inputs."""
+    return 2.0 * _product([max(int(a), int(b), int(c)) for a, b, c in zip(*_common_shapes(args), strict=True)])
+
+
+def _common_shapes(args: Args) -> list[list[int]]:
+    shapes = []
+    for tensor, expand in zip(args[:3], args[3:6], strict=True):
+        sizes = [int(s) for s in tensor.shape]
+        for axis in expand:
+            sizes.insert(int(axis), 1)
+        shapes.append(sizes)
+    return shapes
+
+
+_FORMULAS: dict[str, Callable[[Args, Sequence[torch.Tensor]], float]] = {
+    "mm": _matrix(0),
+    "addmm": _matrix(1),
+    "bmm": _matrix(0),
+    "baddbmm": _matrix(1),
+    "addbmm": _matrix(1),
+    "_scaled_mm": _matrix(0),
+    "_int_mm": _matrix(0),
+    "mv": _vector(0),
+    "addmv": _vector(1),
+    "dot": _vector(0),
+    "vdot": _vector(0),
+    "linear": _linear,
+    "mkldnn_linear": _linear,
+    "_grouped_mm": _grouped_mm,
+    "_scaled_grouped_mm": _grouped_mm,
+    "grouped_mm_fallback": _grouped_mm,
+    "grouped_mm_fallback_backward": _grouped_mm_fallback_backward,
+    "convolution": _convolution,
+    "_convolution": _convolution,
+    "convolution_overrideable": _convolution,
+    "cudnn_convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention(0, 2),
+    "_scaled_dot_product_flash_attention": _attention(0, 2),
+    "_scaled_dot_product_efficient_attention": _attention(0, 2),
+    "_scaled_dot_product_cudnn_attention": _attention(0, 2),
+    "_scaled_dot_product_fused_attention_overrideable": _attention(0, 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(1, 5),
+    "_scaled_dot_product_flash_attention_backward": _attention(1, 5),
+    "_scaled_dot_product_efficient_attention_backward": _attention(1, 5),
+    "_scaled_dot_product_cudnn_attention_backward": _attention(1, 5),
+    "_scaled_dot_product_fused_attention_overrideable_backward": _attention(1, 5),
+    "mkldnn_rnn_layer": _recurrent_layer,
+    "mkldnn_rnn_layer_backward": _twice(_recurrent_layer),
+    "_cudnn_rnn": _cudnn_rnn,
+    "_cudnn_rnn_backward": _twice(_cudnn_rnn),
+    "embedding": _embedding,
+    "embedding_dense_backward": _embedding_backward,
+    "_trilinear": _trilinear,
+}

@@ -13,6 +13,7 @@ many groups, neighbours in a depth-first topological order are merged. The resul
 from __future__ import annotations
 
 import heapq
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -343,7 +344,7 @@ class _Contraction:
     def merge_intervals(self) -> None:
         """Last resort: merges neighbours of a topological order; deepest common module first, then the lightest pair."""
         order = self.dag.depth_first_order()
-        right = {a: b for a, b in zip(order, order[1:], strict=False)}
+        right = dict(itertools.pairwise(order))
         left = {b: a for a, b in right.items()}
         heap: list[tuple[int, float, int, int]] = []
         cap = BALANCE / self.target

@@ -99,11 +99,19 @@ class GraphBuilder:
             order = self._tensor(ACTIVATION, 0, producer=number)
         self._ops.append(
             {
-                "module": module, "reads": reads, "output": output, "kind": kind, "flops": flops, "dtype": dtype, "saved": saved,
-                "temporary": temporary_bytes, "bytes": sum(self._bytes[t] for t in reads) + output_bytes, "order": order,
+                "module": module,
+                "reads": reads,
+                "output": output,
+                "kind": kind,
+                "flops": flops,
+                "dtype": dtype,
+                "saved": saved,
+                "temporary": temporary_bytes,
+                "bytes": sum(self._bytes[t] for t in reads) + output_bytes,
+                "order": order,
                 "colocate": number if writes is None else self._ops[self._producer[writes]]["colocate"],
             }
-        )  # fmt: skip
+        )
         return output
 
     def build(self) -> OpGraph:
@@ -151,8 +159,8 @@ class GraphBuilder:
                 elif producer < 0 and parameter >= 0 and trainable[parameter]:
                     made = self._tensor(GRADIENT, self._bytes[tensor], producer=mine, parameter=parameter)
                     parameter_gradients.setdefault(parameter, []).append(made)
-        for parameter, made in sorted(parameter_gradients.items()):
-            for tensor in made:
+        for parameter, tensors in sorted(parameter_gradients.items()):
+            for tensor in tensors:
                 self._consumers[tensor].append(len(names))
             names.append(f"{self._parameters[parameter].name}/update")
             phase.append(UPDATE)

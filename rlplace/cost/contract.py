@@ -1,0 +1,159 @@
+"""Contracts a priced op graph to one task per cluster and phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cost.memory import inner_temporary_bytes
+from rlplace.graph.coarsen import Grouping
+from rlplace.problem import PHASES
+
+
+@dataclass(frozen=True, eq=False)
+class PricedOps:
+    """Ops and tensors of a problem, at either level. Axes as in `Problem`.
+
+    Attributes:
+        names: N unique names.
+        group: int32 [N].
+        phase: int8 [N].
+        time_s: float64 [N, D].
+        temporary_bytes: int64 [N].
+        kind: N op kinds.
+        producer: int32 [T], or -1.
+        owner: int32 [T], or -1.
+        tensor_bytes: int64 [T].
+        consumer_ptr: int64 [T + 1].
+        consumers: int32 [E].
+    """
+
+    names: tuple[str, ...]
+    group: NDArray[np.int32]
+    phase: NDArray[np.int8]
+    time_s: NDArray[np.float64]
+    temporary_bytes: NDArray[np.int64]
+    kind: tuple[str, ...]
+    producer: NDArray[np.int32]
+    owner: NDArray[np.int32]
+    tensor_bytes: NDArray[np.int64]
+    consumer_ptr: NDArray[np.int64]
+    consumers: NDArray[np.int32]
+
+
+def contract_tasks(ops: PricedOps, grouping: Grouping) -> PricedOps:
+    """One task per cluster and phase.
+
+    A task takes the sum of its ops' times and needs their inner live peak, minus what leaves it, as temporary memory. Tensors
+    that stay inside a task disappear; those with the same producer (or owner) and the same consumers become one. An edge
+    without bytes that another tensor between the same tasks implies is left out.
+    """
+    task, first = _tasks(ops, grouping)
+    count = len(first)
+    num_tensors = len(ops.tensor_bytes)
+    edge_tensor = np.repeat(np.arange(num_tensors, dtype=np.int64), np.diff(ops.consumer_ptr))
+    made = ops.producer >= 0
+    home = np.where(made, task[np.maximum(ops.producer, 0)], -1)
+    consumer_task = task[ops.consumers]
+    inside = consumer_task == home[edge_tensor]
+
+    last_use = np.where(made, ops.producer, -1).astype(np.int64)
+    np.maximum.at(last_use, edge_tensor[inside], ops.consumers[inside])
+    last_use[edge_tensor[~inside]] = -1
+    temporary = inner_temporary_bytes(
+        task, count, ops.temporary_bytes, ops.producer[made].astype(np.int64), last_use[made], ops.tensor_bytes[made]
+    )
+    time_s = np.zeros((count, ops.time_s.shape[1]))
+    np.add.at(time_s, task, ops.time_s)
+    producer, owner, size, consumers = _merge_tensors(ops, home, edge_tensor[~inside], consumer_task[~inside], count)
+    return PricedOps(
+        names=_task_names(ops, grouping, first),
+        group=ops.group[first],
+        phase=ops.phase[first],
+        time_s=time_s,
+        temporary_bytes=temporary,
+        kind=_dominant_kinds(ops, task, count),
+        producer=producer,
+        owner=owner,
+        tensor_bytes=size,
+        consumer_ptr=np.concatenate([[0], np.cumsum([len(c) for c in consumers])]).astype(np.int64),
+        consumers=np.array([c for row in consumers for c in row], dtype=np.int32),
+    )
+
+
+def _tasks(ops: PricedOps, grouping: Grouping) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Task of every op, numbered by first op, and that first op."""
+    key = grouping.op_cluster.astype(np.int64) * len(PHASES) + ops.phase
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    number = np.empty(len(order), dtype=np.int64)
+    number[order] = np.arange(len(order))
+    return number[inverse], first[order]
+
+
+def _task_names(ops: PricedOps, grouping: Grouping, first: NDArray[np.int64]) -> tuple[str, ...]:
+    """``group/phase``; further clusters of one group get "#2", "#3", ... in the order of their first ops."""
+    names: list[str] = []
+    taken: set[str] = set()
+    for group, phase in zip(ops.group[first].tolist(), ops.phase[first].tolist(), strict=True):
+        base = name = f"{grouping.names[group]}/{PHASES[phase]}"
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{base}#{number}"
+        taken.add(name)
+        names.append(name)
+    return tuple(names)
+
+
+def _dominant_kinds(ops: PricedOps, task: NDArray[np.int64], count: int) -> tuple[str, ...]:
+    """Per task the op kind that takes most of its time."""
+    kinds = sorted(set(ops.kind))
+    number = {kind: index for index, kind in enumerate(kinds)}
+    code = np.fromiter((number[kind] for kind in ops.kind), dtype=np.int64, count=len(ops.kind))
+    share = np.bincount(task * len(kinds) + code, weights=ops.time_s.mean(axis=1), minlength=count * len(kinds))
+    return tuple(kinds[i] for i in share.reshape(count, len(kinds)).argmax(axis=1).tolist())
+
+
+def _merge_tensors(
+    ops: PricedOps,
+    home: NDArray[np.int64],
+    tensor: NDArray[np.int64],
+    consumer_task: NDArray[np.int64],
+    count: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], list[tuple[int, ...]]]:
+    """Adds up tensors with the same producer or owner and the same consumer tasks."""
+    pairs = np.unique(tensor * count + consumer_task)
+    tensors, targets = pairs // count, (pairs % count).tolist()
+    ids, starts = np.unique(tensors, return_index=True)
+    ends = np.append(starts[1:], len(pairs)).tolist()
+    total: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    rows = zip(
+        ids.tolist(),
+        starts.tolist(),
+        ends,
+        home[ids].tolist(),
+        ops.owner[ids].tolist(),
+        ops.tensor_bytes[ids].tolist(),
+        strict=True,
+    )
+    for _, start, end, source, owner, size in rows:
+        key = (source, owner, tuple(targets[start:end]))
+        total[key] = total.get(key, 0) + size
+    implied = {(source, target) for (source, _, row), size in total.items() if size and source >= 0 for target in row}
+    kept = []
+    for (source, owner, row), size in total.items():
+        if size == 0 and source >= 0:
+            row = tuple(target for target in row if (source, target) not in implied)
+            implied.update((source, target) for target in row)
+        if row and (size or source >= 0):
+            kept.append((source, owner, size, row))
+    kept.sort(key=lambda item: (item[0] < 0, item[0], item[1], item[3]))
+    return (
+        np.array([item[0] for item in kept], dtype=np.int32),
+        np.array([item[1] for item in kept], dtype=np.int32),
+        np.array([item[2] for item in kept], dtype=np.int64),
+        [item[3] for item in kept],
+    )

@@ -1,0 +1,212 @@
+"""From op graph and cluster to a placement problem."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster.presets import DeviceKind
+from rlplace.cluster.spec import Cluster
+from rlplace.cost.compute import VERSION, op_times
+from rlplace.cost.contract import PricedOps, contract_tasks
+from rlplace.errors import InputError, unknown_name
+from rlplace.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
+from rlplace.graph.modules import ModuleTree
+from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
+from rlplace.problem import Problem
+
+LEVELS = ("task", "op")
+
+
+def price(
+    graph: OpGraph,
+    cluster: Cluster,
+    *,
+    groups: int | Grouping = DEFAULT_TARGET,
+    level: str = "task",
+    name: str | None = None,
+) -> Problem:
+    """Prices a captured step for a cluster.
+
+    Args:
+        graph: The captured step.
+        cluster: The devices and links.
+        groups: Largest number of groups, or an existing grouping of the graph.
+        level: ``"task"`` contracts every group to one op per phase (groups that tie distant parts of the model together
+            have several); ``"op"`` keeps every captured op. Groups, their order and their resident bytes are the same at both.
+        name: Of the problem; default the graph's.
+
+    Returns:
+        The problem, with `group_ops` and `group_modules` filled in. A group's resident bytes are the weights, gradients and
+        optimizer state of its parameters, and, counted as weights, the buffers and inputs that it reads first.
+    """
+    if level not in LEVELS:
+        raise unknown_name("level", level, LEVELS)
+    seconds = device_times(graph, cluster)
+    grouping = groups if isinstance(groups, Grouping) else coarsen(graph, groups, cost=seconds.mean(axis=1))
+    if grouping.op_cluster.shape != (graph.num_ops,):
+        raise InputError(f"price: the grouping is for {len(grouping.op_cluster)} ops, the graph has {graph.num_ops}")
+    parameter_group, tensor_owner = owners(graph, grouping)
+    ops = _priced_ops(graph, grouping, seconds, parameter_group, tensor_owner)
+    if level == "task":
+        ops = contract_tasks(ops, grouping)
+    weight, gradient, optimizer = _resident_parts(graph, grouping, parameter_group, tensor_owner)
+    devices, links = cluster.to_problem_devices()
+    return Problem(
+        name=graph.name if name is None else name,
+        samples_per_microbatch=graph.samples,
+        devices=devices,
+        links=links,
+        group_names=grouping.names,
+        resident_bytes=weight + gradient + optimizer,
+        weight_bytes=weight,
+        gradient_bytes=gradient,
+        optimizer_bytes=optimizer,
+        group_device=np.full(grouping.num_groups, -1, dtype=np.int32),
+        op_names=ops.names,
+        op_group=ops.group,
+        op_phase=ops.phase,
+        time_s=ops.time_s,
+        temporary_bytes=ops.temporary_bytes,
+        tensor_producer=ops.producer,
+        tensor_owner=ops.owner,
+        tensor_bytes=ops.tensor_bytes,
+        consumer_ptr=ops.consumer_ptr,
+        consumers=ops.consumers,
+        op_kind=ops.kind,
+        op_dims=dict(graph.op_dims) if level == "op" else {},
+        source=_source(graph, cluster, groups, grouping, level),
+        group_ops=_group_ops(graph, grouping),
+        group_modules=grouping.modules,
+    )
+
+
+def device_times(graph: OpGraph, cluster: Cluster) -> NDArray[np.float64]:
+    """float64 [N, D], seconds of every captured op on every device."""
+    by_kind: dict[str, NDArray[np.float64]] = {}
+    kinds: dict[str, DeviceKind] = {kind.name: kind for kind in cluster.kinds}
+    for kind_name, kind in kinds.items():
+        by_kind[kind_name] = op_times(graph, kind)
+    return np.stack([by_kind[kind.name] for kind in cluster.kinds], axis=1)
+
+
+def owners(graph: OpGraph, grouping: Grouping) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Who holds what has no producer.
+
+    A trainable parameter belongs to the group of its update; anything else to the first group that reads it; a parameter that
+    nothing reads to the group nearest to its module.
+
+    Returns:
+        int32 [P], group of every parameter and buffer; and int32 [T], group of every tensor without a producer, else -1.
+    """
+    op_group = grouping.op_group
+    of_parameter = np.full(len(graph.parameters), -1, dtype=np.int32)
+    of_tensor = np.full(graph.num_tensors, -1, dtype=np.int32)
+    read = np.flatnonzero((graph.tensor_producer < 0) & (np.diff(graph.consumer_ptr) > 0))
+    first_group = op_group[graph.consumers[graph.consumer_ptr[read]]]
+    of_tensor[read] = first_group
+    held = np.isin(graph.tensor_role[read], (PARAMETER, BUFFER))
+    of_parameter[graph.tensor_parameter[read[held]][::-1]] = first_group[held][::-1]
+    updates = np.flatnonzero(graph.op_phase == UPDATE)
+    of_parameter[graph.op_parameter[updates]] = op_group[updates]
+    missing = np.flatnonzero(of_parameter < 0)
+    if len(missing):
+        forward = np.flatnonzero(graph.op_phase == FORWARD)
+        tree = ModuleTree(graph.op_module[op] for op in forward.tolist())
+        for index in missing.tolist():
+            op = forward[tree.nearest(graph.parameters[index].name.rpartition(".")[0])]
+            of_parameter[index] = op_group[op]
+    held_tensors = np.flatnonzero(np.isin(graph.tensor_role, (PARAMETER, BUFFER)))
+    of_tensor[held_tensors] = of_parameter[graph.tensor_parameter[held_tensors]]
+    return of_parameter, of_tensor
+
+
+def _priced_ops(
+    graph: OpGraph,
+    grouping: Grouping,
+    seconds: NDArray[np.float64],
+    parameter_group: NDArray[np.int32],
+    tensor_owner: NDArray[np.int32],
+) -> PricedOps:
+    """The captured ops as a problem has them: what a group holds itself is no tensor, its own gradients carry no bytes."""
+    op_group = grouping.op_group
+    tensor = graph.edge_tensor
+    consumer_group = op_group[graph.consumers]
+    produced = graph.tensor_producer >= 0
+    # Edges from a held tensor to its own group go; a tensor without edges then goes too.
+    keep_edge = produced[tensor] | (consumer_group != tensor_owner[tensor])
+    keep = produced.copy()
+    keep[tensor[keep_edge]] = True
+    # A gradient that is made and used where its parameter lives is part of the resident bytes.
+    size = graph.tensor_bytes.copy()
+    gradient = graph.tensor_role == GRADIENT
+    home = (
+        np.where(gradient, parameter_group[np.maximum(graph.tensor_parameter, 0)], -1) if len(parameter_group) else tensor_owner
+    )
+    own = gradient & (op_group[np.maximum(graph.tensor_producer, 0)] == home)
+    own[tensor[consumer_group != home[tensor]]] = False
+    size[own] = 0
+    kept = np.bincount(tensor[keep_edge], minlength=graph.num_tensors)[keep]
+    return PricedOps(
+        names=graph.op_names,
+        group=op_group,
+        phase=graph.op_phase.copy(),
+        time_s=seconds,
+        temporary_bytes=graph.op_temporary_bytes.copy(),
+        kind=graph.op_kind,
+        producer=graph.tensor_producer[keep],
+        owner=np.where(produced, -1, tensor_owner)[keep].astype(np.int32),
+        tensor_bytes=size[keep],
+        consumer_ptr=np.concatenate([[0], np.cumsum(kept)]).astype(np.int64),
+        consumers=graph.consumers[keep_edge],
+    )
+
+
+def _resident_parts(
+    graph: OpGraph, grouping: Grouping, parameter_group: NDArray[np.int32], tensor_owner: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Per group: bytes of weights (with buffers and inputs), gradients and optimizer state."""
+    parts = np.zeros((3, grouping.num_groups), dtype=np.int64)
+    if graph.parameters:
+        sizes = np.array([(p.size_bytes, p.gradient_bytes, p.optimizer_bytes) for p in graph.parameters], dtype=np.int64)
+        for row, column in zip(parts, sizes.T, strict=True):
+            np.add.at(row, parameter_group, column)
+    inputs = (graph.tensor_role == INPUT) & (tensor_owner >= 0)
+    np.add.at(parts[0], tensor_owner[inputs], graph.tensor_bytes[inputs])
+    return parts[0].copy(), parts[1].copy(), parts[2].copy()
+
+
+def _group_ops(graph: OpGraph, grouping: Grouping) -> tuple[tuple[str, ...], ...]:
+    members: list[list[str]] = [[] for _ in range(grouping.num_groups)]
+    op_group = grouping.op_group
+    for op in np.flatnonzero(graph.op_phase == FORWARD).tolist():
+        members[op_group[op]].append(graph.op_names[op])
+    return tuple(tuple(names) for names in members)
+
+
+def _source(graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: Grouping, level: str) -> dict[str, Any]:
+    """What a verb needs to price the same problem again, and the fingerprints to see that it did."""
+    return {
+        "graph": None if graph.source is None else dict(graph.source),
+        "capture": dict(graph.capture),
+        "graph_fingerprint": graph.fingerprint,
+        "cluster": cluster.text,
+        "cluster_fingerprint": cluster.fingerprint,
+        "groups": grouping.num_groups if isinstance(groups, Grouping) else int(groups),
+        "level": level,
+        "cost_version": VERSION,
+    }
+
+
+def reprice(problem: Problem, time_s: NDArray[np.float64]) -> Problem:
+    """The same problem with other op times.
+
+    Args:
+        problem: N ops, D devices.
+        time_s: float64 [N, D], NaN where an op cannot run.
+    """
+    values = {item.name: getattr(problem, item.name) for item in dataclasses.fields(problem) if item.init}
+    return Problem(**{**values, "time_s": np.array(time_s, dtype=np.float64)})

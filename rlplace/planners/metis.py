@@ -98,8 +98,7 @@ def partition(
     options = pymetis.Options(seed=int(seed % (1 << 31)), ufactor=int(imbalance))
     result = pymetis.part_graph(
         parts,
-        xadj=xadj.tolist(),
-        adjncy=columns[order].tolist(),
+        pymetis.CSRAdjacency(xadj.tolist(), columns[order].tolist()),
         vweights=_whole(weight, least=0).tolist(),
         eweights=_whole(np.concatenate([total, total])[order], least=1).tolist(),
         tpwgts=(share / share.sum()).tolist(),

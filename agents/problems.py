@@ -13,14 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rlplace.cluster.spec import Cluster
-from rlplace.cost.price import price
 from rlplace.errors import InputError
-from rlplace.graph.capture import capture
 from rlplace.problem import Problem
 from rlplace.problem.toys import random_problem
 from rlplace.simulator import simulate
-from rlplace.zoo import load_model
 
 TRAIN_MODELS = (
     "zoo:inception", "zoo:lstm", "zoo:transformer,num_layers=2", "zoo:moe_toy", "zoo:nasnet", "zoo:mlp",
@@ -96,6 +92,11 @@ def _synthetic(count: int, seed: int) -> list[Problem]:
 def _captured(
     models: tuple[str, ...], clusters: tuple[str, ...], seed: int, progress: Callable[[str], None]
 ) -> list[Problem]:
+    from rlplace.cluster.spec import Cluster
+    from rlplace.cost.price import price
+    from rlplace.graph.capture import capture
+    from rlplace.zoo import load_model
+
     rng = np.random.default_rng(seed)
     problems = []
     for spec in models:

@@ -1,0 +1,225 @@
+"""Both environments: the checkers, determinism, masks, rewards, endings."""
+
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from stable_baselines3.common.env_checker import check_env as sb3_check_env
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+import rlplace
+from rlplace.envs import PlacementEnv, RefinementEnv, SimulatedBackend, make_instance
+from rlplace.errors import InputError
+from rlplace.problem.toys import fork_join, memory_tight_pair, random_problem, two_device_chain
+from rlplace.simulator import simulate
+
+IDS = ("rlplace/Placement-v0", "rlplace/Refinement-v0")
+
+
+def play(env, seed, choose):
+    """One episode; returns observations, rewards and the last info."""
+    observation, _ = env.reset(seed=seed)
+    seen, rewards = [observation], []
+    while True:
+        observation, reward, terminated, truncated, info = env.step(choose(env))
+        assert not truncated
+        seen.append(observation)
+        rewards.append(reward)
+        if terminated:
+            return seen, rewards, info
+
+
+def random_legal(seed):
+    rng = np.random.default_rng(seed)
+    return lambda env: rng.choice(np.flatnonzero(env.action_masks()))
+
+
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("observation", ["indexed", "full"])
+def test_checkers_are_clean(name, observation):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env = gym.make(name, observation=observation).unwrapped
+        check_env(env, skip_render_check=False)
+        sb3_check_env(env, warn=True)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_ids_work_with_and_without_the_module(name):
+    assert name in gym.registry
+    assert type(gym.make(f"rlplace:{name}").unwrapped) is type(gym.make(name).unwrapped)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_two_copies_agree_field_by_field(name):
+    one, two = (gym.make(name).unwrapped for _ in range(2))
+    first, second = play(one, 7, random_legal(3)), play(two, 7, random_legal(3))
+    assert first[1] == second[1]
+    for a, b in zip(first[0], second[0], strict=True):
+        for key in a:
+            np.testing.assert_array_equal(a[key], b[key])
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_legal_episodes_stay_in_their_spaces(name):
+    env = gym.make(name).unwrapped
+    for seed in range(20):
+        seen, rewards, _ = play(env, seed, random_legal(seed))
+        assert np.isfinite(rewards).all()
+        for observation in seen:
+            assert env.observation_space.contains(observation)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_vectorised(name):
+    envs = DummyVecEnv([lambda: gym.make(name)] * 3)
+    envs.seed(0)
+    observation = envs.reset()
+    assert all(value.shape[0] == 3 for value in observation.values())
+    vector = gym.make_vec(name, num_envs=2, vectorization_mode="sync")
+    vector.reset(seed=1)
+    vector.step(vector.action_space.sample())
+
+
+def test_placement_reward_is_the_log_ratio_to_the_best_plan():
+    problem = random_problem(5, num_groups=10, num_devices=2)
+    env = PlacementEnv([problem])
+    _, rewards, info = play(env, 0, random_legal(1))
+    step = simulate(problem, info["device_of_group"]).step_time_s
+    assert rewards[:-1] == [0.0] * 9
+    assert rewards[-1] == pytest.approx(np.log(make_instance(problem).reference_step_time_s / step))
+
+
+def test_placement_follows_the_named_order():
+    instance = make_instance(random_problem(2, num_groups=9, num_devices=2), order="time")
+    env = PlacementEnv([instance])
+    env.reset(seed=0)
+    assert (np.diff(instance.mean_time_s[instance.order]) <= 1e-12).all()
+    assert env.current_group == instance.order[0]
+    with pytest.raises(InputError, match="unknown group order"):
+        make_instance(instance.problem, order="alphabet")
+
+
+def test_refinement_rewards_add_up_to_start_minus_best():
+    problem = random_problem(3, num_groups=14, num_devices=3)
+    env = RefinementEnv([problem], start="greedy", max_moves=40)
+    env.reset(seed=0)
+    start = simulate(problem, env.current_plan()).step_time_s
+    _, rewards, info = play(env, 0, lambda e: np.random.default_rng(len(e.action_masks())).choice(np.flatnonzero(e.action_masks()[1:]) + 1))
+    assert sum(rewards) == pytest.approx(np.log(start / info["step_time_s"]))
+    assert min(rewards) >= 0.0
+    assert simulate(problem, info["device_of_group"]).step_time_s == info["step_time_s"]
+
+
+def test_stop_keeps_the_best_classical_plan():
+    problem = random_problem(4, num_groups=12, num_devices=3)
+    env = RefinementEnv([problem])
+    env.reset(seed=0)
+    _, reward, terminated, _, info = env.step(0)
+    assert terminated and reward == 0.0
+    assert info["vs_best_baseline"] == pytest.approx(1.0)
+
+
+def test_illegal_device_ends_with_the_infeasible_reward():
+    env = PlacementEnv([random_problem(0, num_groups=6, num_devices=2)], max_devices=4)
+    env.reset(seed=0)
+    assert env.action_masks().tolist() == [True, True, False, False]
+    _, reward, terminated, _, info = env.step(3)
+    assert terminated and info["illegal"] and reward == -2.0
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step(0)
+
+
+def test_masks_keep_tight_memory_feasible():
+    toy = memory_tight_pair()
+    env = PlacementEnv([toy.problem])
+    for seed in range(20):
+        _, rewards, info = play(env, seed, random_legal(seed))
+        assert info["feasible"], info
+        assert rewards[-1] > -1
+
+
+def test_mask_is_never_all_false_and_infeasible_problems_end_early():
+    tight = random_problem(11, num_groups=10, num_devices=2, memory_factor=0.55)
+    env = PlacementEnv([tight])
+    for seed in range(10):
+        env.reset(seed=seed)
+        terminated = False
+        while not terminated:
+            mask = env.action_masks()
+            assert mask.any()
+            _, reward, terminated, _, info = env.step(int(np.flatnonzero(mask)[0]))
+        if not info["feasible"]:
+            assert reward <= -1.0
+
+
+def test_mask_bound_is_a_lower_bound_of_the_peak():
+    for seed in range(30):
+        problem = random_problem(seed, num_groups=12, num_devices=3, shape=("layered", "branchy", "chain")[seed % 3])
+        instance = make_instance(problem)
+        plan = np.random.default_rng(seed).integers(0, 3, problem.num_groups).astype(np.int32)
+        peak = simulate(problem, plan).peak_memory_bytes
+        pinned = np.bincount(plan, weights=instance.pinned_bytes, minlength=3)
+        bare = np.bincount(plan, weights=problem.resident_bytes, minlength=3)
+        largest = np.zeros(3)
+        np.maximum.at(largest, plan, instance.footprint_bytes)
+        reserved = np.array([d.reserved_bytes for d in problem.devices])
+        assert (np.maximum(pinned, bare + largest) + reserved <= peak).all()
+
+
+def test_toy_optimum_is_reached_by_the_best_of_all_actions():
+    toy = fork_join(width=4, num_devices=2)
+    env = PlacementEnv([toy.problem])
+    best = min(play(env, seed, random_legal(seed))[2]["step_time_s"] for seed in range(200))
+    assert best == pytest.approx(toy.optimal_step_s)
+
+
+def test_bad_arguments_are_refused():
+    problem = two_device_chain().problem
+    with pytest.raises(InputError, match="at least one problem"):
+        PlacementEnv([])
+    with pytest.raises(InputError, match="raise max_groups"):
+        PlacementEnv([problem], max_groups=2)
+    with pytest.raises(InputError, match="observation must be"):
+        PlacementEnv([problem], observation="graph")
+    with pytest.raises(InputError, match="start must be"):
+        RefinementEnv([problem], start="anywhere")
+    env = RefinementEnv([problem])
+    with pytest.raises(InputError, match=r"options\['problem'\]"):
+        env.reset(options={"problem": 3})
+    with pytest.raises(InputError, match=r"options\['plan'\]"):
+        env.reset(options={"plan": [9] * problem.num_groups})
+
+
+def test_rendering():
+    problem = two_device_chain().problem
+    env = RefinementEnv([problem], render_mode="rgb_array")
+    env.reset(seed=0)
+    picture = env.render()
+    assert picture.dtype == np.uint8 and picture.ndim == 3 and (picture != 255).any()
+    text = PlacementEnv([problem], render_mode="ansi")
+    text.reset(seed=0)
+    assert f"{problem.num_groups} groups not placed" in text.render()
+
+
+def test_measured_backend_takes_times_from_the_outside():
+    from rlplace.envs import MeasuredBackend
+
+    problem = random_problem(1, num_groups=8, num_devices=2)
+    plans = []
+
+    def measure(plan):
+        plans.append(plan)
+        if len(plans) == 1:
+            raise MemoryError
+        return 0.5
+
+    backend = MeasuredBackend(measure)
+    instance = make_instance(problem)
+    assert not backend.evaluate(instance, instance.floor).feasible
+    assert backend.evaluate(instance, instance.floor).step_time_s == 0.5
+    assert backend.calls == 2 and plans[0].problem == problem.fingerprint
+    assert isinstance(backend, SimulatedBackend)
+    assert rlplace.__version__

@@ -39,8 +39,10 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
         for module in model.modules():
             for tensor in _plain_tensors(vars(module)):
                 small = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL_CONSTANT_BYTES
-                if id(tensor) not in memo and not (small and type(tensor) is torch.Tensor and tensor.grad_fn is None):
-                    memo[id(tensor)] = _fake_like(tensor, dtype)
+                if id(tensor) not in memo:
+                    # Shared, not copied: a real tensor cannot be deep-copied under the fake mode.
+                    real = small and type(tensor) is torch.Tensor and tensor.grad_fn is None
+                    memo[id(tensor)] = tensor if real else _fake_like(tensor, dtype)
         return copy.deepcopy(model, memo)
 
 

@@ -20,6 +20,9 @@ def move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> Non
         model: The module to change.
         device_of: Device by qualified name, for the first name of every parameter and buffer.
     """
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []  # weak references, which forbid tensors to trade places
     for name, parameter in model.named_parameters():
         _move_parameter(parameter, device_of[name])
     moved: dict[int, torch.Tensor] = {}
@@ -29,8 +32,8 @@ def move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> Non
         for key, value in module._buffers.items():
             if value is not None:
                 module._buffers[key] = moved[id(value)]
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+    for module in recurrent:
+        module._init_flat_weights()
 
 
 def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:

@@ -117,6 +117,7 @@ def _setup() -> str | None:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
     aten.impl("empty_strided", _empty_strided, "PrivateUse1")
+    aten.impl("triu_indices", _triu_indices, "PrivateUse1")
     # torch.tensor(..., device=...) copies with Python dispatch switched off and ends here.
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
     _state["library"] = aten
@@ -232,6 +233,10 @@ def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memor
 
 def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
     return SimTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), device)
+
+
+def _triu_indices(row, col, offset=0, *, dtype=None, layout=None, device=None, pin_memory=None):
+    return SimTensor(torch.triu_indices(row, col, offset, dtype=dtype or torch.long, device="cpu"), device)
 
 
 def _copy_from(source, destination, non_blocking=False):

@@ -1,0 +1,99 @@
+"""Makes plans and compares a placed module with the unplaced one."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from rlplace.graph.export import export_training_graph
+from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.plan import PlacementPlan
+
+
+def op_names(model, inputs):
+    """Captured forward ops of a model, in execution order."""
+    mode = new_fake_mode()
+    args, kwargs = inputs if isinstance(inputs, tuple) else ((), inputs)
+    traced = export_training_graph(fake_copy(model, mode), fake_inputs(args, mode), fake_inputs(kwargs, mode))
+    return list(traced.op_name_of_node.values())
+
+
+def plan_for(names, device_of_op, **fields):
+    """A plan with one group per op."""
+    groups = [{"name": name, "modules": [name.rpartition("/")[0]], "ops": [name]} for name in names]
+    fields = {"groups": groups, **fields}
+    return PlacementPlan("0" * 64, "test", 0, np.asarray(device_of_op, dtype=np.int32), **fields)
+
+
+def random_plan(names, devices, seed=0):
+    """Every op anywhere."""
+    return plan_for(names, np.random.default_rng(seed).integers(0, devices, len(names)))
+
+
+def contiguous_plan(names, devices):
+    """The first part of the program on the first device, and so on."""
+    return plan_for(names, np.arange(len(names)) * devices // len(names))
+
+
+def on_cpu(tensor):
+    return tensor.detach().to("cpu")
+
+
+def assert_same_step(placed, reference, inputs, loss_of, tolerance=2e-6):
+    """One forward and backward pass: outputs, loss, buffers and every gradient."""
+    ours, theirs = placed(**inputs), reference(**inputs)
+    our_leaves, our_spec = pytree.tree_flatten(ours)
+    their_leaves, their_spec = pytree.tree_flatten(theirs)
+    assert our_spec == their_spec
+    for a, b in zip(our_leaves, their_leaves, strict=True):
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(on_cpu(a), b, rtol=1e-4, atol=tolerance)
+        else:
+            assert a == b
+    our_loss, their_loss = loss_of(ours), loss_of(theirs)
+    torch.testing.assert_close(on_cpu(our_loss), their_loss.detach(), rtol=1e-5, atol=tolerance)
+    our_loss.backward()
+    their_loss.backward()
+    assert_same_gradients(placed, reference, tolerance)
+    assert_same_state(placed, reference, tolerance)
+
+
+def assert_same_gradients(placed, reference, tolerance):
+    gradients = 0
+    for (name, a), (other, b) in zip(placed.named_parameters(), reference.named_parameters(), strict=True):
+        assert name == other
+        assert (a.grad is None) == (b.grad is None), name
+        if b.grad is not None:
+            gradients += 1
+            assert a.grad.device == a.device
+            torch.testing.assert_close(on_cpu(a.grad), b.grad, rtol=1e-4, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+    assert gradients > 0
+
+
+def assert_same_state(placed, reference, tolerance=2e-6):
+    ours, theirs = placed.state_dict(), reference.state_dict()
+    assert list(ours) == list(theirs)
+    for name in theirs:
+        torch.testing.assert_close(on_cpu(ours[name]), theirs[name], rtol=1e-4, atol=tolerance, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def train_both(placed, reference, inputs, loss_of, make_optimizer, steps=3):
+    """Trains both on the same batch and compares after every step."""
+    ours, theirs = make_optimizer(placed.parameters()), make_optimizer(reference.parameters())
+    for _ in range(steps):
+        ours.zero_grad()
+        theirs.zero_grad()
+        assert_same_step(placed, reference, inputs, loss_of)
+        ours.step()
+        theirs.step()
+        assert_same_state(placed, reference, 5e-6)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters):
+    # A large epsilon: a gradient that is zero but for rounding must not become a step of full size.
+    return torch.optim.Adam(parameters, lr=1e-3, eps=1e-4)

@@ -1,0 +1,58 @@
+"""Loss, outputs, every gradient and three optimizer steps equal the unplaced model's."""
+
+import copy
+import functools
+
+import equality
+import pytest
+import sim_device
+import small_models
+import torch
+
+from rlplace.runtime.apply import apply
+
+
+@functools.cache
+def op_names(name):
+    """The export of a model is the same for every test."""
+    torch.manual_seed(0)
+    model, inputs, _ = small_models.MODELS[name]()
+    return equality.op_names(model, inputs)
+
+
+def build(name):
+    torch.manual_seed(0)
+    model, inputs, loss_of = small_models.MODELS[name]()
+    return model, copy.deepcopy(model), inputs, loss_of
+
+
+@pytest.mark.parametrize("level", ["op", "module"])
+@pytest.mark.parametrize("name", small_models.MODELS)
+def test_random_plan_on_four_devices_trains_with_adam(sim, name, level):
+    model, reference, inputs, loss_of = build(name)
+    plan = equality.random_plan(op_names(name), 4, seed=1)
+    placed = apply(model, plan, sim(4), example_inputs=inputs, level=level)
+    assert placed is model
+    assert placed.report.level == level
+    equality.train_both(placed, reference, inputs, loss_of, equality.adam)
+    assert len({copy.source for copy in sim_device.copies if copy.source != "cpu"}) >= 2
+
+
+@pytest.mark.parametrize("level", ["op", "module"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "inception", "lstm", "awkward"])
+def test_contiguous_plan_on_two_devices_trains_with_sgd(sim, name, level):
+    model, reference, inputs, loss_of = build(name)
+    plan = equality.contiguous_plan(op_names(name), 2)
+    placed = apply(model, plan, sim(2), example_inputs=inputs, level=level)
+    equality.train_both(placed, reference, inputs, loss_of, equality.sgd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["op", "module"])
+@pytest.mark.parametrize("name", small_models.MODELS)
+@pytest.mark.parametrize("seed", range(4))
+def test_more_random_plans(sim, name, level, seed):
+    model, reference, inputs, loss_of = build(name)
+    plan = equality.random_plan(op_names(name), 2 + seed, seed=seed + 10)
+    placed = apply(model, plan, sim(2 + seed), example_inputs=inputs, level=level)
+    equality.train_both(placed, reference, inputs, loss_of, equality.sgd, steps=2)

@@ -71,9 +71,7 @@ def main() -> None:
             calls = run.simulator_calls - (floor_calls if name in SEARCH else 0)
             rows[name].append((step / bound, step / floor, calls, run.seconds))
             print(f"  {name:14s} {1e3 * step:10.3f} ms  {step / floor:6.3f} x best  {calls:6d} calls  {run.seconds:7.3f} s")
-    print(
-        f"\n{'planner':14s} {'feasible':>8s} {'x bound':>8s} {'x best':>8s} {'calls':>7s} {'seconds':>8s}   (geometric and plain means)"
-    )
+    print(f"\n{'planner':14s} {'feasible':>8s} {'x bound':>8s} {'x best':>8s} {'calls':>7s} {'seconds':>8s}")
     for name, found in rows.items():
         if found:
             data = np.array(found)

@@ -18,6 +18,8 @@ leaves no split; the simulator's exact peaks decide, with the shared repair. Wit
 only the order of `device_order` and its reverse are tried, and the split is exact for those orders.
 """
 
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -118,7 +120,7 @@ def _classes(problem: Problem, devices: Sequence[int]) -> list[list[int]]:
 def _segments(
     problem: Problem, order: NDArray[np.int32], devices: Sequence[int], size_bytes: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """Prefix times [C, G + 1], per position the first group at or after it that may not run [C, G + 1], prefix bytes, limits."""
+    """Prefix times [C, G + 1], the first barred group at or after each position [C, G + 1], prefix bytes, limits."""
     graph = group_graph(problem)
     times = graph.time_s[order][:, devices].T
     groups = len(order)

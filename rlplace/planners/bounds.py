@@ -122,7 +122,7 @@ def live_bytes(problem: Problem) -> int:
 
 
 def _reach(problem: Problem, pivot: int, *, backwards: bool) -> NDArray[np.bool_]:
-    """bool [N], strict ancestors or descendants of an op."""
+    """Strict ancestors or descendants of an op, bool [N]."""
     made = problem.tensor_producer[problem.edge_tensor] >= 0
     head = problem.tensor_producer[problem.edge_tensor][made]
     tail = problem.consumers[made]

@@ -3,8 +3,8 @@
 Problem: makespan. Groups that hold an op of the critical path (longest path with mean times and transfers) go to one device in
 path order until its memory is full; the others are placed by earliest finish time with insertion, as in `heft`.
 
-Paper: the "critical path on a processor" rule of Topcuoglu, Hariri, Wu (2002), as FastT uses it for device placement: Yi et al.,
-"Fast training of deep learning models over multiple GPUs", Middleware 2020.
+Paper: the "critical path on a processor" rule of Topcuoglu, Hariri, Wu (2002), as FastT uses it for device placement: Yi et
+al., "Fast training of deep learning models over multiple GPUs", Middleware 2020.
 
 Departures: groups instead of ops; candidates differ in the number of devices and in whether transfers queue; the path's device
 is the first of `device_order`.

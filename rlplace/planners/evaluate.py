@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import Problem
-from rlplace.simulator import Simulator
+from rlplace.simulator import Simulator, Timeline, simulate
 
 Assignment = NDArray[np.int32]
 """int32 [G], the device of every group."""
@@ -111,12 +111,20 @@ class Evaluator:
 
     def score(self, devices: Assignment) -> Score:
         """Step time and memory overflow of an assignment."""
-        self.calls += 1
-        for counter in _counters:
-            counter.calls += 1
+        self._count()
         return Score(*self._simulator.evaluate(devices))
 
     def answer(self, devices: Assignment) -> Answer:
         """Score and peaks of an assignment; `devices` must not change afterwards."""
         score = self.score(devices)
         return Answer(devices, score, self._simulator.peak_memory_bytes.copy())
+
+    def timeline(self, devices: Assignment) -> Timeline:
+        """The whole timeline of an assignment; one call like any other."""
+        self._count()
+        return simulate(self.problem, devices)
+
+    def _count(self) -> None:
+        self.calls += 1
+        for counter in _counters:
+            counter.calls += 1

@@ -7,6 +7,7 @@ best feasible one becomes the plan. Nothing here searches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.evaluate import Answer, Assignment, Deadline, Evaluator
 from rlplace.planners.repair import legalize, repair_answer

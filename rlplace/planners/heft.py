@@ -13,6 +13,8 @@ readers. Candidates differ in the number of devices, in whether transfers queue 
 transfers. HEFT's own schedule is thrown away: the executor, which never idles on purpose, runs the assignment.
 """
 
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -139,7 +141,7 @@ def _occupy(starts, ends, count, at, start, end):
 
 @njit(cache=True)
 def _heft(a, order, mask, devices, room, contention):
-    (time_s, op_group, input_ptr, inputs, producer, _, _, _, _, _, _, latency, _, channel_ptr, channels, footprint, _) = a
+    (time_s, op_group, input_ptr, inputs, producer, _, _, _, _, _, _, _, _, channel_ptr, channels, footprint, _) = a
     num_ops, num_devices = time_s.shape
     start, finish = np.zeros(num_ops), np.zeros(num_ops)
     arrival = np.full((len(producer), num_devices), -1.0)

@@ -1,5 +1,7 @@
 """Compiled inner loops that several planners share."""
 
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import numpy as np

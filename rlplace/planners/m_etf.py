@@ -13,6 +13,8 @@ transfers queue for the problem's channels instead of one channel per device; ca
 in the share of memory that may be planned (all of it, or 85 %).
 """
 
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -3,6 +3,8 @@
 Axes: D devices, G groups, N ops, T tensors, E tensor-to-consumer pairs.
 """
 
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -66,7 +68,8 @@ def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]
             edge[tensor] = matrix[off].mean()
     finite = np.isfinite(a.time_s)
     mean = np.where(finite, a.time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
-    return _rank(a.order, mean, edge, a.op_group, a.input_ptr, a.inputs, a.producer)
+    rank: NDArray[np.float64] = _rank(a.order, mean, edge, a.op_group, a.input_ptr, a.inputs, a.producer)
+    return rank
 
 
 def by_rank(problem: Problem, rank: NDArray[np.float64]) -> NDArray[np.int32]:

@@ -36,7 +36,7 @@ def legalize(problem: Problem, device_of_group: NDArray[Any]) -> Assignment:
     graph = group_graph(problem)
     illegal = ~problem.group_allowed[np.arange(problem.num_groups), devices]
     if illegal.any():
-        kernels.place_illegal(graph.order, devices, graph.time_s, *_traffic(problem, graph))
+        kernels.place_illegal(graph.order, devices, graph.time_s, *traffic(problem))
     linked = problem.links.bandwidth_bytes_per_s > 0
     np.fill_diagonal(linked, True)
     if not linked.all():
@@ -93,7 +93,9 @@ def repair_answer(
     return current
 
 
-def _traffic(problem: Problem, graph: GroupGraph) -> tuple[NDArray[Any], ...]:
+def traffic(problem: Problem) -> tuple[NDArray[Any], ...]:
+    """What the kernels of `rlplace.planners.kernels` need to price transfers."""
+    graph = group_graph(problem)
     latency, inverse = finite_links(problem)
     return (
         graph.neighbor_ptr, graph.neighbor, graph.neighbor_edge, graph.neighbor_out,
@@ -110,7 +112,7 @@ def _over(problem: Problem, peaks: NDArray[np.int64]) -> tuple[NDArray[np.float6
 def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: Evaluator) -> Answer | None:
     """One round of estimated moves off all overflowing devices; None when the overflow did not shrink."""
     over, room = _over(problem, current.peaks)
-    traffic = _traffic(problem, graph)
+    links = traffic(problem)
     # The estimate of what a move frees can be off either way, so a second try moves twice as much.
     for factor in (1.0, 2.0):
         devices = current.devices.copy()
@@ -120,7 +122,7 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
         for device in np.argsort(-over, kind="stable"):
             if over[device] > 0:
                 need = over[device] * factor
-                moved += kernels.shed(device, need, devices, load, left, graph.footprint_bytes, graph.time_s, *traffic)
+                moved += kernels.shed(device, need, devices, load, left, graph.footprint_bytes, graph.time_s, *links)
         if moved == 0:
             return None
         answer = evaluator.answer(devices)
@@ -130,7 +132,9 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
 
 
 def _load(problem: Problem, graph: GroupGraph, devices: Assignment) -> NDArray[np.float64]:
-    return np.bincount(devices, weights=graph.time_s[np.arange(len(devices)), devices], minlength=problem.num_devices)
+    seconds = graph.time_s[np.arange(len(devices)), devices]
+    load: NDArray[np.float64] = np.bincount(devices, weights=seconds, minlength=problem.num_devices).astype(np.float64)
+    return load
 
 
 def _try_moves(
@@ -149,7 +153,7 @@ def _try_moves(
 def _neighbors(problem: Problem, graph: GroupGraph, current: Answer) -> Iterator[Assignment]:
     over, room = _over(problem, current.peaks)
     device = int(over.argmax())
-    rows = kernels.all_communication(current.devices, *_traffic(problem, graph))
+    rows = kernels.all_communication(current.devices, *traffic(problem))
     mine = np.flatnonzero((current.devices == device) & (graph.footprint_bytes >= 0))
     added = rows[mine] - rows[mine, device][:, None] + graph.time_s[mine] - graph.time_s[mine, device][:, None]
     added[:, device] = np.inf

@@ -1,0 +1,95 @@
+"""Bottleneck-guided descent from the floor.
+
+Problem: step time of the executor itself, as in `annealing`. A step ends when its critical chain ends: walking back from the
+last event, every op on the chain started when an input arrived or when its device became free. A transfer on the chain is
+removed by joining its two groups on either side; a wait for a busy device is removed by moving the waiting group, or the one
+that ran before it, to an idler device. These moves, also for the run of consecutive groups around them, are ranked by the
+seconds they remove less the transfers they add (`rlplace.planners.bottleneck`), and the first one that improves is made. At a
+local optimum a few random moves are made, and the descent goes on from there; it returns to the best answer when that did not
+pay.
+
+Paper: guided moves are in the spirit of critical-path local search for scheduling (van Laarhoven, Aarts, Lenstra, "Job shop
+scheduling by simulated annealing", 1992); restarts by small kicks are iterated local search (Lourenco, Martin, Stutzle, 2003).
+
+Departures: none from a fixed algorithm; this is rlplace's own combination.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+from rlplace.plan import PlacementPlan
+from rlplace.planners.bottleneck import propose
+from rlplace.planners.floor import finish
+from rlplace.planners.moves import MoveMaker
+from rlplace.planners.search import Search, Start
+from rlplace.problem import Problem
+
+TRIES = 24
+"""Guided moves tried from one assignment before random ones are."""
+
+RANDOM_TRIES = 24
+"""Random moves tried from one assignment before a kick."""
+
+
+def local_search(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    calls: int | None = None,
+    start: Start = None,
+) -> PlacementPlan:
+    """Bottleneck-guided descent with kicks.
+
+    Args:
+        problem: The problem.
+        seed: Of the kicks.
+        time_limit_s: Seconds, floor included.
+        calls: Simulator calls after the floor; default 4096 when there is no time limit.
+        start: Plan or assignment to start from; default the floor, `best`.
+
+    Raises:
+        InfeasibleError: Neither the floor nor the search found a plan that fits.
+    """
+    search = Search(problem, "local_search", start, calls=calls, time_limit_s=time_limit_s)
+    run_local_search(search, MoveMaker(problem, Random(seed)))
+    return finish(problem, search.answer(), planner="local_search", seed=seed)
+
+
+def run_local_search(search: Search, moves: MoveMaker) -> None:
+    """Spends the search's budget."""
+    while moves.movable and search.progress() < 1.0:
+        improved = _descend(search, moves)
+        if improved is None:
+            return
+        if search.score.rank > search.best_score.rank:
+            search.restart()
+        for _ in range(moves.rng.randint(1, 3)):
+            kick = moves.draw(search.devices)
+            if kick and search.progress() < 1.0:
+                score = search.evaluate(kick)
+                # A kick may cost a few percent, not more: the descent would not find back within a budget.
+                if score.penalized_s <= 1.03 * search.best_score.penalized_s:
+                    search.accept(kick, score)
+
+
+def _descend(search: Search, moves: MoveMaker) -> bool | None:
+    """Improves until neither guided nor random moves do; None when the budget ran out."""
+    while True:
+        found = False
+        guided = propose(search.evaluator, search.devices, limit=TRIES)
+        for index in range(len(guided) + RANDOM_TRIES):
+            if search.progress() >= 1.0:
+                return None
+            move = guided[index] if index < len(guided) else moves.draw(search.devices)
+            if not move:
+                continue
+            score = search.evaluate(move)
+            if score.penalized_s < search.score.penalized_s and score.step_time_s != math.inf:
+                search.accept(move, score)
+                found = True
+                break
+        if not found:
+            return False

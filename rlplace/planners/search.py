@@ -1,0 +1,99 @@
+"""What the search planners share: budget, start and the best answer so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.plan import PlacementPlan
+from rlplace.planners.best import best_answer
+from rlplace.planners.evaluate import Answer, Assignment, Deadline, Evaluator, Score
+from rlplace.planners.repair import legalize
+from rlplace.planners.shortage import check_possible
+from rlplace.problem import Problem
+
+CALLS = 4096
+"""Simulations of a search without any other limit."""
+
+Start = PlacementPlan | Sequence[int] | NDArray[Any] | None
+
+
+class Search:
+    """A search from the floor, or from a given plan, within a budget of simulator calls and seconds.
+
+    Attributes:
+        devices: Current assignment as a list, changed by `try_move`.
+        score: Its score.
+        best_devices: int32 [G], the best assignment so far.
+        best_score: Its score.
+    """
+
+    def __init__(self, problem: Problem, planner: str, start: Start, *, calls: int | None, time_limit_s: float | None) -> None:
+        if calls is not None and calls < 0:
+            raise InputError(f"{planner}: calls must not be negative, found {calls}")
+        check_possible(problem)
+        self.deadline = Deadline(time_limit_s)
+        self.evaluator = Evaluator(problem)
+        answer = self._start(problem, start)
+        self.calls = CALLS if calls is None and time_limit_s is None else calls
+        self._first = self.evaluator.calls
+        self._began_s = self.deadline.left_s()
+        self._buffer = answer.devices.copy()
+        self.devices: list[int] = answer.devices.tolist()
+        self.score = self.best_score = answer.score
+        self.best_devices: Assignment = answer.devices
+
+    def _start(self, problem: Problem, start: Start) -> Answer:
+        if start is None:
+            answer = best_answer(problem, self.evaluator, self.deadline)
+            assert answer is not None  # the first candidate is always looked at
+            return answer
+        devices = start.device_of_group if isinstance(start, PlacementPlan) else np.asarray(start)
+        if devices.shape != (problem.num_groups,):
+            raise InputError(f"start has {devices.shape} entries, the problem {problem.num_groups} groups")
+        return self.evaluator.answer(legalize(problem, devices))
+
+    def used(self) -> int:
+        """Simulator calls after the floor."""
+        return self.evaluator.calls - self._first
+
+    def progress(self) -> float:
+        """Share of the budget that is spent, 1 when the search must stop."""
+        share = 0.0
+        if self.calls is not None:
+            share = self.used() / self.calls if self.calls else 1.0
+        if self._began_s != float("inf"):
+            left = self.deadline.left_s()
+            share = max(share, 1.0 - left / self._began_s if self._began_s > 0 else 1.0)
+        return share
+
+    def evaluate(self, move: list[tuple[int, int]]) -> Score:
+        """Scores the current assignment with a move applied; nothing is kept but a new best answer."""
+        for group, device in move:
+            self._buffer[group] = device
+        score = self.evaluator.score(self._buffer)
+        if score.rank < self.best_score.rank:
+            self.best_devices, self.best_score = self._buffer.copy(), score
+        for group, _ in move:
+            self._buffer[group] = self.devices[group]
+        return score
+
+    def accept(self, move: list[tuple[int, int]], score: Score) -> None:
+        """Makes a move that was evaluated."""
+        for group, device in move:
+            self._buffer[group] = self.devices[group] = device
+        self.score = score
+
+    def restart(self) -> None:
+        """Goes back to the best assignment."""
+        self._buffer[:] = self.best_devices
+        self.devices = self.best_devices.tolist()
+        self.score = self.best_score
+
+    def answer(self) -> Answer:
+        """The best answer."""
+        return Answer(self.best_devices, self.best_score, np.zeros(0, dtype=np.int64))

@@ -1,0 +1,158 @@
+"""Timelines small enough to be worked out on paper, with every start, transfer and peak.
+
+Each case runs through the compiled simulator and through the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlplace.problem import Links
+from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.simulator import Timeline, simulate
+from rlplace.simulator.reference import simulate_reference
+
+
+@pytest.fixture(params=[simulate, simulate_reference], ids=["fast", "reference"])
+def run(request: Any) -> Callable[..., Timeline]:
+    return request.param
+
+
+def transfers(line: Timeline) -> list[tuple[int, int, int, float, float]]:
+    """(tensor, source, destination, start, end) in order of start."""
+    parts = (line.transfer_tensor, line.transfer_source, line.transfer_destination, line.transfer_start_s, line.transfer_end_s)
+    return list(zip(*(part.tolist() for part in parts), strict=True))
+
+
+def test_chain_over_two_devices(run: Callable[..., Timeline]) -> None:
+    problem = build_problem(
+        "chain",
+        time_s=[[2.0, 9.0], [9.0, 1.0]],
+        tensors=[TensorSpec(0, 4, [1]), TensorSpec(1, 1, [])],
+        memory_bytes=[14, 29],
+        resident_bytes=[10, 20],
+        temporary_bytes=[0, 5],
+        bandwidth_bytes_per_s=2.0,
+        latency_s=1.0,
+    )
+    line = run(problem, [0, 1])
+    assert line.start_s.tolist() == [0, 5] and line.end_s.tolist() == [2, 6]
+    assert transfers(line) == [(0, 0, 1, 2, 5)]  # 1 s latency and 4 bytes at 2 bytes a second
+    assert line.step_time_s == 6 and line.busy_s.tolist() == [2, 1]
+    assert line.peak_memory_bytes.tolist() == [14, 30]  # 10 + 4; 20 + 4 (copy) + 1 (output) + 5 (temporary)
+    assert not line.feasible and line.violations == ("gpu1 needs 30 bytes and has 29, 1 short",)
+
+
+def test_a_waiting_transfer_holds_back_later_ones_that_want_its_channels(run: Callable[..., Timeline]) -> None:
+    channels = [[() for _ in range(4)] for _ in range(4)]
+    channels[0][1], channels[0][2], channels[0][3] = (0, 1), (1, 2), (2,)
+    problem = build_problem(
+        "channels",
+        time_s=[[1.0] * 4] * 4,
+        tensors=[TensorSpec(0, 2, [1]), TensorSpec(0, 1, [2]), TensorSpec(0, 1, [3])],
+        memory_bytes=[None] * 4,
+        links=Links(np.ones((4, 4)), np.zeros((4, 4)), tuple(tuple(row) for row in channels)),
+    )
+    line = run(problem, [0, 1, 2, 3])
+    # Channel 2 is free at 1 s, but the transfer to device 2 came first and wants it: device 3 waits for it.
+    assert transfers(line) == [(0, 0, 1, 1, 3), (1, 0, 2, 3, 4), (2, 0, 3, 4, 5)]
+    assert line.start_s.tolist() == [0, 3, 4, 5] and line.step_time_s == 6
+    assert line.peak_memory_bytes.tolist() == [4, 2, 1, 1]
+
+
+def test_everything_that_ends_counts_before_devices_choose(run: Callable[..., Timeline]) -> None:
+    problem = build_problem(
+        "instant",
+        time_s=[[1.0, 1.0]] * 4,
+        tensors=[TensorSpec(0, 0, [3])],
+        memory_bytes=[None, None],
+        group=[0, 1, 1, 1],
+    )
+    line = run(problem, [0, 1], priority=np.array([0.0, 5.0, 1.0, 2.0]))
+    # At 1 s op 1 ends, op 0 ends, its tensor moves in no time, and op 3 is ready when device 1 chooses.
+    assert transfers(line) == [(0, 0, 1, 1, 1)]
+    assert line.start_s.tolist() == [0, 0, 2, 1] and line.step_time_s == 3
+    tied = run(problem, [0, 1], priority=np.zeros(4))
+    assert tied.start_s.tolist() == [0, 0, 1, 2]  # ties go to the smaller op number
+
+
+def test_owned_tensor_is_sent_at_the_start_and_freed_after_its_last_reader(run: Callable[..., Timeline]) -> None:
+    problem = build_problem(
+        "owner",
+        time_s=[[1.0, 1.0]] * 3,
+        tensors=[TensorSpec(None, 3, [0, 1], owner=0), TensorSpec(1, 0, [2])],
+        memory_bytes=[None, None],
+        resident_bytes=[3, 0],
+        group=[0, 1, 1],
+        temporary_bytes=[1, 0, 2],
+        latency_s=1.0,
+    )
+    line = run(problem, [0, 1])
+    assert transfers(line) == [(0, 0, 1, 0, 4)]
+    assert line.start_s.tolist() == [0, 4, 5] and line.step_time_s == 6
+    assert line.peak_memory_bytes.tolist() == [4, 3]  # nothing more at home; there 3 bytes until 5 s, then 2
+
+
+def test_source_keeps_its_copy_until_the_send_ends(run: Callable[..., Timeline]) -> None:
+    problem = build_problem(
+        "send",
+        time_s=[[1.0, 1.0]] * 4,
+        tensors=[TensorSpec(0, 4, [1, 2]), TensorSpec(1, 2, [3]), TensorSpec(3, 8, [])],
+        memory_bytes=[None, None],
+    )
+    line = run(problem, [0, 0, 1, 0])
+    assert transfers(line) == [(0, 0, 1, 1, 5)]
+    assert line.start_s.tolist() == [0, 1, 5, 2] and line.step_time_s == 6
+    assert line.peak_memory_bytes.tolist() == [14, 4]  # 4 (still being sent) + 2 + 8 at 2 s
+    alone = run(problem, [0, 0, 0, 0])
+    assert alone.start_s.tolist() == [0, 1, 2, 3]  # equal levels of ops 1 and 2 are settled by the longer way of op 1
+    assert alone.peak_memory_bytes.tolist() == [10, 0]  # op 2 was the last reader of the 4 bytes: 2 + 8 at 3 s
+
+
+def test_order_makes_a_device_wait_for_the_next_op_of_its_list(run: Callable[..., Timeline]) -> None:
+    problem = build_problem(
+        "order", time_s=[[1.0, 1.0]] * 3, tensors=[TensorSpec(0, 2, [1])], memory_bytes=[None, None], group=[0, 1, 1]
+    )
+    waiting = run(problem, [0, 1], order=[[0], [1, 2]])
+    assert waiting.start_s.tolist() == [0, 3, 4] and waiting.step_time_s == 5
+    eager = run(problem, [0, 1], order=[[0], [2, 1]])
+    assert eager.start_s.tolist() == [0, 3, 0] and eager.step_time_s == 4
+    assert run(problem, [0, 0], order=[[1, 0, 2], []]).step_time_s is None
+
+
+def test_a_transfer_that_starts_in_an_instant_allocates_before_tasks_of_the_instant_run(run: Callable[..., Timeline]) -> None:
+    problem = build_problem(
+        "instant",
+        time_s=[[0.0, 1.0], [0.0, 0.0], [0.0, 3.0]],
+        tensors=[TensorSpec(0, 5, [1]), TensorSpec(0, 7, [2])],
+        memory_bytes=[None, None],
+        group=[0, 1, 1],
+        links=Links(np.ones((2, 2)), np.zeros((2, 2)), (((), (0,)), ((1,), ()))),
+    )
+    line = run(problem, [0, 1])
+    # Tensor 0 moves over 0..5 s, tensor 1 over 5..12 s. At 5 s the copy of tensor 0 is still unread when tensor 1 starts.
+    assert transfers(line) == [(0, 0, 1, 0, 5), (1, 0, 1, 5, 12)]
+    assert line.start_s.tolist() == [0, 5, 12] and line.end_s.tolist() == [0, 5, 15]
+    assert line.peak_memory_bytes.tolist() == [12, 12] and line.step_time_s == 15
+
+
+def test_null_times_and_missing_links_have_no_step_time(run: Callable[..., Timeline]) -> None:
+    problem = build_problem(
+        "nowhere",
+        time_s=[[1.0, 1.0], [1.0, np.nan]],
+        tensors=[TensorSpec(0, 1, [1])],
+        memory_bytes=[None, None],
+        resident_bytes=[3, 4],
+        bandwidth_bytes_per_s=[[1.0, 1.0], [0.0, 1.0]],
+    )
+    null = run(problem, [0, 1])
+    assert null.step_time_s is None and not null.feasible and null.peak_memory_bytes.tolist() == [3, 4]
+    assert null.violations == ("1 ops sit where they cannot run, first 'op1' on gpu1",)
+    unlinked = run(problem, [1, 0])
+    assert unlinked.step_time_s is None and "from gpu1 to gpu0" in unlinked.violations[0]
+    assert np.isnan(unlinked.start_s).all() and unlinked.busy_s.tolist() == [0, 0]
+    assert run(problem, [0, 0]).step_time_s == 2

@@ -1,0 +1,190 @@
+"""`load_model`: from a MODEL text to a module, its example inputs and its loss."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlplace.errors import InputError, RlplaceError, unknown_name
+from rlplace.zoo.options import parse_options, split_spec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+DEVICES = ("meta", "cpu")
+MAX_SIZE = 1 << 24
+"""Largest accepted batch and sequence length."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model ready to be captured.
+
+    Attributes:
+        module: The module, in training mode.
+        example_inputs: Keyword inputs (dict) or positional inputs (tuple) of one training step, on the CPU.
+        loss: Function of the output, None when the output carries its loss.
+        name: The spec that it was loaded from.
+    """
+
+    module: nn.Module
+    example_inputs: dict[str, Any] | tuple[Any, ...]
+    loss: Callable[[Any], torch.Tensor] | None
+    name: str
+
+
+def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32", device: str = "meta") -> LoadedModel:
+    """Builds the model that a MODEL text names.
+
+    Args:
+        spec: ``hf:TYPE[,key=value...]`` (a transformers configuration, random weights), ``zoo:NAME[,key=value...]``,
+            ``package.module:function[,key=value...]`` or ``file.py:function[,key=value...]``. Such a function returns a module,
+            its example inputs and optionally a loss; it is given `batch` and `seq` if it takes parameters of these names.
+        batch: Samples per step.
+        seq: Sequence length, for models that have one.
+        dtype: "fp32", "bf16", "fp16" or "fp64". A person's own function keeps its dtypes at "fp32".
+        device: "meta" allocates no weights; "cpu" gives real random ones. A person's own function builds where it likes.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: Unknown type, name or option (with the nearest known one), or a value that does not fit the model.
+        MissingError: The transformers extra is not installed.
+    """
+    import torch
+
+    from rlplace.graph.capture import DTYPES
+
+    for name, size in (("batch", batch), ("seq", seq)):
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+            raise InputError(f"{name}: expected a whole number from 1 to {MAX_SIZE}, found {str(size)[:40]!r}")
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    if device not in DEVICES:
+        raise unknown_name("device for models", device, DEVICES)
+    kind, colon, rest = spec.partition(":")
+    if not colon or not rest or not kind:
+        raise InputError(
+            f"model {spec[:120]!r}: expected hf:TYPE, zoo:NAME, package.module:function or file.py:function, for example hf:gpt2"
+        )
+    if kind == "hf":
+        from rlplace.zoo.transformers import load_transformers
+
+        module, inputs, loss = *load_transformers(rest, batch, seq, device), None
+    elif kind == "zoo":
+        module, inputs, loss = *_load_zoo(rest, batch, seq, device), None
+    else:
+        module, inputs, loss = _load_function(kind, rest, batch, seq)
+    kept = dtype == "fp32" and kind not in ("hf", "zoo")
+    if not kept:
+        target = getattr(torch, DTYPES[dtype])
+        module = module.to(target)
+        inputs = torch.utils._pytree.tree_map(lambda leaf: _cast(leaf, target), inputs)
+    return LoadedModel(module, inputs, loss, spec)
+
+
+def build_on(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Context in which new parameters live on `device`."""
+    import torch
+
+    return torch.device(device)
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    import torch
+
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any]]:
+    from rlplace.zoo.models import BUILDERS
+
+    name, options = split_spec(text)
+    if name not in BUILDERS:
+        raise unknown_name("zoo model", name, BUILDERS)
+    build = BUILDERS[name]
+    defaults = {key: p.default for key, p in inspect.signature(build).parameters.items() if key not in ("batch", "seq")}
+    values = parse_options(options, defaults, f"zoo:{name}")
+    for key, value in values.items():
+        if isinstance(value, int) and not isinstance(value, bool) and key != "seed" and not 1 <= value <= MAX_SIZE:
+            raise InputError(f"zoo:{name}: option {key} must be from 1 to {MAX_SIZE}, found {value}")
+    try:
+        with build_on(device):
+            module, inputs = build(batch=batch, seq=seq, **values)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise InputError(f"zoo:{name}: cannot be built: {_first_line(error)}") from None
+    return module, inputs
+
+
+def _load_function(place: str, rest: str, batch: int, seq: int) -> tuple[nn.Module, Any, Any]:
+    from torch import nn
+
+    name, options = split_spec(rest)
+    where = f"{place}:{name}"
+    function = getattr(_import(place), name, None)
+    if not callable(function):
+        raise InputError(f"model {where!r}: {place} has no function {name!r}")
+    parameters = inspect.signature(function).parameters
+    defaults = {key: None if p.default is p.empty else p.default for key, p in parameters.items()}
+    values: dict[str, Any] = {key: size for key, size in (("batch", batch), ("seq", seq)) if key in parameters}
+    values |= parse_options(options, defaults, where)
+    try:
+        result = function(**values)
+    except RlplaceError:
+        raise
+    except Exception as error:
+        raise InputError(f"model {where!r}: the function raised {type(error).__name__}: {_first_line(error)}") from error
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        raise InputError(
+            f"model {where!r}: the function must return (module, example_inputs) or (module, example_inputs, loss)"
+        )
+    module, inputs = result[0], result[1]
+    loss = result[2] if len(result) == 3 else None
+    if loss is not None and not callable(loss):
+        raise InputError(f"model {where!r}: the loss must be a function of the module's output")
+    if not isinstance(inputs, Mapping):
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return module, dict(inputs) if isinstance(inputs, Mapping) else inputs, loss
+
+
+def _import(place: str) -> Any:
+    """Imports a dotted module, also from the current folder, or a Python file."""
+    if place.endswith(".py"):
+        path = Path(place)
+        if not path.is_file():
+            raise InputError(f"model {place!r}: file not found")
+        found = importlib.util.spec_from_file_location(f"rlplace_model_{path.stem}", path)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[found.name] = module
+        run: Callable[[], Any] = lambda: found.loader.exec_module(module)  # type: ignore[union-attr]  # noqa: E731
+    else:
+        module = None
+        run = lambda: importlib.import_module(place)  # noqa: E731
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        imported = run()
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
+            raise InputError(
+                f"model {place!r}: no module of this name; hf:, zoo:, package.module: or file.py: come first"
+            ) from None
+        raise InputError(f"model {place!r}: its import fails: {_first_line(error)}") from error
+    except Exception as error:
+        raise InputError(f"model {place!r}: its import raised {type(error).__name__}: {_first_line(error)}") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    return imported if module is None else module
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 60
 MAX_SECONDS = 1e9
+MIN_BANDWIDTH = 1e-3
 MAX_DEVICES = 4096
 MAX_CHANNEL = 1 << 20
 
@@ -29,6 +30,7 @@ def check_problem(problem: Problem) -> NDArray[np.int32]:
     _check_groups(problem)
     _check_ops(problem)
     _check_tensors(problem)
+    _check_total(problem)
     return _topological_order(problem)
 
 
@@ -36,7 +38,7 @@ def _fail(where: str, what: str) -> InputError:
     return InputError(f"problem: {where}: {what}")
 
 
-def _first(mask: NDArray[np.bool_]) -> int:
+def _first(mask: Any) -> int:
     return int(np.flatnonzero(mask)[0])
 
 
@@ -88,6 +90,12 @@ def _check_links(problem: Problem) -> None:
         if bad.any():
             i, j = np.argwhere(bad)[0]
             raise _fail(f"links.{name}[{i}][{j}]", f"{matrix[i, j]} is not a finite non-negative number")
+    slow = (problem.links.bandwidth_bytes_per_s > 0) & (problem.links.bandwidth_bytes_per_s < MIN_BANDWIDTH)
+    if slow.any():
+        i, j = np.argwhere(slow)[0]
+        raise _fail(f"links.bandwidth_bytes_per_s[{i}][{j}]", f"must be 0 (no link) or at least {MIN_BANDWIDTH:g}")
+    if (problem.links.latency_s > MAX_SECONDS).any():
+        raise _fail("links.latency_s", f"{problem.links.latency_s.max()} is more than {MAX_SECONDS:g} seconds")
     channels = problem.links.channels
     if channels is None:
         return
@@ -178,8 +186,18 @@ def _check_tensors(problem: Problem) -> None:
         where = f"tensors[{tensor}].transfer_s"
         if matrix.shape != (problem.num_devices, problem.num_devices):
             raise _fail(where, f"expected a {problem.num_devices} x {problem.num_devices} matrix")
-        if not (np.isfinite(matrix) & (matrix >= 0)).all():
-            raise _fail(where, "must be finite and non-negative")
+        if not 0 <= tensor < count:
+            raise _fail(where, f"there are {count} tensors")
+        if not ((matrix >= 0) & (matrix <= MAX_SECONDS)).all():
+            raise _fail(where, f"must be in 0..{MAX_SECONDS:g} seconds")
+
+
+def _check_total(problem: Problem) -> None:
+    """No device can hold more than everything at once; that must fit into 64 bits with room to spare."""
+    parts = (problem.resident_bytes, problem.temporary_bytes, problem.tensor_bytes)
+    total = sum(float(part.sum(dtype=np.float64)) for part in parts)
+    if total > 2 * MAX_BYTES:
+        raise _fail("bytes", f"all groups, ops and tensors together hold {total:.3g} bytes, the limit is {2 * MAX_BYTES:.3g}")
 
 
 def _topological_order(problem: Problem) -> NDArray[np.int32]:

@@ -184,12 +184,11 @@ def _parse_groups(items: list[Any]) -> dict[str, Any]:
     for index, item in enumerate(items):
         if not isinstance(item, dict) or not _GROUP_KEYS.issuperset(item) or "name" not in item:
             check_keys(item, {"name", "resident_bytes"}, _GROUP_KEYS, f"groups[{index}]")
-    fixed = [item.get("device") for item in items]
     return {
         "group_names": tuple(item["name"] for item in items),
         "resident_bytes": _integers([item.get("resident_bytes", 0) for item in items], "groups.resident_bytes"),
-        **{key: _integers([item.get(key, -1) for item in items], f"groups.{key}") for key in _PARTS},
-        "group_device": _integers([-1 if d is None else d for d in fixed], "groups.device").astype(np.int32),
+        **{key: _optional([item.get(key) for item in items], f"groups.{key}") for key in _PARTS},
+        "group_device": _optional([item.get("device") for item in items], "groups.device").astype(np.int32),
     }
 
 
@@ -252,8 +251,8 @@ def _parse_tensors(items: list[Any], num_devices: int) -> dict[str, Any]:
             raise InputError(f"tensors[{index}].consumers: expected a list of ops")
     consumers = [item["consumers"] for item in items]
     return {
-        "tensor_producer": _integers([item.get("producer", -1) for item in items], "tensors.producer").astype(np.int32),
-        "tensor_owner": _integers([item.get("owner", -1) for item in items], "tensors.owner").astype(np.int32),
+        "tensor_producer": _optional([item.get("producer") for item in items], "tensors.producer").astype(np.int32),
+        "tensor_owner": _optional([item.get("owner") for item in items], "tensors.owner").astype(np.int32),
         "tensor_bytes": _integers([item["bytes"] for item in items], "tensors.bytes"),
         "consumer_ptr": np.concatenate([[0], np.cumsum([len(c) for c in consumers], dtype=np.int64)]).astype(np.int64),
         "consumers": _integers(list(chain.from_iterable(consumers)), "tensors.consumers").astype(np.int32),
@@ -264,7 +263,8 @@ def _parse_tensors(items: list[Any], num_devices: int) -> dict[str, Any]:
 
 
 def _integer(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or int(value) != value:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not abs(value) < 1 << 63 or int(value) != value:  # the middle test is false for NaN as well
         raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number")
     return int(value)
 
@@ -278,6 +278,15 @@ def _integers(values: Sequence[Any], where: str) -> NDArray[np.int64]:
     if not where.endswith("bytes") and values and max(values) >= 1 << 31:
         raise InputError(f"{where}: a value is out of range")
     return np.array(values, dtype=np.int64)
+
+
+def _optional(values: Sequence[Any], where: str) -> NDArray[np.int64]:
+    """Like `_integers`, with -1 for what is null or left out, so that -1 itself is refused."""
+    found = _integers([0 if value is None else value for value in values], where)
+    if (found < 0).any():
+        raise InputError(f"{where}: {int(found.min())} is negative; leave it out where there is none")
+    found[np.array([value is None for value in values], dtype=bool)] = -1
+    return found
 
 
 def _number(value: Any, where: str) -> float:

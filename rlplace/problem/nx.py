@@ -31,7 +31,7 @@ def problem_to_networkx(problem: Problem) -> nx.DiGraph:
 
     if (problem.tensor_owner >= 0).any():
         raise InputError("to_networkx: the problem has owner tensors; save it as JSON instead")
-    graph = nx.DiGraph(name=problem.name)
+    graph: nx.DiGraph = nx.DiGraph(name=problem.name)
     for index, name in enumerate(problem.op_names):
         group = int(problem.op_group[index])
         fixed = int(problem.group_device[group])

@@ -2,6 +2,7 @@
 
 from rlplace.simulator.api import PlanResult, Simulator, TimelineBatch, default_priority, simulate, simulate_many
 from rlplace.simulator.timeline import EXECUTOR, Timeline
+from rlplace.simulator.trace import trace_events, write_trace
 
 __all__ = [
     "EXECUTOR",
@@ -12,4 +13,6 @@ __all__ = [
     "default_priority",
     "simulate",
     "simulate_many",
+    "trace_events",
+    "write_trace",
 ]

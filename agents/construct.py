@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.features import NUM_FEATURES
@@ -13,9 +12,7 @@ from rlplace.envs.instance import Instance
 from rlplace.envs.placement import PlacementEnv
 
 
-def construct(
-    instance: Instance, network: PlacerNetwork, rng: np.random.Generator, *, greedy: bool
-) -> NDArray[np.int32]:
+def construct(instance: Instance, network: PlacerNetwork, rng: np.random.Generator, *, greedy: bool) -> NDArray[np.int32]:
     """One plan, int32 [G], sampled (or taken greedily) from the policy; repaired when its memory does not fit."""
     env = PlacementEnv([instance])
     observation, _ = env.reset()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from rlplace.agents.planner import Agent
+
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.problem import Problem
@@ -96,9 +96,7 @@ def _run(name: str, problem: Problem, seed: int, calls: int | None) -> tuple[flo
     return step, time.perf_counter() - begin
 
 
-def _row(
-    name: str, runs: Sequence[tuple[float | None, float]], floor: Sequence[tuple[float | None, float]]
-) -> Row:
+def _row(name: str, runs: Sequence[tuple[float | None, float]], floor: Sequence[tuple[float | None, float]]) -> Row:
     ratios = [run / best for (run, _), (best, _) in zip(runs, floor, strict=True) if run is not None and best is not None]
     return Row(
         planner=name,

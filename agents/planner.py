@@ -12,14 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.search import Search
 from rlplace.envs.instance import Instance, make_instance
+
 from rlplace.errors import InfeasibleError
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
@@ -144,9 +143,7 @@ def load_agent(name: str | Path = "default") -> Agent:
     return Agent(load_checkpoint(name))
 
 
-def _floor(
-    problem: Problem, seed: int, time_limit_s: float | None
-) -> tuple[PlacementPlan | None, InfeasibleError | None]:
+def _floor(problem: Problem, seed: int, time_limit_s: float | None) -> tuple[PlacementPlan | None, InfeasibleError | None]:
     try:
         return get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s), None
     except InfeasibleError as error:

@@ -31,7 +31,9 @@ _TIGHTNESS = (None, 2.0, 1.3)
 """Memory of all devices together over the need of one device; None leaves the preset's memory."""
 
 
-def training_problems(name: str, *, seed: int = 0, cluster: str | None = None, progress: Callable[[str], None] = print) -> list[Problem]:
+def training_problems(
+    name: str, *, seed: int = 0, cluster: str | None = None, progress: Callable[[str], None] = print
+) -> list[Problem]:
     """The problems of a set to train on."""
     if name == "synthetic":
         return _synthetic(48, seed)
@@ -40,7 +42,9 @@ def training_problems(name: str, *, seed: int = 0, cluster: str | None = None, p
     return load_problems(name)
 
 
-def test_problems(name: str, *, seed: int = 0, cluster: str | None = None, progress: Callable[[str], None] = print) -> list[Problem]:
+def test_problems(
+    name: str, *, seed: int = 0, cluster: str | None = None, progress: Callable[[str], None] = print
+) -> list[Problem]:
     """The problems that the closing table of `rlplace train` is made on; never trained on."""
     unseen = _synthetic(6, seed + 10_000)
     if name == "zoo":
@@ -89,9 +93,7 @@ def _synthetic(count: int, seed: int) -> list[Problem]:
     return problems
 
 
-def _captured(
-    models: tuple[str, ...], clusters: tuple[str, ...], seed: int, progress: Callable[[str], None]
-) -> list[Problem]:
+def _captured(models: tuple[str, ...], clusters: tuple[str, ...], seed: int, progress: Callable[[str], None]) -> list[Problem]:
     from rlplace.cluster.spec import Cluster
     from rlplace.cost.price import price
     from rlplace.graph.capture import capture

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.base import static_context
@@ -21,6 +20,7 @@ from rlplace.envs.instance import Instance
 from rlplace.envs.moves import apply_move, propose
 from rlplace.envs.observation import NUM_CONTEXT, features, placed_state
 from rlplace.envs.reward import score
+
 from rlplace.simulator import Simulator, simulate
 
 _MOVES = 48  # moves drawn per decision
@@ -125,7 +125,9 @@ class Search:
         if len(first) == 0:
             return first, last, device, np.zeros(0)
         context = np.zeros(NUM_CONTEXT, dtype=np.float32)
-        context[:7] = np.clip([*static_context(instance), left, current, self.best_score, state.load_s.max() / instance.ideal_s], -8, 8)
+        context[:7] = np.clip(
+            [*static_context(instance), left, current, self.best_score, state.load_s.max() / instance.ideal_s], -8, 8
+        )
         with torch.no_grad():
             logits, _ = self.network(
                 [self._embedding],

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from torch import Tensor
-
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.envs.base import Observation
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
+from torch import Tensor
 
 _SHARPNESS = 0.01  # a move that gains 1 % more is e times as likely in the target
 _EXPLORE = 0.3  # share of steps that follow a random legal action, so that other states are seen too

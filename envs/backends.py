@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
 from rlplace.envs.instance import Instance
+
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator, simulate

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
-
 from rlplace.envs.backends import Backend, SimulatedBackend
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.observation import NUM_CONTEXT, full_graph, observation_space
 from rlplace.envs.viewer import render_ansi, render_rgb
+
 from rlplace.errors import InputError
 from rlplace.problem import Problem
 
@@ -23,7 +23,7 @@ Observation = dict[str, NDArray[Any]]
 class PlacerEnv(gym.Env[Observation, np.int64]):
     """Base of the environments; see the subclasses."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
+    metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # noqa: RUF012
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         self._done = True
 
     def _make_spaces(self, candidates: int) -> None:
-        self.observation_space = observation_space(self.max_groups, candidates, self._full is not None)
+        self.observation_space = observation_space(self.max_groups, candidates, self._full is not None)  # type: ignore[assignment]
         self.action_space = spaces.Discrete(candidates)  # type: ignore[assignment]
 
     @property
@@ -100,7 +100,7 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         return observation
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """bool [number of actions], True where the action is legal; never all False."""
+        """Bool [number of actions], True where the action is legal; never all False."""
         raise TypeError(f"{type(self).__name__} must define action_masks")
 
     def current_plan(self) -> NDArray[np.int32]:

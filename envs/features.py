@@ -35,7 +35,7 @@ TIME_BINS = 64
 
 
 @njit(cache=True)  # type: ignore[misc]
-def candidate_features(
+def candidate_features(  # type: ignore[no-untyped-def]
     first, last, device, order, device_of_group, load_s, pinned_bytes, peak_bytes, limit_bytes, time_s, mean_time_s,
     group_pinned_bytes, neighbour_ptr, neighbour, neighbour_bytes, seconds_per_byte, latency_s, criticality, depth, tightness,
     window, idle, ideal_s, finish_delay_s, out,
@@ -118,7 +118,7 @@ def candidate_features(
 
 
 @njit(cache=True)  # type: ignore[misc]
-def realised_slack(
+def realised_slack(  # type: ignore[no-untyped-def]
     order_by_end, start_s, end_s, device_of_op, producer_ptr, producer_tensor, consumer_ptr, consumers, lag_s, step_time_s
 ):  # fmt: skip
     """How long each op could be later without delaying the step, given the realised order and transfers.
@@ -150,7 +150,9 @@ def realised_slack(
 
 
 @njit(cache=True)  # type: ignore[misc]
-def idle_profile(start_s, end_s, device_of_op, op_group, step_time_s, num_devices, num_groups):
+def idle_profile(  # type: ignore[no-untyped-def]
+    start_s, end_s, device_of_op, op_group, step_time_s, num_devices, num_groups
+):
     """Share of each time bin in which a device idles, and the bins that each group's ops span.
 
     Returns:

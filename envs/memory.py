@@ -64,7 +64,7 @@ def _pivots(problem: Problem) -> list[int]:
 
 
 def _reach(problem: Problem, pivot: int, *, forward: bool) -> NDArray[np.bool_]:
-    """bool [N], the pivot and its descendants (or ancestors), by one pass in topological order."""
+    """Bool [N], the pivot and its descendants (or ancestors), by one pass in topological order."""
     reached = np.zeros(problem.num_ops, dtype=bool)
     reached[pivot] = True
     tensor = problem.edge_tensor

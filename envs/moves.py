@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-
 from rlplace.envs.instance import Instance
 
 _FOCUS = 0.6  # share of proposals whose seed group is drawn by tightness instead of uniformly
@@ -18,7 +17,7 @@ _SINGLE = 0.5  # share of single-group moves; the others take a piece of the run
 
 
 @njit(cache=True)  # type: ignore[misc]
-def _draw(
+def _draw(  # type: ignore[no-untyped-def]
     uniform, order, position, device_of_group, cumulative, neighbour_ptr, neighbour, allowed, num_devices, first, last, device
 ):
     """Fills `first`, `last`, `device` [K]; `uniform` float64 [K, 8] is the only source of randomness."""
@@ -95,9 +94,7 @@ def propose(
     return first, last, device
 
 
-def apply_move(
-    instance: Instance, device_of_group: NDArray[np.int32], first: int, last: int, device: int
-) -> NDArray[np.int32]:
+def apply_move(instance: Instance, device_of_group: NDArray[np.int32], first: int, last: int, device: int) -> NDArray[np.int32]:
     """A copy of the plan with the groups ``order[first..last]`` on `device`."""
     changed = device_of_group.copy()
     changed[instance.order[first : last + 1]] = device

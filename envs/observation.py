@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
-
 from rlplace.envs.features import (
     CLIP,
     NUM_FEATURES,
@@ -25,6 +24,7 @@ from rlplace.envs.features import (
     realised_slack,
 )
 from rlplace.envs.instance import Instance
+
 from rlplace.simulator.timeline import Timeline
 
 NUM_CONTEXT = 8
@@ -88,15 +88,13 @@ def placed_state(instance: Instance, timeline: Timeline, device_of_group: NDArra
     return State(device_of_group, load, pinned, peaks, tightness, window, idle)
 
 
-def load_and_pinned(
-    instance: Instance, device_of_group: NDArray[np.int32]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def load_and_pinned(instance: Instance, device_of_group: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Work in seconds and provable bytes of the placed groups on each device, both float64 [D]."""
     devices = instance.problem.num_devices
     placed = np.flatnonzero(device_of_group >= 0)
     where = device_of_group[placed]
-    load = np.bincount(where, weights=instance.time_s[placed, where], minlength=devices)
-    pinned = np.bincount(where, weights=instance.pinned_bytes[placed], minlength=devices)
+    load: NDArray[Any] = np.bincount(where, weights=instance.time_s[placed, where], minlength=devices)
+    pinned: NDArray[Any] = np.bincount(where, weights=instance.pinned_bytes[placed], minlength=devices)
     return load, pinned
 
 
@@ -186,7 +184,15 @@ def _slack(instance: Instance, timeline: Timeline) -> NDArray[np.float64]:
     step = timeline.step_time_s if timeline.step_time_s is not None else 0.0
     return np.asarray(
         realised_slack(
-            order_by_end, timeline.start_s, timeline.end_s, timeline.device_of_op, ptr, by_producer, problem.consumer_ptr,
-            problem.consumers, lag, step,
-        )  # fmt: skip
+            order_by_end,
+            timeline.start_s,
+            timeline.end_s,
+            timeline.device_of_op,
+            ptr,
+            by_producer,
+            problem.consumer_ptr,
+            problem.consumers,
+            lag,
+            step,
+        )
     )

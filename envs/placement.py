@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from rlplace.envs.backends import Backend, SimulatedBackend
 from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
-from rlplace.envs.features import NUM_FEATURES, TIME_BINS
+from rlplace.envs.features import NUM_FEATURES, TIME_BINS, no_window
 from rlplace.envs.instance import Instance
 from rlplace.envs.observation import State, features, load_and_pinned
-from rlplace.envs.features import no_window
 from rlplace.envs.reward import FinalReward, infeasible_reward, log_ratio
+
 from rlplace.planners.repair import repair
 from rlplace.problem import Problem
 
@@ -36,7 +35,7 @@ class PlacementEnv(PlacerEnv):
     |---|---|---|
     | graph | int32 (1,) | number of the problem in the bank |
     | device_of_group | int32 (max_groups,) | device of each group, -1 not placed or padding |
-    | candidates | float32 (max_devices * F,) | features of placing the current group on each device, row by row, see `FEATURES` |
+    | candidates | float32 (max_devices * F,) | the current group on each device, row by row, see `FEATURES` |
     | candidate_group | int32 (max_devices,) | the current group, -1 for devices that do not exist |
     | context | float32 (8,) | devices, groups, memory pressure, progress, largest load |
 
@@ -77,9 +76,7 @@ class PlacementEnv(PlacerEnv):
         self._make_spaces(self.max_devices)
         self._repairer = SimulatedBackend()
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode; ``options={"problem": i}`` chooses the problem."""
         super().reset(seed=seed)
         self._draw_instance(options)
@@ -113,7 +110,7 @@ class PlacementEnv(PlacerEnv):
         return self._observe(), 0.0, False, False, {"problem": self._index}
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """bool [max_devices]; when nothing is legal at the start, the allowed devices (the episode then ends infeasible)."""
+        """Bool [max_devices]; when nothing is legal at the start, the allowed devices (the episode then ends infeasible)."""
         mask = np.zeros(self.max_devices, dtype=bool)
         legal = self._legal()
         if not legal.any():
@@ -145,11 +142,12 @@ class PlacementEnv(PlacerEnv):
     @property
     def _resident(self) -> NDArray[np.float64]:
         placed = self._plan >= 0
-        return np.bincount(
+        total: NDArray[Any] = np.bincount(
             self._plan[placed],
             weights=self.instance.problem.resident_bytes[placed],
             minlength=self.instance.problem.num_devices,
         )
+        return total
 
     def _overflow_of(self, device: int) -> float:
         if device >= self.instance.problem.num_devices:

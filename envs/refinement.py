@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from rlplace.envs.backends import Backend, Evaluation
 from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
 from rlplace.envs.features import NUM_FEATURES
@@ -15,6 +14,7 @@ from rlplace.envs.instance import Instance
 from rlplace.envs.moves import apply_move, propose
 from rlplace.envs.observation import features, placed_state
 from rlplace.envs.reward import infeasible_reward, score
+
 from rlplace.errors import InputError
 from rlplace.problem import Problem
 
@@ -83,9 +83,7 @@ class RefinementEnv(PlacerEnv):
         self._moves, self._max_moves, self._start = moves, max_moves, start
         self._make_spaces(moves)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode; options: ``problem`` (a number), ``plan`` (a device per group)."""
         super().reset(seed=seed)
         self._draw_instance(options)
@@ -122,7 +120,7 @@ class RefinementEnv(PlacerEnv):
         return self._observe(), gain, False, False, {"problem": self._index}
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """bool [K]; stop is always legal."""
+        """Bool [K]; stop is always legal."""
         return self._legal.copy()
 
     def current_plan(self) -> NDArray[np.int32]:
@@ -201,7 +199,9 @@ class RefinementEnv(PlacerEnv):
             self._best_score,
             float(self._state.load_s.max()) / self.instance.ideal_s,
         ]
-        table = self._candidates if self._candidates.shape == (self._moves, NUM_FEATURES) else np.zeros(
-            (self._moves, NUM_FEATURES), dtype=np.float32
+        table = (
+            self._candidates
+            if self._candidates.shape == (self._moves, NUM_FEATURES)
+            else np.zeros((self._moves, NUM_FEATURES), dtype=np.float32)
         )
         return self._assemble(self._plan, table, groups, context)

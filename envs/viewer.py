@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-
 from rlplace.envs.instance import Instance
 
 _PALETTE = np.array(
-    [[31, 119, 180], [255, 127, 14], [44, 160, 44], [214, 39, 40], [148, 103, 189], [140, 86, 75], [227, 119, 194], [23, 190, 207]],
+    [
+        [31, 119, 180],
+        [255, 127, 14],
+        [44, 160, 44],
+        [214, 39, 40],
+        [148, 103, 189],
+        [140, 86, 75],
+        [227, 119, 194],
+        [23, 190, 207],
+    ],
     dtype=np.uint8,
 )
 _ROW, _GAP, _WIDTH = 24, 6, 640

@@ -7,9 +7,8 @@ environments ``rlplace/Placement-v0`` and ``rlplace/Refinement-v0``.
 from __future__ import annotations
 
 import importlib
-
 from pathlib import Path as _Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 

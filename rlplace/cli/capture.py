@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="hf:TYPE, zoo:NAME, package.module:function or file.py:function")
     parser.add_argument("--cluster", metavar="C", help="cluster to price for (this machine)")
     parser.add_argument("--out", required=True, metavar="X.problem.json", help="file to write")
-    parser.add_argument("--level", choices=("task", "op"), default="task", help="one op per group and phase, or every op (task)")
+    parser.add_argument(
+        "--level", choices=("task", "op"), default="task", help="one op per group and phase, or every op (task)"
+    )
     parser.add_argument("--json", action="store_true", help="print a summary as JSON")
     add_model_options(parser)
 

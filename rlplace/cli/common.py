@@ -81,7 +81,7 @@ def load(model: str, cluster: str | None, options: argparse.Namespace, *, op_lev
 
 
 def positive(text: str) -> int:
-    """argparse type: a whole number from 1 up."""
+    """Argparse type: a whole number from 1 up."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
@@ -89,7 +89,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """argparse type: a positive time in seconds."""
+    """Argparse type: a positive time in seconds."""
     value = float(text)
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
@@ -110,7 +110,9 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A plain table on stdout: first column left, the others right aligned."""
     widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
-        cells = [str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
         print("  ".join(cells).rstrip())
 
 

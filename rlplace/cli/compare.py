@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds of random planners (1)")
     parser.add_argument("--agent", default="default", metavar="NAME", help="checkpoint name or folder (default)")
     parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds per plan (5)")
-    parser.add_argument("--calls", type=positive, metavar="N", help="simulator calls after the floor for every search, instead of time")
+    parser.add_argument(
+        "--calls", type=positive, metavar="N", help="simulator calls after the floor for every search, instead of time"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_model_options(parser)
 
@@ -51,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
         note = "" if row["feasible"] else "no feasible plan"
         table.append([row["model"], row["planner"], milliseconds(row["step_time_s"]), spread, f"{row['seconds']:.2f}", note])
     print_table(["problem", "planner", "step ms", "spread ms", "seconds", ""], table)
-    print("\nmakespan of one step, executor list, one micro-batch, simulated; spread is the largest minus the smallest over seeds")
+    print(
+        "\nmakespan of one step, executor list, one micro-batch, simulated; spread is the largest minus the smallest over seeds"
+    )
     return 0
 
 

@@ -10,7 +10,18 @@ from rlplace.cli.common import print_json
 
 HELP = "show versions, devices, planners, presets, checkpoints and environments"
 EXAMPLE = "example: rlplace info --json"
-_PACKAGES = ("rlplace", "torch", "gymnasium", "stable-baselines3", "sb3-contrib", "networkx", "numpy", "numba", "pymetis", "transformers")
+_PACKAGES = (
+    "rlplace",
+    "torch",
+    "gymnasium",
+    "stable-baselines3",
+    "sb3-contrib",
+    "networkx",
+    "numpy",
+    "numba",
+    "pymetis",
+    "transformers",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

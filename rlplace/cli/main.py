@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlplace",
         description="Places PyTorch models on devices with reinforcement learning.",
-        epilog="exit codes: 0 done, 1 failure, 2 bad input, 3 no feasible plan, 4 hardware or an extra missing, 130 interrupted",
+        epilog="exit codes: 0 done, 1 failure, 2 bad input, 3 no feasible plan, 4 hardware or extra missing, 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=f"rlplace {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)

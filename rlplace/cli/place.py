@@ -25,7 +25,9 @@ EXAMPLE = "example: rlplace place hf:gpt2 --cluster a100-80g:4 --out gpt2.plan.j
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("model", metavar="MODEL", help="hf:TYPE, zoo:NAME, package.module:function, file.py:function, *.problem.json")
+    parser.add_argument(
+        "model", metavar="MODEL", help="hf:TYPE, zoo:NAME, package.module:function, file.py:function, *.problem.json"
+    )
     parser.add_argument("--cluster", metavar="C", help="KIND:COUNT, KIND:HOSTSxCOUNT, joined by +; host (default); *.toml")
     parser.add_argument("--planner", default="agent", metavar="NAME", help="planner (agent); 'rlplace info' lists them")
     parser.add_argument("--agent", default="default", metavar="NAME", help="checkpoint name or folder (default)")
@@ -67,7 +69,9 @@ def _show(plan: PlacementPlan, problem: Problem, memory: bool) -> None:
     for index, device in enumerate(problem.devices):
         limit = device.memory_bytes
         share = "-" if limit is None else f"{100 * peaks[index] / limit:.1f} %"
-        rows.append([device.name, device.kind or "-", str(int(counts[index])), gigabytes(peaks[index]), gigabytes(limit), share])
+        rows.append(
+            [device.name, device.kind or "-", str(int(counts[index])), gigabytes(peaks[index]), gigabytes(limit), share]
+        )
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
     if memory:
@@ -77,15 +81,17 @@ def _show(plan: PlacementPlan, problem: Problem, memory: bool) -> None:
     if predicted.get("floor_step_time_s"):
         print(f"best classical planner {milliseconds(predicted['floor_step_time_s'])} ms")
     if "op_level" in predicted:
-        print(f"simulated op by op {milliseconds(predicted['op_level']['step_time_s'])} ms, feasible {predicted['op_level']['feasible']}")
+        op_level = predicted["op_level"]
+        print(f"simulated op by op {milliseconds(op_level['step_time_s'])} ms, feasible {op_level['feasible']}")
 
 
 def _show_memory(plan: PlacementPlan, problem: Problem) -> None:
     """Weights, gradients and optimizer state are exact; activations are what the simulated peak holds beside them."""
+    held = (problem.weight_bytes, problem.gradient_bytes, problem.optimizer_bytes)
     rows = []
     for index, device in enumerate(problem.devices):
         here = plan.device_of_group == index
-        parts = [int(np.maximum(part[here], 0).sum()) for part in (problem.weight_bytes, problem.gradient_bytes, problem.optimizer_bytes)]
+        parts = [int(np.maximum(part[here], 0).sum()) for part in held]
         resident = int(problem.resident_bytes[here].sum())
         peak = plan.predicted["peak_memory_bytes"][index]
         live = peak - resident - device.reserved_bytes

@@ -6,9 +6,13 @@ import argparse
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlplace.cli.common import positive, print_json, say
 from rlplace.errors import InputError
+
+if TYPE_CHECKING:
+    from rlplace.agents.train import TrainConfig
 
 HELP = "train a placer"
 EXAMPLE = "example: rlplace train --problems zoo --steps 100000 --out runs/mine"
@@ -25,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-states", type=int, metavar="N", help="states of the warm start, 0 for none")
     parser.add_argument("--seed", type=int, metavar="N", help="seed (0)")
     parser.add_argument("--device", default="auto", metavar="D", help="torch device of the network (auto)")
-    parser.add_argument("--calls", type=positive, default=256, metavar="N", help="simulator calls per search in the table (256)")
+    parser.add_argument(
+        "--calls", type=positive, default=256, metavar="N", help="simulator calls per search in the table (256)"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
@@ -65,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, str]:  # noqa: F821
+def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, str]:
     from rlplace.agents.train import TrainConfig
     from rlplace.files import read_json
 

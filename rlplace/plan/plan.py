@@ -95,7 +95,9 @@ class PlacementPlan:
         if self.priority is not None:
             data["priority"] = [float(p) for p in self.priority]
         if self.order is not None:
-            data["order"] = [[list(item) if isinstance(item, (list, tuple)) else int(item) for item in row] for row in self.order]
+            data["order"] = [
+                [list(item) if isinstance(item, (list, tuple)) else int(item) for item in row] for row in self.order
+            ]
         if self.microbatches != 1:
             data["microbatches"] = self.microbatches
         if self.schedule != "list":
@@ -150,7 +152,9 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
             "plan again, or name the problem it was made for with --problem"
         )
     if plan.device_of_group.shape != (problem.num_groups,):
-        raise InputError(f"plan: device_of_group has {len(plan.device_of_group)} entries, the problem {problem.num_groups} groups")
+        raise InputError(
+            f"plan: device_of_group has {len(plan.device_of_group)} entries, the problem {problem.num_groups} groups"
+        )
     if plan.device_of_group.min(initial=0) < 0 or plan.device_of_group.max(initial=0) >= problem.num_devices:
         raise InputError(f"plan: device_of_group names a device outside 0..{problem.num_devices - 1}")
     fixed = (problem.group_device >= 0) & (problem.group_device != plan.device_of_group)
@@ -161,7 +165,9 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
     if plan.priority is not None and plan.priority.shape != (problem.num_ops,):
         raise InputError(f"plan: priority has {len(plan.priority)} entries, the problem {problem.num_ops} ops")
     if plan.stage_of_group is not None and plan.stage_of_group.shape != (problem.num_groups,):
-        raise InputError(f"plan: stage_of_group has {len(plan.stage_of_group)} entries, the problem {problem.num_groups} groups")
+        raise InputError(
+            f"plan: stage_of_group has {len(plan.stage_of_group)} entries, the problem {problem.num_groups} groups"
+        )
     if plan.order is not None and plan.microbatches == 1:
         check_order(plan.order, plan.device_of_group, problem)
 

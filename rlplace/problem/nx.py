@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlplace.errors import InputError
+from rlplace.problem.check import MAX_BYTES
 from rlplace.problem.problem import PHASES, Problem
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def problem_to_networkx(problem: Problem) -> nx.DiGraph:
             temporary_bytes=int(problem.temporary_bytes[index]),
             resident_bytes=int(problem.resident_bytes[group]),
             device=None if fixed < 0 else fixed,
+            kind=problem.op_kind[index] if problem.op_kind is not None else None,
         )
     for edge, consumer in enumerate(problem.consumers.tolist()):
         tensor = int(problem.edge_tensor[edge])
@@ -63,56 +65,71 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
     nodes = list(graph.nodes)
     index = {node: i for i, node in enumerate(nodes)}
     group_index: dict[str, int] = {}
-    resident: list[int] = []
-    fixed: list[int] = []
+    resident: dict[int, int] = {}
+    fixed: dict[int, int] = {}
     op_group, times = [], []
     for node, data in graph.nodes(data=True):
-        group = str(data.get("group", node))
-        if group not in group_index:
-            group_index[group] = len(group_index)
-            resident.append(int(data.get("resident_bytes", 0)))
-            fixed.append(-1 if data.get("device") is None else int(data["device"]))
-        op_group.append(group_index[group])
+        group = group_index.setdefault(str(data.get("group", node)), len(group_index))
+        if data.get("resident_bytes") is not None:
+            resident.setdefault(group, _whole(data["resident_bytes"], f"node {node!r}: resident_bytes"))
+        if data.get("device") is not None:
+            fixed.setdefault(group, _whole(data["device"], f"node {node!r}: device"))
+        op_group.append(group)
         times.append(_times(data.get("time_s"), len(devices), node))
     tensors: dict[tuple[int, Any], list[int]] = {}
     sizes: dict[tuple[int, Any], int] = {}
     for source, target, data in graph.edges(data=True):
         key = (index[source], data.get("tensor", ("edge", index[target])))
         tensors.setdefault(key, []).append(index[target])
-        sizes[key] = max(sizes.get(key, 0), int(data.get("bytes", 0)))
+        sizes[key] = max(sizes.get(key, 0), _whole(data.get("bytes", 0), f"edge {source!r} to {target!r}: bytes"))
     consumers = [sorted(c) for c in tensors.values()]
     unknown = np.full(len(group_index), -1, dtype=np.int64)
+    kinds = tuple(str(d.get("kind") or "") for _, d in graph.nodes(data=True))
+    temporary = [_whole(d.get("temporary_bytes", 0), f"node {n!r}: temporary_bytes") for n, d in graph.nodes(data=True)]
     return Problem(
         name=name,
         samples_per_microbatch=1,
         devices=devices,
         links=links,
         group_names=tuple(group_index),
-        resident_bytes=np.array(resident, dtype=np.int64),
+        resident_bytes=np.array([resident.get(g, 0) for g in range(len(group_index))], dtype=np.int64),
         weight_bytes=unknown,
         gradient_bytes=unknown.copy(),
         optimizer_bytes=unknown.copy(),
-        group_device=np.array(fixed, dtype=np.int32),
+        group_device=np.array([fixed.get(g, -1) for g in range(len(group_index))], dtype=np.int32),
         op_names=tuple(str(node) for node in nodes),
         op_group=np.array(op_group, dtype=np.int32),
         op_phase=np.array([_phase(d.get("phase", "forward"), n) for n, d in graph.nodes(data=True)], dtype=np.int8),
         time_s=np.array(times, dtype=np.float64).reshape(len(nodes), len(devices)),
-        temporary_bytes=np.array([int(d.get("temporary_bytes", 0)) for _, d in graph.nodes(data=True)], dtype=np.int64),
+        temporary_bytes=np.array(temporary, dtype=np.int64),
         tensor_producer=np.array([key[0] for key in tensors], dtype=np.int32),
         tensor_owner=np.full(len(tensors), -1, dtype=np.int32),
         tensor_bytes=np.array(list(sizes.values()), dtype=np.int64),
         consumer_ptr=np.concatenate([[0], np.cumsum([len(c) for c in consumers])]).astype(np.int64),
         consumers=np.array([op for c in consumers for op in c], dtype=np.int32),
+        op_kind=kinds if any(kinds) else None,
         source={"networkx": name},
     )
+
+
+def _whole(value: Any, where: str) -> int:
+    try:
+        whole = int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number") from None
+    if whole != value or not 0 <= whole <= MAX_BYTES:
+        raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number in 0..{MAX_BYTES}")
+    return whole
 
 
 def _times(value: Any, num_devices: int, node: Any) -> list[float]:
     values = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * num_devices
     if len(values) != num_devices:
         raise InputError(f"node {node!r}: time_s has {len(values)} values, the cluster has {num_devices} devices")
-    if any(v is not None and float(v) != float(v) for v in values):
-        raise InputError(f"node {node!r}: time_s is not a number; use None where the op cannot run")
+    for value in values:
+        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        if value is not None and (not number or value != value):
+            raise InputError(f"node {node!r}: time_s is not a number; use None where the op cannot run")
     return [np.nan if v is None else float(v) for v in values]
 
 

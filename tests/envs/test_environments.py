@@ -6,11 +6,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
+from rlplace.envs import PlacementEnv, RefinementEnv, SimulatedBackend, make_instance
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 import rlplace
-from rlplace.envs import PlacementEnv, RefinementEnv, SimulatedBackend, make_instance
 from rlplace.errors import InputError
 from rlplace.problem.toys import fork_join, memory_tight_pair, random_problem, two_device_chain
 from rlplace.simulator import simulate
@@ -107,7 +107,9 @@ def test_refinement_rewards_add_up_to_start_minus_best():
     env = RefinementEnv([problem], start="greedy", max_moves=40)
     env.reset(seed=0)
     start = simulate(problem, env.current_plan()).step_time_s
-    _, rewards, info = play(env, 0, lambda e: np.random.default_rng(len(e.action_masks())).choice(np.flatnonzero(e.action_masks()[1:]) + 1))
+    _, rewards, info = play(
+        env, 0, lambda e: np.random.default_rng(len(e.action_masks())).choice(np.flatnonzero(e.action_masks()[1:]) + 1)
+    )
     assert sum(rewards) == pytest.approx(np.log(start / info["step_time_s"]))
     assert min(rewards) >= 0.0
     assert simulate(problem, info["device_of_group"]).step_time_s == info["step_time_s"]

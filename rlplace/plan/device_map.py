@@ -47,8 +47,18 @@ def plan_groups(plan: PlacementPlan) -> list[tuple[Mapping[str, object], int]]:
     return [(group, int(device)) for group, device in zip(plan.groups, plan.device_of_group, strict=True)]
 
 
+LOSS_OP = "loss_fn"
+"""Name of the captured op that stands for a loss function which the model does not hold itself."""
+
+
+def device_of_loss(plan: PlacementPlan) -> int | None:
+    """Device index of the loss function that the plan was captured with; None when the model computes its own loss."""
+    devices = [device for group, device in plan_groups(plan) if LOSS_OP in group.get("ops", ())]  # type: ignore[operator]
+    return devices[0] if devices else None
+
+
 def device_of_op(plan: PlacementPlan) -> dict[str, int]:
-    """Device index by captured forward op name (``module.path/node``).
+    """Device index by captured forward op name (``module.path/node``), the loss function's left out.
 
     Raises:
         InputError: No groups, or an op in two groups that sit on different devices.
@@ -61,6 +71,7 @@ def device_of_op(plan: PlacementPlan) -> dict[str, int]:
                     f"plan: op {name!r} is in groups on two devices (its backward pass runs elsewhere); "
                     "plan the problem without splitting its backward pass"
                 )
+    devices.pop(LOSS_OP, None)
     return devices
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from rlplace.errors import InputError
-from rlplace.plan.device_map import ModuleRounding, device_of_op, round_to_modules
+from rlplace.plan.device_map import ModuleRounding, device_of_loss, device_of_op, round_to_modules
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime import check, module_level
 from rlplace.runtime.op_level import CannotRunError, OpLevelForward
@@ -26,13 +26,13 @@ def apply(
     *,
     example_inputs: Any = None,
     level: str | None = None,
-    loss: Callable[..., Any] | None = None,
 ) -> nn.Module:
     """Makes `model` train over several devices as `plan` says.
 
     The module is changed in place and returned: its parameters and buffers move to their devices (the `Parameter` objects stay
     the same), and its forward is replaced. ``state_dict``, parameter names, ties, ``train()`` and ``eval()`` are as before.
-    Inputs may be on any device; outputs stay on the device that made them. ``.report`` of the result says what was done.
+    Inputs may be on any device; outputs, the loss among them, stay on the device that made them. ``.report`` of the result says
+    what was done. Build the optimizer from the result.
 
     Args:
         model: A module with real weights.
@@ -42,7 +42,6 @@ def apply(
             the op level.
         level: ``"op"`` runs every op on its own device, ``"module"`` rounds the plan to whole modules; None takes the op level
             where it can and says in the report why not.
-        loss: The loss function that the plan was captured with, if any, so that its ops are recognised. It is not run.
 
     Returns:
         `model`.
@@ -93,6 +92,7 @@ def _apply_ops(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.devic
         ops=forward.ops,
         ops_moved=forward.ops_moved,
         copies_per_forward=forward.first.copies,
+        loss_device=_loss_device(plan, devices),
         notes=tuple(_notes(plan, forward.ops_moved, 0)),
     )
 
@@ -107,7 +107,9 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):  # a tokenizer's BatchEncoding
         return (), dict(example_inputs)
-    raise InputError(f"apply: example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict by keyword")
+    raise InputError(
+        f"apply: example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict by keyword"
+    )
 
 
 def _module_devices(
@@ -129,7 +131,9 @@ def _tensor_devices(
     return {name: device_of_module[canonical[name.rpartition(".")[0]]] for name in names}
 
 
-def _apply_modules(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.device, ...], why_not_op: str | None) -> ApplyReport:
+def _apply_modules(
+    model: nn.Module, plan: PlacementPlan, devices: tuple[torch.device, ...], why_not_op: str | None
+) -> ApplyReport:
     rounding, device_of_module, canonical = _module_devices(model, plan, devices)
     move_tensors(model, _tensor_devices(model, device_of_module, canonical))
     report = ApplyReport(
@@ -141,10 +145,16 @@ def _apply_modules(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.d
         ops=rounding.ops,
         ops_moved=rounding.ops_moved,
         copies_per_forward=None,
+        loss_device=_loss_device(plan, devices),
         notes=tuple(_notes(plan, 0, rounding.modules_split)),
     )
     module_level.install(model, device_of_module, report)
     return report
+
+
+def _loss_device(plan: PlacementPlan, devices: tuple[torch.device, ...]) -> str | None:
+    index = device_of_loss(plan)
+    return None if index is None else str(devices[index])
 
 
 def _notes(plan: PlacementPlan, ops_moved: int, modules_split: int) -> list[str]:

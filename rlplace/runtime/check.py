@@ -52,7 +52,9 @@ def check_model(model: nn.Module) -> None:
         if isinstance(tensor, UninitializedTensorMixin):
             raise InputError(f"apply: {name!r} is not initialised yet; run the module once on a small batch first")
         if tensor.is_meta:
-            raise InputError(f"apply: {name!r} is on the meta device and has no values; build or load the module with real weights")
+            raise InputError(
+                f"apply: {name!r} is on the meta device and has no values; build or load the module with real weights"
+            )
 
 
 def check_names(model: nn.Module, plan: PlacementPlan) -> None:

@@ -21,10 +21,24 @@ from rlplace.errors import InputError
 from rlplace.runtime.report import ApplyReport
 from rlplace.runtime.transfer import CopyCache, map_tensors
 
-_AUGMENTED = {f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")}
+_AUGMENTED = {
+    f"__i{op}__"
+    for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
+}
 _FIRST_DECIDES = _AUGMENTED | {"__getitem__", "__setitem__"}
 # These take operands on several devices by themselves, or look at a tensor without reading it.
-_UNTOUCHED = {"to", "copy_", "type_as", "set_", "backward", "__set__", "__get__", "register_hook", "retain_grad", "swap_tensors"}
+_UNTOUCHED = {
+    "to",
+    "copy_",
+    "type_as",
+    "set_",
+    "backward",
+    "__set__",
+    "__get__",
+    "register_hook",
+    "retain_grad",
+    "swap_tensors",
+}
 _RUNNING_STATS = {"batch_norm", "instance_norm"}
 
 _running = threading.local()
@@ -98,16 +112,10 @@ def _uniform_subtrees(
     model: nn.Module, paths: Mapping[nn.Module, str], device_of_module: Mapping[str, torch.device]
 ) -> set[nn.Module]:
     """Modules whose whole subtree sits on one device."""
-    return {
-        module
-        for module in model.modules()
-        if len({device_of_module[paths[child]] for child in module.modules()}) == 1
-    }
+    return {module for module in model.modules() if len({device_of_module[paths[child]] for child in module.modules()}) == 1}
 
 
-def _wrap_forward(
-    module: nn.Module, path: str, device: torch.device, moves_inputs: bool, report: ApplyReport | None
-) -> None:
+def _wrap_forward(module: nn.Module, path: str, device: torch.device, moves_inputs: bool, report: ApplyReport | None) -> None:
     forward: Callable[..., Any] = module.forward
 
     @functools.wraps(forward)
@@ -152,7 +160,9 @@ def _wrap_forward(
     module.forward = placed_forward  # type: ignore[method-assign]
 
 
-def spread(model: nn.Module, voted: Mapping[str, int], devices: Sequence[torch.device], fallback: int) -> dict[str, torch.device]:
+def spread(
+    model: nn.Module, voted: Mapping[str, int], devices: Sequence[torch.device], fallback: int
+) -> dict[str, torch.device]:
     """Device of every module: its own vote, else its parent's.
 
     A module without ops of its own (a container, or one whose weight its parent reads) has no vote; a container all of whose

@@ -73,7 +73,9 @@ class OpLevelForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(torch.is_autocast_enabled(kind) for kind in {device.type for device in self._devices} | {"cpu"}):
-            raise InputError("a module placed at op level cannot run under autocast; use level='module', or cast the module itself")
+            raise InputError(
+                "a module placed at op level cannot run under autocast; use level='module', or cast the module itself"
+            )
         key, leaves = self._signature(args, kwargs)
         runnable = self._graphs.get(key)
         if runnable is None:

@@ -10,9 +10,9 @@ Rules beyond "each op where the plan says":
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -158,10 +158,16 @@ class _Placer:
     def _colocated(self) -> UnionFind:
         """Sets of nodes that must share a device."""
         together = UnionFind()
+        given = {self.memory.find(node) for node in self.graph.nodes if node.op == "placeholder"}
         for node in self.graph.nodes:
+            item = node.target is operator.getitem
             for other in aliases.shared_with(node):
-                # Reading a parameter or input through a view is as good on a copy, unless somebody writes to it.
-                if other.op != "placeholder" or self.memory.find(other) in self.written:
+                memory = self.memory.find(other)
+                # Reading a parameter or input through a view is as good on a copy, unless somebody writes to it or the view
+                # depends on how it lies in memory.
+                if item or memory in self.written or node.target is torch.ops.aten.as_strided.default:
+                    together.union(other, node)
+                elif memory not in given and aliases.surely_shares(node):
                     together.union(other, node)
             for other in aliases.written_by(node):
                 together.union(other, node)
@@ -247,8 +253,3 @@ def _rewrite_devices(node: fx.Node, device: torch.device) -> None:
             else:
                 _rewrite_devices(inner, device)
         module.recompile()
-
-
-def sub_graph_ops(node: fx.Node) -> list[Any]:
-    """Nodes inside the sub-graphs of a higher-order node."""
-    return [inner for module in aliases.sub_graphs(node) for inner in module.graph.nodes]

@@ -21,6 +21,7 @@ class ApplyReport:
         ops_moved: Ops that run on another device than the plan says.
         copies_per_forward: Copies between devices in one forward pass; the backward pass makes at most as many. At module level
             None before the first forward pass and counted in each.
+        loss_device: Where the plan puts the loss function it was captured with; None when the module computes its own loss.
         notes: What was approximated, in sentences.
     """
 
@@ -32,6 +33,7 @@ class ApplyReport:
     ops: int
     ops_moved: int
     copies_per_forward: int | None
+    loss_device: str | None = None
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -67,7 +67,9 @@ def assert_same_gradients(placed, reference, tolerance):
         if b.grad is not None:
             gradients += 1
             assert a.grad.device == a.device
-            torch.testing.assert_close(on_cpu(a.grad), b.grad, rtol=1e-4, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                on_cpu(a.grad), b.grad, rtol=1e-4, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+            )
     assert gradients > 0
 
 
@@ -75,7 +77,9 @@ def assert_same_state(placed, reference, tolerance=2e-6):
     ours, theirs = placed.state_dict(), reference.state_dict()
     assert list(ours) == list(theirs)
     for name in theirs:
-        torch.testing.assert_close(on_cpu(ours[name]), theirs[name], rtol=1e-4, atol=tolerance, msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(
+            on_cpu(ours[name]), theirs[name], rtol=1e-4, atol=tolerance, msg=lambda t, n=name: f"{n}: {t}"
+        )
 
 
 def train_both(placed, reference, inputs, loss_of, make_optimizer, steps=3):

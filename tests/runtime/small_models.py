@@ -215,6 +215,5 @@ def awkward():
 
 
 MODELS = {
-    f.__name__: f
-    for f in (gpt2, bert, llama, mixtral, t5, vit, swin, resnet, inception, transformer, lstm, dlrm, awkward)
+    f.__name__: f for f in (gpt2, bert, llama, mixtral, t5, vit, swin, resnet, inception, transformer, lstm, dlrm, awkward)
 }

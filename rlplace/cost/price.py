@@ -12,11 +12,14 @@ from rlplace.cluster.presets import DeviceKind
 from rlplace.cluster.spec import Cluster
 from rlplace.cost.compute import VERSION, op_times
 from rlplace.cost.contract import PricedOps, contract_tasks
+from rlplace.cost.split import split_backward
 from rlplace.errors import InputError, unknown_name
 from rlplace.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
 from rlplace.graph.modules import ModuleTree
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
 from rlplace.problem import Problem
+
+__all__ = ["LEVELS", "device_times", "owners", "price", "reprice", "split_backward"]
 
 LEVELS = ("task", "op")
 
@@ -135,21 +138,27 @@ def _priced_ops(
     op_group = grouping.op_group
     tensor = graph.edge_tensor
     consumer_group = op_group[graph.consumers]
-    produced = graph.tensor_producer >= 0
+    producer = graph.tensor_producer
+    produced = producer >= 0
     # Edges from a held tensor to its own group go; a tensor without edges then goes too.
     keep_edge = produced[tensor] | (consumer_group != tensor_owner[tensor])
     keep = produced.copy()
     keep[tensor[keep_edge]] = True
+    # A view reads no memory: beside the producer it waits for it, but must not keep the storage alive until it is its turn.
+    looks = _plain_views(graph)[graph.consumers] & produced[tensor] & (op_group[producer[tensor]] == consumer_group)
+    keep_edge &= ~looks
     # A gradient that is made and used where its parameter lives is part of the resident bytes.
     size = graph.tensor_bytes.copy()
     gradient = graph.tensor_role == GRADIENT
     home = (
         np.where(gradient, parameter_group[np.maximum(graph.tensor_parameter, 0)], -1) if len(parameter_group) else tensor_owner
     )
-    own = gradient & (op_group[np.maximum(graph.tensor_producer, 0)] == home)
+    own = gradient & (op_group[np.maximum(producer, 0)] == home)
     own[tensor[consumer_group != home[tensor]]] = False
     size[own] = 0
     kept = np.bincount(tensor[keep_edge], minlength=graph.num_tensors)[keep]
+    pairs = np.unique(producer[tensor[looks]].astype(np.int64) * graph.num_ops + graph.consumers[looks])
+    made, waits = np.unique(pairs // graph.num_ops, return_counts=True)  # one tensor without bytes per producer with views
     return PricedOps(
         names=graph.op_names,
         group=op_group,
@@ -157,12 +166,20 @@ def _priced_ops(
         time_s=seconds,
         temporary_bytes=graph.op_temporary_bytes.copy(),
         kind=graph.op_kind,
-        producer=graph.tensor_producer[keep],
-        owner=np.where(produced, -1, tensor_owner)[keep].astype(np.int32),
-        tensor_bytes=size[keep],
-        consumer_ptr=np.concatenate([[0], np.cumsum(kept)]).astype(np.int64),
-        consumers=graph.consumers[keep_edge],
+        producer=np.concatenate([producer[keep], made]).astype(np.int32),
+        owner=np.concatenate([np.where(produced, -1, tensor_owner)[keep], np.full(len(made), -1)]).astype(np.int32),
+        tensor_bytes=np.concatenate([size[keep], np.zeros(len(made), dtype=np.int64)]),
+        consumer_ptr=np.concatenate([[0], np.cumsum(np.concatenate([kept, waits]))]).astype(np.int64),
+        consumers=np.concatenate([graph.consumers[keep_edge], pairs % graph.num_ops]).astype(np.int32),
     )
+
+
+def _plain_views(graph: OpGraph) -> NDArray[np.bool_]:
+    """bool [N], views that make no storage of their own and so take none of their inputs' bytes anywhere."""
+    view = np.array([kind == "view" for kind in graph.op_kind], dtype=bool)
+    makes = graph.tensor_producer[(graph.tensor_producer >= 0) & (graph.tensor_bytes > 0)]
+    view[makes] = False
+    return view
 
 
 def _resident_parts(

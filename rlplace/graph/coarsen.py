@@ -30,6 +30,7 @@ BALANCE = 4.0
 """No group grows beyond this multiple of the mean time and bytes, unless one op alone does."""
 
 _CAPS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, BALANCE)
+_HELD = 4.0  # bytes may run ahead of time: a chain of cheap ops on large activations has no good cut inside
 _ABSORB = 1.25  # a heavy op may take light neighbours in, up to this multiple of itself
 _BLOB = 0.05  # share of all time that a cyclic knot of colocated ops may have and still become one cluster
 _VIEW, _LAUNCH_S, _FLOPS, _BYTES_PER_S = "view", 5e-6, 1e13, 1e12
@@ -270,6 +271,7 @@ class _Contraction:
             self.held[root] += h
             self.peak_time[root], self.peak_held[root] = max(self.peak_time[root], t), max(self.peak_held[root], h)
         self.num_groups = len(set(self.group_parent))
+        self.loose_views = _loose_views(graph, label)
         self.cap = 0.0
 
     def group(self, node: int) -> int:
@@ -281,7 +283,13 @@ class _Contraction:
 
     def run(self) -> None:
         # Clusters of one group that can be one cluster are: they cannot be placed apart anyway.
-        self.dag.contract_edges(self.dag.edges(), self.rank, self.same_group, self.merged_same)
+        self.dag.contract_edges(self.dag.edges(), self.rank, self.same_group, self.merged_free)
+        # What takes no time and holds nothing (views of inputs) is no decision of its own.
+        self.dag.contract_edges(self.dag.edges(), self.rank, self.weightless, self.merged_free)
+        for node, reader in self.loose_views:
+            a, b = self.dag.find(node), self.dag.find(reader)
+            if a != b and self.weightless(a, a) and not self.dag.successors[a] and not self.dag.predecessors[a]:
+                self.merged(a, b, self.dag.merge(a, b)[0])
         for multiple in _CAPS:
             self.cap = multiple / self.target
             while self.num_groups > self.target:
@@ -297,6 +305,9 @@ class _Contraction:
     def same_group(self, a: int, b: int) -> bool:
         return self.group(a) == self.group(b)
 
+    def weightless(self, a: int, b: int) -> bool:
+        return any(self.time[group] == self.held[group] == 0.0 for group in (self.group(a), self.group(b)))
+
     def admit(self, a: int, b: int) -> bool:
         return self.fits(self.group(a), self.group(b), self.cap)
 
@@ -304,11 +315,12 @@ class _Contraction:
         if g == h:
             return True
         time, held = self.time[g] + self.time[h], self.held[g] + self.held[h]
+        held_cap = min(_HELD * cap, BALANCE / self.target)
         return time <= max(cap, _ABSORB * max(self.peak_time[g], self.peak_time[h])) and held <= max(
-            cap, _ABSORB * max(self.peak_held[g], self.peak_held[h])
+            held_cap, _ABSORB * max(self.peak_held[g], self.peak_held[h])
         )
 
-    def merged_same(self, a: int, b: int, keep: int) -> bool:
+    def merged_free(self, a: int, b: int, keep: int) -> bool:
         self.merged(a, b, keep)
         return False
 
@@ -379,6 +391,21 @@ class _Contraction:
                 push(before, keep)
             if after is not None:
                 push(keep, after)
+
+
+def _loose_views(graph: OpGraph, label: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Views of inputs and parameters, which no edge joins to anything: each with the next reader of the same storage."""
+    found = []
+    for tensor in np.flatnonzero(graph.tensor_producer < 0).tolist():
+        readers = graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]]
+        forward = readers[graph.op_phase[readers] == FORWARD].tolist()
+        following = None
+        for op in reversed(forward):
+            if graph.op_kind[op] != _VIEW:
+                following = op
+            elif following is not None:
+                found.append((int(label[op]), int(label[following])))
+    return found
 
 
 def _held_bytes(graph: OpGraph, anchor: NDArray[np.int32]) -> NDArray[np.float64]:

@@ -57,9 +57,9 @@ def plans(problem: Problem) -> dict[str, np.ndarray]:
 
 def sizes(quick: bool) -> None:
     tasks = (30, 300, 5_000) if quick else (30, 300, 1_000, 5_000, 20_000, 100_000)
-    print(
-        f"{'tasks':>8} {'devices':>7} {'shape':>8} {'plan':>10} {'evaluate ms':>11} {'ns/task':>8} {'simulate ms':>11} {'reference':>9}"
-    )
+    titles = (("tasks", 8), ("devices", 7), ("shape", 8), ("plan", 10), ("evaluate ms", 11))
+    titles += (("ns/task", 8), ("simulate ms", 11), ("reference", 9))
+    print(" ".join(f"{title:>{width}}" for title, width in titles))
     for count in tasks:
         for devices in (1, 4, 8, 16, 64):
             for shape in ("layered", "branchy"):

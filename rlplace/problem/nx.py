@@ -73,7 +73,7 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
         if data.get("resident_bytes") is not None:
             resident.setdefault(group, _whole(data["resident_bytes"], f"node {node!r}: resident_bytes"))
         if data.get("device") is not None:
-            fixed.setdefault(group, _whole(data["device"], f"node {node!r}: device"))
+            fixed.setdefault(group, _whole(data["device"], f"node {node!r}: device", len(devices) - 1))
         op_group.append(group)
         times.append(_times(data.get("time_s"), len(devices), node))
     tensors: dict[tuple[int, Any], list[int]] = {}
@@ -112,13 +112,13 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
     )
 
 
-def _whole(value: Any, where: str) -> int:
+def _whole(value: Any, where: str, most: int = MAX_BYTES) -> int:
     try:
         whole = int(value)
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number") from None
-    if whole != value or not 0 <= whole <= MAX_BYTES:
-        raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number in 0..{MAX_BYTES}")
+    if whole != value or not 0 <= whole <= most:
+        raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number in 0..{most}")
     return whole
 
 

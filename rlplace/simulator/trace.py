@@ -1,4 +1,4 @@
-"""A timeline as a trace for Perfetto or Chrome's about://tracing: a track per device and one per link that carries something."""
+"""A timeline as a trace for Perfetto or Chrome's about://tracing: a track per device and one per link that is used."""
 
 from __future__ import annotations
 

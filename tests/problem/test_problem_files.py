@@ -1,0 +1,186 @@
+"""Problem files: what is written is read back, and what is wrong is refused with one line that names it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlplace.errors import InputError
+from rlplace.problem import Problem, problem_from_dict, problem_to_dict
+from rlplace.problem.toys import random_problem
+
+EXAMPLE = {
+    "format": "rlplace.problem",
+    "version": 1,
+    "name": "toy",
+    "samples_per_microbatch": 8,
+    "devices": [
+        {"name": "gpu0", "memory_bytes": 80000000000, "reserved_bytes": 600000000, "kind": "a100-80g"},
+        {"name": "gpu1", "memory_bytes": None},
+    ],
+    "links": {
+        "bandwidth_bytes_per_s": [[0, 2e11], [2e11, 0]],
+        "latency_s": [[0, 1e-5], [1e-5, 0]],
+        "channels": [[[], [0, 3]], [[1, 2], []]],
+    },
+    "groups": [
+        {
+            "name": "encoder.0", "resident_bytes": 4096, "weight_bytes": 1024, "gradient_bytes": 1024,
+            "optimizer_bytes": 2048, "device": None,
+        },
+        {"name": "encoder.1", "resident_bytes": 64, "device": 1},
+    ],
+    "ops": [
+        {"name": "encoder.0/forward", "group": 0, "phase": "forward", "time_s": [0.001, None], "temporary_bytes": 0},
+        {"name": "encoder.1/forward", "group": 1, "phase": "forward", "time_s": 0.002, "kind": "linear", "dims": {"batch": 8}},
+        {"name": "encoder.1/backward", "group": 1, "phase": "backward", "time_s": 0.002, "temporary_bytes": 5},
+    ],
+    "tensors": [
+        {"producer": 0, "bytes": 1024, "consumers": [1, 2], "transfer_s": [[0, 1], [1, 0]]},
+        {"owner": 0, "bytes": 2048, "consumers": [2]},
+    ],
+    "source": {"model": "hf:toy"},
+}  # fmt: skip
+
+
+def test_the_example_of_the_format_is_read_as_written() -> None:
+    problem = problem_from_dict(copy.deepcopy(EXAMPLE))
+    assert problem.devices[0].reserved_bytes == 600000000 and problem.devices[1].memory_bytes is None
+    assert problem.links.effective_channels == (((), (0, 3)), ((1, 2), ()))
+    assert problem.optimizer_bytes.tolist() == [2048, -1] and problem.group_device.tolist() == [-1, 1]
+    assert np.isnan(problem.time_s[0, 1]) and problem.time_s[1].tolist() == [0.002, 0.002]
+    assert problem.tensor_producer.tolist() == [0, -1] and problem.tensor_owner.tolist() == [-1, 0]
+    assert problem.op_kind == ("", "linear", "") and problem.op_dims == {1: {"batch": 8}}
+    assert problem.tensor_transfer_s[0].tolist() == [[0, 1], [1, 0]]
+    assert problem_to_dict(problem_from_dict(problem_to_dict(problem))) == problem_to_dict(problem)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_problems_survive_a_file(seed: int, tmp_path: Path) -> None:
+    problem = random_problem(seed, 20, 3, unlike=True, memory_factor=1.5, hosts=2, shared_parameters=2, null_fraction=0.2)
+    path = tmp_path / "x.problem.json"
+    problem.save(path)
+    again = Problem.load(path)
+    assert again.fingerprint == problem.fingerprint and again.name == problem.name
+    assert again.time_s.tobytes() == problem.time_s.tobytes()
+    assert [p.name for p in tmp_path.iterdir()] == ["x.problem.json"]
+
+
+def test_name_and_source_do_not_change_the_fingerprint() -> None:
+    one, other = copy.deepcopy(EXAMPLE), copy.deepcopy(EXAMPLE)
+    other["name"], other["source"] = "other", {}
+    assert problem_from_dict(one).fingerprint == problem_from_dict(other).fingerprint
+    other["ops"][0]["time_s"] = [0.0011, None]  # type: ignore[index]
+    assert problem_from_dict(one).fingerprint != problem_from_dict(other).fingerprint
+
+
+def _set(path: str, value: Any) -> dict[str, Any]:
+    data: Any = copy.deepcopy(EXAMPLE)
+    *way, last = [int(part) if part.isdigit() else part for part in path.split("/")]
+    target = data
+    for part in way:
+        target = target[part]
+    target[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("version", 2, "upgrade rlplace"),
+        ("version", True, "version"),
+        ("format", "rlplace.plan", "expected format"),
+        ("opps", [], "did you mean 'ops'"),
+        ("ops", [], "the graph is empty"),
+        ("ops", {}, "expected a list"),
+        ("devices", [], "at least one device"),
+        ("devices/0/memory_bytes", 0, "memory_bytes must be positive"),
+        ("devices/0/memory_bytes", 1, "exceeds memory_bytes"),
+        ("devices/0/memory_bytes", 1e999, "not a whole number"),
+        ("devices/0/memory_bytes", 1.5, "not a whole number"),
+        ("devices/0/memory", 5, "did you mean 'memory_bytes'"),
+        ("devices/1/name", "gpu0", "appears twice"),
+        ("links/bandwidth_bytes_per_s", [[0, 1]], "expected a 2 x 2 matrix"),
+        ("links/bandwidth_bytes_per_s/0/1", -1.0, "not a finite non-negative"),
+        ("links/bandwidth_bytes_per_s/0/1", 1e-300, "at least 0.001"),
+        ("links/bandwidth_bytes_per_s/0/1", 10**400, "too large"),
+        ("links/latency_s/0/1", 1e999, "not a finite non-negative"),
+        ("links/latency_s/0/1", 1e30, "more than 1e"),
+        ("links/channels", [[[], []]], "matrix of lists"),
+        ("links/channels/0/1", [3, 3], "appears twice"),
+        ("links/channels/0/1", [-1], "channel numbers"),
+        ("groups/0/weight_bytes", 1, "parts add up to"),
+        ("groups/1/weight_bytes", 64, "go together"),
+        ("groups/0/weight_bytes", -1, "negative"),
+        ("groups/1/device", 2, "one of 2 devices"),
+        ("groups/1/device", -1, "negative"),
+        ("groups/1/resident_bytes", -1, "outside 0"),
+        ("groups/1/resident_bytes", 1 << 61, "outside 0"),
+        ("groups/1/name", ["x"], "non-empty string"),
+        ("ops/0/time_s", -1.0, "is not in 0"),
+        ("ops/0/time_s", 1e999, "is not in 0"),
+        ("ops/0/time_s", [None, None], "null on every device"),
+        ("ops/0/time_s", [1.0], "expected 2 values"),
+        ("ops/0/time_s", "fast", "not a number or null"),
+        ("ops/0/time_s", True, "not a number or null"),
+        ("ops/0/phase", "forwards", "did you mean 'forward'"),
+        ("ops/0/group", 2, "not one of 2 groups"),
+        ("ops/0/group", 1 << 40, "out of range"),
+        ("ops/0/temporary_bytes", -1, "outside 0"),
+        ("tensors/0/consumers", [1, 1], "a consumer appears twice"),
+        ("tensors/0/consumers", [3], "op 3 does not exist"),
+        ("tensors/0/consumers", [0], "cyclic"),
+        ("tensors/0/consumers", 1, "expected a list"),
+        ("tensors/0/consumers", [[1]], "not a whole number"),
+        ("tensors/0/owner", 1, "exactly one of producer and owner"),
+        ("tensors/0/producer", None, "exactly one of producer and owner"),
+        ("tensors/0/producer", -1, "negative"),
+        ("tensors/0/producer", 3, "out of range"),
+        ("tensors/0/transfer_s", [[0, -1], [0, 0]], "seconds"),
+        ("tensors/0/transfer_s", [[0]], "2 x 2 matrix"),
+        ("tensors/0/bytes", 1 << 61, "outside 0"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(path: str, value: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        problem_from_dict(_set(path, value))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_more_bytes_than_64_bits_can_count_are_refused() -> None:
+    data = copy.deepcopy(EXAMPLE)
+    data["groups"] = [{"name": f"group{i}", "resident_bytes": 1 << 60} for i in range(3)]
+    with pytest.raises(InputError, match="together hold"):
+        problem_from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"format": "rlplace.problem", "ver', "not valid JSON"),
+        ('{"format": "rlplace.problem", "version": 1, "version": 1}', "appears twice"),
+        ('{"format": "rlplace.problem", "version": NaN}', "NaN"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "expected a JSON object"),
+        ('{"format": "rlplace.problem", "version": 1}', "is missing"),
+    ],
+)
+def test_broken_files_are_refused_with_their_path(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.problem.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        Problem.load(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="cannot be read"):
+        Problem.load(tmp_path / "none.json")
+
+
+def test_arrays_of_a_problem_are_read_only() -> None:
+    problem = problem_from_dict(json.loads(json.dumps(EXAMPLE)))
+    with pytest.raises(ValueError, match="read-only"):
+        problem.time_s[0, 0] = 1.0

@@ -1,0 +1,82 @@
+"""Toys and the generator of random problems; that the stated optima are optima is tested beside the simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlplace.errors import InputError
+from rlplace.problem import BACKWARD, FORWARD, UPDATE
+from rlplace.problem.toys import TOYS, random_problem
+
+SHAPES = ("layered", "branchy", "chain")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("groups", [1, 2, 5, 33, 200])
+def test_random_problems_have_the_size_asked_for(shape: str, groups: int) -> None:
+    problem = random_problem(0, groups, 3, shape=shape)
+    assert (problem.num_groups, problem.num_devices, problem.num_ops) == (groups, 3, 3 * groups)
+    assert np.bincount(problem.op_phase).tolist() == [groups, groups, 0, groups]
+    assert random_problem(0, groups, 3, shape=shape, training=False).num_ops == groups
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_arguments_give_equal_problems_and_other_seeds_other_ones(shape: str) -> None:
+    options = {"shape": shape, "unlike": True, "memory_factor": 1.2, "hosts": 2, "shared_parameters": 2, "null_fraction": 0.2}
+    first, again, other = (random_problem(seed, 20, 4, **options).fingerprint for seed in (7, 7, 8))  # type: ignore[arg-type]
+    assert first == again != other
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_graphs_are_connected_and_mirrored_backward(shape: str) -> None:
+    problem = random_problem(1, 40, 2, shape=shape)
+    edges = set()
+    for tensor, consumer in zip(problem.edge_tensor.tolist(), problem.consumers.tolist(), strict=True):
+        edges.add((int(problem.tensor_producer[tensor]), consumer))
+    phase, group = problem.op_phase, problem.op_group
+    forward = {(group[a], group[b]) for a, b in edges if phase[a] == FORWARD == phase[b]}
+    backward = {(group[b], group[a]) for a, b in edges if phase[a] == BACKWARD == phase[b]}
+    assert forward == backward
+    assert {(3 * g, 3 * g + 1) for g in range(40)} <= edges  # a saved activation
+    assert {(3 * g + 1, 3 * g + 2) for g in range(40)} <= edges and phase[2] == UPDATE
+    assert {target for _, target in forward} >= set(range(10, 40))  # all but the first layer have inputs
+    if shape == "chain":
+        assert {(g, g + 1) for g in range(39)} <= forward
+
+
+def test_options_do_what_they_say() -> None:
+    plain = random_problem(2, 30, 4)
+    assert all(device.memory_bytes is None for device in plain.devices) and plain.links.channels is None
+    assert (plain.time_s == plain.time_s[:, :1]).all()
+    rich = random_problem(
+        2, 30, 4, unlike=True, memory_factor=2.0, hosts=2, shared_parameters=5, null_fraction=0.3, comm_ratio=0.1
+    )
+    anywhere = rich.time_s[rich.op_allowed.all(axis=1)]
+    assert {1.0} < set((anywhere / anywhere.min(axis=1)[:, None]).ravel()) <= {1.0, 2.0, 4.0}
+    assert 0 < (~rich.group_allowed).sum() < 30 and rich.group_allowed.any(axis=1).all()
+    assert (rich.tensor_owner >= 0).sum() == 5
+    channels = rich.links.effective_channels
+    assert set(channels[0][2]) & set(channels[1][3]) and not set(channels[0][1]) & set(channels[0][2])
+    assert set(channels[0][2]) & set(channels[1][3]) == set(channels[0][2])
+    assert not set(channels[0][2]) & set(channels[2][0])
+    limits = [device.memory_bytes or 0 for device in rich.devices]
+    assert limits[1] == pytest.approx(2 * limits[0]) and min(limits) >= rich.resident_bytes.max()
+    heavy = random_problem(2, 30, 4, comm_ratio=10.0)
+    assert heavy.tensor_bytes.mean() > 50 * rich.tensor_bytes.mean()
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(InputError, match="did you mean 'branchy'"):
+        random_problem(0, shape="brancy")
+    for options in ({"num_groups": 0}, {"num_devices": 0}, {"hosts": 5}, {"width": 0}):
+        with pytest.raises(InputError):
+            random_problem(0, **options)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_toys_are_named_and_state_an_optimum_of_their_size(name: str) -> None:
+    toy = TOYS[name]()
+    assert toy.problem.name == name
+    assert len(toy.optimal_device_of_group) == toy.problem.num_groups
+    assert "Optimum:" in (TOYS[name].__doc__ or "")

@@ -34,8 +34,8 @@ PLANNERS: dict[str, str] = {
 }
 """Planner name to ``"module:function"``."""
 
-ONE_SHOT = ("single", "round_robin", "balanced", "heft", "m_topo", "m_etf", "metis", "critical_path")
-"""Planners that build plans without search; `best` is the best of these."""
+ONE_SHOT = ("single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin")
+"""Planners that build plans without search, strong and quick ones first; `best` is the best of these."""
 
 Planner = Callable[..., "PlacementPlan"]
 

@@ -23,8 +23,8 @@ from rlplace.planners.moves import MoveMaker
 from rlplace.planners.search import Search, Start
 from rlplace.problem import Problem
 
-END_TEMPERATURE = 1e-6
-"""Relative to the best step time."""
+COOLING = 0.01
+"""End temperature relative to the start temperature."""
 
 
 def annealing(
@@ -64,8 +64,6 @@ def run_annealing(search: Search, moves: MoveMaker, start_temperature: float | N
     rng = moves.rng
     budget = search.calls if search.calls is not None else 20_000
     hot = default_temperature(budget) if start_temperature is None else start_temperature
-    hot = max(hot, END_TEMPERATURE)
-    ratio = math.log(END_TEMPERATURE / hot)
     temperature = hot
     idle = step = 0
     while idle < 1000:  # so many draws in a row without a move: nothing is movable
@@ -73,7 +71,7 @@ def run_annealing(search: Search, moves: MoveMaker, start_temperature: float | N
             progress = search.progress()
             if progress >= 1.0:
                 return
-            temperature = hot * math.exp(ratio * progress)
+            temperature = hot * COOLING**progress
         move = moves.draw(search.devices)
         if not move:
             idle += 1

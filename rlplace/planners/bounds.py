@@ -77,21 +77,22 @@ def _critical_path(problem: Problem) -> float:
 def _work(time_s: NDArray[np.float64], steps: int = 30) -> float:
     """Dual of ``min T: every group fully assigned, load of each device <= T``, by projected multiplicative steps."""
     finite = np.isfinite(time_s)
-    columns = np.where(finite, time_s, 0.0).sum(axis=0) / np.maximum(finite.sum(axis=0), 1)
+    times = np.where(finite, time_s, 0.0)
+    columns = times.sum(axis=0) / np.maximum(finite.sum(axis=0), 1)
     weights = 1.0 / np.maximum(columns, 1e-30)
     weights[finite.sum(axis=0) == 0] = 0.0
     weights /= weights.sum()
     best = 0.0
     rate = 0.3
     for _ in range(steps):
-        priced = np.where(finite, time_s * weights, np.inf)
+        priced = np.where(finite, times * weights, np.inf)
         choice = priced.argmin(axis=1)
         picked = priced[np.arange(len(priced)), choice]
         best = max(best, float(picked.sum()))
         # Ties go to all devices that attain the minimum, so that like devices keep equal weights.
         ties = priced <= picked[:, None] * (1 + 1e-9)
         share = ties / ties.sum(axis=1, keepdims=True)
-        load = np.where(finite, time_s * share, 0.0).sum(axis=0)
+        load = (times * share).sum(axis=0)
         top = load.max()
         if top <= 0.0:
             break

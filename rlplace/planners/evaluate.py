@@ -21,10 +21,20 @@ Assignment = NDArray[np.int32]
 
 
 class Deadline:
-    """A moment after which a planner must return its best answer."""
+    """A moment after which a planner must return its best answer.
+
+    Until a feasible answer is known, a planner may overrun by a quarter of the limit plus a quarter of a second, at most one
+    second: a feasible plan a little late is worth more than an error in time.
+
+    Attributes:
+        end_s: Moment on the monotonic clock.
+        secured: Whether a feasible answer is known.
+    """
 
     def __init__(self, time_limit_s: float | None) -> None:
         self.end_s = float("inf") if time_limit_s is None else time.monotonic() + time_limit_s
+        self.secured = False
+        self._grace_s = 0.0 if time_limit_s is None else min(1.0, 0.25 * time_limit_s + 0.25)
 
     def left_s(self) -> float:
         """Seconds left, negative when passed, inf without a limit."""
@@ -32,7 +42,7 @@ class Deadline:
 
     def passed(self) -> bool:
         """Whether the time is up."""
-        return self.end_s != float("inf") and time.monotonic() >= self.end_s
+        return self.end_s != float("inf") and time.monotonic() >= self.end_s + (0.0 if self.secured else self._grace_s)
 
 
 @dataclass(frozen=True, slots=True)

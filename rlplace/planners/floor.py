@@ -43,6 +43,7 @@ def best_of(
         if legal.tobytes() not in seen:
             seen.add(legal.tobytes())
             answers.append(evaluator.answer(legal))
+            deadline.secured |= answers[-1].score.feasible
         if deadline.passed():
             break
     if not answers:
@@ -53,9 +54,10 @@ def best_of(
     open_ = [a for a in answers if not a.score.feasible and a.score.step_time_s < _limit(best)]
     open_.sort(key=lambda a: a.score.penalized_s)
     for answer in open_[:repairs]:
-        if deadline.passed() and best.score.feasible:
+        if deadline.passed():
             break
         repaired = repair_answer(problem, answer.devices, evaluator, deadline)
+        deadline.secured |= repaired.score.feasible
         if repaired.score.rank < best.score.rank:
             best = repaired
     return best

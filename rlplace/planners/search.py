@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
-from rlplace.planners.best import best_answer
+from rlplace.planners.best import best_answer, warm_up
 from rlplace.planners.evaluate import Answer, Assignment, Deadline, Evaluator, Score
 from rlplace.planners.repair import legalize
 from rlplace.planners.shortage import check_possible
@@ -36,6 +36,7 @@ class Search:
         if calls is not None and calls < 0:
             raise InputError(f"{planner}: calls must not be negative, found {calls}")
         check_possible(problem)
+        warm_up()
         self.deadline = Deadline(time_limit_s)
         self.evaluator = Evaluator(problem)
         answer = self._start(problem, start)

@@ -13,6 +13,11 @@ from rlplace.problem import Problem
 from rlplace.simulator.timeline import Timeline
 
 
+_SEARCH = "planner 'annealing', finer groups, more or larger devices, or a smaller batch"
+_HARDER = "a longer search, finer groups, more or larger devices, or a smaller batch"
+_ADVICE = {"single": "planner 'best', which splits the model", "annealing": _HARDER, "local_search": _HARDER}
+
+
 def gigabytes(size_bytes: float) -> str:
     """Bytes for people, in decimal units: ``"744 GB"``, ``"12.3 MB"``."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -58,11 +63,11 @@ def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str) -
     over = np.maximum(line.peak_memory_bytes - limits, 0.0)
     device, short = int(over.argmax()), int(over.max())
     spare = float(np.maximum(limits - line.peak_memory_bytes, 0.0).sum())
-    others = f"; the other devices have {gigabytes(spare)} to spare but no group could move" if math.isfinite(spare) else ""
+    others = f" ({gigabytes(spare)} are free on other devices)" if math.isfinite(spare) and spare > 0 else ""
     raise InfeasibleError(
         f"{planner} found no plan that fits: its closest one needs {gigabytes(line.peak_memory_bytes[device])} on "
         f"{problem.devices[device].name}, which has {gigabytes(limits[device])}: {short} bytes short{others}; "
-        "try planner 'annealing', finer groups, more or larger devices, or a smaller batch",
+        f"try {_ADVICE.get(planner, _SEARCH)}",
         device=problem.devices[device].name,
         short_bytes=short,
     )

@@ -17,6 +17,11 @@ from rlplace.problem import Problem
 MAX_COUNTS = 12
 """Device counts tried when there are more devices than this."""
 
+MAX_COUNTS_LARGE = 4
+"""The same for problems of more than `LARGE_OPS` ops, where every candidate takes a tenth of a second."""
+
+LARGE_OPS = 30_000
+
 
 def device_classes(problem: Problem) -> list[list[int]]:
     """Devices that run everything equally fast, hold equally much and may take the same groups, by first member."""
@@ -51,13 +56,14 @@ def device_order(problem: Problem) -> list[int]:
 
 
 def device_subsets(problem: Problem, *, least: int = 1) -> list[list[int]]:
-    """Prefixes of `device_order` by increasing length, at most about `MAX_COUNTS` of them, the full set always included."""
+    """Prefixes of `device_order` by increasing length, at most `MAX_COUNTS` of them, the full set always included."""
     order = device_order(problem)
     count = len(order)
-    if count <= MAX_COUNTS:
+    most = MAX_COUNTS if problem.num_ops <= LARGE_OPS else MAX_COUNTS_LARGE
+    if count <= most:
         sizes = range(least, count + 1)
         return [order[:size] for size in sizes]
-    spread = np.unique(np.round(np.geomspace(max(least, 1), count, MAX_COUNTS)).astype(int))
+    spread = np.unique(np.round(np.geomspace(max(least, 1), count, most)).astype(int))
     return [order[: int(size)] for size in spread]
 
 

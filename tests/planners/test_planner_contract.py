@@ -1,0 +1,137 @@
+"""The planner contract: legal feasible plans, unchanged input, randomness only from the seed, time limits, the name table."""
+
+import time
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.planners import ONE_SHOT, PLANNERS, get_planner, run_planner
+from rlplace.problem import problem_from_dict, problem_to_dict
+from rlplace.problem.generate import random_problem
+from rlplace.simulator import simulate
+
+SEARCH = ("annealing", "local_search")
+CLASSICAL = ("random", *ONE_SHOT, "best", *SEARCH)
+
+
+def options_of(name, calls=60):
+    return {"calls": calls} if name in SEARCH else {"samples": 8} if name == "random" else {}
+
+
+def constrained(seed, groups, devices, factor):
+    """A random problem with a fixed group, null times and, with three or more devices, a missing link."""
+    data = problem_to_dict(
+        random_problem(seed, groups, devices, memory_factor=factor, null_fraction=0.2, shared_parameters=1, unlike=seed % 2 == 0)
+    )
+    problem = problem_from_dict(data)
+    group = seed % groups
+    data["groups"][group]["device"] = int(np.flatnonzero(problem.group_allowed[group])[0])
+    if devices >= 3:
+        data["links"]["bandwidth_bytes_per_s"][0][2] = 0.0
+    return problem_from_dict(data)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    seed=st.integers(0, 10_000), groups=st.integers(1, 24), devices=st.integers(1, 4),
+    factor=st.sampled_from([None, 1.3, 2.0]), name=st.sampled_from(CLASSICAL),
+)  # fmt: skip
+def test_plans_are_legal_and_feasible_and_input_is_unchanged(seed, groups, devices, factor, name):
+    problem = constrained(seed, groups, devices, factor)
+    before = {f.name: np.array(v) for f in fields(problem) if isinstance(v := getattr(problem, f.name), np.ndarray)}
+    try:
+        plan = get_planner(name)(problem, seed=seed, **options_of(name))
+    except InfeasibleError:
+        assert name == "single" or factor is not None or devices >= 3  # without limits and with all links a plan always exists
+        return
+    line = simulate(problem, plan)
+    assert line.feasible
+    assert plan.planner == name and plan.seed == seed
+    assert plan.predicted["step_time_s"] == line.step_time_s
+    assert problem.group_allowed[np.arange(groups), plan.device_of_group].all()
+    for field, value in before.items():
+        np.testing.assert_array_equal(getattr(problem, field), value)
+
+
+@pytest.mark.parametrize("name", CLASSICAL)
+def test_equal_seeds_give_equal_plans(name):
+    problem = random_problem(3, 40, 3, memory_factor=2.0)
+    if name == "single":
+        problem = random_problem(3, 40, 3)
+    plans = [get_planner(name)(problem, seed=7, **options_of(name)).device_of_group for _ in range(2)]
+    np.testing.assert_array_equal(*plans)
+
+
+@pytest.mark.parametrize("name", ["random", "annealing"])
+def test_seeds_matter(name):
+    problem = random_problem(3, 40, 3, memory_factor=2.0)
+    plans = [get_planner(name)(problem, seed=seed, **options_of(name)).device_of_group.tolist() for seed in range(3)]
+    assert plans[0] != plans[1] or plans[1] != plans[2]
+
+
+@pytest.mark.parametrize("setting", [{}, {"memory_factor": 1.3}, {"unlike": True}, {"hosts": 2, "memory_factor": 1.6}])
+def test_best_is_the_best_one_shot_planner_and_searches_improve_on_it(setting):
+    problem = random_problem(11, 50, 4, shape="branchy", **setting)
+    floor = get_planner("best")(problem).predicted["step_time_s"]
+    times = []
+    for name in ONE_SHOT:
+        try:
+            times.append(get_planner(name)(problem).predicted["step_time_s"])
+        except InfeasibleError:
+            assert setting.get("memory_factor")
+    assert floor == min(times)
+    for name in SEARCH:
+        run = run_planner(name, problem, calls=150)
+        assert run.plan.predicted["step_time_s"] < floor  # these problems leave room
+    floor_calls = run_planner("best", problem).simulator_calls
+    assert run.simulator_calls == floor_calls + 150
+
+
+def test_search_without_calls_returns_the_floor():
+    problem = random_problem(5, 30, 2)
+    plan = get_planner("annealing")(problem, calls=0)
+    np.testing.assert_array_equal(plan.device_of_group, get_planner("best")(problem).device_of_group)
+
+
+def test_search_starts_where_it_is_told():
+    problem = random_problem(5, 30, 2)
+    start = np.zeros(30, dtype=np.int32)
+    plan = get_planner("local_search")(problem, calls=0, start=start)
+    np.testing.assert_array_equal(plan.device_of_group, start)
+    with pytest.raises(InputError, match="start has"):
+        get_planner("annealing")(problem, start=[0, 1])
+
+
+@pytest.mark.parametrize("name", [*SEARCH, "best"])
+def test_time_limit_ends_the_search(name):
+    problem = random_problem(2, 300, 4, memory_factor=1.5)
+    get_planner(name)(problem, time_limit_s=0.01)
+    start_s = time.perf_counter()
+    plan = get_planner(name)(problem, time_limit_s=0.3)
+    # Far above any scheduling noise and far below what an unlimited search of this size takes.
+    assert time.perf_counter() - start_s < 20
+    assert plan.predicted["feasible"]
+
+
+def test_no_time_still_gives_a_feasible_plan():
+    problem = random_problem(2, 60, 3, memory_factor=1.5)
+    assert get_planner("best")(problem, time_limit_s=0.0).predicted["feasible"]
+
+
+def test_name_table():
+    for name in CLASSICAL:
+        assert get_planner(name).__name__ == name
+    assert set(CLASSICAL) | {"agent"} == set(PLANNERS)
+    with pytest.raises(InputError, match="did you mean 'metis'"):
+        get_planner("mettis")
+
+
+def test_bad_options():
+    problem = random_problem(0, 4, 2)
+    with pytest.raises(InputError, match="samples"):
+        get_planner("random")(problem, samples=0)
+    with pytest.raises(InputError, match="calls"):
+        get_planner("annealing")(problem, calls=-1)

@@ -1,0 +1,128 @@
+"""What the errors of infeasible problems say."""
+
+import pytest
+from rlplace.errors import InfeasibleError
+from rlplace.planners import get_planner
+from rlplace.planners.bounds import lower_bounds
+from rlplace.planners.shortage import check_possible, gigabytes
+from rlplace.problem import BACKWARD, FORWARD, problem_from_dict, problem_to_dict
+from rlplace.problem.toys import TensorSpec, build_problem
+
+
+def changed(problem, change):
+    data = problem_to_dict(problem)
+    change(data)
+    return problem_from_dict(data)
+
+
+def four_groups(memory_bytes, resident=(100, 100, 100, 100)):
+    return build_problem("four", time_s=[[1.0] * len(memory_bytes)] * 4, tensors=[], memory_bytes=list(memory_bytes),
+                         resident_bytes=list(resident))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["best", "single", "heft", "annealing"])
+def test_total_says_bytes_short_and_devices_needed(name):
+    def change(data):
+        for device in data["devices"]:
+            device["kind"] = "a100-80g"
+        for group in data["groups"]:
+            group.update(weight_bytes=25, gradient_bytes=25, optimizer_bytes=50)
+
+    problem = changed(four_groups([120, 120]), change)
+    with pytest.raises(InfeasibleError) as error:
+        get_planner(name)(problem)
+    message = str(error.value)
+    assert error.value.short_bytes == 160 and error.value.device is None
+    assert "groups need 400 bytes resident, 2 devices offer 240 bytes" in message
+    assert "160 bytes" in message and "short" in message
+    assert "at least 4 devices of a100-80g (2 given)" in message
+    assert "frees 200 bytes of optimizer state, enough" in message
+    assert "\n" not in message
+
+
+def test_unlike_devices_and_reserved_bytes():
+    def reserve(data):
+        data["devices"][0]["reserved_bytes"] = 20
+
+    problem = changed(four_groups([120, 200]), reserve)
+    with pytest.raises(InfeasibleError, match="offer 300 bytes.*100 bytes.*at least 1 more device like"):
+        check_possible(problem)
+
+
+def test_largest_group_names_group_and_device():
+    problem = four_groups([500, 300], (50, 50, 600, 50))
+    with pytest.raises(InfeasibleError, match="group .* alone needs 600 bytes") as error:
+        check_possible(problem)
+    assert error.value.short_bytes == 100
+    assert error.value.device == problem.devices[0].name
+
+
+def test_fixed_groups_that_exceed_their_device():
+    def fix(data):
+        for group in data["groups"][:3]:
+            group["device"] = 1
+
+    problem = changed(four_groups([1000, 250]), fix)
+    with pytest.raises(InfeasibleError, match="3 groups fixed to .* 50 bytes short") as error:
+        get_planner("best")(problem)
+    assert error.value.device == problem.devices[1].name
+
+
+def test_group_that_may_sit_nowhere():
+    problem = build_problem("nowhere", time_s=[[1.0, float("nan")], [float("nan"), 1.0]], tensors=[], memory_bytes=[None, None],
+                            group=[0, 0])  # fmt: skip
+    with pytest.raises(InfeasibleError, match="may sit nowhere"):
+        get_planner("heft")(problem)
+
+    def fix(data):
+        data["ops"][1]["time_s"] = [None, 1.0]
+        data["ops"][0]["time_s"] = [1.0, 1.0]
+        data["groups"][0]["device"] = 0
+
+    with pytest.raises(InfeasibleError, match="fixed to .*, where its op .* cannot run"):
+        get_planner("heft")(changed(problem, fix))
+
+
+def test_activations_count_in_the_proof():
+    """Two forward ops whose outputs wait for their backward ops: 80 bytes live at once."""
+    problem = build_problem(
+        "activations", time_s=[[1.0]] * 4, memory_bytes=[70], group=[0, 1, 1, 0], resident_bytes=[10, 10],
+        phase=[FORWARD, FORWARD, BACKWARD, BACKWARD],
+        tensors=[TensorSpec(0, 40, [1, 3]), TensorSpec(1, 5, [2]), TensorSpec(2, 5, [3])],
+    )  # fmt: skip
+    bounds = lower_bounds(problem)
+    assert (bounds.resident_bytes, bounds.live_bytes, bounds.capacity_bytes) == (20, 45, 70)
+    check_possible(problem)  # 65 of 70 bytes
+
+    def shrink(data):
+        data["devices"][0]["memory_bytes"] = 62
+
+    with pytest.raises(InfeasibleError, match="45 bytes of activations") as error:
+        check_possible(changed(problem, shrink))
+    assert error.value.short_bytes == 3
+
+
+def test_unproven_infeasibility_names_the_device():
+    """Three groups of 60 on two devices of 100: the sum fits, no assignment does."""
+    problem = four_groups([100, 100], (60, 60, 60, 0))
+    check_possible(problem)
+    with pytest.raises(InfeasibleError, match="20 bytes short") as error:
+        get_planner("best")(problem)
+    assert error.value.short_bytes == 20
+    assert error.value.device in {d.name for d in problem.devices}
+
+
+def test_missing_links():
+    """Two devices without a link and two groups that talk, each fixed to its device."""
+    problem = build_problem("islands", time_s=[[1.0, 1.0]] * 2, tensors=[TensorSpec(0, 8, [1])], memory_bytes=[None, None])
+
+    def cut(data):
+        data["links"]["bandwidth_bytes_per_s"] = [[0, 0], [0, 0]]
+        data["groups"][0]["device"], data["groups"][1]["device"] = 0, 1
+
+    with pytest.raises(InfeasibleError, match="missing links"):
+        get_planner("best")(changed(problem, cut))
+
+
+def test_readable_sizes():
+    assert [gigabytes(n) for n in (744e9, 12.34e6, 999, 1.5e12)] == ["744 GB", "12.3 MB", "999 bytes", "1.5 TB"]

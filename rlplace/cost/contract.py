@@ -128,7 +128,7 @@ def _merge_tensors(
     pairs = np.unique(tensor * count + consumer_task)
     tensors, targets = pairs // count, (pairs % count).tolist()
     ids, starts = np.unique(tensors, return_index=True)
-    ends = np.append(starts[1:], len(pairs)).tolist()
+    ends = [*starts[1:].tolist(), len(pairs)][: len(ids)]
     total: dict[tuple[int, int, tuple[int, ...]], int] = {}
     rows = zip(
         ids.tolist(),

@@ -175,7 +175,7 @@ def _priced_ops(
 
 
 def _plain_views(graph: OpGraph) -> NDArray[np.bool_]:
-    """bool [N], views that make no storage of their own and so take none of their inputs' bytes anywhere."""
+    """Marks [N] the views that make no storage of their own and so take none of their inputs' bytes anywhere."""
     view = np.array([kind == "view" for kind in graph.op_kind], dtype=bool)
     makes = graph.tensor_producer[(graph.tensor_producer >= 0) & (graph.tensor_bytes > 0)]
     view[makes] = False

@@ -76,8 +76,8 @@ class GraphBuilder:
         Args:
             module: Module path.
             reads: Tensors that it reads.
-            output_bytes: Size of its output; unused with `writes`.
-            kind: Entry of `OP_KINDS`.
+            output_bytes: Size of its output; unused with `writes` and for views.
+            kind: Entry of `OP_KINDS`; a "view" makes no tensor, it returns the first one that it reads.
             flops: Of the forward; the backward takes twice as many.
             temporary_bytes: Live only while it runs.
             dtype: Compute dtype.
@@ -88,15 +88,19 @@ class GraphBuilder:
         reads = list(dict.fromkeys(reads))
         for tensor in reads:
             self._consumers[tensor].append(number)
-        if writes is None:
+        order, colocate = -1, number
+        if kind == "view":
+            output, output_bytes, saved = reads[0], 0, False
+        elif writes is None:
             output = self._tensor(ACTIVATION, output_bytes, producer=number)
-            order = -1
         else:
             output, output_bytes = writes, self._bytes[writes]
             if number not in self._consumers[writes]:
                 self._consumers[writes].append(number)
             # Later readers of the storage wait for this write through an edge without bytes.
             order = self._tensor(ACTIVATION, 0, producer=number)
+        if self._producer[output] not in (-1, number):
+            colocate = self._ops[self._producer[output]]["colocate"]
         self._ops.append(
             {
                 "module": module,
@@ -109,7 +113,7 @@ class GraphBuilder:
                 "temporary": temporary_bytes,
                 "bytes": sum(self._bytes[t] for t in reads) + output_bytes,
                 "order": order,
-                "colocate": number if writes is None else self._ops[self._producer[writes]]["colocate"],
+                "colocate": colocate,
             }
         )
         return output
@@ -133,7 +137,7 @@ class GraphBuilder:
         gradients: dict[int, list[int]] = {}  # forward op -> tensors that its backward consumes
         parameter_gradients: dict[int, list[int]] = {}
         for number in range(count - 1, -1, -1):
-            if not alive[number]:
+            if not alive[number] or forward[number]["kind"] == "view":
                 continue
             mine = len(names)
             op = forward[number]
@@ -290,7 +294,7 @@ def transformer_graph(
         at = f"h.{layer}"
         h = norm(f"{at}.ln_1", x)
         parts = [linear(f"{at}.attn.{name}", h, width, width) for name in "qkv"]
-        heads = [builder.op(f"{at}.attn", [part], 0, kind="view", writes=part, saved=False) for part in parts]
+        heads = [builder.op(f"{at}.attn", [part], 0, kind="view") for part in parts]
         h = builder.op(f"{at}.attn", [*heads, bias], state, kind="attention", flops=4.0 * tokens * tokens * width)
         h = builder.op(f"{at}.attn", [h], state, kind="copy", saved=False)
         h = linear(f"{at}.attn.out", h, width, width)

@@ -39,10 +39,12 @@ def test_kinds_of_ones_own(tmp_path):
         tmp_path,
         HEAD
         + '[[kind]]\nname = "half"\nlike = "a100-80g"\nmemory_bytes = 40e9\n'
-        + '[[kind]]\nname = "new"\nmemory_bytes = 1000000000\nmemory_bandwidth_bytes_per_s = 1e11\npeak_flops = {float32 = 1e12}\n'
+        + '[[kind]]\nname = "new"\nmemory_bytes = 1000000000\nmemory_bandwidth_bytes_per_s = 1e11\n'
+        + "peak_flops = {float32 = 1e12}\n"
         + '[[device]]\nname = "x"\nkind = "half"\n[[device]]\nname = "y"\nkind = "new"\nreserved_bytes = 5\n'
         + '[[device]]\nname = "z"\nkind = "l4"\nlaunch_s = 1e-5\nmemory_bytes = 7000000000\n'
-        + '[[device]]\nname = "w"\npeak_flops = {float32 = 2e12}\nmemory_bandwidth_bytes_per_s = 1e11\nmemory_bytes = 3000000000\n',
+        + '[[device]]\nname = "w"\npeak_flops = {float32 = 2e12}\n'
+        + "memory_bandwidth_bytes_per_s = 1e11\nmemory_bytes = 3000000000\n",
     )
     assert [d.memory_bytes for d in cluster.devices] == [40_000_000_000, 1_000_000_000, 7_000_000_000, 3_000_000_000]
     assert cluster.devices[1].reserved_bytes == 5

@@ -1,0 +1,267 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlplace.cluster import Cluster
+from rlplace.cost import device_times, price, split_backward
+from rlplace.cost.price import reprice
+from rlplace.errors import InputError
+from rlplace.graph.coarsen import coarsen
+from rlplace.graph.opgraph import GRADIENT, INPUT
+from rlplace.graph.synthetic import GraphBuilder, random_graph, transformer_graph
+from rlplace.problem import BACKWARD, FORWARD, UPDATE, Problem
+from rlplace.simulator.reference import simulate_reference
+
+ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")
+graphs = st.builds(random_graph, st.integers(0, 10_000), st.integers(1, 60), tied=st.booleans(), in_place=st.booleans())
+
+
+def both_levels(graph, cluster, groups):
+    return price(graph, cluster, groups=groups), price(graph, cluster, groups=groups, level="op")
+
+
+def model_bytes(graph):
+    held = sum(p.size_bytes + p.gradient_bytes + p.optimizer_bytes for p in graph.parameters)
+    read = (graph.tensor_role == INPUT) & (np.diff(graph.consumer_ptr) > 0)
+    return held + int(graph.tensor_bytes[read].sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs, st.integers(1, 20))
+def test_levels_agree_on_one_device(graph, groups):
+    task, op = both_levels(graph, ONE, groups)
+    assert task.group_names == op.group_names
+    for field in ("resident_bytes", "weight_bytes", "gradient_bytes", "optimizer_bytes", "group_device"):
+        assert np.array_equal(getattr(task, field), getattr(op, field))
+    assert task.resident_bytes.sum() == model_bytes(graph)
+    assert np.array_equal(task.weight_bytes + task.gradient_bytes + task.optimizer_bytes, task.resident_bytes)
+    total = device_times(graph, ONE).sum()
+    assert task.time_s.sum() == pytest.approx(total, rel=1e-12)
+    assert op.time_s.sum() == pytest.approx(total, rel=1e-12)
+    np.testing.assert_allclose(task.group_time_s, op.group_time_s, rtol=1e-9)
+    device = [0] * task.num_groups
+    by_task, by_op = simulate_reference(task, device), simulate_reference(op, device)
+    assert by_task.step_time_s == pytest.approx(by_op.step_time_s, rel=1e-9)
+    assert by_task.step_time_s == pytest.approx(total, rel=1e-9)
+    # In the order of the tasks, contraction never hides memory.
+    grouping = coarsen(graph, groups, cost=device_times(graph, ONE).mean(axis=1))
+    key = grouping.op_cluster.astype(int) * 4 + graph.op_phase
+    _, first, number = np.unique(key, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(first))
+    start = by_task.start_s[rank[number]]
+    order = np.lexsort((np.arange(graph.num_ops), rank[number], start)).tolist()
+    in_order = simulate_reference(op, device, order=[order])
+    assert by_task.peak_memory_bytes[0] >= in_order.peak_memory_bytes[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(graphs, st.integers(1, 20), st.integers(0, 100))
+def test_any_assignment_completes_at_both_levels_and_when_split(graph, groups, seed):
+    task, op = both_levels(graph, FOUR, groups)
+    device = np.random.default_rng(seed).integers(0, 4, task.num_groups)
+    for problem in (task, op):
+        assert simulate_reference(problem, device).step_time_s is not None
+    split = split_backward(task)
+    wide = np.random.default_rng(seed).integers(0, 4, split.num_groups)
+    assert simulate_reference(split, wide).step_time_s is not None
+
+
+@pytest.mark.parametrize("groups", [10, 40, 200])
+def test_memory_of_a_transformer_is_close_between_levels(groups):
+    graph = transformer_graph(6)
+    task, op = both_levels(graph, ONE, groups)
+    device = [0] * task.num_groups
+    a = simulate_reference(task, device).peak_memory_bytes[0]
+    b = simulate_reference(op, device).peak_memory_bytes[0]
+    assert a == pytest.approx(b, rel=0.05)
+
+
+def test_normal_groups_have_one_op_per_phase_and_tied_ones_several():
+    graph = transformer_graph(4)
+    problem = price(graph, ONE, groups=30)
+    tied = next(int(g) for g, n in zip(problem.op_group, problem.op_names, strict=True) if "#2" in n.rpartition("/")[2])
+    for group in range(problem.num_groups):
+        phases = problem.op_phase[problem.op_group == group].tolist()
+        if group == tied:
+            assert phases.count(FORWARD) == 2 and phases.count(UPDATE) == 1
+        else:
+            assert len(phases) == len(set(phases))
+    assert {"wte", "lm_head"} <= set(problem.group_modules[tied])
+    untied = price(transformer_graph(4, tied=False), ONE, groups=30)
+    assert not any("#2" in name.rpartition("/")[2] for name in untied.op_names)
+
+
+def test_own_gradients_carry_no_bytes():
+    graph = transformer_graph(3)
+    for level in ("task", "op"):
+        problem = price(graph, ONE, groups=20, level=level)
+        update = problem.op_phase[problem.consumers] == UPDATE
+        assert update.any()
+        assert (problem.tensor_bytes[problem.edge_tensor[update]] == 0).all()
+
+
+def test_a_gradient_for_another_group_keeps_its_bytes():
+    builder = GraphBuilder()
+    weight = builder.parameter("w", 4096)
+    h = builder.op("a", [builder.input(64), weight], 256, kind="gemm", flops=1e6)
+    builder.op("b", [h, weight], 256, kind="gemm", flops=1e6)
+    graph = builder.build()
+    together = price(graph, ONE, groups=2, level="op")
+    assert together.num_groups == 1
+    grouping = coarsen(graph, 2)
+    apart = type(grouping)(
+        op_cluster=np.where(graph.op_forward == 1, 1, 0).astype(np.int32),
+        cluster_group=np.array([0, 1], dtype=np.int32),
+        names=("a", "b"),
+        modules=(("a",), ("b",)),
+    )
+    problem = price(graph, FOUR, groups=apart, level="op")
+    sizes = {}
+    for tensor in range(problem.num_tensors):
+        source, owner = int(problem.tensor_producer[tensor]), int(problem.tensor_owner[tensor])
+        for consumer in problem.consumers[problem.consumer_ptr[tensor] : problem.consumer_ptr[tensor + 1]].tolist():
+            name = problem.op_names[source] if source >= 0 else f"owner {problem.group_names[owner]}"
+            sizes[name, problem.op_names[consumer]] = int(problem.tensor_bytes[tensor])
+    assert sizes["b/op_1.backward", "w/update"] == 4096
+    assert sizes["a/op_0.backward", "w/update"] == 0
+    assert sizes["owner a", "b/op_1"] == 4096
+    assert problem.resident_bytes.tolist() == [4 * 4096 + 64, 0]
+
+
+def test_shared_buffers_and_inputs_are_owner_tensors_of_their_first_reader():
+    graph = transformer_graph(3)
+    problem = price(graph, FOUR, groups=20, level="op")
+    owned = np.flatnonzero(problem.tensor_owner >= 0)
+    assert len(owned) >= 1
+    for tensor in owned.tolist():
+        readers = problem.consumers[problem.consumer_ptr[tensor] : problem.consumer_ptr[tensor + 1]]
+        assert len(readers) and (problem.op_group[readers] != problem.tensor_owner[tensor]).all()
+
+
+def test_saved_activations_go_from_forward_to_backward_once():
+    graph = transformer_graph(3)
+    problem = price(graph, ONE, groups=25)
+    producer = problem.tensor_producer[problem.edge_tensor]
+    crossing = (problem.op_phase[producer] == FORWARD) & (problem.op_phase[problem.consumers] == BACKWARD)
+    assert problem.tensor_bytes[problem.edge_tensor[crossing]].sum() > 0
+    # No two tensors have the same producer and the same consumers.
+    rows = [
+        (int(problem.tensor_producer[t]), int(problem.tensor_owner[t]), tuple(problem.consumers[a:b].tolist()))
+        for t, (a, b) in enumerate(zip(problem.consumer_ptr[:-1], problem.consumer_ptr[1:], strict=True))
+    ]
+    assert len(set(rows)) == len(rows)
+    # Nothing is counted twice: what crosses is at most what the graph makes.
+    made = (graph.tensor_producer >= 0) & (graph.tensor_role != GRADIENT)
+    assert problem.tensor_bytes[problem.tensor_producer >= 0].sum() <= graph.tensor_bytes[made].sum()
+
+
+def test_views_do_not_keep_storages_alive():
+    builder = GraphBuilder()
+    h = builder.op("a", [builder.input(64)], 1 << 20)
+    builder.op("a", [h], 0, kind="view")
+    g = builder.op("b", [h], 1 << 10)
+    for _ in range(3):
+        g = builder.op("c", [g], 1 << 10)
+    problem = price(builder.build(), ONE, level="op")
+    order = [op for op in range(problem.num_ops) if op != 1] + [1]
+    late = simulate_reference(problem, [0] * problem.num_groups, order=[order])
+    assert late.peak_memory_bytes[0] == ONE.devices[0].reserved_bytes + 64 + (1 << 20) + (1 << 10)
+
+
+@pytest.mark.parametrize("level", ["task", "op"])
+def test_a_priced_problem_survives_its_file(tmp_path, level):
+    graph = random_graph(5, 40, tied=True, in_place=True)
+    problem = price(graph, FOUR, groups=12, level=level, name="mine")
+    problem.save(tmp_path / "p.problem.json")
+    again = Problem.load(tmp_path / "p.problem.json")
+    assert again.fingerprint == problem.fingerprint
+    assert again.name == "mine"
+    assert again.source == problem.source
+    device = np.arange(problem.num_groups) % 4
+    assert simulate_reference(again, device).step_time_s == simulate_reference(problem, device).step_time_s
+
+
+def test_source_and_group_contents():
+    graph = random_graph(2, 30)
+    problem = price(graph, FOUR, groups=9)
+    assert problem.source["cluster"] == "a100-80g:2+t4:2"
+    assert problem.source["graph_fingerprint"] == graph.fingerprint
+    assert problem.source["cluster_fingerprint"] == FOUR.fingerprint
+    assert problem.source["groups"] == 9 and problem.source["level"] == "task"
+    assert problem.samples_per_microbatch == graph.samples
+    names = [name for group in problem.group_ops for name in group]
+    assert sorted(names) == sorted(n for n, p in zip(graph.op_names, graph.op_phase, strict=True) if p == FORWARD)
+    assert all(problem.group_modules)
+    assert price(graph, FOUR, groups=9).fingerprint == problem.fingerprint
+
+
+def test_kinds_are_priced_apart():
+    problem = price(transformer_graph(2), FOUR, groups=20)
+    assert np.array_equal(problem.time_s[:, 0], problem.time_s[:, 1])
+    assert (problem.time_s[:, 2] >= problem.time_s[:, 0]).all()
+    assert problem.time_s[:, 2].sum() > 3 * problem.time_s[:, 0].sum()
+
+
+def test_split_backward():
+    problem = price(transformer_graph(3), FOUR, groups=20)
+    split = split_backward(problem)
+    assert split.num_ops == problem.num_ops
+    assert split.resident_bytes.sum() == problem.resident_bytes.sum()
+    backward = [i for i, name in enumerate(split.group_names) if name.endswith(".backward")]
+    for group in backward:
+        assert split.group_names[group - 1] + ".backward" == split.group_names[group]
+        assert split.resident_bytes[group - 1] == 0
+        assert (split.op_phase[split.op_group == group] != FORWARD).all()
+        assert (split.op_phase[split.op_group == group - 1] == FORWARD).all()
+        read = split.tensor_bytes[(split.tensor_owner == group)]
+        assert split.weight_bytes[group] == 0 or split.weight_bytes[group] in read.tolist()
+    one = split_backward(price(transformer_graph(3), ONE, groups=20))
+    whole = price(transformer_graph(3), ONE, groups=20)
+    a = simulate_reference(one, [0] * one.num_groups)
+    b = simulate_reference(whole, [0] * whole.num_groups)
+    assert a.step_time_s == b.step_time_s
+    assert np.array_equal(a.peak_memory_bytes, b.peak_memory_bytes)
+    device = np.zeros(split.num_groups, dtype=int)
+    device[backward] = 1
+    assert simulate_reference(split, device).step_time_s > simulate_reference(split, device * 0).step_time_s
+    assert split_backward(split).group_names == split.group_names
+
+
+def test_split_refuses_a_name_that_is_taken():
+    from rlplace.problem import problem_from_dict, problem_to_dict
+
+    data = problem_to_dict(price(transformer_graph(1), FOUR, groups=5))
+    data["groups"][1]["name"] = data["groups"][0]["name"] + ".backward"
+    with pytest.raises(InputError, match="exists already"):
+        split_backward(problem_from_dict(data))
+
+
+def test_split_without_parts_counts_all_as_weights():
+    from rlplace.problem import problem_from_dict, problem_to_dict
+
+    data = problem_to_dict(price(transformer_graph(1), FOUR, groups=5))
+    for group in data["groups"]:
+        for key in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+            del group[key]
+    problem = problem_from_dict(data)
+    split = split_backward(problem)
+    owned = split.tensor_bytes[split.tensor_owner >= 0]
+    assert set(problem.resident_bytes[problem.resident_bytes > 0].tolist()) <= set(owned.tolist())
+
+
+def test_reprice():
+    problem = price(transformer_graph(1), ONE, groups=5)
+    slower = reprice(problem, problem.time_s * 2)
+    assert slower.time_s.sum() == 2 * problem.time_s.sum()
+    assert slower.op_names == problem.op_names
+
+
+def test_bad_arguments():
+    graph = random_graph(0, 10)
+    with pytest.raises(InputError, match="did you mean 'task'"):
+        price(graph, ONE, level="tasks")
+    with pytest.raises(InputError, match="at least 1"):
+        price(graph, ONE, groups=0)
+    with pytest.raises(InputError, match="grouping is for"):
+        price(graph, ONE, groups=coarsen(random_graph(0, 11), 5))

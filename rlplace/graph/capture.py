@@ -111,7 +111,8 @@ def _capture_with(
 ) -> OpGraph:
     import torch
 
-    from rlplace.graph.assemble import Assembly, build_graph
+    from rlplace.graph.assemble import Assembly
+    from rlplace.graph.build import build_graph
     from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
     from rlplace.graph.record import Recorder
     from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
@@ -216,7 +217,7 @@ def _loss_of(output: Any, loss: Loss | None, recorder: Recorder) -> torch.Tensor
         origin = "output.loss"
         if value is None:
             raise InputError(
-                f"no loss: the model returns {type(output).__name__} without a loss; give labels, or loss=a function of the output"
+                f"no loss: the model returns {type(output).__name__} without one; give labels, or loss=a function of the output"
             )
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -9,6 +9,7 @@ indexing and size arithmetic: they do no work and belong wherever their inputs a
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from rlplace.graph.fake import any_dtype_grouped_mm
+from rlplace.graph.recurrent import quick_recurrent_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,9 @@ def export_training_graph(
     Returns:
         The graph. Shapes are those of the example inputs.
     """
-    with any_dtype_grouped_mm():
+    with any_dtype_grouped_mm(), quick_recurrent_shapes(), warnings.catch_warnings():
+        # nn.LSTM and nn.GRU re-list their own weights while they are traced; export warns about that.
+        warnings.filterwarnings("ignore", message="The tensor attribute")
         program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
     module = program.module(check_guards=False)
     names = {node.name: op_name(module_path(node), node.name) for node in module.graph.nodes if is_op(node)}

@@ -62,20 +62,20 @@ def _matrix(where: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
     """2 m n k for a (batched) product whose left operand is argument `where`."""
 
     def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-        return 2.0 * args[where].numel() * int(args[where + 1].shape[-1])
+        return 2.0 * int(args[where].numel()) * int(args[where + 1].shape[-1])
 
     return formula
 
 
 def _vector(where: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
     def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-        return 2.0 * args[where].numel()
+        return 2.0 * int(args[where].numel())
 
     return formula
 
 
 def _linear(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-    return 2.0 * args[0].numel() * int(args[1].shape[0])
+    return 2.0 * int(args[0].numel()) * int(args[1].shape[0])
 
 
 def _grouped_mm(args: Args, outputs: Sequence[torch.Tensor]) -> float:
@@ -83,11 +83,11 @@ def _grouped_mm(args: Args, outputs: Sequence[torch.Tensor]) -> float:
     left, right = args[0], args[1]
     if left.dim() == 3 and right.dim() == 2:
         return 2.0 * int(left.shape[-2]) * int(left.shape[-1]) * int(right.shape[-1])
-    return 2.0 * left.numel() * int(right.shape[-1])
+    return 2.0 * int(left.numel()) * int(right.shape[-1])
 
 
 def _grouped_mm_fallback_backward(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-    return 4.0 * args[0].numel() * int(args[1].shape[-1])
+    return 4.0 * int(args[0].numel()) * int(args[1].shape[-1])
 
 
 def _convolution_forward(inputs: Sequence[int], weight: Sequence[int], output: Sequence[int], transposed: bool) -> float:
@@ -105,7 +105,7 @@ def _convolution_backward(args: Args, outputs: Sequence[torch.Tensor]) -> float:
     """One forward's worth for each of input and weight gradient that is asked for; groups are in the weight shape."""
     gradient, inputs, weight, transposed, mask = args[0], args[1], args[2], bool(args[7]), args[10]
     once = _convolution_forward(inputs.shape, weight.shape, gradient.shape, transposed)
-    return once * (int(mask[0]) + int(mask[1])) + (gradient.numel() if mask[2] else 0)
+    return once * (int(mask[0]) + int(mask[1])) + (int(gradient.numel()) if mask[2] else 0)
 
 
 def _attention(first: int, products: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
@@ -125,13 +125,24 @@ def _recurrent_layer(args: Args, outputs: Sequence[torch.Tensor]) -> float:
     """`mkldnn_rnn_layer`: gates x hidden x (input + hidden) products for every step and sample of one layer."""
     inputs, weight_input, weight_hidden = args[0], args[1], args[2]
     rows = inputs.numel() // int(inputs.shape[-1])
-    return 2.0 * rows * (weight_input.numel() + weight_hidden.numel())
+    return 2.0 * int(rows) * int(weight_input.numel() + weight_hidden.numel())
+
+
+def _recurrent_whole(weights: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+    """`rlplace::recurrent_layer`: every two-dimensional weight meets every row, the projection included."""
+
+    def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+        inputs = args[0] if weights == 3 else args[1]
+        rows = inputs.numel() // int(inputs.shape[-1])
+        return 2.0 * int(rows) * sum(int(w.numel()) for w in args[weights] if w.dim() == 2)
+
+    return formula
 
 
 def _cudnn_rnn(args: Args, outputs: Sequence[torch.Tensor]) -> float:
     """Each two-dimensional weight meets every row once."""
     rows = args[0].numel() // int(args[0].shape[-1])
-    return 2.0 * rows * sum(w.numel() for w in args[1] if w.dim() == 2)
+    return 2.0 * int(rows) * sum(int(w.numel()) for w in args[1] if w.dim() == 2)
 
 
 def _twice(formula: Callable[[Args, Sequence[torch.Tensor]], float]) -> Callable[[Args, Sequence[torch.Tensor]], float]:
@@ -196,6 +207,8 @@ _FORMULAS: dict[str, Callable[[Args, Sequence[torch.Tensor]], float]] = {
     "_scaled_dot_product_fused_attention_overrideable_backward": _attention(1, 5),
     "mkldnn_rnn_layer": _recurrent_layer,
     "mkldnn_rnn_layer_backward": _twice(_recurrent_layer),
+    "recurrent_layer": _recurrent_whole(3),
+    "recurrent_layer_backward": _twice(_recurrent_whole(4)),
     "_cudnn_rnn": _cudnn_rnn,
     "_cudnn_rnn_backward": _twice(_cudnn_rnn),
     "embedding": _embedding,

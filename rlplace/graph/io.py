@@ -99,7 +99,9 @@ def graph_to_networkx(graph: OpGraph) -> nx.DiGraph:
     """
     import networkx as nx
 
-    result = nx.DiGraph(name=graph.name, samples=graph.samples, parameters=[dataclasses.asdict(p) for p in graph.parameters])
+    result: nx.DiGraph = nx.DiGraph(
+        name=graph.name, samples=graph.samples, parameters=[dataclasses.asdict(p) for p in graph.parameters]
+    )
     for index, name in enumerate(graph.op_names):
         parameter = int(graph.op_parameter[index])
         result.add_node(

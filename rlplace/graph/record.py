@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlplace.graph.flops import count_flops, gemm_dims
 from rlplace.graph.kinds import kind_of
 
-FORWARD_OF, BACKWARD_OF, UPDATE_OF, NOBODY = "forward", "backward", "update", "nobody"
+FORWARD_OF, BACKWARD_OF, UPDATE_OF, NOBODY, OUTSIDE = "forward", "backward", "update", "nobody", "outside"
+"""Who an ATen op ran for. Nobody: autograd, on behalf of no node that we know. Outside: between forward and backward."""
 
 _METADATA_ONLY = frozenset(
     {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
@@ -38,16 +39,12 @@ class Label:
         name: Op name, ``module.path/node``.
         target: Op as torch knows it.
         module: Path of its module.
-        inputs: Storages of the arguments, for labels that dispatch nothing.
-        outputs: Storages of the results.
         whole: Whether it is a submodule kept as one op.
     """
 
     name: str
     target: str
     module: str
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
     whole: bool = False
 
 
@@ -148,6 +145,11 @@ class Recorder(TorchDispatchMode):
                 self._label_of_sequence.setdefault(number, label)
         self._last_sequence = max(now, self._last_sequence)
 
+    def note_silent(self, arguments: Any, result: Any) -> None:
+        """Records a label that dispatched nothing but passes an argument on, as dropout does in evaluation: a view."""
+        passed = tuple(set(self.storages_of(arguments)) & set(self.storages_of(result)))
+        self.events.append(Event(FORWARD_OF, self.current, "alias", passed, (), (), 0.0, 0, "none", is_view=True))
+
     def before_dispatch(self, func: Any) -> None:
         """Called before each forward op; the eager tracers open a label here."""
 
@@ -216,12 +218,12 @@ class Recorder(TorchDispatchMode):
 
     def _owner(self, in_backward: bool) -> tuple[str, int]:
         if not in_backward:
-            return (FORWARD_OF, self.current) if self.current >= 0 else (NOBODY, -1)
+            return (FORWARD_OF, self.current) if self.current >= 0 else (OUTSIDE, -1)
         node = torch._C._current_autograd_node()
         if node is None:
             return NOBODY, -1
         if node.name().endswith("AccumulateGrad"):
-            parameter = self.parameter_of_storage.get(self.storage(node.variable), -1)
+            parameter = self.parameter_of_storage.get(self.storage(node.variable), -1)  # type: ignore[attr-defined]
             return (UPDATE_OF, parameter) if parameter >= 0 else (NOBODY, -1)
         label = self._label_of_sequence.get(node._sequence_nr(), -1)
         if label < 0:

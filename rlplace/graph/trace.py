@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from rlplace.graph.export import TrainingGraph, export_training_graph, flatten_inputs, module_path
 from rlplace.graph.neutral import REPLACED_TARGETS, NeutralFunctions
-from rlplace.graph.record import Recorder, tensors_in
+from rlplace.graph.record import Label, Recorder, tensors_in
 
 LOSS_LABEL = "loss_fn"
 """Forward op that stands for a loss function given by the caller."""
@@ -59,10 +59,11 @@ class _Runner(fx.Interpreter):
         name = self.names.get(node.name) if node is not None else None
         if node is None or name is None:
             return super().call_function(target, args, kwargs)
-        with self.recorder.label(name, str(target), module_path(node)) as label:
-            label.inputs = self.recorder.storages_of((args, kwargs))
+        with self.recorder.label(name, str(target), module_path(node)):
+            before = len(self.recorder.events)
             out = _call(target, args, kwargs)
-            label.outputs = self.recorder.storages_of(out)
+            if len(self.recorder.events) == before:
+                self.recorder.note_silent((args, kwargs), out)
         return out
 
 
@@ -76,7 +77,8 @@ def _call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device_type, dtype, enabled, cache, region, *operands = args
         with torch.autocast(device_type, dtype, enabled, cache):
             return _Region(region).run(*operands)
-    return REPLACED_TARGETS.get(target, target)(*args, **kwargs)
+    call: Any = REPLACED_TARGETS.get(target, target)
+    return call(*args, **kwargs)
 
 
 class _Region(fx.Interpreter):
@@ -144,8 +146,6 @@ class EagerRecorder(Recorder):
         self._new_label("call" if self.by_module else name, "call" if self.by_module else str(func), leave=1)
 
     def _new_label(self, name: str, target: str, leave: int) -> None:
-        from rlplace.graph.record import Label
-
         self.claim(self.current, leave)
         module = self.path[-1] if self.path else ""
         full = f"{module}/{name}" if module else name
@@ -153,6 +153,8 @@ class EagerRecorder(Recorder):
         self._names[full] += 1
         self.current = len(self.labels)
         self.labels.append(Label(f"{full}_{count}" if count else full, target, module, whole=self.by_module))
+        # Autograd makes the node of an op just before the op reaches us, so the newest node, if new, is this op's.
+        self.claim(self.current)
         self._open = self.by_module
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

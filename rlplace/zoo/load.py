@@ -74,7 +74,7 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
     kind, colon, rest = spec.partition(":")
     if not colon or not rest or not kind:
         raise InputError(
-            f"model {spec[:120]!r}: expected hf:TYPE, zoo:NAME, package.module:function or file.py:function, for example hf:gpt2"
+            f"model {spec[:120]!r}: expected hf:TYPE, zoo:NAME, package.module:function or file.py:function, as in hf:gpt2"
         )
     if kind == "hf":
         from rlplace.zoo.transformers import load_transformers

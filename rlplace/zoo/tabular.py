@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rlplace.zoo.sequence import random_tokens
 def stack(sizes: list[int]) -> nn.Sequential:
     """Linear layers with ReLU between them."""
     layers: list[nn.Module] = []
-    for source, target in zip(sizes[:-1], sizes[1:], strict=True):
+    for source, target in pairwise(sizes):
         layers += [nn.Linear(source, target), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -1,0 +1,154 @@
+"""Numbers the assembled ops, puts them in execution order, finds which share a device, and makes the `OpGraph`."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.graph.assemble import Assembly, CyclicStepError, Key
+from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph, Parameter
+from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
+from rlplace.graph.tensors import Tensors
+
+
+def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpGraph:
+    """Numbers the ops, forms the tensors and returns the checked graph.
+
+    Args:
+        assembly: Events by op.
+        inputs: Storages of the example inputs.
+        fields: `name`, `samples`, `capture` and `source` of the graph.
+    """
+    tensors = Tensors(assembly)
+    order = _execution_order(assembly, tensors)
+    number = {key: index for index, key in enumerate(order)}
+    labels = assembly.recorder.labels
+    names, targets, modules, dtypes = [], [], [], []
+    phase = np.zeros(len(order), dtype=np.int8)
+    forward = np.full(len(order), -1, dtype=np.int32)
+    parameter = np.full(len(order), -1, dtype=np.int32)
+    flops = np.zeros(len(order))
+    moved = np.zeros(len(order), dtype=np.int64)
+    dims: dict[int, dict[str, int]] = {}
+    for index, key in enumerate(order):
+        kind, owner = key
+        op, event = assembly.ops[key], assembly.dominant(key)
+        flops[index], moved[index] = op.flops, op.bytes
+        dtypes.append("none" if event is None else event.dtype)
+        if kind == UPDATE_OF:
+            record = assembly.leaves[owner].record
+            phase[index], parameter[index] = UPDATE, owner
+            names.append(f"{record.name}/update")
+            targets.append("optimizer")
+            modules.append(record.name.rpartition(".")[0])
+            flops[index] += assembly.optimizer[0] * _elements(record)
+            moved[index] += int(assembly.optimizer[1] * record.size_bytes) + 2 * record.optimizer_bytes
+            dtypes[-1] = record.dtype
+            continue
+        label = labels[owner]
+        modules.append(label.module)
+        forward[index] = number[(FORWARD_OF, owner)]
+        if kind == FORWARD_OF:
+            names.append(label.name)
+            targets.append(label.target)
+            products = [assembly.events[i].dims for i in op.events if assembly.events[i].dims]
+            if len(products) == 1 and products[0]:
+                dims[index] = products[0]
+        else:
+            phase[index] = BACKWARD
+            names.append(f"{label.name}.backward")
+            targets.append(label.target if event is None else f"aten.{event.name}")
+    rows = tensors.rows(inputs, number)
+    return OpGraph(
+        op_names=tuple(names),
+        op_target=tuple(targets),
+        op_kind=tuple(assembly.kind(key) for key in order),
+        op_module=tuple(modules),
+        op_phase=phase,
+        op_forward=forward,
+        op_parameter=parameter,
+        op_dtype=tuple(dtypes),
+        op_flops=flops,
+        op_bytes=moved,
+        op_temporary_bytes=np.array([tensors.temporary_bytes(key) for key in order], dtype=np.int64),
+        op_colocate=_colocation(assembly, order, number),
+        parameters=tuple(leaf.record for leaf in assembly.leaves),
+        tensor_role=np.array([row[0] for row in rows], dtype=np.int8),
+        tensor_parameter=np.array([row[1] for row in rows], dtype=np.int32),
+        tensor_producer=np.array([row[2] for row in rows], dtype=np.int32),
+        tensor_bytes=np.array([row[3] for row in rows], dtype=np.int64),
+        consumer_ptr=np.concatenate([[0], np.cumsum([len(row[4]) for row in rows])]).astype(np.int64),
+        consumers=np.array([op for row in rows for op in row[4]], dtype=np.int32),
+        op_dims=dims,
+        **fields,
+    )
+
+
+def _elements(record: Parameter) -> int:
+    return int(np.prod(record.shape, dtype=np.int64))
+
+
+def _execution_order(assembly: Assembly, tensors: Tensors) -> list[Key]:
+    """Forward, backward, update; backward ops by the time of their first work, as far as dependencies allow."""
+    keys = [key for key in assembly.ops if key[0] != UPDATE_OF]
+    priority = {
+        key: (0, key[1]) if key[0] == FORWARD_OF else (1, assembly.ops[key].events[0]) for key in keys
+    }  # fmt: skip
+    successors: dict[Key, list[Key]] = {key: [] for key in keys}
+    missing = dict.fromkeys(keys, 0)
+    for source, target in set(tensors.edges()):
+        successors[source].append(target)
+        missing[target] += 1
+    ready = [(priority[key], key) for key in keys if not missing[key]]
+    heapq.heapify(ready)
+    order: list[Key] = []
+    while ready:
+        _, key = heapq.heappop(ready)
+        order.append(key)
+        for target in successors[key]:
+            missing[target] -= 1
+            if not missing[target]:
+                heapq.heappush(ready, (priority[target], target))
+    if len(order) < len(keys):
+        stuck = next(key for key in keys if missing[key] > 0)
+        raise CyclicStepError(f"op {assembly.recorder.labels[stuck[1]].name} waits on a cycle")
+    return order + sorted(key for key in assembly.ops if key[0] == UPDATE_OF)
+
+
+def _colocation(assembly: Assembly, order: list[Key], number: dict[Key, int]) -> NDArray[np.int32]:
+    """Union of the ops that must share a device; the smallest op number of each set stands for it."""
+    parent = list(range(len(order)))
+
+    def find(op: int) -> int:
+        while parent[op] != op:
+            parent[op] = parent[parent[op]]
+            op = parent[op]
+        return op
+
+    def unite(a: int, b: int) -> None:
+        a, b = find(a), find(b)
+        parent[max(a, b)] = min(a, b)
+
+    for key in order:
+        if key[0] == BACKWARD_OF:
+            unite(number[key], number[(FORWARD_OF, key[1])])
+    views = {key for key in order if key[0] == FORWARD_OF and assembly.is_view(key)}
+    for storage, touches in assembly.touches.items():
+        producer = assembly.producer(storage)
+        forward = [(key, writes) for key, writes in touches if key[0] == FORWARD_OF]
+        writers = [key for key, writes in forward if writes]
+        aliases = [key for key, _ in forward if key in views]
+        if producer is not None and producer[0] == FORWARD_OF:
+            group = [producer, *writers, *aliases]
+        elif writers:
+            # An in-place chain on an input or buffer has no producer to follow; everybody who sees it stays together.
+            group = [key for key, _ in forward]
+        else:
+            continue
+        for key in group[1:]:
+            unite(number[group[0]], number[key])
+    return np.array([find(op) for op in range(len(order))], dtype=np.int32)

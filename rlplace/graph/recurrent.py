@@ -1,0 +1,148 @@
+"""LSTM, GRU and RNN layers kept whole while a step is captured.
+
+On fake CPU tensors torch unrolls most of them into thousands of small products, which is neither what an accelerator runs
+nor what a person wants to place. While capturing, each layer and direction is one op, ``rlplace::recurrent_layer``, that
+exists as a shape rule only: it is never run on real data and never part of an exported graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.library import Library
+
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+@functools.cache
+def _library() -> Library:
+    """Defines the op once; the library object must stay alive."""
+    library = Library("rlplace", "FRAGMENT")
+    library.define(
+        "recurrent_layer(Tensor input, Tensor hidden, Tensor? cell, Tensor[] weights, int gates)"
+        " -> (Tensor output, Tensor last_hidden, Tensor last_cell, Tensor reserve)"
+    )
+    library.define(
+        "recurrent_layer_backward(Tensor gradient, Tensor input, Tensor hidden, Tensor? cell, Tensor[] weights, Tensor output,"
+        " Tensor reserve) -> (Tensor input_gradient, Tensor hidden_gradient, Tensor cell_gradient, Tensor[] weight_gradients)"
+    )
+    library.impl("recurrent_layer", _forward_rule, "Meta")
+    library.impl("recurrent_layer_backward", _backward_rule, "Meta")
+    torch.library.register_autograd("rlplace::recurrent_layer", _backward, setup_context=_save, lib=library)
+    return library
+
+
+def _forward_rule(inputs: Any, hidden: Any, cell: Any, weights: Sequence[Any], gates: int) -> tuple[Any, Any, Any, Any]:
+    steps, samples = inputs.shape[:2]
+    # Gate activations, and for the LSTM the cell state, of every step are kept for backward.
+    kept = gates + (1 if cell is not None else 0)
+    width = weights[1].shape[0] // gates
+    return (
+        inputs.new_empty((steps, samples, hidden.shape[-1])),
+        hidden.new_empty(hidden.shape),
+        (hidden if cell is None else cell).new_empty(hidden.shape if cell is None else cell.shape),
+        inputs.new_empty((steps, samples, kept * width)),
+    )
+
+
+def _backward_rule(
+    gradient: Any, inputs: Any, hidden: Any, cell: Any, weights: Sequence[Any], output: Any, reserve: Any
+) -> tuple[Any, Any, Any, list[Any]]:
+    like = hidden if cell is None else cell
+    return (
+        inputs.new_empty(inputs.shape),
+        hidden.new_empty(hidden.shape),
+        like.new_empty(like.shape),
+        [w.new_empty(w.shape) for w in weights],
+    )
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    layer_input, hidden, cell, weights, _ = inputs
+    ctx.has_cell, ctx.count = cell is not None, len(weights)
+    extra = [cell] if cell is not None else []
+    ctx.save_for_backward(layer_input, hidden, output[0], output[3], *extra, *weights)
+
+
+def _backward(ctx: Any, gradient: Any, hidden_gradient: Any, cell_gradient: Any, reserve_gradient: Any) -> tuple[Any, ...]:
+    layer_input, hidden, output, reserve, *rest = ctx.saved_tensors
+    cell = rest[0] if ctx.has_cell else None
+    weights = rest[len(rest) - ctx.count :]
+    result = torch.ops.rlplace.recurrent_layer_backward(gradient, layer_input, hidden, cell, weights, output, reserve)
+    return result[0], result[1], result[2] if ctx.has_cell else None, result[3], None
+
+
+def _layer(kind: str, inputs: Any, hidden: Any, cell: Any, weights: list[Any]) -> tuple[Any, Any, Any]:
+    _library()
+    output, last, last_cell, _ = torch.ops.rlplace.recurrent_layer(inputs, hidden, cell, weights, _GATES[kind])
+    return output, last, last_cell
+
+
+def run_whole(kind: str, inputs: Any, states: Any, parameters: Sequence[Any], *options: Any) -> tuple[Any, ...]:
+    """What ``aten.{kind}.input`` returns, with each layer and direction as one op.
+
+    Args:
+        kind: "lstm", "gru", "rnn_tanh" or "rnn_relu".
+        inputs: [T, B, I], or [B, T, I] with `batch_first`.
+        states: Initial hidden state [L, B, H], for the LSTM a pair of hidden and cell state.
+        parameters: Weights of all layers and directions, in torch's order.
+        options: has_biases, num_layers, dropout, train, bidirectional, batch_first.
+    """
+    has_biases, layers, dropout, train, bidirectional, batch_first = options
+    directions = 2 if bidirectional else 1
+    each = len(parameters) // (layers * directions)
+    del has_biases
+    hidden, cell = (states[0], states[1]) if kind == "lstm" else (states, None)
+    value = inputs.transpose(0, 1) if batch_first else inputs
+    last_hidden, last_cell = [], []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            weights = list(parameters[index * each : (index + 1) * each])
+            state = None if cell is None else cell[index]
+            output, final, final_cell = _layer(kind, value, hidden[index], state, weights)
+            outputs.append(output)
+            last_hidden.append(final)
+            last_cell.append(final_cell)
+        value = torch.cat(outputs, -1) if directions == 2 else outputs[0]
+        if dropout and train and layer < layers - 1:
+            value = torch.ops.aten.native_dropout.default(value, dropout, True)[0]
+    if batch_first:
+        value = value.transpose(0, 1)
+    if cell is None:
+        return value, torch.stack(last_hidden)
+    return value, torch.stack(last_hidden), torch.stack(last_cell)
+
+
+WHOLE_TARGETS = {getattr(torch.ops.aten, kind).input: functools.partial(run_whole, kind) for kind in _GATES}
+"""Export IR target to its replacement while capturing."""
+
+
+@contextlib.contextmanager
+def quick_recurrent_shapes() -> Iterator[None]:
+    """Lets export find the output shapes of a recurrent layer without unrolling it over time."""
+    from torch._decomp import decompositions
+
+    names = ("one_layer_lstm", "one_layer_rnn")
+    originals = {name: getattr(decompositions, name) for name in names if hasattr(decompositions, name)}
+
+    def lstm(inp: Any, hidden: Any, params: Any, has_biases: Any, reverse: bool = False) -> Any:
+        hx, cx = hidden[0], hidden[1]
+        return inp.new_empty((*inp.shape[:2], hx.shape[-1])), (hx.new_empty(hx.shape), cx.new_empty(cx.shape))
+
+    def rnn(inp: Any, hidden: Any, params: Any, has_biases: Any, hidden_fn: Any, reverse: bool = False) -> Any:
+        return inp.new_empty((*inp.shape[:2], hidden.shape[-1])), hidden.new_empty(hidden.shape)
+
+    quick = {"one_layer_lstm": lstm, "one_layer_rnn": rnn}
+    for name in originals:
+        setattr(decompositions, name, quick[name])
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(decompositions, name, original)

@@ -1,0 +1,116 @@
+"""Recorded storages as the tensors of an `OpGraph`: who makes each, who uses it, and which never leave their op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlplace.graph.assemble import Assembly, Key
+from rlplace.graph.opgraph import ACTIVATION, BUFFER, GRADIENT, INPUT, PARAMETER
+from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
+
+
+class Tensors:
+    """Storages as tensors: one row each with its producer and its consumers."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly = assembly
+        self.external: list[tuple[int, list[Key]]] = []
+        self.made: list[tuple[Key, int, tuple[Key, ...]]] = []
+        self.ordering: dict[Key, dict[Key, None]] = {}
+        self._inner: dict[Key, list[int]] = {}
+        for storage in range(len(assembly.recorder.storages)):
+            self._add(storage)
+
+    def _add(self, storage: int) -> None:
+        assembly = self.assembly
+        touches = [t for t in assembly.touches.get(storage, ()) if t[0][0] != UPDATE_OF]
+        producer = assembly.producer(storage)
+        users = list(dict.fromkeys(key for key, _ in touches if key != producer))
+        self._order_writes(touches, producer)
+        if producer is None or producer not in assembly.ops:
+            if storage not in assembly.creator:
+                self.external.append((storage, users))
+        elif users:
+            if producer[0] != UPDATE_OF:
+                self.made.append((producer, int(assembly.recorder.storages[storage].nbytes()), tuple(users)))
+        elif storage not in assembly.gradient_storages:
+            self._inner.setdefault(producer, []).append(storage)
+
+    def _order_writes(self, touches: list[tuple[Key, bool]], producer: Key | None) -> None:
+        """After an in-place write, everybody up to and including the next writer waits for it."""
+        for index, (writer, writes) in enumerate(touches):
+            if not writes or writer == producer:
+                continue
+            for reader, again in touches[index + 1 :]:
+                if reader != writer:
+                    self.ordering.setdefault(writer, {})[reader] = None
+                if again and reader != writer:
+                    break
+
+    def edges(self) -> list[tuple[Key, Key]]:
+        """Every dependency between ops that are not updates."""
+        result = [(producer, user) for producer, _, users in self.made for user in users]
+        result += [(writer, reader) for writer, readers in self.ordering.items() for reader in readers]
+        return result
+
+    def temporary_bytes(self, key: Key) -> int:
+        """Peak of the storages that only this op touches, from their first to their last use."""
+        storages = self._inner.get(key)
+        if not storages:
+            return 0
+        events, inner = self.assembly.events, set(storages)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for position, index in enumerate(self.assembly.ops[key].events):
+            event = events[index]
+            for storage in (*event.creates, *event.reads, *event.writes):
+                if storage in inner:
+                    first.setdefault(storage, position)
+                    last[storage] = position
+        change: dict[float, int] = {}
+        for storage, position in first.items():
+            size = int(self.assembly.recorder.storages[storage].nbytes())
+            change[position] = change.get(position, 0) + size
+            change[last[storage] + 0.5] = change.get(last[storage] + 0.5, 0) - size
+        live = peak = 0
+        for moment in sorted(change):
+            live += change[moment]
+            peak = max(peak, live)
+        return peak
+
+    def rows(self, inputs: Sequence[int], number: dict[Key, int]) -> list[tuple[int, int, int, int, list[int]]]:
+        """Rows (role, parameter, producer, bytes, consumers), in order of producer."""
+        leaf_of_storage = {leaf.storage: index for index, leaf in reversed(list(enumerate(self.assembly.leaves)))}
+        rows: list[tuple[int, int, int, int, list[int]]] = []
+        users_of = dict(self.external)
+        for index, leaf in enumerate(self.assembly.leaves):
+            users = (
+                sorted(number[key] for key in users_of.get(leaf.storage, ())) if leaf_of_storage[leaf.storage] == index else []
+            )
+            if leaf.record.trainable:
+                users.append(number[(UPDATE_OF, index)])
+            rows.append((BUFFER if leaf.record.is_buffer else PARAMETER, index, -1, leaf.record.size_bytes, users))
+        for storage, keys in self.external:
+            size = int(self.assembly.recorder.storages[storage].nbytes())
+            if storage not in leaf_of_storage and keys:
+                rows.append((INPUT, -1, -1, size, sorted(number[key] for key in keys)))
+        merged: dict[tuple[int, tuple[int, ...]], int] = {}
+        for producer, size, keys_of in self.made:
+            users = sorted(number[key] for key in keys_of)
+            place = number[producer], tuple(users)
+            # What an op saves for its own backward op has one lifetime and never travels: one tensor.
+            if merged.get(place) is not None and producer[0] == FORWARD_OF and keys_of == ((BACKWARD_OF, producer[1]),):
+                merged[place] += size
+            elif place in merged:
+                rows.append((ACTIVATION, -1, place[0], size, users))
+            else:
+                merged[place] = size
+        rows += [(ACTIVATION, -1, producer, size, list(users)) for (producer, users), size in merged.items()]
+        for writer, readers in self.ordering.items():
+            rows.append((ACTIVATION, -1, number[writer], 0, sorted(number[key] for key in readers)))
+        for index, sources in self.assembly.gradient_sources.items():
+            record = self.assembly.leaves[index].record
+            if record.trainable:
+                update = number[(UPDATE_OF, index)]
+                rows += [(GRADIENT, index, number[key], record.gradient_bytes, [update]) for key in sources]
+        return sorted(rows, key=lambda row: (row[2], row[0]))

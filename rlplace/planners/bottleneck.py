@@ -24,11 +24,25 @@ def propose(evaluator: Evaluator, devices: list[int], *, limit: int) -> list[Mov
         devices: Device of every group.
         limit: Most moves to return.
     """
-    problem = evaluator.problem
     assignment = np.asarray(devices, dtype=np.int32)
-    line = evaluator.timeline(assignment)
+    ranked = ranked_moves(evaluator.problem, evaluator.timeline(assignment), assignment)
+    return [move for _, move in ranked[:limit]]
+
+
+def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment) -> list[tuple[float, Move]]:
+    """Moves that shorten the critical chain of a timeline, most promising first.
+
+    Args:
+        problem: The problem.
+        line: Timeline of the assignment.
+        assignment: int32 [G].
+
+    Returns:
+        Rows (estimated saving in seconds, move). The groups of a move all go to one device.
+    """
     if line.step_time_s is None:
         return []
+    devices = assignment.tolist()
     saved: dict[tuple[int, int], float] = defaultdict(float)
     for group, device, seconds in _remedies(problem, line, assignment):
         if problem.group_allowed[group, device] and device != devices[group]:
@@ -48,7 +62,7 @@ def propose(evaluator: Evaluator, devices: list[int], *, limit: int) -> list[Mov
             added = _run_traffic(problem, assignment, run, device)
             ranked.append((seconds - added, [(member, device) for member in run]))
     ranked.sort(key=lambda item: (-item[0], item[1]))
-    return [move for _, move in ranked[:limit]]
+    return ranked
 
 
 def _remedies(problem: Problem, line: Timeline, devices: Assignment) -> list[tuple[int, int, float]]:

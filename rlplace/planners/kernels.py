@@ -106,26 +106,50 @@ def place_illegal(order, devices, time_s, ptr, neighbor, edge, out, size, count,
 
 
 @njit(cache=True)
-def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, passes):
-    """Moves groups so that fewer edges need a link that does not exist; returns the number still missing."""
+def _fewer_missing(order, devices, time_s, ptr, neighbor, out, linked, settled):
+    """Moves each group in turn to the device with fewest missing links to settled neighbours; returns how many are left."""
     num_devices = len(linked)
     row = np.zeros(num_devices, dtype=np.int64)
     missing = 0
-    for _ in range(passes):
-        missing = 0
-        for g in order:
-            row[:] = 0
-            for k in range(ptr[g], ptr[g + 1]):
+    for g in order:
+        row[:] = 0
+        for k in range(ptr[g], ptr[g + 1]):
+            if settled[neighbor[k]]:
                 other = devices[neighbor[k]]
                 for d in range(num_devices):
                     if d != other and not (linked[d, other] if out[k] else linked[other, d]):
                         row[d] += 1
-            here = row[devices[g]]
-            if here > 0:
-                for d in range(num_devices):
-                    if time_s[g, d] != np.inf and row[d] < here:
-                        here, devices[g] = row[d], d
-            missing += here
+        here = row[devices[g]]
+        if here > 0:
+            for d in range(num_devices):
+                if time_s[g, d] != np.inf and row[d] < here:
+                    here, devices[g] = row[d], d
+        settled[g] = True
+        missing += here
+    return missing
+
+
+@njit(cache=True)
+def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, passes):
+    """Moves groups so that fewer edges need a link that does not exist; returns the number still missing.
+
+    Local improvement first, which keeps most groups where they are. Where it gets stuck, groups are settled anew in order, from
+    either end, each looking only at those before it.
+    """
+    everything = np.ones(len(devices), dtype=np.bool_)
+    missing = 0
+    for start in range(3):
+        trial = devices.copy()
+        if start > 0:
+            _fewer_missing(order if start == 1 else order[::-1], trial, time_s, ptr, neighbor, out, linked, ~everything)
+        for _ in range(passes):
+            left = _fewer_missing(order, trial, time_s, ptr, neighbor, out, linked, everything)
+            if left == 0:
+                break
+        if start == 0 or left < missing:
+            missing = left
+            best = trial
         if missing == 0:
             break
+    devices[:] = best
     return missing

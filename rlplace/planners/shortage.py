@@ -12,7 +12,6 @@ from rlplace.planners.bounds import live_bytes
 from rlplace.problem import Problem
 from rlplace.simulator.timeline import Timeline
 
-
 _SEARCH = "planner 'annealing', finer groups, more or larger devices, or a smaller batch"
 _HARDER = "a longer search, finer groups, more or larger devices, or a smaller batch"
 _ADVICE = {"single": "planner 'best', which splits the model", "annealing": _HARDER, "local_search": _HARDER}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import ONE_SHOT, PLANNERS, get_planner, run_planner
 from rlplace.problem import problem_from_dict, problem_to_dict
@@ -24,7 +25,9 @@ def options_of(name, calls=60):
 def constrained(seed, groups, devices, factor):
     """A random problem with a fixed group, null times and, with three or more devices, a missing link."""
     data = problem_to_dict(
-        random_problem(seed, groups, devices, memory_factor=factor, null_fraction=0.2, shared_parameters=1, unlike=seed % 2 == 0)
+        random_problem(
+            seed, groups, devices, memory_factor=factor, null_fraction=0.2, shared_parameters=1, unlike=seed % 2 == 0
+        )
     )
     problem = problem_from_dict(data)
     group = seed % groups

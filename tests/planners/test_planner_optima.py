@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+
 from rlplace.planners import ONE_SHOT, get_planner
 from rlplace.planners.bounds import lower_bounds
 from rlplace.problem import toys

@@ -1,6 +1,7 @@
 """What the errors of infeasible problems say."""
 
 import pytest
+
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.planners.bounds import lower_bounds
@@ -45,13 +46,13 @@ def test_unlike_devices_and_reserved_bytes():
         data["devices"][0]["reserved_bytes"] = 20
 
     problem = changed(four_groups([120, 200]), reserve)
-    with pytest.raises(InfeasibleError, match="offer 300 bytes.*100 bytes.*at least 1 more device like"):
+    with pytest.raises(InfeasibleError, match=r"offer 300 bytes.*100 bytes.*at least 1 more device like"):
         check_possible(problem)
 
 
 def test_largest_group_names_group_and_device():
     problem = four_groups([500, 300], (50, 50, 600, 50))
-    with pytest.raises(InfeasibleError, match="group .* alone needs 600 bytes") as error:
+    with pytest.raises(InfeasibleError, match=r"group .* alone needs 600 bytes") as error:
         check_possible(problem)
     assert error.value.short_bytes == 100
     assert error.value.device == problem.devices[0].name
@@ -63,7 +64,7 @@ def test_fixed_groups_that_exceed_their_device():
             group["device"] = 1
 
     problem = changed(four_groups([1000, 250]), fix)
-    with pytest.raises(InfeasibleError, match="3 groups fixed to .* 50 bytes short") as error:
+    with pytest.raises(InfeasibleError, match=r"3 groups fixed to .* 50 bytes short") as error:
         get_planner("best")(problem)
     assert error.value.device == problem.devices[1].name
 
@@ -79,7 +80,7 @@ def test_group_that_may_sit_nowhere():
         data["ops"][0]["time_s"] = [1.0, 1.0]
         data["groups"][0]["device"] = 0
 
-    with pytest.raises(InfeasibleError, match="fixed to .*, where its op .* cannot run"):
+    with pytest.raises(InfeasibleError, match=r"fixed to .*, where its op .* cannot run"):
         get_planner("heft")(changed(problem, fix))
 
 

@@ -1,0 +1,228 @@
+"""Single planners against the papers' examples, brute force and arithmetic by hand."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rlplace.planners import bounds, get_planner
+from rlplace.planners.balanced import _cheapest_cuts, _cut_seconds, _segments, min_max_split
+from rlplace.planners.critical_path import critical_ops
+from rlplace.planners.groupgraph import group_graph
+from rlplace.planners.heft import schedule
+from rlplace.planners.m_etf import earliest_task_first
+from rlplace.planners.metis import partition
+from rlplace.planners.oparrays import by_rank, upward_rank
+from rlplace.planners.subsets import device_order, device_subsets, map_parts
+from rlplace.problem import problem_from_dict, problem_to_dict
+from rlplace.problem.generate import random_problem
+from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.simulator import simulate
+
+
+def topcuoglu():
+    """The ten-task example of Topcuoglu, Hariri, Wu (2002), figure 2 and table 1."""
+    times = [
+        [14, 16, 9], [13, 19, 18], [11, 13, 19], [13, 8, 17], [12, 13, 10],
+        [13, 16, 9], [7, 15, 11], [5, 11, 14], [18, 12, 20], [21, 7, 16],
+    ]  # fmt: skip
+    edges = {
+        (1, 2): 18, (1, 3): 12, (1, 4): 9, (1, 5): 11, (1, 6): 14, (2, 8): 19, (2, 9): 16, (3, 7): 23,
+        (4, 8): 27, (4, 9): 23, (5, 9): 13, (6, 8): 15, (7, 10): 17, (8, 10): 11, (9, 10): 13,
+    }  # fmt: skip
+    tensors = [TensorSpec(a - 1, size, [b - 1]) for (a, b), size in edges.items()]
+    return build_problem("topcuoglu", time_s=times, tensors=tensors, memory_bytes=[None] * 3)
+
+
+def test_heft_reproduces_its_papers_example():
+    problem = topcuoglu()
+    rank = upward_rank(problem, communication=True)
+    expected = [108.0, 77.0, 80.0, 80.0, 69.0, 63.333, 42.667, 35.667, 44.333, 14.667]
+    np.testing.assert_allclose(rank, expected, atol=5e-4)
+    result = schedule(problem, by_rank(problem, rank), range(3), contention=False)
+    assert result.makespan_s == 80.0
+    # Figure 3a of the paper, processors P1 to P3 as 0 to 2.
+    assert result.devices.tolist() == [2, 0, 2, 1, 2, 1, 2, 0, 1, 1]
+
+
+def test_heft_own_schedule_is_valid():
+    """No two ops overlap on a device, and no op starts before its inputs can be there."""
+    problem = random_problem(4, 40, 3, shape="branchy")
+    for contention in (False, True):
+        result = schedule(problem, by_rank(problem, upward_rank(problem, communication=True)), range(3), contention=contention)
+        device = result.devices[problem.op_group]
+        for d in range(3):
+            ops = np.flatnonzero((device == d) & (result.finish_s > result.start_s))
+            ops = ops[np.argsort(result.start_s[ops])]
+            assert (result.start_s[ops[1:]] >= result.finish_s[ops[:-1]] - 1e-12).all()
+        for tensor, op in zip(problem.edge_tensor, problem.consumers, strict=True):
+            producer = problem.tensor_producer[tensor]
+            if producer >= 0:
+                a, b = int(device[producer]), int(device[op])
+                sent = 0.0 if a == b else problem.links.transfer_s(a, b, int(problem.tensor_bytes[tensor]))
+                assert result.start_s[op] >= result.finish_s[producer] + sent - 1e-12
+
+
+def test_m_etf_by_hand():
+    """c (3 s, longest) starts first on device 0, a on device 1; b waits for a there rather than 5 s for a transfer."""
+    problem = build_problem("etf", time_s=[[1.0, 1.0], [1.0, 1.0], [3.0, 3.0]], tensors=[TensorSpec(0, 5, [1])],
+                            memory_bytes=[None, None])  # fmt: skip
+    devices, start, finish = earliest_task_first(problem, [0, 1])
+    assert devices.tolist() == [1, 1, 0]
+    assert start.tolist() == [0.0, 1.0, 0.0] and finish.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_m_etf_respects_memory():
+    """Device 0 has room for one group of 6, so the other two queue on device 1 although it is busy until 2 s."""
+    problem = build_problem("etf", time_s=[[2.0, 2.0]] * 3, tensors=[], memory_bytes=[6, 12], resident_bytes=[6, 6, 6])
+    devices, start, _ = earliest_task_first(problem, [0, 1])
+    assert devices.tolist() == [0, 1, 1]
+    assert start.tolist() == [0.0, 0.0, 2.0]
+
+
+def split_by_brute_force(problem, order, sizes):
+    """Smallest largest segment over all cuts and device orders."""
+    groups, count = len(order), problem.num_devices
+    best = np.inf
+    for row in itertools.permutations(range(count)):
+        for cuts in itertools.combinations_with_replacement(range(groups + 1), count - 1):
+            edges = [0, *cuts, groups]
+            load = []
+            for k, device in enumerate(row):
+                mine = order[edges[k] : edges[k + 1]]
+                fits = sizes[mine].sum() <= problem.memory_limit_bytes[device]
+                load.append(problem.group_time_s[mine, device].sum() if fits else np.inf)
+            best = min(best, max(load))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balanced_split_is_exact(seed):
+    problem = random_problem(
+        seed, 9, 2 + seed % 2, unlike=seed % 4 < 2, memory_factor=(None, 1.6)[seed % 2], null_fraction=0.3 * (seed % 3 == 0)
+    )
+    order, sizes = group_graph(problem).order, problem.resident_bytes
+    found = min_max_split(problem, order, range(problem.num_devices), sizes)
+    expected = split_by_brute_force(problem, order, sizes)
+    if found is None:
+        assert expected == np.inf
+        return
+    bound, devices, cuts = found
+    assert bound == pytest.approx(expected, rel=1e-12)
+    assert cuts[0] == 0 and cuts[-1] == 9 and (np.diff(cuts) >= 0).all()
+    assert len(set(devices)) == len(devices) == len(cuts) - 1
+
+
+def test_balanced_split_with_many_unlike_devices_keeps_its_order():
+    """Too many sets to search: the given order of devices and its reverse are still solved exactly."""
+    times = [[1.0 + 0.01 * d for d in range(16)] for _ in range(32)]
+    problem = build_problem("unlike16", time_s=times, tensors=[], memory_bytes=[None] * 16)
+    found = min_max_split(problem, group_graph(problem).order, range(16), problem.resident_bytes)
+    assert found is not None and found[0] == pytest.approx(2.30)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cheapest_cuts_equal_brute_force(seed):
+    problem = random_problem(seed, 9, 3, shape="chain", memory_factor=1.7, comm_ratio=2.0, unlike=seed % 2 == 0)
+    order, row = group_graph(problem).order, [2, 0, 1]
+    prefix, barrier, size, limits = _segments(problem, order, row, problem.resident_bytes)
+    cut_s = _cut_seconds(problem, order, row)
+    bound = 0.8 * problem.group_time_s.max(axis=1).sum()
+
+    def cost(cuts):
+        total, last = 0.0, 0
+        for k in range(3):
+            a, b = cuts[k], cuts[k + 1]
+            if a == b:
+                continue
+            time = prefix[k, b] - prefix[k, a]
+            if time > bound or size[b] - size[a] > limits[k]:
+                return np.inf
+            total += time + (cut_s[k, a] if 0 < a < 9 else 0.0)
+            last = b
+        return total if last == 9 else np.inf
+
+    expected = min(cost([0, a, b, 9]) for a in range(10) for b in range(a, 10))
+    cuts = _cheapest_cuts(prefix, barrier, size, limits, cut_s, bound)
+    assert cuts[0] == 0 if np.isfinite(expected) else cuts[0] == -1
+    if np.isfinite(expected):
+        assert cost(cuts.tolist()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_single_takes_the_fastest_device_that_fits():
+    problem = build_problem(
+        "single", time_s=[[3.0, 1.0, 2.0]] * 2, tensors=[], memory_bytes=[50, 15, 50], resident_bytes=[10, 10]
+    )
+    plan = get_planner("single")(problem)
+    assert plan.device_of_group.tolist() == [2, 2]
+    assert plan.predicted["step_time_s"] == 4.0
+
+
+def test_round_robin_deals_in_topological_order():
+    problem = random_problem(1, 7, 3)
+    plan = get_planner("round_robin")(problem)
+    assert plan.device_of_group[group_graph(problem).order].tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_metis_separates_two_cliques():
+    tensors = [TensorSpec(a, 100, [b]) for half in (0, 4) for a, b in itertools.combinations(range(half, half + 4), 2)]
+    problem = build_problem(
+        "cliques", time_s=[[1.0, 1.0]] * 8, tensors=[*tensors, TensorSpec(3, 1, [4])], memory_bytes=[None] * 2
+    )
+    part = partition(problem, np.ones(8), np.array([0.5, 0.5]), 50, seed=0)
+    assert len(set(part[:4])) == len(set(part[4:])) == 1 and part[0] != part[4]
+
+
+def test_parts_go_where_their_links_are_quick():
+    """Parts 0-1 and 2-3 talk; devices 0-2 and 1-3 are linked well."""
+    bandwidth = np.full((4, 4), 1.0)
+    for a, b in ((0, 2), (1, 3)):
+        bandwidth[a, b] = bandwidth[b, a] = 100.0
+    problem = build_problem("hosts", time_s=[[1.0] * 4] * 4, tensors=[TensorSpec(0, 50, [1]), TensorSpec(2, 50, [3])],
+                            memory_bytes=[None] * 4, bandwidth_bytes_per_s=bandwidth.tolist())  # fmt: skip
+    devices = map_parts(problem, np.arange(4, dtype=np.int32), [0, 1, 2, 3])
+    assert sorted(devices.tolist()) == [0, 1, 2, 3]
+    assert all(bandwidth[devices[a], devices[b]] == 100.0 for a, b in ((0, 1), (2, 3)))
+    assert set(device_order(problem)[:2]) in ({0, 2}, {1, 3})
+
+
+def test_device_subsets_cover_large_clusters_sparsely():
+    problem = build_problem("many", time_s=[[1.0] * 64] * 2, tensors=[], memory_bytes=[None] * 64)
+    sizes = [len(subset) for subset in device_subsets(problem)]
+    assert sizes[0] == 1 and sizes[-1] == 64 and len(sizes) <= 12 and sizes == sorted(set(sizes))
+
+
+def test_critical_ops_form_a_longest_path():
+    problem = topcuoglu()
+    rank = upward_rank(problem, communication=True)
+    assert [op + 1 for op in critical_ops(problem, rank)] in ([1, 3, 7, 10], [1, 4, 9, 10], [1, 2, 9, 10])
+    assert critical_ops(problem, rank)[0] == 0
+
+
+def test_transfer_tables_count_in_ranks_and_traffic():
+    data = problem_to_dict(
+        build_problem("table", time_s=[[1.0, 1.0]] * 2, tensors=[TensorSpec(0, 1, [1])], memory_bytes=[None] * 2)
+    )
+    data["tensors"][0]["transfer_s"] = [[0.0, 7.0], [9.0, 0.0]]
+    problem = problem_from_dict(data)
+    assert upward_rank(problem, communication=True).tolist() == [10.0, 1.0]
+    assert group_graph(problem).edge_s(5.0, 5.0).tolist() == [8.0]
+    assert get_planner("best")(problem).predicted["step_time_s"] == 2.0
+
+
+@pytest.mark.parametrize("setting", [{}, {"unlike": True, "null_fraction": 0.2}, {"shape": "chain"}, {"shape": "branchy"}])
+def test_bounds_hold_for_random_plans(setting):
+    for seed in range(4):
+        problem = random_problem(seed, 12, 3, **setting)
+        bound = bounds.lower_bounds(problem)
+        rng = np.random.default_rng(seed)
+        for _ in range(20):
+            devices = [int(rng.choice(np.flatnonzero(row))) for row in problem.group_allowed]
+            line = simulate(problem, devices)
+            assert line.step_time_s >= bound.step_time_s * (1 - 1e-12)
+            assert line.peak_memory_bytes.sum() >= bound.resident_bytes + bound.live_bytes
+
+
+def test_work_bound_is_exact_for_divisible_work_on_uniform_devices():
+    problem = build_problem("work", time_s=[[4.0, 1.0]] * 50, tensors=[], memory_bytes=[None] * 2)
+    assert bounds.lower_bounds(problem).work_s == pytest.approx(50 / (1 + 0.25))

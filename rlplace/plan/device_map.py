@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
@@ -31,7 +32,7 @@ class ModuleRounding:
     modules_split: int
 
 
-def plan_groups(plan: PlacementPlan) -> list[tuple[Mapping[str, object], int]]:
+def plan_groups(plan: PlacementPlan) -> list[tuple[Mapping[str, Any], int]]:
     """The plan's groups, each with its device.
 
     Raises:
@@ -53,7 +54,7 @@ LOSS_OP = "loss_fn"
 
 def device_of_loss(plan: PlacementPlan) -> int | None:
     """Device index of the loss function that the plan was captured with; None when the model computes its own loss."""
-    devices = [device for group, device in plan_groups(plan) if LOSS_OP in group.get("ops", ())]  # type: ignore[operator]
+    devices = [device for group, device in plan_groups(plan) if LOSS_OP in group.get("ops", ())]
     return devices[0] if devices else None
 
 
@@ -65,7 +66,7 @@ def device_of_op(plan: PlacementPlan) -> dict[str, int]:
     """
     devices: dict[str, int] = {}
     for group, device in plan_groups(plan):
-        for name in group.get("ops", ()):  # type: ignore[attr-defined]
+        for name in group.get("ops", ()):
             if devices.setdefault(name, device) != device:
                 raise InputError(
                     f"plan: op {name!r} is in groups on two devices (its backward pass runs elsewhere); "
@@ -95,7 +96,7 @@ def round_to_modules(plan: PlacementPlan, canonical: Mapping[str, str] | None = 
     # Groups captured at module granularity name no ops; their modules are the unit.
     for group, device in plan_groups(plan):
         if not group.get("ops"):
-            for path in group.get("modules", ()):  # type: ignore[attr-defined]
+            for path in group.get("modules", ()):
                 voted.setdefault(path if canonical is None else canonical.get(path, path), device)
     return ModuleRounding(voted, ops, moved, split)
 

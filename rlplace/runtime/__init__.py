@@ -1,1 +1,1 @@
-""""""
+"""Running a plan: in one process over several devices."""

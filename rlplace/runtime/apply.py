@@ -59,13 +59,13 @@ def apply(
     why_not_op = "the module level was asked for"
     if level != "module":
         try:
-            model.report = _apply_ops(model, plan, places, example_inputs)
+            vars(model)["report"] = _apply_ops(model, plan, places, example_inputs)
             return model
         except CannotRunError as error:
             why_not_op = str(error)
         if level == "op":
             raise InputError(f"apply: the model cannot run at op level: {why_not_op}; or use level='module'")
-    model.report = _apply_modules(model, plan, places, why_not_op)
+    vars(model)["report"] = _apply_modules(model, plan, places, why_not_op)
     return model
 
 

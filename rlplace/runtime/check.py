@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from rlplace.errors import InputError, MissingError, unknown_name
 from rlplace.plan.device_map import device_of_op, plan_groups
@@ -49,7 +49,7 @@ def check_model(model: nn.Module) -> None:
     if hasattr(model, "report"):
         raise InputError("apply: the module has an attribute 'report', which apply wants to set; rename it")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise InputError(f"apply: {name!r} is not initialised yet; run the module once on a small batch first")
         if tensor.is_meta:
             raise InputError(
@@ -66,7 +66,7 @@ def check_names(model: nn.Module, plan: PlacementPlan) -> None:
     known = {path for path, _ in model.named_modules(remove_duplicate=False)}
     named = [name.rpartition("/")[0] for name in device_of_op(plan)]
     for group, _ in plan_groups(plan):
-        named += group.get("modules", ())  # type: ignore[call-overload]
+        named += group.get("modules", ())
     for path in named:
         if path not in known:
             error = unknown_name("module", path, known)

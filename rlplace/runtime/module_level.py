@@ -102,7 +102,7 @@ def install(model: nn.Module, device_of_module: Mapping[str, torch.device], repo
     for module, path in paths.items():  # parents come before children
         if module is not model and module in covered:
             continue
-        moves_inputs = module in uniform and not (getattr(module, "inplace", False) is True)
+        moves_inputs = module in uniform and getattr(module, "inplace", False) is not True
         if module in uniform:
             covered.update(module.modules())
         _wrap_forward(module, path, device_of_module[path], moves_inputs, report if module is model else None)
@@ -150,8 +150,8 @@ def _wrap_forward(module: nn.Module, path: str, device: torch.device, moves_inpu
             result = forward(*args, **kwargs)
             if any(copy._version != version for copy, version in moved):
                 raise InputError(
-                    f"module {path or 'root'!r} writes to its input, which comes from another device, so its caller would not see "
-                    "the change; put both on one device, or make the operation not in-place"
+                    f"module {path or 'root'!r} writes to its input, which comes from another device, where the change would "
+                    "be lost; put both on one device, or make the operation not in-place"
                 )
             return result
         finally:

@@ -1,8 +1,8 @@
 """Runs a module op by op over several devices, from its exported graph.
 
-The graph is exported for one signature: the shapes and structure of the inputs, and which submodules are in training mode. A new
-signature (a smaller last batch, ``eval()``) is exported when it first comes, on fake tensors, and kept. All graphs read the same
-parameters and buffers, which stay in the module.
+The graph is exported for one signature: the shapes and structure of the inputs, and which submodules are in training mode. A
+new signature (a smaller last batch, ``eval()``) is exported when it first comes, on fake tensors, and kept. All graphs read the
+same parameters and buffers, which stay in the module.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ class ApplyReport:
         level: ``"op"`` or ``"module"``.
         devices: The devices, by the plan's device index.
         why_not_op: Why the plan runs at module level; None when it runs at op level.
-        device_of_module: Device index by path: at module level where each module that runs ops runs them, at op level where most
-            of its ops run.
+        device_of_module: Device index by path: at module level where each module runs its ops, at op level where most of its
+            ops run.
         parameter_bytes: Bytes of parameters and buffers on each device.
         ops: Ops that the plan places.
         ops_moved: Ops that run on another device than the plan says.

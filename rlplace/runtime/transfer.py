@@ -21,8 +21,8 @@ def move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> Non
         device_of: Device by qualified name, for the first name of every parameter and buffer.
     """
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    for module in recurrent:
-        module._flat_weight_refs = []  # weak references, which forbid tensors to trade places
+    for layer in recurrent:
+        layer._flat_weight_refs = []  # weak references, which forbid tensors to trade places
     for name, parameter in model.named_parameters():
         _move_parameter(parameter, device_of[name])
     moved: dict[int, torch.Tensor] = {}
@@ -32,8 +32,8 @@ def move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> Non
         for key, value in module._buffers.items():
             if value is not None:
                 module._buffers[key] = moved[id(value)]
-    for module in recurrent:
-        module._init_flat_weights()
+    for layer in recurrent:
+        layer._init_flat_weights()
 
 
 def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:

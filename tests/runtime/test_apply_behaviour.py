@@ -1,0 +1,242 @@
+"""What a placed module keeps of the unplaced one besides its numbers."""
+
+import copy
+import inspect
+
+import equality
+import pytest
+import sim_device
+import small_models
+import torch
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.runtime.apply import apply
+
+LEVELS = pytest.mark.parametrize("level", ["op", "module"])
+
+
+def place(name, devices, level, seed=3, **changes):
+    torch.manual_seed(0)
+    model, inputs, loss_of = small_models.MODELS[name](**changes)
+    reference = copy.deepcopy(model)
+    plan = equality.random_plan(equality.op_names(model, inputs), len(devices), seed)
+    return apply(model, plan, devices, example_inputs=inputs, level=level), reference, inputs, loss_of
+
+
+@LEVELS
+@pytest.mark.parametrize("name", ["gpt2", "inception", "awkward"])
+def test_smaller_last_batch_and_eval(sim, name, level):
+    placed, reference, inputs, loss_of = place(name, sim(3), level)
+    smaller = {key: value[:3] for key, value in inputs.items()}
+    equality.assert_same_step(placed, reference, inputs, loss_of)
+    equality.assert_same_step(placed, reference, smaller, loss_of)
+    placed.eval()
+    reference.eval()
+    assert not any(module.training for module in placed.modules())
+    with torch.no_grad():
+        ours, theirs = placed(**smaller), reference(**smaller)
+    for a, b in zip(torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs), strict=True):
+        torch.testing.assert_close(equality.on_cpu(a), b, rtol=1e-4, atol=2e-6)
+        assert not a.requires_grad
+    equality.assert_same_state(placed, reference)
+    placed.train()
+    reference.train()
+    equality.assert_same_step(placed, reference, inputs, loss_of)
+
+
+@LEVELS
+def test_state_dict_round_trip(sim, level):
+    placed, reference, inputs, loss_of = place("awkward", sim(3), level)
+    assert list(placed.state_dict()) == list(reference.state_dict())
+    assert [n for n, _ in placed.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    other = small_models.Awkward()
+    placed.load_state_dict(other.state_dict())
+    assert placed.head.weight is placed.embed.weight
+    equality.assert_same_step(placed, other, inputs, loss_of)
+    fresh = small_models.Awkward()
+    fresh.load_state_dict({name: equality.on_cpu(value) for name, value in placed.state_dict().items()})
+    equality.assert_same_state(placed, fresh)
+
+
+@LEVELS
+def test_parameters_stay_the_same_objects_and_ties_stay(sim, level):
+    torch.manual_seed(0)
+    model, inputs, _ = small_models.gpt2()
+    before = dict(model.named_parameters())
+    plan = equality.random_plan(equality.op_names(model, inputs), 3, 5)
+    placed = apply(model, plan, sim(3), example_inputs=inputs, level=level)
+    assert placed.lm_head.weight is placed.transformer.wte.weight
+    assert all(parameter is before[name] for name, parameter in placed.named_parameters())
+    assert {p.device.type for p in placed.parameters()} == {"sim"}
+    assert sum(placed.report.parameter_bytes) == sum(
+        t.numel() * t.element_size() for t in [*placed.parameters(), *placed.buffers()]
+    )
+
+
+@LEVELS
+def test_dropout_trains(sim, level):
+    placed, _, inputs, _ = place("gpt2", sim(2), level, dropout=0.2)
+    optimizer = torch.optim.Adam(placed.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = placed(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert placed(**inputs).loss.item() != placed(**inputs).loss.item()  # a new mask every time
+    placed.eval()
+    assert placed(**inputs).loss.item() == placed(**inputs).loss.item()
+
+
+@LEVELS
+def test_output_has_the_model_s_own_type(sim, level):
+    placed, reference, inputs, _ = place("bert", sim(2), level)
+    ours, theirs = placed(**inputs), reference(**inputs)
+    assert type(ours) is type(theirs)
+    assert list(ours) == list(theirs)
+    assert ours.loss.device.type == "sim"
+    assert list(inspect.signature(placed.forward).parameters) == list(inspect.signature(reference.forward).parameters)
+
+
+@LEVELS
+def test_inputs_may_be_on_any_device_and_are_not_changed(sim, level):
+    placed, reference, inputs, loss_of = place("llama", sim(2), level)
+    there = {key: value.to("sim:1") for key, value in inputs.items()}
+    a = loss_of(placed(**there)).item()
+    assert a == pytest.approx(loss_of(reference(**inputs)).item(), abs=1e-6)
+    assert all(torch.equal(equality.on_cpu(there[key]), inputs[key]) for key in inputs)
+
+
+class Chain(nn.Module):
+    """Two linears and a sum that reads the first one's result again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16, bias=False)
+        self.second = nn.Linear(16, 16, bias=False)
+        self.third = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y) + self.third(y) + y
+
+
+def chain_plan(model, inputs, devices):
+    names = equality.op_names(model, inputs)
+    assert [name.partition("/")[0] for name in names] == ["first", "second", "third", "add", "add_1"]
+    return equality.plan_for(names, devices)
+
+
+@LEVELS
+def test_copies_are_made_once_per_tensor_and_device(sim, level):
+    model, x = Chain(), torch.randn(4, 8)
+    placed = apply(model, chain_plan(model, ((x,), {}), [0, 1, 1, 1, 1]), sim(2), example_inputs=(x,), level=level)
+    sim_device.copies.clear()
+    y = placed(x)
+    # The input to device 0, then y once to device 1, where three ops read it.
+    activation = 4 * 16 * 4
+    expected = [sim_device.Copy("cpu", "sim:0", 4 * 8 * 4), sim_device.Copy("sim:0", "sim:1", activation)]
+    assert sim_device.copies == expected
+    assert placed.report.copies_per_forward == 2
+    assert placed.report.ops_moved == 0
+    assert str(y.device) == "sim:1"
+    y.sum().backward()
+    assert sim_device.copies == [*expected, sim_device.Copy("sim:1", "sim:0", activation)]
+
+
+@LEVELS
+@pytest.mark.parametrize("name", ["resnet", "t5"])
+def test_reported_copies_are_the_ones_made(sim, name, level):
+    placed, _, inputs, loss_of = place(name, sim(3), level)
+    sim_device.copies.clear()
+    loss = loss_of(placed(**inputs))
+    forward = len(sim_device.copies)
+    # At module level the model's own calls of Tensor.to may add to what is counted.
+    assert forward == placed.report.copies_per_forward or (level == "module" and forward >= placed.report.copies_per_forward)
+    loss.backward()
+    assert len(sim_device.copies) - forward <= forward
+
+
+class InPlaceChild(nn.Module):
+    """The child changes its input, and the parent reads it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.child = nn.Sequential(nn.Hardtanh(inplace=True), nn.Linear(4, 4))
+
+    def forward(self, x):
+        y = self.first(x) * 1
+        return self.child(y) + y
+
+
+def test_write_to_an_input_from_another_device(sim):
+    model, x = InPlaceChild(), torch.randn(3, 4)
+    reference = copy.deepcopy(model)
+    names = equality.op_names(model, {"x": x})
+    devices = [int(name.startswith("child")) for name in names]
+    with pytest.raises(InputError, match="'child' writes to its input"):
+        apply(copy.deepcopy(model), equality.plan_for(names, devices), sim(2), level="module")(x)
+    placed = apply(model, equality.plan_for(names, devices), sim(2), level="op", example_inputs=(x,))
+    equality.assert_same_step(placed, reference, {"x": x}, lambda y: y.sum())
+    assert placed.report.ops_moved == 1
+
+
+class WritesToInput(nn.Module):
+    """Changes what the caller gave; later ops on other devices must see the change."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        before = x + 1
+        x[:, 0] = 0
+        return self.linear(x) + before * x
+
+
+def test_a_written_user_input_is_seen_by_all_devices(sim):
+    model, x = WritesToInput(), torch.randn(3, 4)
+    reference = copy.deepcopy(model)
+    names = equality.op_names(model, ((x,), {}))
+    for seed in range(4):
+        ours = copy.deepcopy(model)
+        placed = apply(ours, equality.random_plan(names, 3, seed), sim(3), example_inputs=(x.clone(),), level="op")
+        torch.testing.assert_close(equality.on_cpu(placed(x.clone())), reference(x.clone()).detach())
+
+
+def test_module_level_with_gradient_checkpointing(sim):
+    torch.manual_seed(0)
+    model, inputs, loss_of = small_models.llama()
+    reference = copy.deepcopy(model)
+    plan = equality.random_plan(equality.op_names(model, inputs), 3, 2)
+    placed = apply(model, plan, sim(3), level="module")
+    placed.gradient_checkpointing_enable({"use_reentrant": False})
+    reference.gradient_checkpointing_enable({"use_reentrant": False})
+    equality.assert_same_step(placed, reference, inputs, loss_of)
+
+
+def test_op_level_refuses_autocast(sim):
+    placed, _, inputs, _ = place("bert", sim(2), "op")
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):
+        placed(**inputs)
+
+
+def test_frozen_and_unused_parameters_are_placed(sim):
+    for level in ("op", "module"):
+        placed, _, _, _ = place("awkward", sim(2), level)
+        assert placed.unused.weight.device.type == "sim"
+        assert placed.frozen.device.type == "sim"
+        assert not placed.frozen.requires_grad
+
+
+def test_gradients_and_hooks_on_parameters_survive_the_move(sim):
+    model, x = Chain(), torch.randn(4, 8)
+    model(x).sum().backward()
+    before = model.first.weight.grad.clone()
+    placed = apply(model, chain_plan(model, ((x,), {}), [1, 0, 0, 0, 0]), sim(2), level="module")
+    assert str(placed.first.weight.grad.device) == "sim:1"
+    torch.testing.assert_close(equality.on_cpu(placed.first.weight.grad), before)

@@ -37,7 +37,7 @@ class GraphTensors:
 
 def graph_tensors(instance: Instance) -> GraphTensors:
     """The static tensors of one instance."""
-    edges = torch.stack([torch.as_tensor(instance.edge_source.copy()), torch.as_tensor(instance.edge_target.copy())]).long()
+    edges = torch.stack([torch.as_tensor(instance.graph.source.copy()), torch.as_tensor(instance.graph.target.copy())]).long()
     return GraphTensors(
         nodes=torch.from_numpy(node_features(instance)), edges=edges, edge_values=torch.from_numpy(edge_features(instance))
     )

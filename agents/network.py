@@ -16,7 +16,13 @@ from rlplace.envs.features import FEATURES, NUM_FEATURES
 from rlplace.envs.observation import NUM_CONTEXT, NUM_NODE_FEATURES
 from torch import Tensor, nn
 
-_HEURISTIC = {"finish_delay": -8.0, "imbalance_change": -4.0, "communication_change": -4.0, "memory_after": -0.5}
+_HEURISTIC = {
+    "finish_delay": -8.0,
+    "imbalance_change": -4.0,
+    "communication_change": -4.0,
+    "memory_after": -0.5,
+    "expected_saving": 20.0,
+}
 """Start of the linear part: earliest finish while constructing, less imbalance and less communication while refining."""
 
 

@@ -91,12 +91,13 @@ class Agent:
         single = self._sample(search, samples)
         if self.checkpoint.environment == "rlplace/Refinement-v0" and problem.num_devices > 1:
             search.run_guided()
-        timeline = simulate(problem, search.best_plan)
+        best, priority = search.best_plan, None
+        timeline = simulate(problem, best)
+        if floor is not None and not (timeline.feasible and timeline.step_time_s <= floor.predicted["step_time_s"]):
+            best, priority = floor.device_of_group, floor.priority
+            timeline = simulate(problem, best, priority=priority)
         if not timeline.feasible:
             raise reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
-        best = search.best_plan
-        if floor is not None and floor.predicted["step_time_s"] <= (timeline.step_time_s or math.inf):
-            best, timeline = floor.device_of_group, simulate(problem, floor.device_of_group, priority=floor.priority)
         predicted = {
             **timeline.predicted(problem),
             "floor_step_time_s": None if floor is None else floor.predicted["step_time_s"],
@@ -104,7 +105,6 @@ class Agent:
             "search_calls": search.calls,
             "agent": self.checkpoint.name,
         }
-        priority = floor.priority if floor is not None and best is floor.device_of_group else None
         return make_plan(problem, best, planner="agent", seed=seed, predicted=predicted, priority=priority)
 
     def finetune(self, problems: Sequence[Problem], *, steps: int = 20_000, seed: int = 0, out: str | Path) -> Agent:

@@ -19,9 +19,15 @@ from rlplace.problem.toys import random_problem
 from rlplace.simulator import simulate
 
 TRAIN_MODELS = (
-    "zoo:inception", "zoo:lstm", "zoo:transformer,num_layers=2", "zoo:moe_toy", "zoo:nasnet", "zoo:mlp",
-)  # fmt: skip
-TEST_MODELS = ("zoo:dlrm", "zoo:unet")
+    ("zoo:inception", 64, 64),
+    ("zoo:lstm", 64, 64),
+    ("zoo:transformer,layers=4", 32, 256),
+    ("zoo:moe_toy", 8192, 64),
+    ("zoo:nasnet", 256, 64),
+    ("zoo:mlp", 4096, 64),
+)
+"""Models with the batch and sequence length they are captured at."""
+TEST_MODELS = (("zoo:dlrm", 4096, 64), ("zoo:unet", 32, 64))
 """Whole families that training does not see."""
 
 CLUSTERS = ("a100-80g:2", "a100-80g:4", "v100:4,pcie", "v100:2x2,eth=25g", "a100-40g:2+v100:2", "t4:4", "h100:8")
@@ -93,7 +99,9 @@ def _synthetic(count: int, seed: int) -> list[Problem]:
     return problems
 
 
-def _captured(models: tuple[str, ...], clusters: tuple[str, ...], seed: int, progress: Callable[[str], None]) -> list[Problem]:
+def _captured(
+    models: tuple[tuple[str, int, int], ...], clusters: tuple[str, ...], seed: int, progress: Callable[[str], None]
+) -> list[Problem]:
     from rlplace.cluster.spec import Cluster
     from rlplace.cost.price import price
     from rlplace.graph.capture import capture
@@ -101,9 +109,9 @@ def _captured(models: tuple[str, ...], clusters: tuple[str, ...], seed: int, pro
 
     rng = np.random.default_rng(seed)
     problems = []
-    for spec in models:
+    for spec, batch, seq in models:
         progress(f"capturing {spec}")
-        loaded = load_model(spec, batch=16, seq=64)
+        loaded = load_model(spec, batch=batch, seq=seq)
         graph = capture(loaded.module, loaded.example_inputs, loss=loaded.loss, name=loaded.name)
         for text in clusters:
             groups = int(rng.choice([48, 80, 128]))

@@ -17,14 +17,14 @@ from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.base import static_context
 from rlplace.envs.instance import Instance
-from rlplace.envs.moves import apply_move, propose
+from rlplace.envs.moves import Moves, make_moves, propose
 from rlplace.envs.observation import NUM_CONTEXT, features, placed_state
 from rlplace.envs.reward import score
 
 from rlplace.simulator import Simulator, simulate
 
 _MOVES = 48  # moves drawn per decision
-_TRIES = 6  # moves simulated per decision of the search
+_TRIES = 20  # moves simulated per decision of the search
 
 
 @dataclass(eq=False)
@@ -66,12 +66,12 @@ class Search:
         for step in range(length):
             if self.exhausted:
                 return
-            first, last, device, logits = self._decide(plan, current, 1.0 - step / length)
-            if len(first) == 0:
+            moves, logits = self._decide(plan, current, 1.0 - step / length)
+            if len(logits) == 0:
                 return
             noise = self.rng.gumbel(size=len(logits)) if temperature > 0 else 0.0
             choice = int(np.argmax(logits + temperature * noise))
-            plan = apply_move(self.instance, plan, int(first[choice]), int(last[choice]), int(device[choice]))
+            plan = moves.apply(plan, choice)
             current = self._evaluate(plan)
 
     def run_guided(self) -> None:
@@ -84,12 +84,12 @@ class Search:
                 (self.calls - begin_calls) / max(self.max_calls - begin_calls, 1),
                 (time.perf_counter() - begin) / max(self.deadline - begin, 1e-9),
             )
-            first, last, device, logits = self._decide(plan, current, 0.5)
-            if len(first) == 0:
+            moves, logits = self._decide(plan, current, 0.5)
+            if len(logits) == 0:
                 return
             found: tuple[float, NDArray[np.int32]] | None = None
             for choice in np.argsort(-(logits + 0.5 * self.rng.gumbel(size=len(logits))))[:_TRIES]:
-                candidate = apply_move(self.instance, plan, int(first[choice]), int(last[choice]), int(device[choice]))
+                candidate = moves.apply(plan, int(choice))
                 value = self._evaluate(candidate)
                 if found is None or value < found[0]:
                     found = (value, candidate)
@@ -111,29 +111,28 @@ class Search:
             self.best_score, self.best_plan = value, plan.copy()
         return value
 
-    def _decide(
-        self, plan: NDArray[np.int32], current: float, left: float
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+    def _decide(self, plan: NDArray[np.int32], current: float, left: float) -> tuple[Moves, NDArray[np.float64]]:
         """Legal moves and their logits."""
         instance = self.instance
         self.calls += 1
-        state = placed_state(instance, simulate(instance.problem, plan), plan)
-        first, last, device = propose(instance, plan, state.tightness, self.rng, _MOVES)
-        table = features(instance, state, first, last, device)
-        legal = (first >= 0) & (table[:, 8] <= 1.0)
-        first, last, device, table = first[legal], last[legal], device[legal], table[legal]
-        if len(first) == 0:
-            return first, last, device, np.zeros(0)
+        timeline = simulate(instance.problem, plan)
+        state = placed_state(instance, timeline, plan)
+        moves = propose(instance, timeline, plan, state.tightness, self.rng, _MOVES)
+        table = features(instance, state, moves)
+        legal = np.flatnonzero(moves.exists & (table[:, 8] <= 1.0))
+        if len(legal) == 0:
+            return make_moves([], 0), np.zeros(0)
+        rows = [(0.0, moves.groups[moves.ptr[k] : moves.ptr[k + 1]].tolist(), int(moves.device[k])) for k in legal]
+        moves, table = make_moves(rows, len(rows)), table[legal]
         context = np.zeros(NUM_CONTEXT, dtype=np.float32)
-        context[:7] = np.clip(
-            [*static_context(instance), left, current, self.best_score, state.load_s.max() / instance.ideal_s], -8, 8
-        )
+        load = float(state.load_s.max()) / instance.ideal_s
+        context[:7] = np.clip([*static_context(instance), left, current, self.best_score, load], -8, 8)
         with torch.no_grad():
             logits, _ = self.network(
                 [self._embedding],
                 torch.zeros(1, dtype=torch.long),
                 torch.from_numpy(table).unsqueeze(0),
-                torch.from_numpy(instance.order[first].astype(np.int64)).unsqueeze(0),
+                torch.from_numpy(moves.first_group.astype(np.int64)).unsqueeze(0),
                 torch.from_numpy(context).unsqueeze(0),
             )
-        return first, last, device, logits[0].double().numpy()
+        return moves, logits[0].double().numpy()

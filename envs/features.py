@@ -1,7 +1,7 @@
 """List-scheduling features of candidate moves, compiled.
 
-A candidate puts the groups ``order[first..last]`` on one device. Both environments describe their candidates with the same
-features, so that one network can score devices (Placement-v0) and moves (Refinement-v0). All times are divided by the
+A candidate puts a set of groups on one device (see `rlplace.envs.moves`). Both environments describe their candidates with
+the same features, so that one network can score devices (Placement-v0) and moves (Refinement-v0). All times are divided by the
 instance's `ideal_s`, all bytes by the memory limit of the device, and everything is clipped to [-`CLIP`, `CLIP`].
 """
 
@@ -28,6 +28,7 @@ FEATURES = (
     "finish_delay",  # earliest finish on this device minus the best device's (0 while refining)
     "length",  # log2 of the number of moved groups, over 8
     "depth",  # where in the step the first moved group starts
+    "expected_saving",  # what the bottleneck analysis expects to save (0 for random moves and while constructing)
 )
 NUM_FEATURES = len(FEATURES)
 CLIP = 8.0
@@ -36,37 +37,35 @@ TIME_BINS = 64
 
 @njit(cache=True)  # type: ignore[misc]
 def candidate_features(  # type: ignore[no-untyped-def]
-    first, last, device, order, device_of_group, load_s, pinned_bytes, peak_bytes, limit_bytes, time_s, mean_time_s,
-    group_pinned_bytes, neighbour_ptr, neighbour, neighbour_bytes, seconds_per_byte, latency_s, criticality, depth, tightness,
-    window, idle, ideal_s, finish_delay_s, out,
+    ptr, groups, device, saving_s, finish_delay_s, device_of_group, load_s, pinned_bytes, peak_bytes, tightness, window, idle,
+    limit_bytes, time_s, mean_time_s, group_pinned_bytes, neighbor_ptr, neighbor, neighbor_bytes, seconds_per_byte, latency_s,
+    criticality, depth, ideal_s, out,
 ):  # fmt: skip
-    """Fills `out` float32 [K, F] for K candidates; rows with ``first < 0`` become zero.
+    """Fills `out` float32 [K, F] for K candidates; candidates without groups become zero.
 
     Args:
-        first, last: int32 [K], positions in `order`.
-        device: int32 [K].
+        ptr, groups, device, saving_s: The moves, see `rlplace.envs.moves.Moves`.
+        finish_delay_s: float64 [K].
         device_of_group: int32 [G], -1 where not placed yet.
         load_s: float64 [D], work placed on each device.
         pinned_bytes: float64 [D], provable bytes on each device. peak_bytes: float64 [D], simulated peaks (0 if unknown).
         tightness: float64 [G]. window: int32 [G, 2], first and last time bin of the group. idle: float64 [D, TIME_BINS].
-        finish_delay_s: float64 [K].
         (the others: see `rlplace.envs.instance.Instance`)
     """
-    groups = len(device_of_group)
-    moved = np.zeros(groups, np.bool_)
-    for k in range(len(first)):
+    moved = np.zeros(len(device_of_group), np.bool_)
+    for k in range(len(device)):
         out[k, :] = 0.0
-        if first[k] < 0:
+        if ptr[k] == ptr[k + 1]:
             continue
         destination = device[k]
-        source = device_of_group[order[first[k]]]
-        for position in range(first[k], last[k] + 1):
-            moved[order[position]] = True
+        source = device_of_group[groups[ptr[k]]]
+        for index in range(ptr[k], ptr[k + 1]):
+            moved[groups[index]] = True
         here, there, work, arriving = 0.0, 0.0, 0.0, 0.0
         before, after, near, total = 0.0, 0.0, 0.0, 0.0
         crit, tight, idle_sum, idle_count = 0.0, 0.0, 0.0, 0
-        for position in range(first[k], last[k] + 1):
-            group = order[position]
+        for index in range(ptr[k], ptr[k + 1]):
+            group = groups[index]
             there += time_s[group, destination]
             here += time_s[group, source] if source >= 0 else mean_time_s[group]
             work += mean_time_s[group]
@@ -76,23 +75,23 @@ def candidate_features(  # type: ignore[no-untyped-def]
             for b in range(window[group, 0], window[group, 1] + 1):
                 idle_sum += idle[destination, b]
                 idle_count += 1
-            for entry in range(neighbour_ptr[group], neighbour_ptr[group + 1]):
-                other = neighbour[entry]
+            for entry in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
+                other = neighbor[entry]
                 if moved[other]:
                     continue
                 where = device_of_group[other]
-                total += neighbour_bytes[entry]
+                size = neighbor_bytes[entry]
+                total += size
                 if where < 0:
                     continue
-                size = neighbour_bytes[entry]
                 if where == destination:
                     near += size
                 else:
                     after += latency_s[where, destination] + size * seconds_per_byte[where, destination]
                 if source >= 0 and where != source:
                     before += latency_s[where, source] + size * seconds_per_byte[where, source]
-        for position in range(first[k], last[k] + 1):
-            moved[order[position]] = False
+        for index in range(ptr[k], ptr[k + 1]):
+            moved[groups[index]] = False
         source_load = load_s[source] if source >= 0 else 0.0
         larger_before = max(source_load, load_s[destination])
         larger_after = max(source_load - here if source >= 0 else 0.0, load_s[destination] + there)
@@ -103,7 +102,7 @@ def candidate_features(  # type: ignore[no-untyped-def]
         out[k, 3] = work / ideal_s
         out[k, 4] = np.log(max(there, 1e-12) / max(here, 1e-12)) if there < np.inf else CLIP
         out[k, 5] = after / ideal_s
-        out[k, 6] = (after - before) / ideal_s
+        out[k, 6] = (after - before) / ideal_s if before < np.inf else -CLIP
         out[k, 7] = near / total if total > 0 else 0.0
         out[k, 8] = (pinned_bytes[destination] + arriving) / limit if limit < np.inf else 0.0
         out[k, 9] = (peak_bytes[destination] + arriving) / limit if limit < np.inf and peak_bytes[destination] > 0 else 0.0
@@ -111,8 +110,9 @@ def candidate_features(  # type: ignore[no-untyped-def]
         out[k, 11] = tight
         out[k, 12] = idle_sum / idle_count if idle_count > 0 else 0.0
         out[k, 13] = finish_delay_s[k] / ideal_s
-        out[k, 14] = np.log2(last[k] - first[k] + 1.0) / 8.0
-        out[k, 15] = depth[order[first[k]]]
+        out[k, 14] = np.log2(float(ptr[k + 1] - ptr[k])) / 8.0
+        out[k, 15] = depth[groups[ptr[k]]]
+        out[k, 16] = saving_s[k] / ideal_s
         for f in range(out.shape[1]):
             out[k, f] = min(max(out[k, f], -CLIP), CLIP)
 

@@ -1,6 +1,6 @@
 """An `Instance`: a problem with everything about it that does not change while it is being solved.
 
-Axes: D devices, G groups, E directed group pairs that exchange data, A entries of the symmetric adjacency.
+Axes: D devices, G groups.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from rlplace.envs.memory import group_footprint_bytes, group_pinned_bytes
 
-from rlplace.errors import InfeasibleError, InputError
+from rlplace.errors import InfeasibleError, unknown_name
 from rlplace.planners import get_planner
 from rlplace.planners.bounds import lower_bounds
-from rlplace.problem import FORWARD, Problem
+from rlplace.planners.groupgraph import GroupGraph, group_graph, inverse_bandwidth
+from rlplace.problem import Problem
+from rlplace.simulator import default_priority, simulate
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,14 +26,12 @@ class Instance:
 
     Attributes:
         problem: The problem itself.
+        graph: Its group graph.
         floor: int32 [G], plan of the best classical planner; None when none is feasible.
         reference_step_time_s: Step time of `floor`, or the lower bound where there is no floor.
-        order: int32 [G], groups in topological order, branches kept together.
-        edge_source, edge_target: int32 [E], groups that exchange forward or backward data, by direction.
-        edge_bytes: float64 [E].
-        neighbour_ptr, neighbour, neighbour_bytes: Symmetric adjacency as CSR: int64 [G + 1], int32 [A], float64 [A].
-        time_s: float64 [G, D], inf where the group may not sit.
-        mean_time_s: float64 [G], over the devices that are allowed.
+        order: int32 [G], the order in which Placement-v0 asks for groups.
+        position: int32 [G], place of each group in the depth-first order of the graph.
+        neighbor_bytes: float64, bytes of every entry of ``graph.neighbor``.
         allowed: bool [G, D].
         pinned_bytes: float64 [G], resident bytes plus saved activations that are provably live at one instant.
         footprint_bytes: float64 [G], the largest amount that one op of the group needs beside resident bytes.
@@ -43,17 +43,12 @@ class Instance:
     """
 
     problem: Problem
+    graph: GroupGraph
     floor: NDArray[np.int32] | None
     reference_step_time_s: float
     order: NDArray[np.int32]
-    edge_source: NDArray[np.int32]
-    edge_target: NDArray[np.int32]
-    edge_bytes: NDArray[np.float64]
-    neighbour_ptr: NDArray[np.int64]
-    neighbour: NDArray[np.int32]
-    neighbour_bytes: NDArray[np.float64]
-    time_s: NDArray[np.float64]
-    mean_time_s: NDArray[np.float64]
+    position: NDArray[np.int32]
+    neighbor_bytes: NDArray[np.float64]
     allowed: NDArray[np.bool_]
     pinned_bytes: NDArray[np.float64]
     footprint_bytes: NDArray[np.float64]
@@ -81,53 +76,33 @@ def make_instance(
         order: One of `ORDERS`: in which order Placement-v0 asks for groups.
     """
     if order not in ORDERS:
-        raise InputError(f"unknown group order {order!r}; known: {', '.join(ORDERS)}")
-    step_time = None
+        raise unknown_name("group order", order, ORDERS)
     if floor is None and compute_floor:
         try:
-            plan = get_planner("best")(problem)
-            floor, step_time = plan.device_of_group, plan.predicted["step_time_s"]
+            floor = get_planner("best")(problem).device_of_group
         except InfeasibleError:
             floor = None
-    if floor is not None and step_time is None:
-        from rlplace.simulator import simulate
-
-        step_time = simulate(problem, floor).step_time_s
-    source, target, size = _group_edges(problem)
-    ptr, neighbour, neighbour_bytes = _symmetric(source, target, size, problem.num_groups)
-    time_s, allowed = problem.group_time_s, problem.group_allowed
-    mean = np.where(allowed, time_s, 0.0).sum(axis=1) / np.maximum(allowed.sum(axis=1), 1)
-    top, bottom = _levels(problem)
-    through = np.zeros(problem.num_groups)
-    np.maximum.at(through, problem.op_group, top + bottom)
-    start = np.full(problem.num_groups, np.inf)
-    np.minimum.at(start, problem.op_group, top)
+    step_time = None if floor is None else simulate(problem, floor).step_time_s
+    graph = group_graph(problem)
+    through, start = _paths(problem)
     longest = max(float(through.max()), 1e-30)
-    bandwidth = problem.links.bandwidth_bytes_per_s
-    seconds_per_byte = np.divide(1.0, bandwidth, out=np.full_like(bandwidth, np.inf), where=bandwidth > 0)
-    np.fill_diagonal(seconds_per_byte, 0.0)
     latency = problem.links.latency_s.copy()
     np.fill_diagonal(latency, 0.0)
     return Instance(
         problem=problem,
+        graph=graph,
         floor=None if floor is None else np.asarray(floor, dtype=np.int32),
-        reference_step_time_s=float(step_time) if step_time else lower_bounds(problem).step_time_s,
-        order=ORDERS[order](problem, source, target, through),
-        edge_source=source,
-        edge_target=target,
-        edge_bytes=size,
-        neighbour_ptr=ptr,
-        neighbour=neighbour,
-        neighbour_bytes=neighbour_bytes,
-        time_s=time_s,
-        mean_time_s=mean,
-        allowed=allowed,
+        reference_step_time_s=float(step_time) if step_time else max(lower_bounds(problem).step_time_s, 1e-30),
+        order=ORDERS[order](graph, through),
+        position=np.argsort(graph.depth_first_order, kind="stable").astype(np.int32),
+        neighbor_bytes=graph.edge_bytes[graph.neighbor_edge].astype(np.float64),
+        allowed=problem.group_allowed,
         pinned_bytes=group_pinned_bytes(problem),
         footprint_bytes=group_footprint_bytes(problem),
         limit_bytes=problem.memory_limit_bytes,
-        seconds_per_byte=seconds_per_byte,
+        seconds_per_byte=inverse_bandwidth(problem),
         latency_s=latency,
-        ideal_s=max(float(mean.sum()) / problem.num_devices, 1e-30),
+        ideal_s=max(float(graph.mean_time_s.sum()) / problem.num_devices, 1e-30),
         criticality=through / longest,
         depth=np.where(np.isfinite(start), start, 0.0) / longest,
     )
@@ -138,104 +113,32 @@ def make_instances(problems: Iterable[Problem]) -> list[Instance]:
     return [make_instance(problem) for problem in problems]
 
 
-def _group_edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
-    """Directed group pairs and the bytes between them; a tensor counts once per receiving group."""
-    tensor = problem.edge_tensor
-    producer, owner = problem.tensor_producer[tensor], problem.tensor_owner[tensor]
-    source = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], owner).astype(np.int64)
-    target = problem.op_group[problem.consumers].astype(np.int64)
-    cross = source != target
-    groups = max(problem.num_groups, 1)
-    once = np.unique(tensor[cross].astype(np.int64) * groups + target[cross])
-    tensor_once, target_once = once // groups, once % groups
-    made = problem.tensor_producer[tensor_once]
-    source_once = np.where(made >= 0, problem.op_group[np.maximum(made, 0)], problem.tensor_owner[tensor_once])
-    pair, index = np.unique(source_once.astype(np.int64) * groups + target_once, return_inverse=True)
-    size = np.bincount(index, weights=problem.tensor_bytes[tensor_once], minlength=len(pair)).astype(np.float64)
-    return (pair // groups).astype(np.int32), (pair % groups).astype(np.int32), size
-
-
-def _symmetric(
-    source: NDArray[np.int32], target: NDArray[np.int32], size: NDArray[np.float64], groups: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float64]]:
-    one = np.concatenate([source, target]).astype(np.int64)
-    other = np.concatenate([target, source]).astype(np.int64)
-    pair, index = np.unique(one * max(groups, 1) + other, return_inverse=True)
-    total = np.bincount(index, weights=np.concatenate([size, size]), minlength=len(pair)).astype(np.float64)
-    ptr = np.searchsorted(pair // max(groups, 1), np.arange(groups + 1)).astype(np.int64)
-    return ptr, (pair % max(groups, 1)).astype(np.int32), total
-
-
-def _levels(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Top level (longest path before) and bottom level (longest path from the start) of every op, without communication."""
-    from rlplace.simulator import default_priority
-
+def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Per group the longest path through one of its ops and the earliest start of one, without communication."""
     bottom = default_priority(problem)
     top = np.zeros(problem.num_ops)
     mean = np.nanmean(problem.time_s, axis=1)
-    outputs: list[list[int]] = [[] for _ in range(problem.num_ops)]
+    readers: list[list[int]] = [[] for _ in range(problem.num_ops)]
     for tensor, consumer in zip(problem.edge_tensor.tolist(), problem.consumers.tolist(), strict=True):
         producer = int(problem.tensor_producer[tensor])
         if producer >= 0:
-            outputs[producer].append(consumer)
+            readers[producer].append(consumer)
     for op in problem.topological_order.tolist():
         done = top[op] + mean[op]
-        for consumer in outputs[op]:
+        for consumer in readers[op]:
             if done > top[consumer]:
                 top[consumer] = done
-    return top, bottom
+    through, start = np.zeros(problem.num_groups), np.full(problem.num_groups, np.inf)
+    np.maximum.at(through, problem.op_group, top + bottom)
+    np.minimum.at(start, problem.op_group, top)
+    return through, start
 
 
-Order = Callable[[Problem, NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]], NDArray[np.int32]]
+Order = Callable[[GroupGraph, NDArray[np.float64]], NDArray[np.int32]]
 
-
-def _topological(
-    problem: Problem, source: NDArray[np.int32], target: NDArray[np.int32], through: NDArray[np.float64]
-) -> NDArray[np.int32]:
-    """Reverse postorder of a depth-first search over forward data: topological, and a branch stays in one piece."""
-    forward = problem.op_phase == FORWARD
-    first = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
-    position = np.empty(problem.num_ops, dtype=np.int64)
-    position[problem.topological_order] = np.arange(problem.num_ops)
-    np.minimum.at(first, problem.op_group[forward], position[forward])
-    later = first[source] < first[target]
-    children: list[list[int]] = [[] for _ in range(problem.num_groups)]
-    for parent, child in zip(source[later].tolist(), target[later].tolist(), strict=True):
-        children[parent].append(child)
-    roots = np.argsort(first, kind="stable").tolist()
-    rank = {group: index for index, group in enumerate(roots)}
-    for row in children:
-        row.sort(key=lambda group: -rank[group])
-    seen = np.zeros(problem.num_groups, dtype=bool)
-    postorder: list[int] = []
-    for root in reversed(roots):
-        stack = [(root, 0)] if not seen[root] else []
-        seen[root] = True
-        while stack:
-            group, index = stack.pop()
-            if index < len(children[group]):
-                stack.append((group, index + 1))
-                child = children[group][index]
-                if not seen[child]:
-                    seen[child] = True
-                    stack.append((child, 0))
-            else:
-                postorder.append(group)
-    return np.array(postorder[::-1], dtype=np.int32)
-
-
-def _by_criticality(
-    problem: Problem, source: NDArray[np.int32], target: NDArray[np.int32], through: NDArray[np.float64]
-) -> NDArray[np.int32]:
-    return np.argsort(-through, kind="stable").astype(np.int32)
-
-
-def _by_time(
-    problem: Problem, source: NDArray[np.int32], target: NDArray[np.int32], through: NDArray[np.float64]
-) -> NDArray[np.int32]:
-    work = np.where(problem.group_allowed, problem.group_time_s, 0.0).sum(axis=1)
-    return np.argsort(-work, kind="stable").astype(np.int32)
-
-
-ORDERS: dict[str, Order] = {"topological": _topological, "criticality": _by_criticality, "time": _by_time}
+ORDERS: dict[str, Order] = {
+    "topological": lambda graph, through: graph.depth_first_order,
+    "criticality": lambda graph, through: np.argsort(-through, kind="stable").astype(np.int32),
+    "time": lambda graph, through: np.argsort(-graph.mean_time_s, kind="stable").astype(np.int32),
+}
 """Named orders in which Placement-v0 asks for groups."""

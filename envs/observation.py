@@ -24,6 +24,7 @@ from rlplace.envs.features import (
     realised_slack,
 )
 from rlplace.envs.instance import Instance
+from rlplace.envs.moves import Moves
 
 from rlplace.simulator.timeline import Timeline
 
@@ -93,27 +94,24 @@ def load_and_pinned(instance: Instance, device_of_group: NDArray[np.int32]) -> t
     devices = instance.problem.num_devices
     placed = np.flatnonzero(device_of_group >= 0)
     where = device_of_group[placed]
-    load: NDArray[Any] = np.bincount(where, weights=instance.time_s[placed, where], minlength=devices)
+    load: NDArray[Any] = np.bincount(where, weights=instance.graph.time_s[placed, where], minlength=devices)
     pinned: NDArray[Any] = np.bincount(where, weights=instance.pinned_bytes[placed], minlength=devices)
     return load, pinned
 
 
 def features(
-    instance: Instance,
-    state: State,
-    first: NDArray[np.int32],
-    last: NDArray[np.int32],
-    device: NDArray[np.int32],
-    finish_delay_s: NDArray[np.float64] | None = None,
+    instance: Instance, state: State, moves: Moves, finish_delay_s: NDArray[np.float64] | None = None
 ) -> NDArray[np.float32]:
     """float32 [K, F], the features of K candidates."""
-    out = np.zeros((len(first), NUM_FEATURES), dtype=np.float32)
+    count = len(moves.device)
+    out = np.zeros((count, NUM_FEATURES), dtype=np.float32)
+    graph = instance.graph
     candidate_features(
-        first, last, device, instance.order, state.device_of_group, state.load_s, state.pinned_bytes, state.peak_bytes,
-        instance.limit_bytes, instance.time_s, instance.mean_time_s, instance.pinned_bytes, instance.neighbour_ptr,
-        instance.neighbour, instance.neighbour_bytes, instance.seconds_per_byte, instance.latency_s, instance.criticality,
-        instance.depth, state.tightness, state.window, state.idle, instance.ideal_s,
-        np.zeros(len(first)) if finish_delay_s is None else finish_delay_s, out,
+        moves.ptr, moves.groups, moves.device, moves.saving_s, np.zeros(count) if finish_delay_s is None else finish_delay_s,
+        state.device_of_group, state.load_s, state.pinned_bytes, state.peak_bytes, state.tightness, state.window, state.idle,
+        instance.limit_bytes, graph.time_s, graph.mean_time_s, instance.pinned_bytes, graph.neighbor_ptr, graph.neighbor,
+        instance.neighbor_bytes, instance.seconds_per_byte, instance.latency_s, instance.criticality, instance.depth,
+        instance.ideal_s, out,
     )  # fmt: skip
     return out
 
@@ -121,17 +119,17 @@ def features(
 def node_features(instance: Instance) -> NDArray[np.float32]:
     """float32 [G, `NUM_NODE_FEATURES`], static facts of every group, free of units."""
     problem = instance.problem
-    scale = max(float(instance.mean_time_s.sum()), 1e-30)
+    scale = max(float(instance.graph.mean_time_s.sum()), 1e-30)
     groups = problem.num_groups
-    sent = np.bincount(instance.edge_source, weights=instance.edge_bytes, minlength=groups)
-    received = np.bincount(instance.edge_target, weights=instance.edge_bytes, minlength=groups)
+    sent = np.bincount(instance.graph.source, weights=instance.graph.edge_bytes, minlength=groups)
+    received = np.bincount(instance.graph.target, weights=instance.graph.edge_bytes, minlength=groups)
     rate = _mean_seconds_per_byte(instance)
     limit = float(np.min(instance.limit_bytes)) if np.isfinite(instance.limit_bytes).any() else np.inf
-    degree = np.diff(instance.neighbour_ptr).astype(np.float64)
+    degree = np.diff(instance.graph.neighbor_ptr).astype(np.float64)
     forward = np.bincount(problem.op_group, weights=problem.op_phase == 0, minlength=groups)
     columns = [
-        np.log1p(instance.mean_time_s / scale * groups),
-        instance.mean_time_s / instance.ideal_s,
+        np.log1p(instance.graph.mean_time_s / scale * groups),
+        instance.graph.mean_time_s / instance.ideal_s,
         np.log1p(sent * rate / instance.ideal_s * groups),
         np.log1p(received * rate / instance.ideal_s * groups),
         instance.pinned_bytes / limit if np.isfinite(limit) else np.zeros(groups),
@@ -146,8 +144,8 @@ def node_features(instance: Instance) -> NDArray[np.float32]:
 
 def edge_features(instance: Instance) -> NDArray[np.float32]:
     """float32 [E, 2], transfer time over a mean link: over the ideal step time, and over the producer's own time."""
-    seconds = instance.edge_bytes * _mean_seconds_per_byte(instance)
-    own = np.maximum(instance.mean_time_s[instance.edge_source], 1e-12)
+    seconds = instance.graph.edge_bytes * _mean_seconds_per_byte(instance)
+    own = np.maximum(instance.graph.mean_time_s[instance.graph.source], 1e-12)
     pair = np.stack([np.log1p(seconds / instance.ideal_s * 50.0), np.log1p(seconds / own)], axis=1)
     return np.clip(pair, -CLIP, CLIP).astype(np.float32)
 
@@ -158,8 +156,8 @@ def full_graph(instance: Instance, max_groups: int) -> dict[str, NDArray[Any]]:
     nodes[: instance.problem.num_groups] = node_features(instance)
     edges = np.full((8 * max_groups, 2), -1, dtype=np.int32)
     values = np.zeros((8 * max_groups, 2), dtype=np.float32)
-    kept = np.argsort(-instance.edge_bytes, kind="stable")[: 8 * max_groups]  # the heaviest, where there are too many
-    edges[: len(kept), 0], edges[: len(kept), 1] = instance.edge_source[kept], instance.edge_target[kept]
+    kept = np.argsort(-instance.graph.edge_bytes, kind="stable")[: 8 * max_groups]  # the heaviest, where there are too many
+    edges[: len(kept), 0], edges[: len(kept), 1] = instance.graph.source[kept], instance.graph.target[kept]
     values[: len(kept)] = edge_features(instance)[kept]
     return {"nodes": nodes.ravel(), "edges": edges.ravel(), "edge_features": values.ravel()}
 

@@ -12,6 +12,7 @@ from rlplace.envs.backends import Backend, SimulatedBackend
 from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
 from rlplace.envs.features import NUM_FEATURES, TIME_BINS, no_window
 from rlplace.envs.instance import Instance
+from rlplace.envs.moves import make_moves
 from rlplace.envs.observation import State, features, load_and_pinned
 from rlplace.envs.reward import FinalReward, infeasible_reward, log_ratio
 
@@ -160,21 +161,21 @@ class PlacementEnv(PlacerEnv):
         """float64 [D], list-scheduling finish time of the current group's work on every device."""
         instance, group = self.instance, self.current_group
         ready = np.zeros(instance.problem.num_devices)
-        for entry in range(instance.neighbour_ptr[group], instance.neighbour_ptr[group + 1]):
-            other = instance.neighbour[entry]
+        for entry in range(instance.graph.neighbor_ptr[group], instance.graph.neighbor_ptr[group + 1]):
+            other = instance.graph.neighbor[entry]
             where = self._plan[other]
             if where >= 0:
                 arrival = self._finish_s[other] + instance.latency_s[where]
-                arrival = arrival + instance.neighbour_bytes[entry] * 0.5 * instance.seconds_per_byte[where]
+                arrival = arrival + instance.neighbor_bytes[entry] * 0.5 * instance.seconds_per_byte[where]
                 np.maximum(ready, arrival, out=ready)
-        return np.maximum(ready, self._free_s) + instance.time_s[group]
+        return np.maximum(ready, self._free_s) + instance.graph.time_s[group]
 
     def _place(self, device: int) -> None:
         group = self.current_group
         finish = self._earliest_finish()[device]
         self._free_s[device] = self._finish_s[group] = finish
         self._plan[group] = device
-        self._load[device] += self.instance.time_s[group, device]
+        self._load[device] += self.instance.graph.time_s[group, device]
         self._pinned[device] += self.instance.pinned_bytes[group]
         self._footprint[device] = max(self._footprint[device], self.instance.footprint_bytes[group])
         self._step_number += 1
@@ -208,14 +209,14 @@ class PlacementEnv(PlacerEnv):
         table = np.zeros((self.max_devices, NUM_FEATURES), dtype=np.float32)
         groups = np.full(self.max_devices, -1, dtype=np.int32)
         if self._step_number < problem.num_groups:
-            position = np.full(devices, self._step_number, dtype=np.int32)
+            moves = make_moves([(0.0, [self.current_group], device) for device in range(devices)], devices)
             finish = self._earliest_finish()
             state = State(
                 self._plan, self._load, self._pinned, np.zeros(devices), np.zeros(problem.num_groups),
                 no_window(problem.num_groups), np.zeros((devices, TIME_BINS)),
             )  # fmt: skip
             delay = np.minimum(finish - finish.min(), 1e6 * instance.ideal_s)
-            table[:devices] = features(instance, state, position, position, np.arange(devices, dtype=np.int32), delay)
+            table[:devices] = features(instance, state, moves, delay)
             groups[:devices] = self.current_group
         progress = self._step_number / problem.num_groups
         return self._assemble(self._plan, table, groups, [progress, self._load.max() / instance.ideal_s])

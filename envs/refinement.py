@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rlplace.envs.backends import Backend, Evaluation
 from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
-from rlplace.envs.features import NUM_FEATURES
 from rlplace.envs.instance import Instance
-from rlplace.envs.moves import apply_move, propose
+from rlplace.envs.moves import Moves, draw_runs, propose
 from rlplace.envs.observation import features, placed_state
 from rlplace.envs.reward import infeasible_reward, score
 
@@ -25,8 +24,9 @@ class RefinementEnv(PlacerEnv):
     """Starts from a complete plan and moves groups; what counts is the best plan seen.
 
     ## Description
-    Each step offers K - 1 moves drawn at random around the critical path and describes them by features; the agent picks one
-    or stops. A move changes the device of one group or of a run of neighbouring groups.
+    Each step offers K - 1 moves and describes them by features: up to half from the planners' bottleneck analysis of the
+    current timeline, the others drawn at random. A move puts one group, or a run of neighbouring groups, on another device.
+    The agent picks one or stops.
 
     ## Action space
     ``Discrete(K)``: 0 stops, k applies move k. `action_masks` marks moves that exist and whose provable memory fits; 0 is
@@ -105,9 +105,7 @@ class RefinementEnv(PlacerEnv):
         if not self._legal[choice]:
             overflow = self._overflow_of(choice)
             return self._end(infeasible_reward(overflow), illegal=True)
-        self._plan = apply_move(
-            self.instance, self._plan, int(self._first[choice]), int(self._last[choice]), int(self._device[choice])
-        )
+        self._plan = self._offered.apply(self._plan, choice)
         self._result = self.backend.evaluate(self.instance, self._plan)
         self._score = self._score_of(self._result)
         gain = max(0.0, self._best_score - self._score)
@@ -135,7 +133,7 @@ class RefinementEnv(PlacerEnv):
         gains = np.full(self._moves, -np.inf)
         gains[0] = 0.0
         for k in np.flatnonzero(self._legal[1:]) + 1:
-            plan = apply_move(self.instance, self._plan, int(self._first[k]), int(self._last[k]), int(self._device[k]))
+            plan = self._offered.apply(self._plan, int(k))
             gains[k] = self._score - self._score_of(self.backend.evaluate(self.instance, plan))
         return gains
 
@@ -152,9 +150,8 @@ class RefinementEnv(PlacerEnv):
         if self._start == "mixed" and self.np_random.random() < 0.5:
             flat = np.ones(len(plan))
             for _ in range(int(self.np_random.integers(1, 9))):
-                first, last, device = propose(instance, plan, flat, self.np_random, 1)
-                if first[0] >= 0:
-                    plan = apply_move(instance, plan, int(first[0]), int(last[0]), int(device[0]))
+                for groups, device in draw_runs(instance, plan, flat, self.np_random, 1):
+                    plan[groups] = device
         return plan
 
     def _score_of(self, result: Evaluation) -> float:
@@ -164,11 +161,15 @@ class RefinementEnv(PlacerEnv):
         instance = self.instance
         timeline = self.backend.timeline(instance, self._plan)
         self._state = placed_state(instance, timeline, self._plan)
-        first, last, device = propose(instance, self._plan, self._state.tightness, self.np_random, self._moves - 1)
-        self._first, self._last = np.concatenate([[-1], first]).astype(np.int32), np.concatenate([[-1], last]).astype(np.int32)
-        self._device = np.concatenate([[0], device]).astype(np.int32)
-        self._candidates = features(instance, self._state, self._first, self._last, self._device)
-        self._legal = self._first >= 0
+        moves = propose(instance, timeline, self._plan, self._state.tightness, self.np_random, self._moves - 1)
+        self._offered = Moves(  # with stop in front
+            np.concatenate([[0], moves.ptr]),
+            moves.groups,
+            np.concatenate([[0], moves.device]).astype(np.int32),
+            np.concatenate([[0.0], moves.saving_s]),
+        )
+        self._candidates = features(instance, self._state, self._offered)
+        self._legal = self._offered.exists
         fits = self._candidates[:, 8] <= 1.0
         self._legal &= fits
         self._legal[0] = True
@@ -192,16 +193,10 @@ class RefinementEnv(PlacerEnv):
         return self._observe(), reward, True, False, info
 
     def _observe(self) -> Observation:
-        groups = np.where(self._first >= 0, self.instance.order[np.maximum(self._first, 0)], -1).astype(np.int32)
         context = [
             self._left / self._max_moves,
             self._score,
             self._best_score,
             float(self._state.load_s.max()) / self.instance.ideal_s,
         ]
-        table = (
-            self._candidates
-            if self._candidates.shape == (self._moves, NUM_FEATURES)
-            else np.zeros((self._moves, NUM_FEATURES), dtype=np.float32)
-        )
-        return self._assemble(self._plan, table, groups, context)
+        return self._assemble(self._plan, self._candidates, self._offered.first_group, context)

@@ -96,7 +96,7 @@ def test_placement_follows_the_named_order():
     instance = make_instance(random_problem(2, num_groups=9, num_devices=2), order="time")
     env = PlacementEnv([instance])
     env.reset(seed=0)
-    assert (np.diff(instance.mean_time_s[instance.order]) <= 1e-12).all()
+    assert (np.diff(instance.graph.mean_time_s[instance.order]) <= 1e-12).all()
     assert env.current_group == instance.order[0]
     with pytest.raises(InputError, match="unknown group order"):
         make_instance(instance.problem, order="alphabet")

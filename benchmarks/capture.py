@@ -42,8 +42,8 @@ def capture_one(name: str, spec: str, batch: int, seq: int) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(
         f"{name:18s} {graph.capture['method']:8s} {graph.num_ops:6d} ops {graph.num_tensors:6d} tensors"
-        f"  load {loaded - start:5.1f} s  capture {done - loaded:6.1f} s  process {done:6.1f} s {peak:5.2f} GB  weights {weights:7.2f} GB"
-        f"  TFLOP {forward:9.3f} + {backward:9.3f}  notes {len(graph.capture['notes'])}",
+        f"  load {loaded - start:5.1f} s  capture {done - loaded:6.1f} s  process {done:6.1f} s {peak:5.2f} GB"
+        f"  weights {weights:7.2f} GB  TFLOP {forward:9.3f} + {backward:9.3f}  notes {len(graph.capture['notes'])}",
         flush=True,
     )
 

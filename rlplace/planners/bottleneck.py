@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 
@@ -25,17 +26,18 @@ def propose(evaluator: Evaluator, devices: list[int], *, limit: int) -> list[Mov
         limit: Most moves to return.
     """
     assignment = np.asarray(devices, dtype=np.int32)
-    ranked = ranked_moves(evaluator.problem, evaluator.timeline(assignment), assignment)
-    return [move for _, move in ranked[:limit]]
+    ranked = ranked_moves(evaluator.problem, evaluator.timeline(assignment), assignment, limit=limit)
+    return [move for _, move in ranked]
 
 
-def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment) -> list[tuple[float, Move]]:
+def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, *, limit: int) -> list[tuple[float, Move]]:
     """Moves that shorten the critical chain of a timeline, most promising first.
 
     Args:
         problem: The problem.
         line: Timeline of the assignment.
         assignment: int32 [G].
+        limit: Most moves to return.
 
     Returns:
         Rows (estimated saving in seconds, move). The groups of a move all go to one device.
@@ -50,19 +52,25 @@ def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment) -> li
     _relieve_memory(problem, line, assignment, saved)
     if not saved:
         return []
-    rows = kernels.all_communication(assignment, *traffic(problem))
+    links = traffic(problem)
     graph = group_graph(problem)
+    groups, targets = np.array(list(saved)).T
+    rows = kernels.all_communication(assignment, *links)
+    here = assignment[groups]
+    added = rows[groups, targets] - rows[groups, here] + graph.time_s[groups, targets] - graph.time_s[groups, here]
+    worth = np.array(list(saved.values())) - added
+    order, position = graph.depth_first_order.tolist(), np.argsort(graph.depth_first_order).tolist()
     ranked: list[tuple[float, Move]] = []
-    for (group, device), seconds in saved.items():
-        here = devices[group]
-        added = rows[group, device] - rows[group, here] + graph.time_s[group, device] - graph.time_s[group, here]
-        ranked.append((seconds - added, [(group, device)]))
-        run = _run(problem, devices, group, device)
+    # Runs are priced for the best single moves only: a run is never far better than its first group.
+    for index in np.lexsort((targets, groups, -worth))[: 2 * limit].tolist():
+        group, device = int(groups[index]), int(targets[index])
+        ranked.append((float(worth[index]), [(group, device)]))
+        run = _run(problem, devices, order, position[group], device)
         if len(run) > 1:
-            added = _run_traffic(problem, assignment, run, device)
-            ranked.append((seconds - added, [(member, device) for member in run]))
+            gain = saved[group, device] - _run_traffic(problem, links, assignment, run, device)
+            ranked.append((gain, [(member, device) for member in run]))
     ranked.sort(key=lambda item: (-item[0], item[1]))
-    return ranked
+    return ranked[:limit]
 
 
 def _remedies(problem: Problem, line: Timeline, devices: Assignment) -> list[tuple[int, int, float]]:
@@ -146,25 +154,22 @@ def _relieve_memory(problem: Problem, line: Timeline, devices: Assignment, saved
                     saved[group, target] += worth
 
 
-def _run(problem: Problem, devices: list[int], group: int, device: int) -> list[int]:
-    """Consecutive groups from `group` towards the nearer neighbour in the order that already sits on `device`."""
-    order = group_graph(problem).depth_first_order
-    position = int(np.flatnonzero(order == group)[0])
-    here = devices[group]
+def _run(problem: Problem, devices: list[int], order: list[int], start: int, device: int) -> list[int]:
+    """Consecutive groups from place `start` towards the nearer neighbour in the order that already sits on `device`."""
+    here = devices[order[start]]
     for step in (1, -1):
-        run, at = [group], position + step
+        run, at = [order[start]], start + step
         while 0 <= at < len(order) and devices[order[at]] == here and len(run) <= 64:
-            run.append(int(order[at]))
+            run.append(order[at])
             at += step
         if 0 <= at < len(order) and devices[order[at]] == device:
-            return [g for g in run if problem.group_allowed[g, device]]
-    return [group]
+            return [group for group in run if problem.group_allowed[group, device]]
+    return [order[start]]
 
 
-def _run_traffic(problem: Problem, devices: Assignment, run: list[int], device: int) -> float:
+def _run_traffic(problem: Problem, links: tuple[Any, ...], devices: Assignment, run: list[int], device: int) -> float:
     """Seconds that moving a whole run adds in transfers and compute."""
-    graph = group_graph(problem)
-    links = traffic(problem)
+    time_s = group_graph(problem).time_s
     moved = devices.copy()
     moved[run] = device
     total, row = 0.0, np.zeros(problem.num_devices)
@@ -173,5 +178,5 @@ def _run_traffic(problem: Problem, devices: Assignment, run: list[int], device: 
         total += row[device]
         kernels.communication_row(group, devices, *links, row)
         total -= row[devices[group]]
-        total += graph.time_s[group, device] - graph.time_s[group, devices[group]]
+        total += time_s[group, device] - time_s[group, devices[group]]
     return float(total)

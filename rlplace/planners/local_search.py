@@ -60,10 +60,9 @@ def local_search(
 
 def run_local_search(search: Search, moves: MoveMaker) -> None:
     """Spends the search's budget."""
+    explored: set[tuple[int, ...]] = set()
     while moves.movable and search.progress() < 1.0:
-        improved = _descend(search, moves)
-        if improved is None:
-            return
+        _descend(search, moves, explored)
         if search.score.rank > search.best_score.rank:
             search.restart()
         for _ in range(moves.rng.randint(1, 3)):
@@ -75,21 +74,29 @@ def run_local_search(search: Search, moves: MoveMaker) -> None:
                     search.accept(kick, score)
 
 
-def _descend(search: Search, moves: MoveMaker) -> bool | None:
-    """Improves until neither guided nor random moves do; None when the budget ran out."""
-    while True:
+def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]]) -> None:
+    """Improves until neither guided nor random moves do, or the budget is spent.
+
+    Guided moves are the same whenever the search comes back to an assignment, so they are tried there only once.
+    """
+    found = True
+    while found and search.progress() < 1.0:
         found = False
-        guided = propose(search.evaluator, search.devices, limit=TRIES)
+        here = tuple(search.devices)
+        guided = propose(search.evaluator, search.devices, limit=TRIES) if here not in explored else []
+        explored.add(here)
         for index in range(len(guided) + RANDOM_TRIES):
             if search.progress() >= 1.0:
-                return None
+                return
             move = guided[index] if index < len(guided) else moves.draw(search.devices)
             if not move:
                 continue
             score = search.evaluate(move)
-            if score.penalized_s < search.score.penalized_s and score.step_time_s != math.inf:
+            if score.step_time_s == math.inf or score.penalized_s > search.score.penalized_s:
+                continue
+            # Random moves also drift sideways: much of a plan is off the critical chain and can move freely.
+            found = score.penalized_s < search.score.penalized_s
+            if found or index >= len(guided):
                 search.accept(move, score)
-                found = True
+            if found:
                 break
-        if not found:
-            return False

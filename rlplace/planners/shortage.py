@@ -103,10 +103,11 @@ def _check_largest(problem: Problem) -> None:
         return
     group = int(short.argmax())
     device = int(np.where(problem.group_allowed[group], problem.memory_limit_bytes, -np.inf).argmax())
+    relax = _relaxations(problem, float(short[group]), batch=bool(problem.resident_bytes[group] <= limit[group]))
     raise InfeasibleError(
         f"group {problem.group_names[group]!r} alone needs {gigabytes(needed[group])}, the largest device it may sit on, "
         f"{problem.devices[device].name}, offers {gigabytes(limit[group])}: {int(short[group])} bytes short; "
-        f"use finer groups, a device with at least {gigabytes(needed[group])}, or {_relaxations(problem, short[group])}",
+        f"use finer groups, a device with at least {gigabytes(needed[group])}, or {relax}",
         device=problem.devices[device].name,
         short_bytes=int(short[group]),
     )
@@ -160,7 +161,7 @@ def _check_total(problem: Problem) -> None:
     offer = f"{count} devices offer" if count > 1 else f"{problem.devices[0].name} offers"
     raise InfeasibleError(
         f"the model does not fit: {what}, {offer} {gigabytes(capacity)}: {gigabytes(short)} ({short} bytes) short; "
-        f"try {_more_devices(problem, resident + live)}, or {_relaxations(problem, short)}",
+        f"try {_more_devices(problem, resident + live)}, or {_relaxations(problem, short, batch=resident <= capacity)}",
         short_bytes=short,
     )
 
@@ -179,12 +180,18 @@ def _more_devices(problem: Problem, needed: float) -> str:
     return f"at least {more} more {'device' if more == 1 else 'devices'} like {device.name}"
 
 
-def _relaxations(problem: Problem, short: float) -> str:
-    """What the person can change, with the bytes it frees where the problem says so."""
+def _relaxations(problem: Problem, short: float, *, batch: bool) -> str:
+    """What the person can change, with the bytes it frees where the problem says so.
+
+    Args:
+        problem: The problem.
+        short: Bytes missing.
+        batch: Whether a smaller batch can help, which it cannot where resident bytes alone are too many.
+    """
     known = problem.optimizer_bytes >= 0
     optimizer = int(problem.optimizer_bytes[known].sum())
     sgd = "sgd instead of adam"
     if optimizer > 0:
         enough = "enough" if optimizer >= short else "not enough alone"
         sgd = f"plain sgd (frees {gigabytes(optimizer)} of optimizer state, {enough})"
-    return f"a smaller batch, {sgd}, or bf16"
+    return f"{'a smaller batch, ' if batch else ''}{sgd}, or bf16"

@@ -33,6 +33,7 @@ _CAPS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, BALANCE)
 _HELD = 4.0  # bytes may run ahead of time: a chain of cheap ops on large activations has no good cut inside
 _ABSORB = 1.25  # a heavy op may take light neighbours in, up to this multiple of itself
 _BLOB = 0.05  # share of all time that a cyclic knot of colocated ops may have and still become one cluster
+_KNIT_VISITS = 2_000_000  # nodes looked at, in all, for paths between clusters of one group
 _VIEW, _LAUNCH_S, _FLOPS, _BYTES_PER_S = "view", 5e-6, 1e13, 1e12
 
 Pairs = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -298,6 +299,25 @@ class _Contraction:
                     break
         if self.num_groups > self.target:
             self.merge_intervals()
+        self.knit()
+
+    def knit(self) -> None:
+        """Merges clusters of one group where no path through other clusters joins them."""
+        members: dict[int, list[int]] = {}
+        for node in self.dag.live():
+            members.setdefault(self.group(node), []).append(node)
+        budget = _KNIT_VISITS
+        for nodes in members.values():
+            kept = nodes[0]
+            for node in nodes[1:]:
+                forth, visits = self.dag.joined_by_path(kept, node, budget)
+                back, more = (True, 0) if forth else self.dag.joined_by_path(node, kept, budget)
+                budget = max(0, budget - visits - more)
+                if forth or back:
+                    kept = node
+                else:
+                    self.module[kept] = self.module[node] = self.tree.lowest_common(self.module[kept], self.module[node])
+                    kept, _ = self.dag.merge(kept, node)
 
     def rank(self, a: int, b: int) -> int:
         return self.tree.depth[self.tree.lowest_common(self.module[a], self.module[b])]

@@ -162,6 +162,25 @@ class ContractionGraph:
                     stack.append(successor)
         return order
 
+    def joined_by_path(self, a: int, b: int, budget: int) -> tuple[bool, int]:
+        """Whether a path other than the direct edge leads from a to b; true as well when `budget` visits do not settle it.
+
+        Returns:
+            The answer and the visits it took.
+        """
+        seen = {a}
+        stack = [node for node in self.successors[a] if node != b]
+        while stack:
+            node = stack.pop()
+            if node == b:
+                return True, len(seen)
+            if node not in seen:
+                seen.add(node)
+                if len(seen) > budget:
+                    return True, len(seen)
+                stack.extend(self.successors[node])
+        return False, len(seen)
+
     def contract_edges(
         self,
         edges: Sequence[tuple[int, int]],

@@ -26,6 +26,7 @@ from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
 ROLLOUT_LENGTH = 24
+_SAMPLE_SHARE = 0.15  # of the budget, after which no further rollout begins
 
 
 def agent(
@@ -127,7 +128,7 @@ class Agent:
         start = search.best_plan.copy()
         first = math.inf
         for number in range(samples):
-            if search.exhausted or search.instance.problem.num_devices == 1:
+            if search.instance.problem.num_devices == 1 or search.spent() > (_SAMPLE_SHARE if number else 0.99):
                 break
             if plans is None:
                 search.run_rollout(start, ROLLOUT_LENGTH, temperature=0.0 if number == 0 else 1.0)

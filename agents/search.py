@@ -46,6 +46,7 @@ class Search:
     calls: int = 0
 
     def __post_init__(self) -> None:
+        self._begin = time.perf_counter()
         self._simulator = Simulator(self.instance.problem)
         with torch.no_grad():
             self._embedding = self.network.encode(graph_tensors(self.instance))
@@ -54,7 +55,13 @@ class Search:
     @property
     def exhausted(self) -> bool:
         """Whether calls or time are used up."""
-        return self.calls >= self.max_calls or time.perf_counter() >= self.deadline
+        return self.spent() >= 1.0
+
+    def spent(self) -> float:
+        """Share of the budget that is used up, the larger of calls and time."""
+        now = time.perf_counter()
+        by_time = (now - self._begin) / max(self.deadline - self._begin, 1e-9)
+        return max(self.calls / max(self.max_calls, 1), by_time)
 
     def try_plan(self, plan: NDArray[np.int32]) -> None:
         """Simulates one complete plan."""
@@ -78,12 +85,7 @@ class Search:
         """Simulates the most promising moves of each decision and takes the best, worse ones with falling probability."""
         plan, current = self.best_plan, self.best_score
         since_best = 0
-        begin_calls, begin = self.calls, time.perf_counter()
-        while not self.exhausted:
-            spent = max(
-                (self.calls - begin_calls) / max(self.max_calls - begin_calls, 1),
-                (time.perf_counter() - begin) / max(self.deadline - begin, 1e-9),
-            )
+        while (spent := self.spent()) < 1.0:
             moves, logits = self._decide(plan, current, 0.5)
             if len(logits) == 0:
                 return

@@ -88,7 +88,7 @@ def propose(
     """
     if instance.problem.num_devices < 2:
         return make_moves([], count)
-    guided = ranked_moves(instance.problem, timeline, device_of_group)[: count // 2]
+    guided = ranked_moves(instance.problem, timeline, device_of_group, limit=count // 2)
     rows = [(seconds, [group for group, _ in move], move[0][1]) for seconds, move in guided]
     seen = {(tuple(groups), device) for _, groups, device in rows}
     for groups, device in draw_runs(instance, device_of_group, tightness, rng, count - len(rows)):

@@ -406,10 +406,10 @@ def simulate_plans(graph, work, rank_of_op, op_of_rank, ordered, device_of_group
         op_of_rank: int32 [N], its inverse.
         ordered: The ranks are an explicit order (which then belongs to the only row).
         device_of_group: int32 [K, G].
-        outcome: int8 [K], filled with DONE, CANNOT_RUN, STUCK or BAD_DEVICE.
+        outcome: int8 [K], filled with DONE, CANNOT_RUN, STUCK (only an order can get stuck) or BAD_DEVICE.
         step_s: float64 [K], filled; NaN when the step cannot complete.
-        peak_bytes: int64 [K, D], filled; resident and reserved bytes alone when the step cannot complete.
-        busy_s: float64 [K, D], filled; zeros when the step cannot complete.
+        peak_bytes: int64 [K, D], filled; resident and reserved bytes alone for CANNOT_RUN.
+        busy_s: float64 [K, D], filled; zeros for CANNOT_RUN.
 
     Returns:
         Of the last row: step time (inf when it cannot complete), summed relative memory overflow, number of transfers.
@@ -422,7 +422,6 @@ def simulate_plans(graph, work, rank_of_op, op_of_rank, ordered, device_of_group
         if result == DONE:
             result, step, transfers = _run(g, w, rank_of_op, op_of_rank, ordered)
             if result != DONE:
-                _prepare(g, w, device_of_group[row])  # back to resident bytes and no busy time
                 step = np.inf
         outcome[row] = result
         step_s[row] = step if result == DONE else np.nan

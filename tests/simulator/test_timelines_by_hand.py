@@ -64,6 +64,36 @@ def test_a_waiting_transfer_holds_back_later_ones_that_want_its_channels(run: Ca
     assert line.peak_memory_bytes.tolist() == [4, 2, 1, 1]
 
 
+def test_transfers_that_one_event_lets_start_start_in_queue_order(run: Callable[..., Timeline]) -> None:
+    channels = [[() for _ in range(4)] for _ in range(4)]
+    channels[0][1], channels[0][2], channels[0][3] = (0, 1), (1,), (0,)
+    problem = build_problem(
+        "heirs",
+        time_s=[[1.0] * 4] * 4,
+        tensors=[TensorSpec(0, 2, [1]), TensorSpec(0, 1, [2]), TensorSpec(0, 1, [3])],
+        memory_bytes=[None] * 4,
+        links=Links(np.ones((4, 4)), np.zeros((4, 4)), tuple(tuple(row) for row in channels)),
+    )
+    line = run(problem, [0, 1, 2, 3])
+    assert transfers(line) == [(0, 0, 1, 1, 3), (1, 0, 2, 3, 4), (2, 0, 3, 3, 4)]
+
+
+def test_tasks_that_end_together_queue_in_op_order_then_transfers_in_tensor_order(run: Callable[..., Timeline]) -> None:
+    """Ops 0, 1 and 2 end at 2 s on devices 2, 1 and 0; all send over one channel to device 3."""
+    one = tuple(tuple((0,) for _ in range(4)) for _ in range(4))
+    problem = build_problem(
+        "ties",
+        time_s=[[2.0] * 4] * 3 + [[1.0] * 4] * 3,
+        tensors=[TensorSpec(2, 1, [5]), TensorSpec(0, 1, [4]), TensorSpec(1, 1, [3])],
+        memory_bytes=[None] * 4,
+        group=[0, 1, 2, 3, 3, 3],
+        links=Links(np.ones((4, 4)), np.zeros((4, 4)), one),
+    )
+    line = run(problem, [2, 1, 0, 3])
+    assert transfers(line) == [(1, 2, 3, 2, 3), (2, 1, 3, 3, 4), (0, 0, 3, 4, 5)]
+    assert line.start_s.tolist() == [0, 0, 0, 4, 3, 5] and line.step_time_s == 6
+
+
 def test_everything_that_ends_counts_before_devices_choose(run: Callable[..., Timeline]) -> None:
     problem = build_problem(
         "instant",

@@ -17,7 +17,7 @@ from rlplace.simulator import Simulator, Timeline, default_priority, simulate, s
 from rlplace.simulator import reference as plain
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-THOUSANDS = settings(max_examples=3000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+THOUSANDS = settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 small = st.integers(0, 3)
 

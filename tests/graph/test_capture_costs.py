@@ -1,0 +1,154 @@
+"""FLOPs and bytes of captured ops against closed forms."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rlplace.graph.capture import capture
+from rlplace.graph.opgraph import BACKWARD, FORWARD
+from rlplace.zoo import load_model
+
+
+def flops(graph, kind=None, phase=None):
+    return sum(
+        graph.op_flops[i]
+        for i in range(graph.num_ops)
+        if (kind is None or graph.op_kind[i] == kind) and (phase is None or graph.op_phase[i] == phase)
+    )
+
+
+def test_gpt2_against_six_times_parameters_times_tokens():
+    model = load_model("hf:gpt2,n_layer=4", batch=2, seq=128)
+    graph = capture(model.module, model.example_inputs)
+    tokens = 2 * 128
+    # The position table is looked up, never multiplied; the tied token table is multiplied once, as the head.
+    weights = sum(p.numel() for name, p in model.module.named_parameters() if "wpe" not in name)
+    attention_forward = 4 * 2 * 2 * 2 * 12 * 128 * 128 * 64
+    # Turning the boolean mask into numbers adds a little.
+    assert flops(graph, "attention", FORWARD) == pytest.approx(attention_forward, rel=1e-3)
+    assert flops(graph, "attention", BACKWARD) == pytest.approx(2.5 * attention_forward, rel=1e-3)
+    assert flops(graph, "gemm") == pytest.approx(6 * weights * tokens, rel=0.01)
+    assert flops(graph, phase=BACKWARD) / flops(graph, phase=FORWARD) == pytest.approx(2.0, abs=0.06)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_dropless_experts_count_only_their_tokens(kind):
+    options = "num_hidden_layers=1,hidden_size=64,intermediate_size=128,num_attention_heads=2,num_key_value_heads=2,vocab_size=50"
+    model = load_model(f"hf:{kind},{options}", batch=2, seq=32)
+    graph = capture(model.module, model.example_inputs)
+    mlp = 2 * 64 * (3 * 64 * 128)  # FLOPs of 64 tokens through gate, up and down projection
+    if kind == "mixtral":
+        assert flops(graph, "bmm", FORWARD) == 2 * mlp  # two of eight experts per token
+        assert flops(graph, "bmm", BACKWARD) == 4 * mlp
+    else:
+        products = 2 * 64 * (4 * 64 * 64 + 64 * 50) + mlp
+        assert flops(graph, "gemm", FORWARD) == products
+
+
+@pytest.mark.parametrize("groups", [1, 8, 64])
+def test_grouped_convolution_backward(groups):
+    net = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.Conv2d(64, 64, 3, padding=1, groups=groups, bias=False))
+    graph = capture(net, torch.empty(2, 64, 8, 8), loss=torch.sum)
+    forward = 2 * 2 * 64 * 64 * (64 // groups) * 9
+    second = graph.op_names.index("1/conv2d_1")
+    assert graph.op_kind[second] == "conv"
+    assert graph.op_flops[second] == forward
+    assert graph.op_flops[graph.op_names.index("1/conv2d_1.backward")] == 2 * forward
+    # The first convolution needs no gradient of its input.
+    assert graph.op_flops[graph.op_names.index("0/conv2d.backward")] == 2 * 2 * 64 * 64 * 64 * 9
+
+
+def test_transposed_convolution():
+    graph = capture(nn.ConvTranspose2d(8, 4, 2, 2, bias=False), torch.empty(2, 8, 5, 5), loss=torch.sum)
+    assert flops(graph, "conv", FORWARD) == 2 * 2 * 25 * 8 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "gates", "options"),
+    [
+        ("LSTM", 4, {}),
+        ("LSTM", 4, {"bidirectional": True}),
+        ("GRU", 3, {"batch_first": True}),
+        ("RNN", 1, {"bias": False}),
+    ],
+)
+@pytest.mark.parametrize("method", ["export", "dispatch"])
+def test_recurrent_layers_are_whole(kind, gates, options, method):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = getattr(nn, kind)(24, 32, num_layers=2, **options)
+
+        def forward(self, x):
+            return self.layers(x)[0].sum()
+
+    graph = capture(Net(), torch.empty(10, 10, 24), method=method)
+    directions = 2 if options.get("bidirectional") else 1
+    expected = 2 * 10 * 10 * gates * 32 * directions * (24 + 32 + 32 * directions + 32)
+    assert flops(graph, "recurrent", FORWARD) == expected
+    # The backward of both directions adds their input gradients up, an addition per element.
+    assert flops(graph, "recurrent", BACKWARD) == pytest.approx(2 * expected, rel=1e-3)
+    if method == "export":
+        assert graph.op_kind.count("recurrent") == 2
+
+
+def test_lstm_shapes_and_gradients_match_torch():
+    """What stands in for a layer while capturing returns and differentiates into the shapes of the real one."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.LSTM(24, 32, num_layers=2, proj_size=16, bidirectional=True, batch_first=True)
+
+        def forward(self, x):
+            out, (hidden, cell) = self.layers(x)
+            assert out.shape == (3, 5, 32) and hidden.shape == (4, 3, 16) and cell.shape == (4, 3, 32)
+            return out.sum() + hidden.sum() + cell.sum()
+
+    for method in ("export", "dispatch", "module"):
+        graph = capture(Net(), torch.empty(3, 5, 24), method=method)
+        assert all(p.trainable for p in graph.parameters)
+
+
+def test_attention_with_dropout_and_mask_stays_fused():
+    class Net(nn.Module):
+        def __init__(self, dropout):
+            super().__init__()
+            self.dropout = dropout
+            self.project = nn.Linear(64, 192)
+
+        def forward(self, x, mask):
+            query, key, value = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+            return functional.scaled_dot_product_attention(query, key, value, mask, self.dropout).sum()
+
+    inputs = (torch.empty(2, 128, 64), torch.ones(128, 128, dtype=torch.bool))
+    for method in ("export", "dispatch"):
+        plain, dropped = (capture(Net(p), inputs, method=method) for p in (0.0, 0.1))
+        for graph in (plain, dropped):
+            assert flops(graph, "attention", FORWARD) == pytest.approx(2 * 2 * 2 * 4 * 128 * 128 * 16, rel=0.01)
+            # No score matrix (2 x 4 x 128 x 128 x 4 bytes) is ever stored.
+            assert graph.tensor_bytes.max() < 2 * 4 * 128 * 128 * 4
+            assert graph.op_temporary_bytes.max() < 2 * 4 * 128 * 128 * 4
+        assert plain.op_flops.sum() == dropped.op_flops.sum()
+
+
+def test_dropout_saves_a_byte_per_element():
+    for method in ("export", "dispatch"):
+        graph = capture(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)), torch.empty(16, 32), loss=torch.sum, method=method)
+        op = next(i for i in range(graph.num_ops) if graph.op_kind[i] == "random" and graph.op_phase[i] == FORWARD)
+        made = sorted(graph.tensor_bytes[graph.tensor_producer == op].tolist())
+        assert made == [16 * 32, 16 * 32 * 4]
+
+
+def test_bytes_of_a_product_and_of_a_lookup():
+    graph = capture(nn.Linear(64, 32, bias=False), torch.empty(16, 64), loss=torch.sum)
+    assert graph.op_bytes[0] == 4 * (16 * 64 + 64 * 32 + 16 * 32)
+    graph = capture(nn.Embedding(1000, 8), torch.zeros(4, dtype=torch.long), loss=torch.sum)
+    # A lookup reads the rows that it returns, not the table.
+    assert graph.op_bytes[0] == 2 * 4 * 8 * 4 + 4 * 8
+
+
+def test_mixed_length_products_with_no_batch():
+    graph = capture(nn.Bilinear(6, 7, 5, bias=False), (torch.empty(4, 6), torch.empty(4, 7)), loss=torch.sum)
+    assert flops(graph, "bmm", FORWARD) == 2 * 4 * 6 * 7 * 5

@@ -1,0 +1,198 @@
+"""MODEL texts: what they build, how options are read, what is refused."""
+
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from rlplace.errors import InputError, MissingError
+from rlplace.graph.capture import capture
+from rlplace.zoo import LoadedModel, load_model
+
+
+def test_transformers_type_with_options():
+    model = load_model("hf:gpt2,n_layer=3,hidden_size=48,n_head=2,scale_attn_weights=false,resid_pdrop=0.25", batch=3, seq=20)
+    assert isinstance(model, LoadedModel)
+    config = model.module.config
+    assert (config.n_layer, config.n_embd, config.scale_attn_weights, config.resid_pdrop) == (3, 48, False, 0.25)
+    assert config.use_cache is False
+    assert type(model.module).__name__ == "GPT2LMHeadModel"
+    assert model.example_inputs["input_ids"].shape == (3, 20)
+    assert model.example_inputs["input_ids"].device.type == "cpu"
+    assert all(p.device.type == "meta" for p in model.module.parameters())
+    assert model.module.training and model.loss is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("bert", "BertForMaskedLM"),
+        ("llama,num_hidden_layers=1", "LlamaForCausalLM"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("whisper", "WhisperForConditionalGeneration"),
+        ("vit", "ViTForImageClassification"),
+        ("resnet", "ResNetForImageClassification"),
+    ],
+)
+def test_heads(kind, head):
+    assert type(load_model(f"hf:{kind}").module).__name__ == head
+
+
+def test_dtype_and_device():
+    model = load_model("hf:vit,num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16", dtype="bf16")
+    assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}
+    assert model.example_inputs["pixel_values"].dtype == torch.bfloat16
+    assert model.example_inputs["labels"].dtype == torch.int64
+    real = load_model("zoo:mlp,layers=1,width=4", device="cpu")
+    assert torch.isfinite(real.module(**real.example_inputs)["loss"])
+
+
+@pytest.mark.parametrize("name", ["dlrm", "inception", "lstm", "mlp", "moe_toy", "nasnet", "transformer", "unet"])
+def test_zoo_models_are_seeded_and_run(name):
+    small = {
+        "dlrm": "rows=50,tables=3,width=8,hidden=8",
+        "inception": "blocks=1,width=4,image=32,classes=3",
+        "lstm": "layers=1,width=8,vocab=20",
+        "mlp": "layers=1,width=8",
+        "moe_toy": "layers=1,width=8,experts=2",
+        "nasnet": "cells=2,width=4,image=8",
+        "transformer": "layers=1,width=8,heads=2,feedforward=8,vocab=20",
+        "unet": "depth=1,width=4,image=8",
+    }
+    models = [load_model(f"zoo:{name},{small[name]}", batch=2, seq=6, device="cpu") for _ in range(2)]
+    for key, value in models[0].example_inputs.items():
+        assert torch.equal(value, models[1].example_inputs[key])
+    loss = models[0].module(**models[0].example_inputs)["loss"]
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None for p in models[0].module.parameters())
+
+
+def test_random_cells_follow_the_seed():
+    first, same, other = (
+        [type(m).__name__ for m in load_model(f"zoo:nasnet,seed={seed}").module.modules()] for seed in (0, 0, 1)
+    )
+    assert first == same != other
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("gpt2", "expected hf:TYPE"),
+        ("hf:", "expected hf:TYPE"),
+        ("hf:gtp2", "did you mean 'gpt2'"),
+        ("hf:gpt2,n_layers=3", "did you mean 'n_layer'"),
+        ("hf:gpt2,n_layer=three", "not a whole number"),
+        ("hf:gpt2,resid_pdrop=much", "not a number"),
+        ("hf:gpt2,resid_pdrop=nan", "not finite"),
+        ("hf:gpt2,scale_attn_weights=maybe", "not true or false"),
+        ("hf:gpt2,n_layer", "expected key=value"),
+        ("hf:gpt2,n_layer=1,n_layer=2", "appears twice"),
+        ("hf:gpt2,n_embd=10,n_head=3", "hf:gpt2"),
+        ("hf:encodec", "no language, speech or image head"),
+        ("zoo:lsmt", "did you mean 'lstm'"),
+        ("zoo:lstm,widht=3", "did you mean 'width'"),
+        ("zoo:lstm,width=0", "must be from 1"),
+        ("zoo:lstm,width=-3", "must be from 1"),
+        ("zoo:unet,image=30", "multiple of 16"),
+        ("zoo:transformer,width=10,heads=3", "cannot be built"),
+        ("no.such.module:build", "no module of this name"),
+        ("missing_file.py:build", "file not found"),
+        ("json:nothing", "no function 'nothing'"),
+        ("json:dumps", "dumps"),
+    ],
+)
+def test_refused(spec, words):
+    with pytest.raises(InputError, match=words) as caught:
+        load_model(spec)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"batch": 0}, "batch"),
+        ({"seq": True}, "seq"),
+        ({"dtype": "fp31"}, "did you mean 'fp32'"),
+        ({"device": "cuda"}, "device"),
+    ],
+)
+def test_refused_arguments(arguments, words):
+    with pytest.raises(InputError, match=words):
+        load_model("zoo:mlp", **arguments)
+
+
+def test_length_beyond_the_positions():
+    with pytest.raises(InputError, match=r"512 positions, seq is 600; use --seq 512 or max_position_embeddings=600"):
+        load_model("hf:bert,num_hidden_layers=1", seq=600)
+    assert load_model("hf:bert,num_hidden_layers=1,max_position_embeddings=600", seq=600).example_inputs["labels"].shape == (8, 600)
+    assert load_model("hf:t5,num_layers=1", seq=600).example_inputs["labels"].shape == (8, 600)
+    assert load_model("hf:whisper", seq=600).example_inputs["labels"].shape == (8, 448)
+
+
+def test_missing_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingError, match=r"rlplace\[transformers\]"):
+        load_model("hf:gpt2")
+
+
+MODEL_FILE = """
+    import torch
+
+    def build(batch, width=4):
+        return torch.nn.Linear(width, 2), torch.zeros(batch, width), lambda output: output.sum()
+
+    def pair():
+        return torch.nn.Linear(4, 2), {"input": torch.zeros(3, 4)}
+
+    def wrong():
+        return 3
+
+    def raises():
+        raise ValueError("first line\\nsecond line")
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "my_model_file.py"
+    path.write_text(textwrap.dedent(MODEL_FILE))
+    return path
+
+
+def test_function_of_a_file(model_file):
+    model = load_model(f"{model_file}:build,width=6", batch=5)
+    assert model.module.in_features == 6
+    graph = capture(model.module, model.example_inputs, loss=model.loss)
+    assert graph.samples == 5
+    pair = load_model(f"{model_file}:pair", dtype="bf16")
+    assert pair.loss is None and pair.example_inputs["input"].dtype == torch.bfloat16
+
+
+def test_function_of_a_module_in_the_current_folder(model_file, monkeypatch):
+    monkeypatch.chdir(model_file.parent)
+    before = list(sys.path)
+    assert load_model("my_model_file:pair").module.in_features == 4
+    assert sys.path == before
+    sys.modules.pop("my_model_file")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wrong", "must return"),
+        ("raises", "raised ValueError: first line$"),
+        ("build,depth=3", "unknown option"),
+    ],
+)
+def test_functions_refused(model_file, name, words):
+    with pytest.raises(InputError, match=words):
+        load_model(f"{model_file}:{name}")
+
+
+def test_file_that_does_not_import(tmp_path):
+    path = tmp_path / "broken_model_file.py"
+    path.write_text("import no_such_package_here\n")
+    with pytest.raises(InputError, match="import fails: No module named 'no_such_package_here'"):
+        load_model(f"{path}:build")

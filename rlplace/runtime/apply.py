@@ -14,7 +14,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime import check, module_level
 from rlplace.runtime.op_level import CannotRunError, OpLevelForward
 from rlplace.runtime.report import ApplyReport
-from rlplace.runtime.transfer import device_bytes, move_tensors
+from rlplace.runtime.transfer import device_bytes, move_tensors, refuse_deepcopy
 
 LEVELS = ("op", "module")
 
@@ -83,6 +83,7 @@ def _apply_ops(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.devic
     move_tensors(model, device_of)
     forward.fix_in_place(device_of)
     model.forward = forward  # type: ignore[method-assign]
+    refuse_deepcopy(model)
     return ApplyReport(
         level="op",
         devices=tuple(str(device) for device in devices),

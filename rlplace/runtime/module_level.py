@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from rlplace.errors import InputError
 from rlplace.runtime.report import ApplyReport
-from rlplace.runtime.transfer import CopyCache, map_tensors
+from rlplace.runtime.transfer import CopyCache, map_tensors, refuse_deepcopy
 
 _AUGMENTED = {
     f"__i{op}__"
@@ -52,6 +52,8 @@ class _AlignDevices(TorchFunctionMode):
         self.stack = stack
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            return func(*args)
         kwargs = kwargs or {}
         found: list[torch.Tensor] = []
         _collect((args, kwargs), found)
@@ -158,6 +160,7 @@ def _wrap_forward(module: nn.Module, path: str, device: torch.device, moves_inpu
             mode.stack.pop()
 
     module.forward = placed_forward  # type: ignore[method-assign]
+    refuse_deepcopy(module)
 
 
 def spread(

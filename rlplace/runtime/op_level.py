@@ -188,8 +188,8 @@ def _without_placed_forward(model: nn.Module) -> Iterator[None]:
     if not isinstance(placed, OpLevelForward):
         yield
         return
-    del vars(model)["forward"]
+    hidden = {key: vars(model).pop(key) for key in ("forward", "__deepcopy__")}
     try:
         yield
     finally:
-        vars(model)["forward"] = placed
+        vars(model).update(hidden)

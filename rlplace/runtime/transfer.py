@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rlplace.errors import InputError
+
 
 def move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> None:
     """Moves parameters and buffers in place.
@@ -57,6 +59,15 @@ def device_bytes(model: nn.Module, devices: tuple[torch.device, ...]) -> tuple[i
     for tensor in [*model.parameters(), *model.buffers()]:
         total[tensor.device] = total.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
     return tuple(total[device] for device in devices)
+
+
+def refuse_deepcopy(module: nn.Module) -> None:
+    """Makes ``copy.deepcopy(module)`` an error: the copy would share the original's forward, and run its weights."""
+
+    def refuse(memo: Any) -> Any:
+        raise InputError(f"deepcopy: this {type(module).__name__} runs a plan and cannot be copied; copy it before apply")
+
+    vars(module)["__deepcopy__"] = refuse
 
 
 class CopyCache:

@@ -219,6 +219,15 @@ def test_module_level_with_gradient_checkpointing(sim):
     equality.assert_same_step(placed, reference, inputs, loss_of)
 
 
+@LEVELS
+def test_a_placed_module_is_not_deep_copied(sim, level):
+    placed, _, inputs, _ = place("dlrm", sim(2), level)
+    with pytest.raises(InputError, match="copy it before apply"):
+        copy.deepcopy(placed)
+    batch = {"dense": inputs["batch"]["dense"][:2], "sparse": [ids[:2] for ids in inputs["batch"]["sparse"]]}
+    assert placed(batch, 2.0)["score"].shape == (2, 1)  # another signature is still exported
+
+
 def test_op_level_refuses_autocast(sim):
     placed, _, inputs, _ = place("bert", sim(2), "op")
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):

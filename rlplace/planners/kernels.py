@@ -92,6 +92,44 @@ def all_communication(devices, ptr, neighbor, edge, out, size, count, fixed, lat
 
 
 @njit(cache=True)
+def _part_traffic(part, other, where, size, count, latency, inverse):
+    """Seconds of all transfers of two parts, both directions, each pair counted once."""
+    total = 0.0
+    for p in range(len(where)):
+        for mine in (part, other):
+            if p == mine or (mine == other and p == part):
+                continue
+            a, b = where[mine], where[p]
+            total += count[mine, p] * latency[a, b] + size[mine, p] * inverse[a, b]
+            total += count[p, mine] * latency[b, a] + size[p, mine] * inverse[b, a]
+    return total
+
+
+@njit(cache=True)
+def swap_parts(where, size, count, load, latency, inverse, rounds):
+    """Exchanges the devices `where` of parts while that lowers traffic plus the number of parts times the largest load."""
+    parts = len(where)
+    for _ in range(rounds):
+        improved = False
+        for i in range(parts):
+            for j in range(i + 1, parts):
+                top_before, top_after = 0.0, 0.0
+                for p in range(parts):
+                    top_before = max(top_before, load[p, where[p]])
+                before = _part_traffic(i, j, where, size, count, latency, inverse) + parts * top_before
+                where[i], where[j] = where[j], where[i]
+                for p in range(parts):
+                    top_after = max(top_after, load[p, where[p]])
+                after = _part_traffic(i, j, where, size, count, latency, inverse) + parts * top_after
+                if after < before * (1 - 1e-12):
+                    improved = True
+                else:
+                    where[i], where[j] = where[j], where[i]
+        if not improved:
+            return
+
+
+@njit(cache=True)
 def place_illegal(order, devices, time_s, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
     """Moves groups off devices where they may not sit, to the one with the least time plus transfers, in group order."""
     row = np.zeros(len(latency))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.planners import kernels
 from rlplace.planners.groupgraph import finite_links, group_graph
 from rlplace.problem import Problem
 
@@ -78,44 +79,19 @@ def map_parts(problem: Problem, part_of_group: NDArray[np.int32], devices: Seque
     Returns:
         int32 [G], device of every group.
     """
-    parts = len(devices)
-    where = list(devices)
-    if parts > 1:
-        _swap_parts(problem, part_of_group, where)
-    return np.asarray(where, dtype=np.int32)[part_of_group]
-
-
-def _swap_parts(problem: Problem, part_of_group: NDArray[np.int32], where: list[int]) -> None:
+    where = np.array(devices, dtype=np.int64)
+    parts = len(where)
     graph = group_graph(problem)
     latency, inverse = finite_links(problem)
-    parts = len(where)
-    source, target = part_of_group[graph.source], part_of_group[graph.target]
-    cross = source != target
-    shape = (parts, parts)
-    size, count = np.zeros(shape), np.zeros(shape)
-    np.add.at(size, (source[cross], target[cross]), graph.edge_bytes[cross])
-    np.add.at(count, (source[cross], target[cross]), graph.edge_count[cross])
-    load = np.zeros((parts, problem.num_devices))
-    np.add.at(load, part_of_group, np.where(np.isfinite(graph.time_s), graph.time_s, 1e3 * graph.mean_time_s[:, None] + 1.0))
-
-    def cost() -> float:
-        at = np.ix_(where, where)
-        loads = load[np.arange(parts), where]
-        return float((count * latency[at] + size * inverse[at]).sum() + loads.max() * parts)
-
-    uniform = np.ptp(inverse[~np.eye(len(inverse), dtype=bool)]) == 0 and np.ptp(load, axis=1).max() == 0
-    if uniform or parts > 64:
-        return
-    best = cost()
-    for _ in range(3):
-        improved = False
-        for i in range(parts):
-            for j in range(i + 1, parts):
-                where[i], where[j] = where[j], where[i]
-                now = cost()
-                if now < best * (1 - 1e-12):
-                    best, improved = now, True
-                else:
-                    where[i], where[j] = where[j], where[i]
-        if not improved:
-            return
+    off = ~np.eye(len(latency), dtype=bool)
+    like = np.ptp(graph.time_s, axis=1) == 0 if np.isfinite(graph.time_s).all() else np.zeros(1, dtype=bool)
+    if parts > 1 and not (np.ptp(inverse[off]) == 0 and np.ptp(latency[off]) == 0 and like.all()):
+        source, target = part_of_group[graph.source], part_of_group[graph.target]
+        cross = source != target
+        size, count, load = np.zeros((parts, parts)), np.zeros((parts, parts)), np.zeros((parts, problem.num_devices))
+        np.add.at(size, (source[cross], target[cross]), graph.edge_bytes[cross])
+        np.add.at(count, (source[cross], target[cross]), graph.edge_count[cross])
+        barred_s = 1e3 * graph.mean_time_s[:, None] + 1.0
+        np.add.at(load, part_of_group, np.where(np.isfinite(graph.time_s), graph.time_s, barred_s))
+        kernels.swap_parts(where, size, count, load, latency, inverse, 3)
+    return where.astype(np.int32)[part_of_group]

@@ -106,6 +106,8 @@ def _parse_term(term: str) -> tuple[DeviceKind, int, int, Host]:
     head, *options = (part.strip() for part in term.split(","))
     name, colon, count_text = head.partition(":")
     name = name.strip().lower()
+    if name == "host":
+        raise InputError("cluster: 'host' stands alone; write it without a count, options or further terms")
     if name not in KINDS:
         raise unknown_name("cluster preset", name, [*KINDS, "host"])
     match = _COUNT.fullmatch(count_text.strip()) if colon else None

@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
+from rlplace.graph.atoms import anchor_graph, atoms, components, held_bytes, loose_views, op_anchors, parameter_ties
 from rlplace.graph.contract import ContractionGraph, strong_components
 from rlplace.graph.modules import ModuleTree, unique_names
-from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
+from rlplace.graph.opgraph import FORWARD, OpGraph
 
 DEFAULT_TARGET = 200
 BALANCE = 4.0
@@ -32,11 +33,8 @@ BALANCE = 4.0
 _CAPS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, BALANCE)
 _HELD = 4.0  # bytes may run ahead of time: a chain of cheap ops on large activations has no good cut inside
 _ABSORB = 1.25  # a heavy op may take light neighbours in, up to this multiple of itself
-_BLOB = 0.05  # share of all time that a cyclic knot of colocated ops may have and still become one cluster
 _KNIT_VISITS = 2_000_000  # nodes looked at, in all, for paths between clusters of one group
 _VIEW, _LAUNCH_S, _FLOPS, _BYTES_PER_S = "view", 5e-6, 1e13, 1e12
-
-Pairs = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,132 +99,10 @@ def coarsen(graph: OpGraph, target: int = DEFAULT_TARGET, cost: NDArray[np.float
     return _finish(graph, anchor, contraction)
 
 
-def op_anchors(graph: OpGraph) -> NDArray[np.int32]:
-    """int32 [N], the forward op that each op goes with; an update goes with the first op that reads its parameter."""
-    anchor = graph.op_forward.copy()
-    forward = np.flatnonzero(graph.op_phase == FORWARD)
-    reader = np.full(len(graph.parameters), -1, dtype=np.int64)
-    producer, first = graph.tensor_producer, graph.consumer_ptr[:-1]
-    for role in (GRADIENT, PARAMETER):  # what reads a parameter comes before what only makes its gradient
-        for tensor in np.flatnonzero(graph.tensor_role == role)[::-1].tolist():
-            op = int(producer[tensor])
-            if role == PARAMETER and graph.consumer_ptr[tensor + 1] > first[tensor]:
-                op = int(graph.consumers[first[tensor]])
-            if op >= 0 and anchor[op] >= 0:
-                reader[graph.tensor_parameter[tensor]] = anchor[op]
-    updates = np.flatnonzero(graph.op_phase == UPDATE)
-    anchor[updates] = reader[graph.op_parameter[updates]]
-    orphans = updates[anchor[updates] < 0]
-    if len(orphans):
-        tree = ModuleTree(graph.op_module[op] for op in forward.tolist())
-        for op in orphans.tolist():  # nothing reads the parameter: beside the module that holds it
-            module = graph.parameters[graph.op_parameter[op]].name.rpartition(".")[0]
-            anchor[op] = forward[tree.nearest(module)]
-    return anchor
-
-
-def parameter_ties(graph: OpGraph, anchor: NDArray[np.int32]) -> Pairs:
-    """Pairs of forward ops that must share a device because they read, or make gradients for, one trainable parameter."""
-    trainable = np.array([p.trainable for p in graph.parameters], dtype=bool)
-    role, parameter = graph.tensor_role, graph.tensor_parameter
-    held = (role == PARAMETER) | (role == GRADIENT)
-    tied = held & trainable[np.maximum(parameter, 0)] if len(trainable) else np.zeros_like(held)
-    edges = tied[graph.edge_tensor]
-    made = np.flatnonzero(tied & (graph.tensor_producer >= 0))
-    updates = np.flatnonzero(graph.op_phase == UPDATE)
-    reads = edges & (role[graph.edge_tensor] == PARAMETER)
-    ops = np.concatenate([graph.consumers[reads], graph.tensor_producer[made], updates])
-    parameters = np.concatenate([parameter[graph.edge_tensor[reads]], parameter[made], graph.op_parameter[updates]])
-    first = np.full(len(graph.parameters), -1, dtype=np.int32)
-    first[parameters[::-1]] = anchor[ops[::-1]]
-    pairs = np.unique(np.stack([first[parameters], anchor[ops]], axis=1), axis=0)
-    return pairs[:, 0], pairs[:, 1]
-
-
 def _plain_cost(graph: OpGraph) -> NDArray[np.float64]:
     work = np.maximum(graph.op_flops / _FLOPS, graph.op_bytes / _BYTES_PER_S) + _LAUNCH_S
     work[np.array([kind == _VIEW for kind in graph.op_kind])] = 0.0
     return work
-
-
-def _quotient(
-    graph: OpGraph, anchor: NDArray[np.int32], label: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Distinct edges between labelled anchors: source, target, bytes, and whether a forward op made one of them.
-
-    Backward edges are turned round: contraction that keeps this graph acyclic keeps every phase acyclic.
-    """
-    producer = graph.tensor_producer[graph.edge_tensor]
-    made = producer >= 0
-    a, b = producer[made], graph.consumers[made]
-    same = graph.op_phase[a] == graph.op_phase[b]
-    size = graph.tensor_bytes[graph.edge_tensor[made]]
-    a, b, size = a[same], b[same], size[same]
-    forward = graph.op_phase[a] == FORWARD
-    source = label[anchor[np.where(forward, a, b)]].astype(np.int64)
-    target = label[anchor[np.where(forward, b, a)]].astype(np.int64)
-    other = source != target
-    source, target, size, forward = source[other], target[other], size[other], forward[other]
-    key, inverse = np.unique(source * (graph.num_ops + 1) + target, return_inverse=True)
-    total = np.zeros(len(key), dtype=np.int64)
-    np.add.at(total, inverse, size)
-    is_forward = np.zeros(len(key), dtype=bool)
-    np.logical_or.at(is_forward, inverse, forward)
-    pair = divmod(key, graph.num_ops + 1)
-    return pair[0].astype(np.int32), pair[1].astype(np.int32), total, is_forward
-
-
-def _atoms(
-    graph: OpGraph, anchor: NDArray[np.int32], seconds: NDArray[np.float64], target: int
-) -> tuple[NDArray[np.int32], Pairs]:
-    """Which forward ops start out in one cluster, so that the forward graph of atoms is acyclic.
-
-    Returns:
-        int32 [N], on forward ops a value per atom; and pairs of forward ops that can only be in one group.
-    """
-    colocated = _components(graph.num_ops, *_colocated_pairs(graph, anchor))
-    weight = np.zeros(graph.num_ops)
-    np.add.at(weight, anchor, seconds)
-    limit = max(BALANCE / target, _BLOB) * weight.sum()
-    none = np.zeros(0, dtype=np.int32)
-    for label, forward_only in ((colocated, False), (colocated, True)):
-        source, end, _, forward = _quotient(graph, anchor, label)
-        kept = forward if forward_only else np.ones(len(source), dtype=bool)
-        cyclic = strong_components(graph.num_ops, source[kept], end[kept])[label]
-        members = np.bincount(cyclic, weights=weight)[cyclic]
-        alone = np.bincount(label, weights=weight, minlength=graph.num_ops)[label]
-        if not ((members > limit) & (members > alone)).any():
-            return _components(graph.num_ops, *_same_value_pairs(cyclic)), (none, none)
-        # Colocation, or backward edges that do not mirror forward ones, would glue a large part of the model together.
-    return np.arange(graph.num_ops, dtype=np.int32), _colocated_pairs(graph, anchor)
-
-
-def _colocated_pairs(graph: OpGraph, anchor: NDArray[np.int32]) -> Pairs:
-    first = np.full(int(graph.op_colocate.max()) + 1, -1, dtype=np.int32)
-    first[graph.op_colocate[::-1]] = anchor[::-1]
-    return first[graph.op_colocate], anchor
-
-
-def _same_value_pairs(value: NDArray[np.int32]) -> Pairs:
-    _, first, inverse = np.unique(value, return_index=True, return_inverse=True)
-    return first[inverse].astype(np.int32), np.arange(len(value), dtype=np.int32)
-
-
-def _components(count: int, a: NDArray[np.int32], b: NDArray[np.int32]) -> NDArray[np.int32]:
-    """int32 [count], the smallest node that each node is joined with."""
-    parent = list(range(count))
-
-    def find(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    for x, y in zip(a.tolist(), b.tolist(), strict=True):
-        x, y = find(x), find(y)
-        if x != y:
-            parent[max(x, y)] = min(x, y)
-    return np.array([find(node) for node in range(count)], dtype=np.int32)
 
 
 class _Contraction:
@@ -240,13 +116,13 @@ class _Contraction:
         target: int,
     ) -> None:
         self.target = target
-        atom, knots = _atoms(graph, anchor, seconds, target)
+        atom, knots = atoms(graph, anchor, seconds, BALANCE / target)
         forward = np.flatnonzero(graph.op_phase == FORWARD)
         values, inverse = np.unique(atom[forward], return_inverse=True)
         label = np.zeros(graph.num_ops, dtype=np.int32)
         label[forward] = inverse
         self.label = label  # forward op -> node of the contraction graph; nodes are numbered by their first op
-        source, end, size, is_forward = _quotient(graph, anchor, label)
+        source, end, size, is_forward = anchor_graph(graph, anchor, label)
         # Where forward and backward edges together are cyclic, backward edges are left to the final check of the tasks.
         component = strong_components(len(values), source, end)
         keep = is_forward | (component[source] != component[end])
@@ -256,10 +132,10 @@ class _Contraction:
         time = np.zeros(len(values))
         np.add.at(time, label[anchor], seconds)
         held = np.zeros(len(values))
-        np.add.at(held, label[anchor], _held_bytes(graph, anchor))
+        np.add.at(held, label[anchor], held_bytes(graph, anchor))
         scale = [total if total > 0 else 1.0 for total in (time.sum(), held.sum())]
         tied_a, tied_b = parameter_ties(graph, anchor)
-        group = _components(
+        group = components(
             len(values), np.concatenate([label[tied_a], label[knots[0]]]), np.concatenate([label[tied_b], label[knots[1]]])
         )
         self.group_parent = group.tolist()
@@ -272,7 +148,7 @@ class _Contraction:
             self.held[root] += h
             self.peak_time[root], self.peak_held[root] = max(self.peak_time[root], t), max(self.peak_held[root], h)
         self.num_groups = len(set(self.group_parent))
-        self.loose_views = _loose_views(graph, label)
+        self.loose_views = loose_views(graph, label)
         self.cap = 0.0
 
     def group(self, node: int) -> int:
@@ -413,41 +289,6 @@ class _Contraction:
                 push(keep, after)
 
 
-def _loose_views(graph: OpGraph, label: NDArray[np.int32]) -> list[tuple[int, int]]:
-    """Views of inputs and parameters, which no edge joins to anything: each with the next reader of the same storage."""
-    found = []
-    for tensor in np.flatnonzero(graph.tensor_producer < 0).tolist():
-        readers = graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]]
-        forward = readers[graph.op_phase[readers] == FORWARD].tolist()
-        following = None
-        for op in reversed(forward):
-            if graph.op_kind[op] != _VIEW:
-                following = op
-            elif following is not None:
-                found.append((int(label[op]), int(label[following])))
-    return found
-
-
-def _held_bytes(graph: OpGraph, anchor: NDArray[np.int32]) -> NDArray[np.float64]:
-    """float64 [N], bytes of parameters at their first reader and of activations at their forward op."""
-    held = np.zeros(graph.num_ops)
-    activation = (graph.tensor_producer >= 0) & (graph.tensor_role != GRADIENT)
-    made = graph.tensor_producer[activation]
-    forward = graph.op_phase[made] == FORWARD
-    np.add.at(held, made[forward], graph.tensor_bytes[activation][forward])
-    seen: set[int] = set()
-    for tensor in np.flatnonzero((graph.tensor_role == PARAMETER) | (graph.tensor_role == BUFFER)).tolist():
-        index = int(graph.tensor_parameter[tensor])
-        start = graph.consumer_ptr[tensor]
-        if index in seen or start == graph.consumer_ptr[tensor + 1]:
-            continue
-        seen.add(index)
-        parameter = graph.parameters[index]
-        size = parameter.size_bytes + parameter.gradient_bytes + parameter.optimizer_bytes
-        held[anchor[graph.consumers[start]]] += size
-    return held
-
-
 def _finish(graph: OpGraph, anchor: NDArray[np.int32], contraction: _Contraction) -> Grouping:
     """Makes the tasks acyclic in every phase, numbers clusters and groups by their first op, and names them."""
     dag = contraction.dag
@@ -463,7 +304,7 @@ def _finish(graph: OpGraph, anchor: NDArray[np.int32], contraction: _Contraction
     # Clusters that were merged join their groups: ops, clusters and groups as nodes of one graph.
     count, ops = graph.num_ops, np.arange(graph.num_ops, dtype=np.int32)
     joined_by = np.concatenate([op_cluster + count, op_group + 2 * count]).astype(np.int32)
-    op_group = _components(3 * count, np.concatenate([ops, ops]), joined_by)[:count]
+    op_group = components(3 * count, np.concatenate([ops, ops]), joined_by)[:count]
     forward = np.flatnonzero(graph.op_phase == FORWARD)
     op_cluster, first_op = _renumber(op_cluster, forward)
     op_group, _ = _renumber(op_group, forward)
@@ -486,7 +327,7 @@ def merge_cyclic_tasks(graph: OpGraph, op_cluster: NDArray[np.int32]) -> NDArray
     count = int(cluster.max()) + 1
     first = np.full(len(values), -1, dtype=np.int32)
     first[component[::-1]] = cluster[::-1]
-    return _components(count, first[component], cluster)[op_cluster]
+    return components(count, first[component], cluster)[op_cluster]
 
 
 def _renumber(value: NDArray[np.int32], forward: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

@@ -110,6 +110,7 @@ def test_communication_buffers_are_reserved_only_where_there_are_peers():
         ("l4:4,ib=0g", "not of the form"),
         ("l4:4+", "unknown cluster preset"),
         ("", "unknown cluster preset"),
+        ("host:2", "stands alone"),
         ("a100-80g:999999", "the limit is"),
     ],
 )

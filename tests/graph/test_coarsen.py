@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.errors import InputError
-from rlplace.graph.coarsen import BALANCE, coarsen, merge_cyclic_tasks, op_anchors
+from rlplace.graph.atoms import op_anchors
+from rlplace.graph.coarsen import BALANCE, coarsen, merge_cyclic_tasks
 from rlplace.graph.contract import ContractionGraph, strong_components
 from rlplace.graph.opgraph import BACKWARD, FORWARD, GRADIENT, PARAMETER, UPDATE
 from rlplace.graph.synthetic import GraphBuilder, random_graph, transformer_graph

@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from rlplace.graph.fake import any_dtype_grouped_mm
 from rlplace.graph.recurrent import quick_recurrent_shapes
+from rlplace.graph.scan import whole_scans
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,7 @@ def export_training_graph(
     Returns:
         The graph. Shapes are those of the example inputs.
     """
-    with any_dtype_grouped_mm(), quick_recurrent_shapes(), warnings.catch_warnings():
+    with any_dtype_grouped_mm(), quick_recurrent_shapes(), whole_scans(), warnings.catch_warnings():
         # nn.LSTM and nn.GRU re-list their own weights while they are traced; export warns about that.
         warnings.filterwarnings("ignore", message="The tensor attribute")
         program = torch.export.export(model, args, dict(kwargs or {}), strict=False)

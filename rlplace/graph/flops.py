@@ -139,6 +139,15 @@ def _recurrent_whole(weights: int) -> Callable[[Args, Sequence[torch.Tensor]], f
     return formula
 
 
+def _selective_scan(first: int, passes: float) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+    """9 per sample, channel, token and state: step times a, exponential, step times b times input, state update, output."""
+
+    def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
+        return passes * 9.0 * int(args[first].numel()) * int(args[first + 2].shape[-1])
+
+    return formula
+
+
 def _cudnn_rnn(args: Args, outputs: Sequence[torch.Tensor]) -> float:
     """Each two-dimensional weight meets every row once."""
     rows = args[0].numel() // int(args[0].shape[-1])
@@ -209,6 +218,9 @@ _FORMULAS: dict[str, Callable[[Args, Sequence[torch.Tensor]], float]] = {
     "mkldnn_rnn_layer_backward": _twice(_recurrent_layer),
     "recurrent_layer": _recurrent_whole(3),
     "recurrent_layer_backward": _twice(_recurrent_whole(4)),
+    "selective_scan": _selective_scan(0, 1.0),
+    # Backward computes the states again and then walks them twice.
+    "selective_scan_backward": _selective_scan(1, 3.0),
     "_cudnn_rnn": _cudnn_rnn,
     "_cudnn_rnn_backward": _twice(_cudnn_rnn),
     "embedding": _embedding,

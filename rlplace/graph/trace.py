@@ -13,6 +13,7 @@ from torch import fx, nn
 from rlplace.graph.export import TrainingGraph, export_training_graph, flatten_inputs, module_path
 from rlplace.graph.neutral import REPLACED_TARGETS, NeutralFunctions
 from rlplace.graph.record import Label, Recorder, tensors_in
+from rlplace.graph.scan import whole_scans
 
 LOSS_LABEL = "loss_fn"
 """Forward op that stands for a loss function given by the caller."""
@@ -92,7 +93,7 @@ def trace_eager(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: EagerRecorder, finish: Callable[[Any], None]
 ) -> None:
     """Runs the fake module itself; the recorder makes a label per op or per module call."""
-    with _module_hooks(model, recorder), NeutralFunctions(), recorder:
+    with _module_hooks(model, recorder), NeutralFunctions(), whole_scans(), recorder:
         output = model(*args, **kwargs)
         recorder.end_forward()
         finish(output)

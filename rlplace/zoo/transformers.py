@@ -23,7 +23,8 @@ _MAPPINGS = (
 """Heads in order of preference: what a model of the type is pretrained on, where there are several."""
 
 _UNROLLED_SCAN = {"mamba": 64, "mamba2": 64, "falcon_mamba": 64, "jamba": 64}
-"""Types whose recurrence is a Python loop over the sequence without their CUDA kernels, and the length they are cut to."""
+"""Types whose recurrence is a Python loop over the sequence without their CUDA kernels, and the length they are cut to
+unless the capture keeps the loop whole."""
 
 _NO_POSITION_LIMIT = {"t5", "mt5", "umt5", "longt5", "switch_transformers"}
 """Types with relative positions: their configured length is that of pretraining, not a limit."""
@@ -114,9 +115,11 @@ def _build(model_class: Any, config: Any, kind: str, device: str) -> nn.Module:
 
 
 def _length(config: Any, kind: str, task: str, seq: int) -> int:
+    from rlplace.graph.scan import keeps_whole
+
     if task == "speech":
         return min(seq, int(getattr(config, "max_target_positions", seq) or seq))
-    if kind in _UNROLLED_SCAN:
+    if kind in _UNROLLED_SCAN and not keeps_whole(kind):
         return min(seq, _UNROLLED_SCAN[kind])
     limit = getattr(config, "max_position_embeddings", None)
     if task == "image" or kind in _NO_POSITION_LIMIT or not isinstance(limit, int) or limit <= 0 or seq <= limit:

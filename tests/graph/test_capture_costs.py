@@ -34,8 +34,8 @@ def test_gpt2_against_six_times_parameters_times_tokens():
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_dropless_experts_count_only_their_tokens(kind):
-    options = "num_hidden_layers=1,hidden_size=64,intermediate_size=128,num_attention_heads=2,num_key_value_heads=2,vocab_size=50"
-    model = load_model(f"hf:{kind},{options}", batch=2, seq=32)
+    sizes = "hidden_size=64,intermediate_size=128,num_attention_heads=2,num_key_value_heads=2,vocab_size=50"
+    model = load_model(f"hf:{kind},num_hidden_layers=1,{sizes}", batch=2, seq=32)
     graph = capture(model.module, model.example_inputs)
     mlp = 2 * 64 * (3 * 64 * 128)  # FLOPs of 64 tokens through gate, up and down projection
     if kind == "mixtral":

@@ -87,9 +87,31 @@ def test_export_of_the_real_module_has_the_same_op_names(kind):
     assert all(held[name] is p for name, p in real.module.named_parameters(remove_duplicate=False) if name in held)
 
 
-def test_unrolled_scan_takes_64_tokens():
-    model = load_model("hf:mamba,num_hidden_layers=1,hidden_size=16,state_size=2,vocab_size=50", batch=1, seq=512)
-    assert model.example_inputs["input_ids"].shape == (1, 64)
+@pytest.mark.parametrize("method", ["export", "dispatch"])
+def test_scan_is_kept_whole(method):
+    model = load_model("hf:mamba,num_hidden_layers=2,hidden_size=16,state_size=2,vocab_size=50", batch=2, seq=256)
+    assert model.example_inputs["input_ids"].shape == (2, 256)
+    graph = capture(model.module, model.example_inputs, method=method)
+    scans = [i for i in range(graph.num_ops) if graph.op_kind[i] == "scan"]
+    assert [graph.op_module[i] for i in scans] == [f"backbone.layers.{layer}.mixer" for layer in (0, 1, 1, 0)]
+    forward = 9 * 2 * 256 * 32 * 2
+    assert graph.op_flops[scans].tolist() == [forward, forward, 3 * forward, 3 * forward]
+
+
+def test_whole_scan_computes_what_the_loop_computes():
+    model = load_model("hf:mamba,num_hidden_layers=2,hidden_size=16,state_size=4,vocab_size=50", batch=2, seq=9, device="cpu")
+    exported = export_training_graph(model.module, (), model.example_inputs)
+    assert any("selective_scan" in node.name for node in exported.module.graph.nodes)
+    losses, gradients = [], []
+    for module in (model.module, exported.module):
+        loss = module(**model.example_inputs)["loss"]
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append([p.grad.clone() for p in model.module.parameters()])
+        model.module.zero_grad()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
 
 
 def test_dispatch_takes_over_where_export_fails():

@@ -126,7 +126,8 @@ def test_refused_arguments(arguments, words):
 def test_length_beyond_the_positions():
     with pytest.raises(InputError, match=r"512 positions, seq is 600; use --seq 512 or max_position_embeddings=600"):
         load_model("hf:bert,num_hidden_layers=1", seq=600)
-    assert load_model("hf:bert,num_hidden_layers=1,max_position_embeddings=600", seq=600).example_inputs["labels"].shape == (8, 600)
+    longer = load_model("hf:bert,num_hidden_layers=1,max_position_embeddings=600", seq=600)
+    assert longer.example_inputs["labels"].shape == (8, 600)
     assert load_model("hf:t5,num_layers=1", seq=600).example_inputs["labels"].shape == (8, 600)
     assert load_model("hf:whisper", seq=600).example_inputs["labels"].shape == (8, 448)
 

@@ -149,7 +149,7 @@ def train(
         warm = f"{config.warm_states} states, divergence {before:.3f} to {after:.3f} on states not fitted"
         report(f"warm start: {warm}")
     model.set_logger(configure(str(out / "tensorboard"), ["tensorboard"]))
-    saver = _Saver(config, out, done, warm, problem_set, len(instances), progress_bar)
+    saver = _Saver(config, out, done, warm, problem_set, len(instances), progress_bar, report)
     try:
         model.learn(total_timesteps=max(config.steps - done, 0), callback=saver, reset_num_timesteps=not resume)
     except KeyboardInterrupt:
@@ -206,12 +206,21 @@ class _Saver(BaseCallback):
     """Logs placement figures, saves the run, shows the progress bar."""
 
     def __init__(
-        self, config: TrainConfig, out: Path, done: int, warm: str, problem_set: str, problems: int, progress_bar: bool
+        self,
+        config: TrainConfig,
+        out: Path,
+        done: int,
+        warm: str,
+        problem_set: str,
+        problems: int,
+        progress_bar: bool,
+        report: Callable[[str], None],
     ) -> None:
         super().__init__()
         self.config, self.out, self.warm, self.problem_set, self.problems = config, out, warm, problem_set, problems
         self.interrupted = False
-        self._last_save = done
+        self.report = report
+        self._first = self._last_save = done
         self._begin = time.perf_counter()
         self._ratios: list[float] = []
         self._bar: Any = None
@@ -233,6 +242,15 @@ class _Saver(BaseCallback):
             self.logger.record("placement/vs_best_baseline", float(np.exp(np.mean(np.log(self._ratios[-200:])))))
         if self.num_timesteps - self._last_save >= self.config.save_every:
             self.save(self.model)
+            if self._bar is None:
+                self.report(self._progress())
+
+    def _progress(self) -> str:
+        seconds = time.perf_counter() - self._begin
+        rate = (self.num_timesteps - self._first) / seconds
+        left = (self.config.steps - self.num_timesteps) / max(rate, 1e-9)
+        ratio = f", step time {np.exp(np.mean(np.log(self._ratios[-200:]))):.4f} of best" if self._ratios else ""
+        return f"{self.num_timesteps}/{self.config.steps} decisions, {rate:.0f} a second, {left:.0f} s left{ratio}"
 
     def save(self, model: Any) -> None:
         """Writes checkpoint and optimizer."""

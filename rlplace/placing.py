@@ -58,13 +58,13 @@ def place(
             raise InputError("a problem has its own devices; leave cluster out, or place the model")
         _check_batch(global_batch, target.samples_per_microbatch)
         return function(target, seed=seed, time_limit_s=time_limit_s, **options)
-    from rlplace.cluster.spec import Cluster
+    from rlplace.cluster.parse import parse
     from rlplace.cost.price import price
     from rlplace.graph.opgraph import OpGraph
 
     if cluster is None:
         raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
-    machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
+    machine = parse(cluster) if isinstance(cluster, str) else cluster
     if isinstance(target, OpGraph):
         graph = target
     else:

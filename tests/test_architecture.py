@@ -16,7 +16,7 @@ LEVEL = {
     "problem": 2,
     "graph": 3,
     "cluster": 3,
-    "zoo": 3,
+    "zoo": 4,
     "plan": 4,
     "simulator": 5,
     "cost": 6,

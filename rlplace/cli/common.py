@@ -55,12 +55,12 @@ def load(model: str, cluster: str | None, options: argparse.Namespace, *, op_lev
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
         return Loaded(Problem.load(model), None, None)
-    from rlplace.cluster.spec import Cluster
+    from rlplace.cluster.parse import parse
     from rlplace.cost.price import price
     from rlplace.graph.capture import capture
     from rlplace.zoo import load_model
 
-    machine = Cluster.preset(cluster or "host")
+    machine = parse(cluster or "host")
     batch = options.global_batch or options.batch
     say(f"building {model}")
     loaded = load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)

@@ -1,0 +1,243 @@
+"""The command line: verbs, JSON, exit codes, one-line errors, nothing half written."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from rlplace.agents.checkpoint import save_checkpoint
+from rlplace.agents.network import NetworkConfig, PlacerNetwork
+
+from rlplace.cli.main import main
+from rlplace.plan import PlacementPlan
+from rlplace.problem import Problem
+from rlplace.problem.toys import random_problem
+
+TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agent")
+    torch.manual_seed(0)
+    network = PlacerNetwork(NetworkConfig(hidden=16, layers=1))
+    save_checkpoint(folder, network, environment="rlplace/Refinement-v0", training={"steps_done": 0}, card="# test\n")
+    return str(folder)
+
+
+@pytest.fixture
+def problem_file(tmp_path):
+    path = tmp_path / "toy.problem.json"
+    random_problem(0, num_groups=10, num_devices=2).save(path)
+    return str(path)
+
+
+def run(capsys, *arguments):
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def last_line(text):
+    lines = [line for line in text.splitlines() if line.startswith("rlplace:")]
+    assert len(lines) == 1, text
+    assert "Traceback" not in text
+    return lines[0]
+
+
+def test_place_model_with_the_agent(capsys, tmp_path, agent):
+    plan_file = tmp_path / "p.plan.json"
+    code, out, _ = run(
+        capsys, "place", TINY, "--cluster", "a100-80g:4", "--agent", agent, "--time-limit", "0.5", "--seq", "16",
+        "--granularity", "20", "--out", str(plan_file), "--json",
+    )  # fmt: skip
+    assert code == 0
+    data = json.loads(out)
+    assert data == json.loads(plan_file.read_text())
+    assert data["format"] == "rlplace.plan" and data["planner"] == "agent"
+    assert data["predicted"]["feasible"] and data["predicted"]["executor"] == "list"
+    assert data["predicted"]["step_time_s"] <= data["predicted"]["floor_step_time_s"]
+    assert data["predicted"]["op_level"]["step_time_s"] > 0
+    assert len(data["groups"]) == len(data["device_of_group"]) <= 20
+    assert data["source"]["graph"]["model"] == TINY
+
+
+def test_capture_place_simulate(capsys, tmp_path):
+    problem_file, plan_file, trace = (str(tmp_path / name) for name in ("x.problem.json", "p.plan.json", "t.json"))
+    arguments = ("--cluster", "v100:2", "--seq", "16", "--batch", "4")
+    assert run(capsys, "capture", TINY, *arguments, "--out", problem_file)[0] == 0
+    assert Problem.load(problem_file).samples_per_microbatch == 4
+    code, out, _ = run(capsys, "place", problem_file, "--planner", "best", "--memory", "--out", plan_file)
+    assert code == 0 and "step time" in out and "optimizer" in out
+    assert PlacementPlan.load(plan_file, Problem.load(problem_file)).planner == "best"
+    code, out, _ = run(capsys, "simulate", problem_file, plan_file, "--trace", trace, "--json")
+    assert code == 0 and json.loads(out)["feasible"] is True
+    assert json.loads((tmp_path / "t.json").read_text())
+    op_file = str(tmp_path / "op.problem.json")
+    assert run(capsys, "capture", TINY, *arguments, "--level", "op", "--out", op_file)[0] == 0
+    assert Problem.load(op_file).group_names == Problem.load(problem_file).group_names
+
+
+def test_infeasible_plan_simulates_and_says_so(capsys, tmp_path):
+    problem = random_problem(3, num_groups=10, num_devices=2, memory_factor=1.05)
+    problem.save(tmp_path / "x.problem.json")
+    plan = PlacementPlan(problem.fingerprint, "hand", 0, __import__("numpy").zeros(10, dtype="int32"))
+    plan.save(tmp_path / "p.plan.json")
+    code, out, _ = run(capsys, "simulate", str(tmp_path / "x.problem.json"), str(tmp_path / "p.plan.json"))
+    assert code == 0 and "infeasible" in out and "short" in out
+
+
+def test_compare(capsys, problem_file, agent):
+    code, out, _ = run(
+        capsys, "compare", problem_file, "--planners", "single,best,annealing,agent", "--calls", "64", "--seeds", "2",
+        "--agent", agent, "--json",
+    )  # fmt: skip
+    assert code == 0
+    rows = {row["planner"]: row for row in json.loads(out)["rows"]}
+    assert list(rows) == ["single", "best", "annealing", "agent"]
+    assert rows["agent"]["step_time_s"] <= rows["best"]["step_time_s"] <= rows["single"]["step_time_s"]
+
+
+def test_info(capsys):
+    code, out, _ = run(capsys, "info", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert set(data) == {"versions", "devices", "planners", "presets", "checkpoints", "environments"}
+    assert "agent" in data["planners"] and "mi300x" in data["presets"] and "rlplace/Placement-v0" in data["environments"]
+
+
+def test_train_small(capsys, tmp_path):
+    folder = tmp_path / "problems"
+    folder.mkdir()
+    for seed in range(2):
+        random_problem(seed, num_groups=8, num_devices=2).save(folder / f"{seed}.problem.json")
+    out_folder = str(tmp_path / "run")
+    code, out, _ = run(
+        capsys,
+        "train",
+        "--problems",
+        str(folder),
+        "--steps",
+        "768",
+        "--warm-states",
+        "40",
+        "--calls",
+        "16",
+        "--out",
+        out_folder,
+    )
+    assert code == 0 and "vs best" in out and "agent (16 calls)" in out
+    code, out, _ = run(capsys, "train", "--resume", out_folder, "--steps", "1536", "--calls", "16", "--json")
+    assert code == 0
+    assert json.loads(out)["steps"] >= 1536
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["place", "hf:gpt3"], 2, "did you mean"),
+        (["place", "zoo:incepton"], 2, "did you mean 'inception'"),
+        (["place", TINY, "--cluster", "a100-8g:4"], 2, "did you mean"),
+        (["place", TINY, "--planner", "metiss"], 2, "did you mean 'metis'"),
+        (["place", TINY, "--agent", "defalt", "--cluster", "v100:2", "--seq", "8"], 2, "unknown agent"),
+        (["place", "nothing.problem.json"], 2, "cannot be read"),
+        (["simulate", "a.problem.json", "b.plan.json"], 2, "cannot be read"),
+        (["compare", TINY, "--planners", "best,worst"], 2, "unknown planner"),
+        (["train", "--problems", "nowhere"], 2, "unknown problem set"),
+        (["train", "--resume", "nowhere"], 2, "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, arguments, code, words):
+    found, out, err = run(capsys, *arguments)
+    assert found == code and out == ""
+    assert words in last_line(err)
+
+
+def test_model_that_does_not_fit_ends_with_3_and_writes_nothing(capsys, tmp_path):
+    plan_file = tmp_path / "p.plan.json"
+    big = "hf:gpt2,n_layer=2,n_embd=16384,n_head=16"
+    code, out, err = run(capsys, "place", big, "--cluster", "t4:2", "--seq", "16", "--planner", "best", "--out", str(plan_file))
+    assert code == 3 and out == "" and not plan_file.exists()
+    line = last_line(err)
+    assert "short" in line and "GB" in line
+
+
+def test_model_whose_forward_raises(capsys, tmp_path):
+    source = tmp_path / "broken.py"
+    source.write_text(
+        "import torch\n"
+        "class Broken(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n"
+        "        return self.layer(x).sum() if x.shape[1] == 4 else self.layer(x)\n"
+        "def make():\n"
+        "    return Broken(), (torch.zeros(2, 5),)\n"
+    )
+    code, out, err = run(capsys, "place", f"{source}:make", "--cluster", "v100:2", "--planner", "best")
+    assert code == 1 and out == ""
+    line = last_line(err)
+    assert "mat1 and mat2" in line or "cannot be multiplied" in line or "5" in line
+    assert "broken.py" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not valid JSON"),
+        ('{"format": "rlplace.problem", "version": 1, "devices": [', "not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"format": "rlplace.problem", "version": 9}', "upgrade rlplace"),
+        ('{"format": "rlplace.plan", "version": 1}', "expected format"),
+        ('{"format": "rlplace.problem", "version": 1, "devices": NaN}', "NaN"),
+        ('{"format": "rlplace.problem", "version": 1, "devicez": []}', "did you mean 'devices'"),
+    ],
+)
+def test_damaged_problem_files(capsys, tmp_path, text, words):
+    path = tmp_path / "x.problem.json"
+    path.write_text(text)
+    code, out, err = run(capsys, "place", str(path), "--planner", "best")
+    assert code == 2 and out == ""
+    assert words in last_line(err)
+
+
+def test_plan_for_another_problem_is_refused(capsys, tmp_path):
+    one, two = (random_problem(seed, num_groups=6, num_devices=2) for seed in range(2))
+    one.save(tmp_path / "1.problem.json")
+    two.save(tmp_path / "2.problem.json")
+    assert (
+        run(capsys, "place", str(tmp_path / "1.problem.json"), "--planner", "best", "--out", str(tmp_path / "p.plan.json"))[0]
+        == 0
+    )
+    code, _, err = run(capsys, "simulate", str(tmp_path / "2.problem.json"), str(tmp_path / "p.plan.json"))
+    assert code == 2 and "plan is for problem" in last_line(err)
+
+
+def test_unwritable_output(capsys, problem_file, tmp_path):
+    code, _, err = run(capsys, "place", problem_file, "--planner", "best", "--out", str(tmp_path / "missing" / "p.plan.json"))
+    assert code == 2 and "cannot be written" in last_line(err)
+
+
+def test_interrupt_is_130(capsys, monkeypatch, problem_file):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlplace.cli.place.run", interrupted)
+    code, _, err = run(capsys, "place", problem_file)
+    assert code == 130 and last_line(err) == "rlplace: interrupted"
+
+
+def test_debug_shows_the_traceback(problem_file):
+    from rlplace.errors import InputError
+
+    with pytest.raises(InputError):
+        main(["place", problem_file, "--cluster", "v100:2", "--debug"])
+
+
+def test_usage_errors_end_with_2():
+    done = subprocess.run([sys.executable, "-m", "rlplace.cli.main", "plaace"], capture_output=True, text=True)
+    assert done.returncode == 2 and "invalid choice" in done.stderr
+    done = subprocess.run([sys.executable, "-m", "rlplace.cli.main", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "exit codes" in done.stdout

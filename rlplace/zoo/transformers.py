@@ -47,7 +47,6 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
     """
     try:
         with _quiet():
-            import transformers
             from transformers.models.auto import modeling_auto
             from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     except ImportError:
@@ -69,8 +68,9 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
         if task in ("seq2seq", "speech") and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
         model_class = getattr(modeling_auto, dict(_MAPPINGS)[task])[type(config)]
-        del transformers
         module = _build(model_class, config, kind, device)
+        # The library warns once per process when the loss is looked up; do that while it is quiet.
+        getattr(module, "loss_function", None)
     return module.train(), _inputs(config, kind, task, batch, _length(config, kind, task, seq))
 
 

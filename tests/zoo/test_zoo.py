@@ -133,7 +133,8 @@ def test_length_beyond_the_positions():
 
 
 def test_missing_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in ("transformers", "transformers.models.auto"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingError, match=r"rlplace\[transformers\]"):
         load_model("hf:gpt2")
 

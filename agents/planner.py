@@ -25,7 +25,7 @@ from rlplace.planners import get_planner
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
-ROLLOUT_LENGTH = 24
+ROLLOUT_LENGTH = 12
 _SAMPLE_SHARE = 0.15  # of the budget, after which no further rollout begins
 
 

@@ -24,7 +24,7 @@ from rlplace.envs.reward import score
 from rlplace.simulator import Simulator, simulate
 
 _MOVES = 48  # moves drawn per decision
-_TRIES = 20  # moves simulated per decision of the search
+_TRIES = 12  # moves simulated per decision of the search
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from rlplace.envs.refinement import RefinementEnv
 from torch import Tensor
 
 _SHARPNESS = 0.01  # a move that gains 1 % more is e times as likely in the target
+_CLEAR = 0.05  # gains and losses beyond 5 % count as 5 %, so that a few great moves do not drown the rest
 _EXPLORE = 0.3  # share of steps that follow a random legal action, so that other states are seen too
 
 
@@ -92,7 +93,8 @@ def imitate(
 def _target(env: PlacementEnv | RefinementEnv, mask: NDArray[np.bool_]) -> NDArray[np.float64] | None:
     if isinstance(env, RefinementEnv):
         gains = env.move_scores()
-        weights = np.where(np.isfinite(gains), np.exp(np.clip((gains - gains.max()) / _SHARPNESS, -50.0, 0.0)), 0.0)
+        close = np.clip(gains, -_CLEAR, _CLEAR)
+        weights = np.where(np.isfinite(gains), np.exp((close - close.max()) / _SHARPNESS), 0.0)
         return weights / weights.sum()
     floor = env.instance.floor
     if floor is None:

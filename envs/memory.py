@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, FORWARD, Problem
+from rlplace.problem.reach import reach
 
 _PIVOT_CANDIDATES = 4
 
@@ -40,7 +41,8 @@ def group_saved_bytes(problem: Problem) -> NDArray[np.float64]:
     inner &= problem.tensor_bytes[tensor] > 0
     best = np.zeros(problem.num_groups)
     for pivot in _pivots(problem):
-        before, after = _reach(problem, pivot, forward=False), _reach(problem, pivot, forward=True)
+        before, after = reach(problem, pivot, backwards=True), reach(problem, pivot, backwards=False)
+        before[pivot] = after[pivot] = True
         live = inner & before[np.maximum(producer, 0)] & after[problem.consumers]
         live_tensor = np.unique(tensor[live])
         saved = np.zeros(problem.num_groups)
@@ -61,26 +63,3 @@ def _pivots(problem: Problem) -> list[int]:
     forward = problem.topological_order[phase == FORWARD][-_PIVOT_CANDIDATES:]
     backward = problem.topological_order[phase == BACKWARD][:_PIVOT_CANDIDATES]
     return [*forward.tolist(), *backward.tolist()]
-
-
-def _reach(problem: Problem, pivot: int, *, forward: bool) -> NDArray[np.bool_]:
-    """Bool [N], the pivot and its descendants (or ancestors), by one pass in topological order."""
-    reached = np.zeros(problem.num_ops, dtype=bool)
-    reached[pivot] = True
-    tensor = problem.edge_tensor
-    producer = problem.tensor_producer[tensor]
-    kept = producer >= 0
-    source, target = producer[kept], problem.consumers[kept]
-    if not forward:
-        source, target = target, source
-    by_source = np.argsort(source, kind="stable")
-    starts = np.searchsorted(source[by_source], np.arange(problem.num_ops + 1))
-    following = target[by_source]
-    frontier = [pivot]
-    while frontier:
-        op = frontier.pop()
-        for other in following[starts[op] : starts[op + 1]].tolist():
-            if not reached[other]:
-                reached[other] = True
-                frontier.append(other)
-    return reached

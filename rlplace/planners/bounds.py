@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, Problem
+from rlplace.problem.reach import reach
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def live_bytes(problem: Problem) -> int:
     position[problem.topological_order] = np.arange(problem.num_ops)
     # The first backward op in topological order: the gradient of the loss in a training step.
     pivot = int(backward[position[backward].argmin()])
-    before, after = _reach(problem, pivot, backwards=True), _reach(problem, pivot, backwards=False)
+    before, after = reach(problem, pivot, backwards=True), reach(problem, pivot, backwards=False)
     tensor = problem.edge_tensor
     producer = problem.tensor_producer
     made_before = (producer >= 0) & before[np.maximum(producer, 0)]
@@ -120,24 +121,3 @@ def live_bytes(problem: Problem) -> int:
     later = after[problem.consumers] | (problem.consumers == pivot)
     read_after[tensor[later]] = True
     return int(problem.tensor_bytes[made_before & read_after].sum())
-
-
-def _reach(problem: Problem, pivot: int, *, backwards: bool) -> NDArray[np.bool_]:
-    """Strict ancestors or descendants of an op, bool [N]."""
-    made = problem.tensor_producer[problem.edge_tensor] >= 0
-    head = problem.tensor_producer[problem.edge_tensor][made]
-    tail = problem.consumers[made]
-    if backwards:
-        head, tail = tail, head
-    by_head = np.argsort(head, kind="stable")
-    following = tail[by_head].tolist()
-    starts = np.searchsorted(head[by_head], np.arange(problem.num_ops + 1)).tolist()
-    found = np.zeros(problem.num_ops, dtype=bool)
-    stack = [pivot]
-    while stack:
-        op = stack.pop()
-        for other in following[starts[op] : starts[op + 1]]:
-            if not found[other]:
-                found[other] = True
-                stack.append(other)
-    return found

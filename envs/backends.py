@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from rlplace.envs.instance import Instance
 
+from rlplace.envs.instance import Instance
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator, simulate
@@ -82,7 +82,7 @@ class MeasuredBackend(SimulatedBackend):
 
     Args:
         measure: Runs a plan and returns its median step time in seconds; raises `MemoryError` (or
-            ``torch.OutOfMemoryError``) when it does not fit. `rlplace.runtime.measure` makes one for a model and its devices.
+            ``torch.OutOfMemoryError``) when it does not fit. `rlplace.runtime.measure.step_timer` makes one.
     """
 
     def __init__(self, measure: Callable[[PlacementPlan], float]) -> None:

@@ -9,11 +9,11 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
+
 from rlplace.envs.backends import Backend, SimulatedBackend
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.observation import NUM_CONTEXT, full_graph, observation_space
 from rlplace.envs.viewer import render_ansi, render_rgb
-
 from rlplace.errors import InputError
 from rlplace.problem import Problem
 

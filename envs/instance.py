@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from rlplace.envs.memory import group_footprint_bytes, group_pinned_bytes
 
+from rlplace.envs.memory import group_footprint_bytes, group_pinned_bytes
 from rlplace.errors import InfeasibleError, unknown_name
 from rlplace.planners import get_planner
 from rlplace.planners.bounds import lower_bounds

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-from rlplace.envs.instance import Instance
 
+from rlplace.envs.instance import Instance
 from rlplace.planners.bottleneck import ranked_moves
 from rlplace.simulator.timeline import Timeline
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
+
 from rlplace.envs.features import (
     CLIP,
     NUM_FEATURES,
@@ -25,7 +26,6 @@ from rlplace.envs.features import (
 )
 from rlplace.envs.instance import Instance
 from rlplace.envs.moves import Moves
-
 from rlplace.simulator.timeline import Timeline
 
 NUM_CONTEXT = 8

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from rlplace.envs.backends import Backend, SimulatedBackend
 from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
 from rlplace.envs.features import NUM_FEATURES, TIME_BINS, no_window
@@ -15,7 +16,6 @@ from rlplace.envs.instance import Instance
 from rlplace.envs.moves import make_moves
 from rlplace.envs.observation import State, features, load_and_pinned
 from rlplace.envs.reward import FinalReward, infeasible_reward, log_ratio
-
 from rlplace.planners.repair import repair
 from rlplace.problem import Problem
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from rlplace.envs.backends import Backend, Evaluation
 from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
 from rlplace.envs.instance import Instance
 from rlplace.envs.moves import Moves, draw_runs, propose
 from rlplace.envs.observation import features, placed_state
 from rlplace.envs.reward import infeasible_reward, score
-
 from rlplace.errors import InputError
 from rlplace.problem import Problem
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
 from rlplace.envs.instance import Instance
 
 _PALETTE = np.array(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def reach(problem: Problem, op: int, *, backwards: bool) -> NDArray[np.bool_]:
-    """bool [N], the strict descendants of an op, or its strict ancestors when `backwards`."""
+    """The strict descendants of an op, or its strict ancestors when `backwards`: bool [N]."""
     made = problem.tensor_producer[problem.edge_tensor] >= 0
     head = problem.tensor_producer[problem.edge_tensor][made]
     tail = problem.consumers[made]

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from rlplace.agents.bank import GraphBank, graph_tensors
 from rlplace.agents.checkpoint import load_checkpoint, save_checkpoint
 from rlplace.agents.evaluate import compare_agent, format_rows
@@ -14,8 +16,6 @@ from rlplace.agents.train import TrainConfig, train
 from rlplace.envs import make_instance
 from rlplace.envs.features import NUM_FEATURES
 from rlplace.envs.observation import NUM_CONTEXT
-from safetensors.torch import load_file, save_file
-
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
 from rlplace.problem.toys import memory_tight_pair, random_problem, two_branches

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
+
 from rlplace.agents.checkpoint import save_checkpoint
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
-
 from rlplace.cli.main import main
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem

@@ -6,11 +6,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
-from rlplace.envs import PlacementEnv, RefinementEnv, SimulatedBackend, make_instance
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 import rlplace
+from rlplace.envs import PlacementEnv, RefinementEnv, SimulatedBackend, make_instance
 from rlplace.errors import InputError
 from rlplace.problem.toys import fork_join, memory_tight_pair, random_problem, two_device_chain
 from rlplace.simulator import simulate

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from rlplace.envs.instance import Instance
 from rlplace.envs.observation import edge_features, node_features
-from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)

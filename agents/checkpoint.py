@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.errors import InputError, unknown_name
 from rlplace.files import check_keys, read_json, write_bytes, write_json, write_text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.features import NUM_FEATURES

@@ -7,8 +7,9 @@ layer norm, in plain torch. Weight shapes depend neither on the number of groups
 from __future__ import annotations
 
 import torch
-from rlplace.agents.bank import GraphTensors
 from torch import Tensor, nn
+
+from rlplace.agents.bank import GraphTensors
 
 
 class MessageLayer(nn.Module):

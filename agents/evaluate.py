@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rlplace.agents.planner import Agent
 
+from rlplace.agents.planner import Agent
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.problem import Problem

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from rlplace.agents.bank import GraphTensors
 from rlplace.agents.encoder import GraphEncoder
 from rlplace.envs.features import FEATURES, NUM_FEATURES
 from rlplace.envs.observation import NUM_CONTEXT, NUM_NODE_FEATURES
-from torch import Tensor, nn
 
 _HEURISTIC = {
     "finish_delay": -8.0,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.search import Search
 from rlplace.envs.instance import Instance, make_instance
-
 from rlplace.errors import InfeasibleError
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from gymnasium import spaces
-from rlplace.agents.bank import GraphBank
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.envs.features import NUM_FEATURES
 from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
+
+from rlplace.agents.bank import GraphBank
+from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.envs.features import NUM_FEATURES
 
 
 class NetworkExtractor(BaseFeaturesExtractor):

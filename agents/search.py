@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.base import static_context
@@ -20,7 +21,6 @@ from rlplace.envs.instance import Instance
 from rlplace.envs.moves import Moves, make_moves, propose
 from rlplace.envs.observation import NUM_CONTEXT, features, placed_state
 from rlplace.envs.reward import score
-
 from rlplace.simulator import Simulator, simulate
 
 _MOVES = 48  # moves drawn per decision

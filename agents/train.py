@@ -21,6 +21,12 @@ import gymnasium
 import numpy as np
 import sb3_contrib
 import torch
+from sb3_contrib import MaskablePPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
+
+import rlplace
 from rlplace.agents.bank import GraphBank
 from rlplace.agents.checkpoint import Checkpoint, load_optimizer, load_weights, make_folder, save_checkpoint, save_optimizer
 from rlplace.agents.network import NetworkConfig
@@ -29,12 +35,6 @@ from rlplace.agents.warmstart import collect, imitate
 from rlplace.envs.instance import Instance, make_instances
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
-from sb3_contrib import MaskablePPO
-from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import configure
-from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
-
-import rlplace
 from rlplace.errors import InputError, unknown_name
 from rlplace.files import read_json
 from rlplace.problem import Problem

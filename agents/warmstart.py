@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
+from torch import Tensor
+
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.envs.base import Observation
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
-from torch import Tensor
 
 _SHARPNESS = 0.01  # a move that gains 1 % more is e times as likely in the target
 _CLEAR = 0.05  # gains and losses beyond 5 % count as 5 %, so that a few great moves do not drown the rest

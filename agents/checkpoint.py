@@ -19,8 +19,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.errors import InputError, unknown_name
-from rlplace.files import check_keys, read_json, write_bytes, write_json, write_text
+from rlplace.errors import InputError, show, unknown_name
+from rlplace.files import check_keys, read_bytes, read_json, write_bytes, write_json, write_text
 
 FORMAT = "rlplace.checkpoint"
 VERSION = 1
@@ -98,10 +98,9 @@ def load_weights(module: torch.nn.Module, path: Path) -> None:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Reads a safetensors file."""
+    payload = read_bytes(path)
     try:
-        return load_tensors(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+        return load_tensors(payload)
     except Exception as error:  # safetensors raises its own type for every kind of damage
         raise InputError(f"{path}: not a safetensors file: {error}") from None
 
@@ -160,7 +159,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     config = read_json(path, FORMAT, VERSION)
     check_keys(config, _REQUIRED, {"progress"}, str(path))
     if config["environment"] not in ("rlplace/Placement-v0", "rlplace/Refinement-v0"):
-        raise InputError(f"{path}: environment {str(config['environment'])[:80]!r} is not one of this version")
+        raise InputError(f"{path}: environment {show(config['environment'])} is not one of this version")
     if config["features"] != list(FEATURES):
         raise InputError(f"{path}: trained on other features than this version computes; train it again")
     if not isinstance(config["training"], dict):
@@ -174,5 +173,5 @@ def _network_config(config: Mapping[str, Any], folder: Path) -> NetworkConfig:
     hidden, layers = config["network"]["hidden"], config["network"]["layers"]
     for name, value, least, most in (("hidden", hidden, 1, _MAX_HIDDEN), ("layers", layers, 0, _MAX_LAYERS)):
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise InputError(f"{where}.{name}: {str(value)[:40]!r} is outside {least}..{most}")
+            raise InputError(f"{where}.{name}: {show(value)} is outside {least}..{most}")
     return NetworkConfig(hidden=hidden, layers=layers)

@@ -6,7 +6,12 @@ Every message is one line that says what is wrong, where, and what to do next.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from typing import Any
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 class RlplaceError(Exception):
@@ -47,7 +52,16 @@ class MissingError(RlplaceError):
     exit_code = 4
 
 
-def unknown_name(what: str, name: str, known: Iterable[str]) -> InputError:
+def show(value: Any, limit: int = 80) -> str:
+    """Any value for a message: short, on one line, and safe for nested data and integers beyond Python's digit limit."""
+    try:
+        text = _REPR.repr(value)
+    except Exception:
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def unknown_name(what: str, name: Any, known: Iterable[str]) -> InputError:
     """Builds the error for an unknown name, with the nearest known one.
 
     Args:
@@ -56,6 +70,6 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> InputError:
         known: All names that would have been accepted.
     """
     choices = sorted(known)
-    near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:80], choices, n=1, cutoff=0.5) if isinstance(name, str) else []
     hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(choices)
-    return InputError(f"unknown {what} {str(name)[:80]!r}; {hint}")
+    return InputError(f"unknown {what} {show(name)}; {hint}")

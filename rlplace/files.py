@@ -11,29 +11,40 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import InputError, show, unknown_name
 
 MAX_FILE_BYTES = 1 << 30
 """Larger files are refused before they are read."""
 
 
-def read_text(path: str | Path) -> str:
-    """Reads a UTF-8 text file of at most `MAX_FILE_BYTES`."""
-    path = Path(path)
+def read_bytes(path: str | Path) -> bytes:
+    """Reads a file of at most `MAX_FILE_BYTES`; devices such as /dev/zero are refused."""
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise InputError(f"{path}: file has {size} bytes, the limit is {MAX_FILE_BYTES}")
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
+        with open(path, "rb") as stream:
+            found = os.fstat(stream.fileno())
+            if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
+                raise InputError(f"{path}: is a device, not a file")
+            if found.st_size > MAX_FILE_BYTES:
+                raise InputError(f"{path}: file has {found.st_size} bytes, the limit is {MAX_FILE_BYTES}")
+            return stream.read()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # a null character in the path
+        raise error if isinstance(error, InputError) else InputError(f"{show(str(path))}: cannot be read: {error}") from None
+
+
+def read_text(path: str | Path) -> str:
+    """Reads a UTF-8 text file of at most `MAX_FILE_BYTES`."""
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
 
 
 def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any]:
@@ -66,13 +77,13 @@ def check_header(data: Any, format_name: str, version: int, where: str) -> dict[
         raise InputError(f"{where}: expected a JSON object, found {type(data).__name__}")
     found = data.get("format")
     if found != format_name:
-        raise InputError(f"{where}: expected format {format_name!r}, found {str(found)[:80]!r}")
+        raise InputError(f"{where}: expected format {format_name!r}, found {show(found)}")
     number = data.get("version")
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise InputError(f"{where}: version must be a positive integer, found {str(number)[:80]!r}")
+        raise InputError(f"{where}: version must be a positive integer, found {show(number)}")
     if number > version:
         raise InputError(
-            f"{where}: written as {format_name} version {number}, this rlplace reads up to {version}; upgrade rlplace"
+            f"{where}: written as {format_name} version {show(number)}, this rlplace reads up to {version}; upgrade rlplace"
         )
     return {key: value for key, value in data.items() if key not in ("format", "version")}
 

@@ -17,7 +17,7 @@ from rlplace.cluster.interconnect import Host, build_links, parse_network
 from rlplace.cluster.parse import default_host
 from rlplace.cluster.presets import KINDS, DeviceKind
 from rlplace.cluster.spec import MAX_DEVICES, Cluster, check_kind
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_text, write_text
 from rlplace.problem import Device, Links
 
@@ -213,7 +213,7 @@ def _rule_links(kinds: list[DeviceKind], hosts: list[int], item: Any) -> Links:
     check_keys(item, set(), {"inside", "network"}, "interconnect")
     inside, network = item.get("inside"), item.get("network")
     if inside not in (None, "nvlink", "pcie"):
-        raise InputError(f"interconnect.inside: {unknown_name('fabric', str(inside), ['nvlink', 'pcie'])}")
+        raise InputError(f"interconnect.inside: {unknown_name('fabric', inside, ['nvlink', 'pcie'])}")
     if any(not 0 <= host < MAX_DEVICES for host in hosts):
         raise InputError(f"device.host: must be in 0..{MAX_DEVICES - 1}")
     by_host: dict[int, Host] = {}
@@ -260,7 +260,7 @@ def _text(value: Any, where: str) -> str:
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{where}: expected a number, found {str(value)[:40]!r}")
+        raise InputError(f"{where}: expected a number, found {show(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -273,7 +273,7 @@ def _number(value: Any, where: str) -> float:
 def _whole(value: Any, where: str) -> int:
     number = value if isinstance(value, int) and not isinstance(value, bool) else _number(value, where)
     if number != int(number) or abs(number) > 1 << 62:
-        raise InputError(f"{where}: {str(value)[:40]} is not a whole number in range")
+        raise InputError(f"{where}: {show(value)} is not a whole number in range")
     return int(number)
 
 

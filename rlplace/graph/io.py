@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_json, write_json
 from rlplace.graph.opgraph import PHASES, TENSOR_ROLES, OpGraph, Parameter
 
@@ -216,14 +216,14 @@ def _parse_dims(item: Mapping[str, Any]) -> dict[int, dict[str, int]]:
 
 def _whole(value: Any, where: str) -> int:
     if type(value) is not int or abs(value) > 1 << 62:
-        raise InputError(f"graph: {where}: {str(value)[:40]!r} is not a whole number")
+        raise InputError(f"graph: {where}: {show(value)} is not a whole number")
     return value
 
 
 def _whole_numbers(values: list[Any], where: str, dtype: type[np.integer[Any]]) -> Any:
     if not all(type(value) is int for value in values):
         bad = next(value for value in values if type(value) is not int)
-        raise InputError(f"graph: {where}: {str(bad)[:40]!r} is not a whole number")
+        raise InputError(f"graph: {where}: {show(bad)} is not a whole number")
     limit = np.iinfo(dtype)
     if values and not (limit.min <= min(values) and max(values) <= limit.max):
         raise InputError(f"graph: {where}: a value is out of range")
@@ -233,7 +233,7 @@ def _whole_numbers(values: list[Any], where: str, dtype: type[np.integer[Any]]) 
 def _numbers(values: list[Any], where: str) -> Any:
     if not all(type(value) in (int, float) for value in values):
         bad = next(value for value in values if type(value) not in (int, float))
-        raise InputError(f"graph: {where}: {str(bad)[:40]!r} is not a number")
+        raise InputError(f"graph: {where}: {show(bad)} is not a number")
     convert: Callable[[Any], float] = float
     try:
         return np.array([convert(value) for value in values], dtype=np.float64)
@@ -249,7 +249,7 @@ def _strings(values: list[Any], where: str) -> tuple[str, ...]:
 
 def _named(values: list[Any], names: tuple[str, ...], what: str) -> Any:
     number = {name: index for index, name in enumerate(names)}
-    unknown = next((v for v in values if not isinstance(v, str) or v not in number), None)
-    if unknown is not None:
-        raise unknown_name(what, str(unknown), names)
+    unknown = [value for value in values if not isinstance(value, str) or value not in number]
+    if unknown:
+        raise unknown_name(what, unknown[0], names)
     return np.array([number[value] for value in values], dtype=np.int8)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.files import check_keys, read_json, write_json
 from rlplace.problem import Problem
 
@@ -128,6 +128,9 @@ def make_plan(
     if problem.group_ops is not None and problem.group_modules is not None:
         rows = zip(problem.group_names, problem.group_modules, problem.group_ops, strict=True)
         groups = [{"name": name, "modules": list(modules), "ops": list(ops)} for name, modules, ops in rows]
+    for key, dtype in (("priority", np.float64), ("stage_of_group", np.int32)):
+        if fields.get(key) is not None:
+            fields[key] = np.asarray(fields[key], dtype=dtype)
     plan = PlacementPlan(
         problem=problem.fingerprint,
         planner=planner,
@@ -217,7 +220,7 @@ def _parse(data: dict[str, Any]) -> PlacementPlan:
         schedule=schedule,
         stage_of_group=None if stages is None else _whole_list(stages, "stage_of_group"),
         replicas=_parse_replicas(data.get("replicas")),
-        shards=data.get("shards"),
+        shards=_parse_shards(data.get("shards")),
         groups=_parse_groups(data.get("groups")),
         source=data.get("source"),
         predicted=data.get("predicted", {}),
@@ -242,14 +245,24 @@ def _parse_replicas(value: Any) -> list[list[int]] | None:
     return [_whole_list(row, "replicas").tolist() for row in value]
 
 
+def _parse_shards(value: Any) -> dict[str, dict[str, int]] | None:
+    if value is None:
+        return None
+    for name, dims in value.items():
+        if not isinstance(dims, dict) or any(_whole(parts, f"shards[{show(name)}]") < 1 for parts in dims.values()):
+            raise InputError(f"plan: shards[{show(name)}]: expected an object of dimensions and positive numbers of parts")
+    return dict(value)
+
+
 def _parse_groups(value: Any) -> list[dict[str, Any]] | None:
     if value is None:
         return None
     for index, item in enumerate(value):
         check_keys(item, {"name"}, {"modules", "ops"}, f"plan: groups[{index}]")
         lists = [item.get("modules", []), item.get("ops", [])]
-        if not all(isinstance(x, list) and all(isinstance(name, str) for name in x) for x in lists):
-            raise InputError(f"plan: groups[{index}]: modules and ops must be lists of names")
+        named = all(isinstance(x, list) and all(isinstance(name, str) for name in x) for x in lists)
+        if not named or not isinstance(item["name"], str):
+            raise InputError(f"plan: groups[{index}]: name must be a string, modules and ops lists of names")
     return list(value)
 
 
@@ -259,7 +272,7 @@ def _finite(value: Any) -> bool:
 
 def _whole(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -(1 << 31) <= value < 1 << 62:
-        raise InputError(f"plan: {where}: {str(value)[:40]!r} is not a whole number")
+        raise InputError(f"plan: {where}: {show(value)} is not a whole number")
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_json, write_json
 from rlplace.problem.problem import PHASES, Device, Links, Problem
 
@@ -204,9 +204,9 @@ def _parse_ops(items: list[Any], num_devices: int) -> dict[str, Any]:
         names = tuple(item["name"] for item in items)
     except KeyError as error:
         raise InputError(f"ops: key {error.args[0]!r} is missing from an op") from None
-    unknown = next((p for p in phases if not isinstance(p, str) or p not in number), None)
-    if unknown is not None:
-        raise unknown_name("phase", str(unknown), PHASES)
+    unknown = [phase for phase in phases if not isinstance(phase, str) or phase not in number]
+    if unknown:
+        raise unknown_name("phase", unknown[0], PHASES)
     kinds = tuple(item.get("kind", "") for item in items)
     if not all(isinstance(kind, str) for kind in kinds):
         raise InputError("ops.kind: expected strings")
@@ -233,7 +233,7 @@ def _parse_times(rows: list[Any], num_devices: int) -> NDArray[np.float64]:
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 flat.append(_number(value, f"ops[{index}].time_s"))
             else:
-                raise InputError(f"ops[{index}].time_s: {str(value)[:40]!r} is not a number or null")
+                raise InputError(f"ops[{index}].time_s: {show(value)} is not a number or null")
     return np.array(flat, dtype=np.float64).reshape(len(rows), num_devices)
 
 
@@ -265,7 +265,7 @@ def _parse_tensors(items: list[Any], num_devices: int) -> dict[str, Any]:
 def _integer(value: Any, where: str) -> int:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not abs(value) < 1 << 63 or int(value) != value:  # the middle test is false for NaN as well
-        raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number")
+        raise InputError(f"{where}: {show(value)} is not a whole number")
     return int(value)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.problem.check import MAX_BYTES
 from rlplace.problem.problem import PHASES, Problem
 
@@ -116,9 +116,9 @@ def _whole(value: Any, where: str, most: int = MAX_BYTES) -> int:
     try:
         whole = int(value)
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number") from None
+        raise InputError(f"{where}: {show(value)} is not a whole number") from None
     if whole != value or not 0 <= whole <= most:
-        raise InputError(f"{where}: {str(value)[:40]!r} is not a whole number in 0..{most}")
+        raise InputError(f"{where}: {show(value)} is not a whole number in 0..{most}")
     return whole
 
 

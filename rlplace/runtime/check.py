@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rlplace.errors import InputError, MissingError, unknown_name
+from rlplace.errors import InputError, MissingError, show, unknown_name
 from rlplace.plan.device_map import device_of_op, plan_groups
 from rlplace.plan.plan import PlacementPlan
 
@@ -92,7 +92,7 @@ def _device(item: Any) -> torch.device:
     try:
         device = torch.device(item)
     except (RuntimeError, TypeError):
-        raise InputError(f"apply: {str(item)[:80]!r} is not a device; for example 'cuda:0' or 'cpu'") from None
+        raise InputError(f"apply: {show(item)} is not a device; for example 'cuda:0' or 'cpu'") from None
     try:
         return torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as tensors say it
     except (RuntimeError, AssertionError, NotImplementedError) as error:

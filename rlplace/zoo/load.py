@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlplace.errors import InputError, RlplaceError, unknown_name
+from rlplace.errors import InputError, RlplaceError, show, unknown_name
 from rlplace.zoo.options import parse_options, split_spec
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
 
     for name, size in (("batch", batch), ("seq", seq)):
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
-            raise InputError(f"{name}: expected a whole number from 1 to {MAX_SIZE}, found {str(size)[:40]!r}")
+            raise InputError(f"{name}: expected a whole number from 1 to {MAX_SIZE}, found {show(size)}")
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if device not in DEVICES:

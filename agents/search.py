@@ -18,13 +18,17 @@ from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.base import static_context
 from rlplace.envs.instance import Instance
-from rlplace.envs.moves import Moves, make_moves, propose
+from rlplace.envs.moves import Moves, draw_runs, make_moves, propose
 from rlplace.envs.observation import NUM_CONTEXT, features, placed_state
 from rlplace.envs.reward import score
 from rlplace.simulator import Simulator, simulate
 
 _MOVES = 48  # moves drawn per decision
-_TRIES = 12  # moves simulated per decision of the search
+_TRIES = 12  # most moves simulated per decision of the search
+_NOISE = 0.5  # of the Gumbel noise on logits, so that ties and near ties alternate
+_HEAT = 0.0005  # a move that loses 0.05 % is made with probability 1/e when no better one was found
+_PATIENCE = 3
+_SEEN_BYTES = 1 << 28  # memory for plans that were simulated already
 
 
 @dataclass(eq=False)
@@ -47,6 +51,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self._begin = time.perf_counter()
+        self._seen: dict[bytes, float] = {}
         self._simulator = Simulator(self.instance.problem)
         with torch.no_grad():
             self._embedding = self.network.encode(graph_tensors(self.instance))
@@ -82,33 +87,52 @@ class Search:
             current = self._evaluate(plan)
 
     def run_guided(self) -> None:
-        """Simulates the most promising moves of each decision and takes the best, worse ones with falling probability."""
-        plan, current = self.best_plan, self.best_score
-        since_best = 0
-        while (spent := self.spent()) < 1.0:
+        """Simulates the most promising moves of each decision, each plan at most once.
+
+        The first move that improves is made. Where none does, the best of them is made with a probability that falls with
+        its loss; after `_PATIENCE` decisions without a new best plan, the search goes on from the best plan after a few random
+        moves.
+        """
+        plan, current, stalled = self.best_plan, self.best_score, 0
+        while not self.exhausted:
+            before = self.best_score
             moves, logits = self._decide(plan, current, 0.5)
-            if len(logits) == 0:
-                return
             found: tuple[float, NDArray[np.int32]] | None = None
-            for choice in np.argsort(-(logits + 0.5 * self.rng.gumbel(size=len(logits))))[:_TRIES]:
+            tried = 0
+            for choice in np.argsort(-(logits + _NOISE * self.rng.gumbel(size=len(logits)))):
                 candidate = moves.apply(plan, int(choice))
+                if candidate.tobytes() in self._seen:
+                    continue
                 value = self._evaluate(candidate)
+                tried += 1
                 if found is None or value < found[0]:
                     found = (value, candidate)
-                if value < current - 1e-12 or self.exhausted:
+                if value < current - 1e-12 or tried == _TRIES or self.exhausted:
                     break
-            assert found is not None
-            heat = 0.01 * (1.0 - spent) ** 2
-            if found[0] <= current or self.rng.random() < math.exp(-(found[0] - current) / max(heat, 1e-9)):
+            if found is not None and (found[0] <= current or self.rng.random() < math.exp(-(found[0] - current) / _HEAT)):
                 current, plan = found
-            since_best = 0 if current <= self.best_score else since_best + 1
-            if since_best > 60:
-                plan, current, since_best = self.best_plan, self.best_score, 0
+            stalled = 0 if self.best_score < before else stalled + 1
+            if found is None or stalled > _PATIENCE:
+                plan, stalled = self._kick(), 0
+                current = self._evaluate(plan)
+
+    def _kick(self) -> NDArray[np.int32]:
+        """The best plan after one to three random moves."""
+        plan = self.best_plan.copy()
+        flat = np.ones(len(plan))
+        for groups, device in draw_runs(self.instance, plan, flat, self.rng, int(self.rng.integers(1, 4))):
+            plan[groups] = device
+        return plan
 
     def _evaluate(self, plan: NDArray[np.int32]) -> float:
+        key = plan.tobytes()
+        if key in self._seen:
+            return self._seen[key]
         self.calls += 1
         step_time, overflow = self._simulator.evaluate(plan)
         value = score(float(step_time), float(overflow), self.instance.reference_step_time_s)
+        if len(self._seen) * len(key) < _SEEN_BYTES:
+            self._seen[key] = value
         if value < self.best_score:
             self.best_score, self.best_plan = value, plan.copy()
         return value

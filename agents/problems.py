@@ -48,7 +48,7 @@ def training_problems(
     return load_problems(name)
 
 
-def test_problems(
+def held_out_problems(
     name: str, *, seed: int = 0, cluster: str | None = None, progress: Callable[[str], None] = print
 ) -> list[Problem]:
     """The problems that the closing table of `rlplace train` is made on; never trained on."""

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.agents.evaluate import compare_agent, format_rows
     from rlplace.agents.planner import load_agent
-    from rlplace.agents.problems import test_problems, training_problems
+    from rlplace.agents.problems import held_out_problems, training_problems
     from rlplace.agents.train import train
 
     if options.resume and options.out and Path(options.out) != Path(options.resume):
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     if done < config.steps:
         return 130
     say("comparing on problems that it was not trained on")
-    tested = test_problems(problem_set, seed=config.seed, cluster=options.cluster, progress=say)
+    tested = held_out_problems(problem_set, seed=config.seed, cluster=options.cluster, progress=say)
     rows = compare_agent(load_agent(out), tested, calls=options.calls)
     if options.json:
         table = [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows]

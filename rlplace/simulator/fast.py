@@ -29,6 +29,15 @@ DONE, CANNOT_RUN, STUCK, BAD_DEVICE = range(4)
 """Outcome of a simulation; CANNOT_RUN: a null time or missing link; BAD_DEVICE: `device_of_group` is out of range."""
 
 
+IDLE, RUNNING, DUE = range(3)
+"""State of a device; DUE: idle, and in the list of those that may have something to start."""
+
+# A division by zero cannot happen, so no code for its error; only `simulate_plans` and `bottom_levels` are called from outside,
+# so the others need no wrappers. Both shorten the first start, when all of this is compiled.
+_SHARED = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+
+
 class Graph(NamedTuple):
     """A problem as flat arrays; the axes are those of `Problem`, and C is the number of channels."""
 
@@ -79,7 +88,8 @@ class Work(NamedTuple):
     ready: Any  # int32 [N], ready heaps of the devices one after another
     ready_ptr: Any  # int32 [D + 1]
     ready_size: Any  # int32 [D]
-    running: Any  # bool [D]
+    state: Any  # int8 [D], IDLE, RUNNING or DUE
+    due: Any  # int32 [D], devices that may have something to start
     position: Any  # int32 [D], rank that comes next when an order is given
     heap_s: Any  # float64 [D + E], ends of running tasks and transfers
     heap_key: Any  # int32 [D + E]
@@ -93,7 +103,7 @@ class Work(NamedTuple):
     transfer_end_s: Any  # float64 [E]
 
 
-@njit(forceinline=True)
+@njit(forceinline=True, **_INNER)
 def _push_event(heap_s, heap_key, size, time, key):
     """Adds to a binary heap ordered by (time, key)."""
     i = size
@@ -106,7 +116,7 @@ def _push_event(heap_s, heap_key, size, time, key):
     heap_s[i], heap_key[i] = time, key
 
 
-@njit(forceinline=True)
+@njit(forceinline=True, **_INNER)
 def _pop_event(heap_s, heap_key, size):
     """Removes the first event and returns its key; `size` counts it."""
     first = heap_key[0]
@@ -130,7 +140,7 @@ def _pop_event(heap_s, heap_key, size):
     return first
 
 
-@njit(forceinline=True)
+@njit(forceinline=True, **_INNER)
 def _add_ready(ready, base, size, rank):
     """Adds a rank to the ready heap of `size` entries that starts at `base`."""
     i = size
@@ -143,7 +153,7 @@ def _add_ready(ready, base, size, rank):
     ready[base + i] = rank
 
 
-@njit(forceinline=True)
+@njit(forceinline=True, **_INNER)
 def _take_ready(ready, base, size):
     """Removes and returns the lowest rank of the ready heap that starts at `base`; `size` counts it."""
     size -= 1
@@ -163,7 +173,7 @@ def _take_ready(ready, base, size):
     return first
 
 
-@njit
+@njit(**_INNER)
 def _prepare(g, w, device_of_group):
     """Fills `w` for a plan: where each op and copy sits, who uses them, resident bytes; returns an outcome."""
     time_s, op_group, num_inputs, reserved_bytes, resident_bytes = (
@@ -180,7 +190,7 @@ def _prepare(g, w, device_of_group):
         w.ready_size,
     )
     source_of, source_uses, copies, copy_device, copy_uses = w.source, w.source_uses, w.copies, w.copy_device, w.copy_uses
-    running, position, head, memory, peak, busy_s = w.running, w.position, w.head, w.memory, w.peak, w.busy_s
+    state, due, position, head, memory, peak, busy_s = w.state, w.due, w.position, w.head, w.memory, w.peak, w.busy_s
 
     num_ops, num_devices = time_s.shape
     outcome = DONE
@@ -188,7 +198,8 @@ def _prepare(g, w, device_of_group):
         memory[device] = reserved_bytes[device]
         busy_s[device] = 0.0
         ready_size[device] = 0
-        running[device] = False
+        state[device] = DUE
+        due[device] = device
         ready_ptr[device + 1] = 0
     for group in range(len(device_of_group)):
         device = device_of_group[group]
@@ -240,7 +251,7 @@ def _prepare(g, w, device_of_group):
     return outcome
 
 
-@njit
+@njit(**_INNER)
 def _run(g, w, rank_of_op, op_of_rank, ordered):
     """Rule 3 on a prepared plan; returns (outcome, step time, number of transfers).
 
@@ -257,8 +268,8 @@ def _run(g, w, rank_of_op, op_of_rank, ordered):
     device_of_op, duration_s, missing = w.device_of_op, w.duration_s, w.missing
     source_of, source_uses, copies, copy_device, copy_uses = w.source, w.source_uses, w.copies, w.copy_device, w.copy_uses
     blocked, joined, following, head, tail, startable = w.blocked, w.joined, w.following, w.head, w.tail, w.startable
-    ready, ready_ptr, ready_size, running, position = w.ready, w.ready_ptr, w.ready_size, w.running, w.position
-    heap_s, heap_key, memory, peak, busy_s = w.heap_s, w.heap_key, w.memory, w.peak, w.busy_s
+    ready, ready_ptr, ready_size, state, position = w.ready, w.ready_ptr, w.ready_size, w.state, w.position
+    due, heap_s, heap_key, memory, peak, busy_s = w.due, w.heap_s, w.heap_key, w.memory, w.peak, w.busy_s
     start_s, end_s, transfer_slot, transfer_start_s, transfer_end_s = (
         w.start_s, w.end_s, w.transfer_slot, w.transfer_start_s, w.transfer_end_s
     )  # fmt: skip
@@ -270,7 +281,9 @@ def _run(g, w, rank_of_op, op_of_rank, ordered):
             _add_ready(ready, ready_ptr[device], ready_size[device], rank_of_op[op])
             ready_size[device] += 1
 
-    now, done, events, transfers, entries = 0.0, 0, 0, 0, 0
+    now, done, transfers, entries = 0.0, 0, 0, 0
+    events = np.int64(0)  # no literal: that would compile the heaps once more
+    waiting = num_devices  # length of `due`
     key = num_ops  # the first event: the step begins, and what groups own is there
     while True:
         while True:  # everything that ends now
@@ -278,7 +291,9 @@ def _run(g, w, rank_of_op, op_of_rank, ordered):
             if key < num_ops:  # a task ends: free temporaries, unused outputs, inputs whose last use this was
                 done += 1
                 device = device_of_op[key]
-                running[device] = False
+                state[device] = DUE
+                due[waiting] = device
+                waiting += 1
                 freed = free_bytes[key]
                 for i in range(input_ptr[key], input_ptr[key + 1]):
                     tensor = inputs[i]
@@ -306,6 +321,10 @@ def _run(g, w, rank_of_op, op_of_rank, ordered):
                             if missing[op] == 0:
                                 _add_ready(ready, ready_ptr[source], ready_size[source], rank_of_op[op])
                                 ready_size[source] += 1
+                                if state[source] == IDLE:
+                                    state[source] = DUE
+                                    due[waiting] = source
+                                    waiting += 1
                     for slot in range(first, first + copies[tensor]):
                         pair = source * num_devices + copy_device[slot]
                         begin = channel_ptr[pair]
@@ -339,6 +358,10 @@ def _run(g, w, rank_of_op, op_of_rank, ordered):
                         if missing[op] == 0:
                             _add_ready(ready, ready_ptr[device], ready_size[device], rank_of_op[op])
                             ready_size[device] += 1
+                            if state[device] == IDLE:
+                                state[device] = DUE
+                                due[waiting] = device
+                                waiting += 1
                 pair = source * num_devices + device
                 begin = channel_ptr[pair]
                 for k in range(begin, channel_ptr[pair + 1]):
@@ -373,21 +396,24 @@ def _run(g, w, rank_of_op, op_of_rank, ordered):
                 break
             key = _pop_event(heap_s, heap_key, events)
             events -= 1
-        for device in range(num_devices):
-            if running[device] or ready_size[device] == 0:
+        for i in range(waiting):  # in any order: what starts on one device does not depend on the others
+            device = due[i]
+            state[device] = IDLE
+            if ready_size[device] == 0:
                 continue
             if ordered and ready[ready_ptr[device]] != position[device]:
                 continue
-            op = op_of_rank[_take_ready(ready, ready_ptr[device], ready_size[device])]
+            op = int(op_of_rank[_take_ready(ready, ready_ptr[device], ready_size[device])])
             ready_size[device] -= 1
             position[device] += 1
-            running[device] = True
+            state[device] = RUNNING
             start_s[op], end_s[op] = now, now + duration_s[op]
             busy_s[device] += duration_s[op]
             memory[device] += alloc_bytes[op]
             peak[device] = max(peak[device], memory[device])
             _push_event(heap_s, heap_key, events, now + duration_s[op], op)
             events += 1
+        waiting = 0
         if events == 0:
             return (DONE if done == num_ops else STUCK), now, transfers
         now = heap_s[0]
@@ -395,7 +421,7 @@ def _run(g, w, rank_of_op, op_of_rank, ordered):
         events -= 1
 
 
-@njit(cache=True)
+@njit(**_SHARED)
 def simulate_plans(graph, work, rank_of_op, op_of_rank, ordered, device_of_group, outcome, step_s, peak_bytes, busy_s):
     """Simulates one plan per row of `device_of_group`; `work` holds the timeline of the last row.
 
@@ -435,10 +461,9 @@ def simulate_plans(graph, work, rank_of_op, op_of_rank, ordered, device_of_group
     return step, overflow, transfers
 
 
-@njit(cache=True)
-def bottom_levels(topological_order, time_s, output_ptr, outputs, consumer_ptr, consumers):
-    """float64 [N], `reference.default_priority`: mean time plus the longest way to the end, without communication."""
-    level = np.zeros(len(time_s))
+@njit(**_SHARED)
+def bottom_levels(topological_order, time_s, output_ptr, outputs, consumer_ptr, consumers, level):
+    """Fills `level` float64 [N] with `reference.default_priority`: mean time plus the longest way to the end."""
     for i in range(len(level) - 1, -1, -1):
         op = topological_order[i]
         total, count, longest = 0.0, 0, 0.0
@@ -452,4 +477,3 @@ def bottom_levels(topological_order, time_s, output_ptr, outputs, consumer_ptr, 
             for edge in range(consumer_ptr[tensor], consumer_ptr[tensor + 1]):
                 longest = max(longest, level[consumers[edge]])
         level[op] = total / count + longest
-    return level

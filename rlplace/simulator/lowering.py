@@ -42,7 +42,7 @@ class Lowered:
             "device_of_op": ops, "missing": ops, "source": tensors, "source_uses": tensors, "copies": tensors,
             "copy_device": edges, "copy_uses": edges, "blocked": edges, "joined": edges, "following": edges * self.width,
             "head": self.num_channels, "tail": self.num_channels, "startable": edges + self.width, "ready": ops,
-            "ready_ptr": devices + 1, "ready_size": devices, "position": devices, "heap_key": devices + edges,
+            "ready_ptr": devices + 1, "ready_size": devices, "due": devices, "position": devices, "heap_key": devices + edges,
             "transfer_slot": edges,
         }  # fmt: skip
         buffers = {name: np.zeros(size, dtype=np.int32) for name, size in sizes.items()}
@@ -52,7 +52,7 @@ class Lowered:
         }  # fmt: skip
         buffers |= {name: np.zeros(size, dtype=np.float64) for name, size in sizes_f.items()}
         buffers |= {name: np.zeros(devices, dtype=np.int64) for name in ("memory", "peak")}
-        return Work(**buffers, running=np.zeros(devices, dtype=np.bool_))
+        return Work(**buffers, state=np.zeros(devices, dtype=np.int8))
 
     def take_work(self) -> Work:
         """Buffers for one simulation; hand them back with `give_work`."""
@@ -133,13 +133,15 @@ def _lower(problem: Problem) -> Lowered:
         limit_bytes=np.array([-1 if d.memory_bytes is None else d.memory_bytes for d in problem.devices], dtype=np.int64),
     )
     graph = Graph(*(_frozen(name, array) for name, array in graph._asdict().items()))
-    priority = bottom_levels(
+    priority = np.zeros(ops)
+    bottom_levels(
         _frozen("", problem.topological_order),
         graph.time_s,
         graph.output_ptr,
         graph.outputs,
         graph.consumer_ptr,
         graph.consumers,
+        priority,
     )
     priority.setflags(write=False)
     rank_of_op, op_of_rank = ranks(priority)

@@ -44,7 +44,7 @@ def training_problems(
     if name == "synthetic":
         return _synthetic(48, seed)
     if name == "zoo":
-        return _captured(TRAIN_MODELS, (cluster,) if cluster else CLUSTERS, seed, progress) + _synthetic(24, seed)
+        return capture_problems(TRAIN_MODELS, (cluster,) if cluster else CLUSTERS, seed, progress) + _synthetic(24, seed)
     return load_problems(name)
 
 
@@ -54,7 +54,7 @@ def held_out_problems(
     """The problems that the closing table of `rlplace train` is made on; never trained on."""
     unseen = _synthetic(6, seed + 10_000)
     if name == "zoo":
-        return _captured(TEST_MODELS, (cluster,) if cluster else TEST_CLUSTERS, seed + 10_000, progress) + unseen
+        return capture_problems(TEST_MODELS, (cluster,) if cluster else TEST_CLUSTERS, seed + 10_000, progress) + unseen
     return unseen
 
 
@@ -99,9 +99,17 @@ def _synthetic(count: int, seed: int) -> list[Problem]:
     return problems
 
 
-def _captured(
+def capture_problems(
     models: tuple[tuple[str, int, int], ...], clusters: tuple[str, ...], seed: int, progress: Callable[[str], None]
 ) -> list[Problem]:
+    """Every model on every cluster, with 48 to 128 groups and loose to tight memory, both drawn from `seed`.
+
+    Args:
+        models: MODEL, batch and sequence length.
+        clusters: CLUSTER texts.
+        seed: Of the draws.
+        progress: Called with what is captured.
+    """
     from rlplace.cluster.spec import Cluster
     from rlplace.cost.price import price
     from rlplace.graph.capture import capture

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlplace.agents.planner import Agent
 from rlplace.errors import InfeasibleError
-from rlplace.planners import get_planner
+from rlplace.planners import Planner, get_planner
 from rlplace.problem import Problem
 
 DEFAULT_PLANNERS = ("single", "round_robin", "balanced", "heft", "m_etf", "metis", "best", "annealing", "local_search")
@@ -50,26 +50,28 @@ def compare_agent(
     *,
     planners: Sequence[str] = DEFAULT_PLANNERS,
     calls: int = 256,
-    seed: int = 0,
+    seeds: int = 3,
 ) -> list[Row]:
-    """Runs every planner and the agent on every problem."""
-    floor = [_run("best", problem, seed, None) for problem in problems]
+    """Runs every planner and the agent on every problem; searches run once a seed and count with the geometric mean.
+
+    Args:
+        trained: The agent.
+        problems: What to solve.
+        planners: Names of the classical planners.
+        calls: Simulator calls after the floor for every search and for the agent.
+        seeds: Runs of whatever is random.
+    """
+    floor = [_solve(get_planner("best"), problem, 1) for problem in problems]
     rows = []
     for name in planners:
-        runs = floor if name == "best" else [_run(name, p, seed, calls if name in _SEARCHES else None) for p in problems]
-        rows.append(_row(f"{name} ({calls} calls)" if name in _SEARCHES else name, runs, floor))
-    runs, single = [], []
-    for problem, (best, _) in zip(problems, floor, strict=True):
-        begin = time.perf_counter()
-        try:
-            plan = trained.place(problem, seed=seed, calls=calls)
-            runs.append((plan.predicted["step_time_s"], time.perf_counter() - begin))
-            one = plan.predicted["single_rollout_step_time_s"]
-            single.append((min(x for x in (one, best) if x is not None) if one or best else None, math.nan))
-        except InfeasibleError:
-            runs.append((None, time.perf_counter() - begin))
-            single.append((None, math.nan))
-    rows.append(_row("agent, one rollout", single, floor))
+        if name in _SEARCHES:
+            runs = [_solve(get_planner(name), problem, seeds, calls=calls) for problem in problems]
+            rows.append(_row(f"{name} ({calls} calls)", runs, floor))
+        else:
+            runs = floor if name == "best" else [_solve(get_planner(name), problem, 1) for problem in problems]
+            rows.append(_row(name, runs, floor))
+    runs = [_solve(trained.place, problem, seeds, calls=calls) for problem in problems]
+    rows.append(_row("agent, one rollout", [Solved(run.single_s, None, math.nan) for run in runs], floor))
     rows.append(_row(f"agent ({calls} calls)", runs, floor))
     return rows
 
@@ -82,28 +84,60 @@ def format_rows(rows: Sequence[Row], title: str) -> str:
         ratio = "" if math.isnan(row.ratio) else f"{row.ratio:8.3f}"
         feasible = f"{row.feasible}/{row.problems}"
         lines.append(f"{row.planner:28s} {ratio:>8s} {feasible:>9s} {row.better:7d} {row.worse:6d} {seconds:>8s}")
-    lines.append("step time / step time of best, geometric mean; executor list, simulated, one micro-batch; below 1 is faster")
+    lines.append(
+        "step time / that of best, geometric mean, searches over 3 seeds; executor list, simulated, one micro-batch; below 1 is faster"
+    )
     return "\n".join(lines)
 
 
-def _run(name: str, problem: Problem, seed: int, calls: int | None) -> tuple[float | None, float]:
-    options: dict[str, Any] = {} if calls is None else {"calls": calls}
-    begin = time.perf_counter()
-    try:
-        step = get_planner(name)(problem, seed=seed, **options).predicted["step_time_s"]
-    except InfeasibleError:
-        step = None
-    return step, time.perf_counter() - begin
+@dataclass(frozen=True)
+class Solved:
+    """One planner on one problem.
+
+    Attributes:
+        step_s: Geometric mean over seeds; None when a seed found no feasible plan.
+        single_s: The same after the agent's first rollout alone, the floor counted in.
+        seconds: Mean wall time of a plan.
+    """
+
+    step_s: float | None
+    single_s: float | None
+    seconds: float
 
 
-def _row(name: str, runs: Sequence[tuple[float | None, float]], floor: Sequence[tuple[float | None, float]]) -> Row:
-    ratios = [run / best for (run, _), (best, _) in zip(runs, floor, strict=True) if run is not None and best is not None]
+def _solve(planner: Planner, problem: Problem, seeds: int, **options: Any) -> Solved:
+    steps, single, begin = [], [], time.perf_counter()
+    for seed in range(seeds):
+        try:
+            predicted = planner(problem, seed=seed, **options).predicted
+        except InfeasibleError:
+            continue
+        steps.append(predicted["step_time_s"])
+        rolled = [predicted.get("floor_step_time_s"), predicted.get("single_rollout_step_time_s")]
+        single.append(min((value for value in rolled if value is not None), default=None))
+    seconds = (time.perf_counter() - begin) / seeds
+    found = [value for value in single if value is not None]
+    return Solved(
+        _mean(steps) if len(steps) == seeds else None, _mean(found) if found and len(found) == seeds else None, seconds
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
+
+
+def _row(name: str, runs: Sequence[Solved], floor: Sequence[Solved]) -> Row:
+    ratios = [
+        run.step_s / best.step_s
+        for run, best in zip(runs, floor, strict=True)
+        if run.step_s is not None and best.step_s is not None
+    ]
     return Row(
         planner=name,
-        ratio=float(np.exp(np.mean(np.log(ratios)))) if ratios else math.nan,
-        feasible=sum(run is not None for run, _ in runs),
+        ratio=_mean(ratios) if ratios else math.nan,
+        feasible=sum(run.step_s is not None for run in runs),
         problems=len(runs),
         better=sum(ratio < 0.999 for ratio in ratios),
         worse=sum(ratio > 1.001 for ratio in ratios),
-        seconds=float(np.mean([seconds for _, seconds in runs])) if runs else math.nan,
+        seconds=float(np.mean([run.seconds for run in runs])) if runs else math.nan,
     )

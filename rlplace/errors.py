@@ -71,5 +71,6 @@ def unknown_name(what: str, name: Any, known: Iterable[str]) -> InputError:
     """
     choices = sorted(known)
     near = difflib.get_close_matches(name[:80], choices, n=1, cutoff=0.5) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(choices)
+    some = [*choices[:40], "..."] if len(choices) > 40 else choices
+    hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(some)
     return InputError(f"unknown {what} {show(name)}; {hint}")

@@ -121,6 +121,17 @@ def write_text(path: str | Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+def check_output(path: str | Path) -> None:
+    """Refuses a path that cannot be written, before the work whose result would be lost."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{path}: cannot be written: Is a directory")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: cannot be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"{path}: cannot be written: the folder {path.parent} is read-only")
+
+
 def write_bytes(path: str | Path, payload: bytes) -> None:
     """Writes a binary file atomically: all bytes or none appear under `path`."""
     path = Path(path)

@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
+    from rlplace.files import check_output
+
+    check_output(options.out)
     if options.model.endswith(".problem.json"):
         raise InputError(f"{options.model} is a problem already; capture takes a model")
     loaded = load(options.model, options.cluster, options, op_level=options.level == "op")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -62,18 +63,19 @@ def load(model: str, cluster: str | None, options: argparse.Namespace, *, op_lev
 
     machine = parse(cluster or "host")
     batch = options.global_batch or options.batch
-    say(f"building {model}")
-    loaded = load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
-    say("capturing one training step")
     source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
-    graph = capture(
-        loaded.module,
-        loaded.example_inputs,
-        loss=loaded.loss,
-        optimizer=options.optimizer,
-        name=loaded.name,
-        source=source,
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # what a person's model prints is no result
+        say(f"building {model}")
+        loaded = load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
+        say("capturing one training step")
+        graph = capture(
+            loaded.module,
+            loaded.example_inputs,
+            loss=loaded.loss,
+            optimizer=options.optimizer,
+            name=loaded.name,
+            source=source,
+        )
     problem = price(graph, machine, groups=options.granularity)
     say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {problem.num_groups} groups")
     op_problem = price(graph, machine, groups=options.granularity, level="op") if op_level else None
@@ -82,17 +84,32 @@ def load(model: str, cluster: str | None, options: argparse.Namespace, *, op_lev
 
 def positive(text: str) -> int:
     """Argparse type: a whole number from 1 up."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """Argparse type: a whole number from 0 up."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not least <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} up")
     return value
 
 
 def seconds(text: str) -> float:
     """Argparse type: a positive time in seconds."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number of seconds")
     return value
 
 

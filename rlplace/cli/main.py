@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rlplace import __version__
 from rlplace.cli import capture, compare, info, place, simulate, train
@@ -17,9 +18,16 @@ from rlplace.errors import RlplaceError
 _VERBS = (train, place, capture, simulate, compare, info)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is a --help away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"rlplace: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rlplace",
         description="Places PyTorch models on devices with reinforcement learning.",
         epilog="exit codes: 0 done, 1 failure, 2 bad input, 3 no feasible plan, 4 hardware or extra missing, 130 interrupted",

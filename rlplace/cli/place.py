@@ -11,6 +11,7 @@ from rlplace.cli.common import (
     gigabytes,
     load,
     milliseconds,
+    natural,
     print_json,
     print_table,
     say,
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planner", default="agent", metavar="NAME", help="planner (agent); 'rlplace info' lists them")
     parser.add_argument("--agent", default="default", metavar="NAME", help="checkpoint name or folder (default)")
     parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner (5)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed (0)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
     parser.add_argument("--memory", action="store_true", help="show what fills the memory of every device")
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     parser.add_argument("--json", action="store_true", help="print what the plan file holds")
@@ -41,9 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
+    from rlplace.files import check_output
     from rlplace.placing import with_op_level
     from rlplace.planners import get_planner
 
+    if options.out:
+        check_output(options.out)
     planner = get_planner(options.planner)
     loaded = load(options.model, options.cluster, options, op_level=True)
     extra = {"agent": options.agent} if options.planner == "agent" else {}

@@ -20,10 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb; an infeasible plan is a result, not a failure."""
+    from rlplace.files import check_output
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
     from rlplace.simulator import simulate
 
+    if options.trace:
+        check_output(options.trace)
     problem = Problem.load(options.problem)
     plan = PlacementPlan.load(options.plan, problem)
     timeline = simulate(problem, plan)

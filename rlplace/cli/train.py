@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import positive, print_json, say
+from rlplace.cli.common import natural, positive, print_json, say
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="run folder (runs/agent)")
     parser.add_argument("--resume", metavar="DIR", help="continue the run in this folder")
     parser.add_argument("--env", choices=("refinement", "placement"), help="environment (refinement)")
-    parser.add_argument("--warm-states", type=int, metavar="N", help="states of the warm start, 0 for none")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed (0)")
+    parser.add_argument("--warm-states", type=natural, metavar="N", help="states of the warm start, 0 for none")
+    parser.add_argument("--seed", type=natural, metavar="N", help="seed (0)")
     parser.add_argument("--device", default="auto", metavar="D", help="torch device of the network (auto)")
     parser.add_argument(
         "--calls", type=positive, default=256, metavar="N", help="simulator calls per search in the table (256)"

@@ -114,6 +114,7 @@ def _capture_with(
     from rlplace.graph.assemble import Assembly
     from rlplace.graph.build import build_graph
     from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
+    from rlplace.graph.quiet import quiet_logs
     from rlplace.graph.record import Recorder
     from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
 
@@ -131,7 +132,7 @@ def _capture_with(
         value = _loss_of(output, loss, recorder)
         value.backward()  # type: ignore[no-untyped-call]
 
-    with mode, any_dtype_grouped_mm(), torch.enable_grad():
+    with mode, any_dtype_grouped_mm(), torch.enable_grad(), quiet_logs():
         if isinstance(recorder, EagerRecorder):
             trace_eager(fake, fake_args, fake_kwargs, recorder, finish)
         else:

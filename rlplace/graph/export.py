@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from rlplace.graph.fake import any_dtype_grouped_mm
+from rlplace.graph.quiet import quiet_logs, quiet_prints
 from rlplace.graph.recurrent import quick_recurrent_shapes
 from rlplace.graph.scan import whole_scans
 
@@ -59,7 +60,8 @@ def export_training_graph(
     with any_dtype_grouped_mm(), quick_recurrent_shapes(), whole_scans(), warnings.catch_warnings():
         # nn.LSTM and nn.GRU re-list their own weights while they are traced; export warns about that.
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
+        with quiet_logs(), quiet_prints():
+            program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
     module = program.module(check_guards=False)
     names = {node.name: op_name(module_path(node), node.name) for node in module.graph.nodes if is_op(node)}
     return TrainingGraph(program, module, names)

@@ -130,9 +130,11 @@ def _load_function(place: str, rest: str, batch: int, seq: int) -> tuple[nn.Modu
 
     name, options = split_spec(rest)
     where = f"{place}:{name}"
-    function = getattr(_import(place), name, None)
+    module = _import(place)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"model {where!r}: {place} has no function {name!r}")
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise unknown_name(f"function of {place}", name, functions)
     parameters = inspect.signature(function).parameters
     defaults = {key: None if p.default is p.empty else p.default for key, p in parameters.items()}
     values: dict[str, Any] = {key: size for key, size in (("batch", batch), ("seq", seq)) if key in parameters}
@@ -141,19 +143,19 @@ def _load_function(place: str, rest: str, batch: int, seq: int) -> tuple[nn.Modu
         result = function(**values)
     except RlplaceError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"model {where!r}: the function raised {type(error).__name__}: {_first_line(error)}") from error
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
         raise InputError(
             f"model {where!r}: the function must return (module, example_inputs) or (module, example_inputs, loss)"
         )
-    module, inputs = result[0], result[1]
+    inputs = result[1]
     loss = result[2] if len(result) == 3 else None
     if loss is not None and not callable(loss):
         raise InputError(f"model {where!r}: the loss must be a function of the module's output")
     if not isinstance(inputs, Mapping):
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return module, dict(inputs) if isinstance(inputs, Mapping) else inputs, loss
+    return result[0], dict(inputs) if isinstance(inputs, Mapping) else inputs, loss
 
 
 def _import(place: str) -> Any:
@@ -179,7 +181,7 @@ def _import(place: str) -> Any:
                 f"model {place!r}: no module of this name; hf:, zoo:, package.module: or file.py: come first"
             ) from None
         raise InputError(f"model {place!r}: its import fails: {_first_line(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"model {place!r}: its import raised {type(error).__name__}: {_first_line(error)}") from error
     finally:
         sys.path.remove(str(Path.cwd()))

@@ -99,7 +99,7 @@ def test_random_cells_follow_the_seed():
         ("zoo:transformer,width=10,heads=3", "cannot be built"),
         ("no.such.module:build", "no module of this name"),
         ("missing_file.py:build", "file not found"),
-        ("json:nothing", "no function 'nothing'"),
+        ("json:nothing", "unknown function of json 'nothing'"),
         ("json:dumps", "dumps"),
     ],
 )

@@ -84,9 +84,8 @@ def format_rows(rows: Sequence[Row], title: str) -> str:
         ratio = "" if math.isnan(row.ratio) else f"{row.ratio:8.3f}"
         feasible = f"{row.feasible}/{row.problems}"
         lines.append(f"{row.planner:28s} {ratio:>8s} {feasible:>9s} {row.better:7d} {row.worse:6d} {seconds:>8s}")
-    lines.append(
-        "step time / that of best, geometric mean, searches over 3 seeds; executor list, simulated, one micro-batch; below 1 is faster"
-    )
+    lines.append("step time / that of best, geometric mean, below 1 is faster; searches over several seeds")
+    lines.append("executor list, simulated, one micro-batch")
     return "\n".join(lines)
 
 

@@ -35,6 +35,8 @@ from rlplace.planners.groupgraph import finite_links, group_graph
 from rlplace.planners.subsets import device_subsets, map_parts
 from rlplace.problem import Problem
 
+_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}  # less to compile; see `kernels`
+
 MAX_STATES = 4096
 """Sets of devices, like ones counted, up to which all device orders are searched."""
 
@@ -148,7 +150,9 @@ def _cover(
             if cuts[-1] == groups:
                 return sequence, np.array(cuts)
         return None
-    reach, last = _reach(bound, prefix, barrier, size, limits, counts)
+    states = int(np.prod(counts + 1))
+    reach, last = np.zeros(states, dtype=np.int64), np.full(states, -1, dtype=np.int64)
+    _reach(bound, prefix, barrier, size, limits, counts, reach, last)
     full = int(reach.argmax())
     if reach[full] < groups:
         return None
@@ -164,7 +168,7 @@ def _cover(
     return np.array(kinds[::-1], dtype=np.int64), np.array(cuts[::-1], dtype=np.int64)
 
 
-@njit(cache=True)
+@njit(**_KERNEL)
 def _extend(start, kind, bound, prefix, barrier, size, limits):
     """The end of the longest segment from `start` that a device of class `kind` can take."""
     low, high = start, barrier[kind, start]
@@ -177,15 +181,10 @@ def _extend(start, kind, bound, prefix, barrier, size, limits):
     return low
 
 
-@njit(cache=True)
-def _reach(bound, prefix, barrier, size, limits, counts):
-    """The longest prefix covered by every multiset of devices, and the class of its last device (-1 for the empty one)."""
-    states = 1
-    for c in counts:
-        states *= c + 1
-    reach = np.zeros(states, dtype=np.int64)
-    last = np.full(states, -1, dtype=np.int64)
-    for state in range(1, states):
+@njit(**_KERNEL)
+def _reach(bound, prefix, barrier, size, limits, counts, reach, last):
+    """Fills `reach` and `last`: the longest prefix covered by every multiset of devices, and the class of its last device."""
+    for state in range(1, len(reach)):
         rest, stride, best = state, 1, -1
         for kind in range(len(counts)):
             if rest % (counts[kind] + 1) > 0:
@@ -195,22 +194,35 @@ def _reach(bound, prefix, barrier, size, limits, counts):
             rest //= counts[kind] + 1
             stride *= counts[kind] + 1
         reach[state] = best
-    return reach, last
 
 
-@njit(cache=True)
-def _cheapest_cuts(prefix, barrier, size, limits, cut_s, bound):
-    """Offsets [K + 1] that minimise compute plus cut time, no segment above `bound` or its limit; first entry -1 if none.
+def _cheapest_cuts(
+    prefix: NDArray[np.float64], barrier: NDArray[np.int64], size: NDArray[np.float64], limits: NDArray[np.float64],
+    cut_s: NDArray[np.float64], bound: float,
+) -> NDArray[np.int64]:  # fmt: skip
+    """Offsets [K + 1] that minimise compute plus cut time, no segment above `bound` or its limit; first entry -1 if none."""
+    parts, groups = len(prefix), len(size) - 1
+    best = np.full((parts + 1, groups + 1), np.inf)
+    start = np.zeros((parts + 1, groups + 1), dtype=np.int64)
+    best[0, 0] = 0.0
+    queue, value = np.zeros(groups + 1, dtype=np.int64), np.zeros(groups + 1)
+    _cheapest(prefix, barrier, size, limits, cut_s, bound, best, start, queue, value)
+    cuts = np.full(parts + 1, -1, dtype=np.int64)
+    if best[parts, groups] < np.inf:
+        cuts[parts] = groups
+        for k in range(parts, 0, -1):
+            cuts[k - 1] = start[k, cuts[k]]
+    return cuts
+
+
+@njit(**_KERNEL)
+def _cheapest(prefix, barrier, size, limits, cut_s, bound, best, start, queue, value):
+    """Fills `best` and `start` [K + 1, G + 1].
 
     ``best[k, j]``: the first j groups on the first k devices. The start of segment k lies in a window whose left end grows
     with j, so a deque of candidates gives every minimum in constant time. Empty segments are allowed.
     """
     parts, groups = prefix.shape[0], prefix.shape[1] - 1
-    best = np.full((parts + 1, groups + 1), np.inf)
-    start = np.zeros((parts + 1, groups + 1), dtype=np.int64)
-    best[0, 0] = 0.0
-    queue = np.empty(groups + 1, dtype=np.int64)
-    value = np.empty(groups + 1)
     for k in range(parts):
         head, tail, left, wall = 0, 0, 0, 0
         for j in range(groups + 1):
@@ -232,13 +244,6 @@ def _cheapest_cuts(prefix, barrier, size, limits, cut_s, bound):
             if best[k, j] < best[k + 1, j]:  # an empty segment costs no cut
                 best[k + 1, j] = best[k, j]
                 start[k + 1, j] = j
-    cuts = np.full(parts + 1, -1, dtype=np.int64)
-    if best[parts, groups] == np.inf:
-        return cuts
-    cuts[parts] = groups
-    for k in range(parts, 0, -1):
-        cuts[k - 1] = start[k, cuts[k]]
-    return cuts
 
 
 def _splits(problem: Problem, order: NDArray[np.int32], subset: Sequence[int]) -> Iterator[Assignment]:

@@ -61,7 +61,7 @@ def lower_bounds(problem: Problem) -> Bounds:
 
 
 def _critical_path(problem: Problem) -> float:
-    shortest = np.nanmin(np.where(problem.group_allowed[problem.op_group], problem.time_s, np.nan), axis=1)
+    shortest = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.inf).min(axis=1)
     made = problem.tensor_producer[problem.edge_tensor] >= 0
     target = problem.consumers[made]
     source = problem.tensor_producer[problem.edge_tensor][made]

@@ -150,7 +150,7 @@ def _edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDAr
             size[mine], count[mine] = 0.0, 0.0
             fixed[mine] = float(table[off].mean()) if off.any() else 0.0
     key, inverse = np.unique(source * groups + target, return_inverse=True)
-    sums = [np.bincount(inverse, weights=values, minlength=len(key)) for values in (size, count, fixed)]
+    sums = [np.bincount(inverse, weights=values, minlength=len(key)).astype(np.float64) for values in (size, count, fixed)]
     return (key // max(groups, 1)).astype(np.int32), (key % max(groups, 1)).astype(np.int32), sums[0], sums[1], sums[2]
 
 

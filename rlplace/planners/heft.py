@@ -13,21 +13,19 @@ readers. Candidates differ in the number of devices, in whether transfers queue 
 transfers. HEFT's own schedule is thrown away: the executor, which never idles on purpose, runs the assignment.
 """
 
-# Compiled functions take their types from their arguments.
-# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
+from rlplace.planners import listkernels
 from rlplace.planners.evaluate import Assignment
 from rlplace.planners.floor import one_shot
-from rlplace.planners.oparrays import arrival_time, by_rank, op_arrays, upward_rank
+from rlplace.planners.oparrays import by_rank, op_arrays, upward_rank
 from rlplace.planners.subsets import device_subsets
 from rlplace.problem import Problem
 
@@ -92,102 +90,15 @@ def schedule(
     room = problem.memory_limit_bytes.copy() if room_bytes is None else room_bytes.astype(np.float64)
     placed = devices >= 0
     np.subtract.at(room, devices[placed], arrays.footprint[placed].astype(np.float64))
-    start, finish = _heft(tuple(arrays), order, mask, devices, room, contention)
+    ops, tensors, count = problem.num_ops, problem.num_tensors, problem.num_devices
+    start, finish = np.zeros(ops), np.zeros(ops)
+    listkernels.heft(
+        order, mask, contention, devices, room, start, finish, np.full((tensors, count), -1.0), np.zeros(arrays.num_channels),
+        np.empty((count, ops + 1)), np.empty((count, ops + 1)), np.zeros(count, dtype=np.int64), arrays.time_s, arrays.op_group,
+        arrays.footprint, *arrays.links(),
+    )  # fmt: skip
     # A group without ops has nothing to schedule; it goes where there is most room.
     for group in np.flatnonzero(devices < 0):
         devices[group] = int(np.where(problem.group_allowed[group], room, -np.inf).argmax())
         room[devices[group]] -= float(arrays.footprint[group])
     return Schedule(devices, start, finish)
-
-
-@njit(cache=True)
-def _find_gap(starts, ends, count, ready, length):
-    """Start of the first idle gap of `length` not before `ready`, and the index of the busy interval after it."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if ends[middle] <= ready:
-            low = middle + 1
-        else:
-            high = middle
-    time = ready
-    while low < count and starts[low] < time + length:
-        time = ends[low]
-        low += 1
-    return time, low
-
-
-@njit(cache=True)
-def _occupy(starts, ends, count, at, start, end):
-    """Inserts a busy interval before index `at`, merged with those it touches; returns the new number of intervals."""
-    joins_left = at > 0 and ends[at - 1] == start
-    joins_right = at < count and starts[at] == end
-    if joins_left and joins_right:
-        ends[at - 1] = ends[at]
-        for i in range(at, count - 1):
-            starts[i], ends[i] = starts[i + 1], ends[i + 1]
-        return count - 1
-    if joins_left:
-        ends[at - 1] = end
-        return count
-    if joins_right:
-        starts[at] = start
-        return count
-    for i in range(count, at, -1):
-        starts[i], ends[i] = starts[i - 1], ends[i - 1]
-    starts[at], ends[at] = start, end
-    return count + 1
-
-
-@njit(cache=True)
-def _heft(a, order, mask, devices, room, contention):
-    (time_s, op_group, input_ptr, inputs, producer, _, _, _, _, _, _, _, _, channel_ptr, channels, footprint, _) = a
-    num_ops, num_devices = time_s.shape
-    start, finish = np.zeros(num_ops), np.zeros(num_ops)
-    arrival = np.full((len(producer), num_devices), -1.0)
-    channel_free = np.zeros(channels.max() + 1 if len(channels) else 1)
-    busy_start, busy_end = np.empty((num_devices, num_ops + 1)), np.empty((num_devices, num_ops + 1))
-    count = np.zeros(num_devices, dtype=np.int64)
-    for op in order:
-        group = op_group[op]
-        decided = devices[group]
-        best, best_start, best_device, best_slot = np.inf, 0.0, -1, 0
-        # Rounds: devices of the subset with room; any device with room; any device the group may sit on.
-        for attempt in range(3):
-            for device in range(num_devices):
-                if decided >= 0 and device != decided:
-                    continue
-                if time_s[op, device] == np.inf:
-                    continue
-                if decided < 0 and ((attempt == 0 and not mask[device]) or (attempt < 2 and room[device] < footprint[group])):
-                    continue
-                ready = 0.0
-                for k in range(input_ptr[op], input_ptr[op + 1]):
-                    at, _ = arrival_time(a, inputs[k], device, devices, finish, arrival, channel_free, contention)
-                    ready = max(ready, at)
-                begin, slot = _find_gap(busy_start[device], busy_end[device], count[device], ready, time_s[op, device])
-                if begin + time_s[op, device] < best:
-                    best, best_start, best_device, best_slot = begin + time_s[op, device], begin, device, slot
-            if best_device >= 0:
-                break
-        device = best_device
-        if decided < 0:
-            devices[group] = device
-            room[device] -= footprint[group]
-        ready = 0.0
-        for k in range(input_ptr[op], input_ptr[op + 1]):
-            tensor = inputs[k]
-            at, source = arrival_time(a, tensor, device, devices, finish, arrival, channel_free, contention)
-            if source >= 0:
-                arrival[tensor, device] = at
-                pair = source * num_devices + device
-                for c in range(channel_ptr[pair], channel_ptr[pair + 1]):
-                    channel_free[channels[c]] = at
-            ready = max(ready, at)
-        if ready > best_start:
-            # Inputs that queue for one channel arrive later together than each would alone.
-            best_start, best_slot = _find_gap(busy_start[device], busy_end[device], count[device], ready, time_s[op, device])
-        start[op], finish[op] = best_start, best_start + time_s[op, device]
-        if time_s[op, device] > 0.0:
-            count[device] = _occupy(busy_start[device], busy_end[device], count[device], best_slot, start[op], finish[op])
-    return start, finish

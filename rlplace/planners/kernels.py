@@ -7,47 +7,55 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+# A division by zero cannot happen, so no code for its error, nor for callers in C; results and buffers come from the caller:
+# all of it shortens the first start, when everything is compiled.
+_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
 
-@njit(cache=True)
-def communication_row(group, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse, row):
-    """Fills `row` [D] with the seconds of all transfers of `group` if it sat on each device, neighbours staying put."""
-    for device in range(len(row)):
-        row[device] = 0.0
+
+@njit(**_INNER)
+def _communication(group, device, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
+    """Seconds of all transfers of `group` if it sat on `device`, neighbours staying put."""
+    total = 0.0
     for k in range(ptr[group], ptr[group + 1]):
         other = devices[neighbor[k]]
-        e = edge[k]
-        for device in range(len(row)):
-            if device != other:
-                if out[k]:
-                    row[device] += count[e] * latency[device, other] + size[e] * inverse[device, other] + fixed[e]
-                else:
-                    row[device] += count[e] * latency[other, device] + size[e] * inverse[other, device] + fixed[e]
+        if device != other:
+            e = edge[k]
+            if out[k]:
+                total += count[e] * latency[device, other] + size[e] * inverse[device, other] + fixed[e]
+            else:
+                total += count[e] * latency[other, device] + size[e] * inverse[other, device] + fixed[e]
+    return total
 
 
-@njit(cache=True)
+@njit(**_KERNEL)
 def shed(
-    device, need, devices, load, room, footprint, time_s,
+    device, need, devices, load, room, footprint, time_s, members, slot, rows,
     ptr, neighbor, edge, out, size, count, fixed, latency, inverse,
 ):  # fmt: skip
     """Moves groups off `device` until an estimated `need` bytes are gone; updates `devices`, `load` and `room`.
 
     The group with the least added time per byte freed goes first: transfers, a slower device, and load beyond the busiest
-    device all count as added time. Returns the number of groups moved.
+    device all count as added time. Returns the number of groups moved. Buffers: members, slot int64 [G], rows float64 [G, D].
     """
     num_groups, num_devices = time_s.shape
-    members = np.empty(num_groups, dtype=np.int64)
-    rows = np.zeros((num_groups, num_devices))
-    slot = np.full(num_groups, -1, dtype=np.int64)
     total = 0
     for g in range(num_groups):
+        slot[g] = -1
         if devices[g] == device and footprint[g] > 0:
             members[total] = g
             slot[g] = total
-            communication_row(g, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse, rows[total])
             total += 1
+    for s in range(total):
+        for d in range(num_devices):
+            rows[s, d] = _communication(
+                members[s], d, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse
+            )  # fmt: skip
     moved = 0
     while need > 0:
-        busiest = load.max()
+        busiest = -np.inf
+        for d in range(num_devices):
+            busiest = max(busiest, load[d])
         best, best_slot, best_device = np.inf, -1, -1
         for s in range(total):
             g = members[s]
@@ -75,23 +83,24 @@ def shed(
         need -= footprint[g]
         moved += 1
         for k in range(ptr[g], ptr[g + 1]):
-            n = neighbor[k]
+            n = np.int64(neighbor[k])
             if slot[n] >= 0:
-                communication_row(n, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse, rows[slot[n]])
+                for d in range(num_devices):
+                    rows[slot[n], d] = _communication(
+                        n, d, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse
+                    )  # fmt: skip
     return moved
 
 
-@njit(cache=True)
-def all_communication(devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
-    """float64 [G, D], `communication_row` of every group."""
-    num_groups, num_devices = len(devices), len(latency)
-    rows = np.zeros((num_groups, num_devices))
-    for g in range(num_groups):
-        communication_row(g, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse, rows[g])
-    return rows
+@njit(**_KERNEL)
+def all_communication(devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse, rows):
+    """Fills `rows` [G, D] with the seconds of all transfers of each group if it sat on each device."""
+    for g in range(len(devices)):
+        for d in range(len(latency)):
+            rows[g, d] = _communication(g, d, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse)
 
 
-@njit(cache=True)
+@njit(**_INNER)
 def _part_traffic(part, other, where, size, count, latency, inverse):
     """Seconds of all transfers of two parts, both directions, each pair counted once."""
     total = 0.0
@@ -105,7 +114,7 @@ def _part_traffic(part, other, where, size, count, latency, inverse):
     return total
 
 
-@njit(cache=True)
+@njit(**_KERNEL)
 def swap_parts(where, size, count, load, latency, inverse, rounds):
     """Exchanges the devices `where` of parts while that lowers traffic plus the number of parts times the largest load."""
     parts = len(where)
@@ -129,21 +138,21 @@ def swap_parts(where, size, count, load, latency, inverse, rounds):
             return
 
 
-@njit(cache=True)
+@njit(**_KERNEL)
 def place_illegal(order, devices, time_s, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
     """Moves groups off devices where they may not sit, to the one with the least time plus transfers, in group order."""
-    row = np.zeros(len(latency))
-    for g in order:
+    for i in range(len(order)):
+        g = np.int64(order[i])
         if time_s[g, devices[g]] == np.inf:
-            communication_row(g, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse, row)
             best, where = np.inf, devices[g]
-            for d in range(len(row)):
-                if time_s[g, d] + row[d] < best:
-                    best, where = time_s[g, d] + row[d], d
+            for d in range(len(latency)):
+                seconds = _communication(g, d, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse)
+                if time_s[g, d] + seconds < best:
+                    best, where = time_s[g, d] + seconds, d
             devices[g] = where
 
 
-@njit(cache=True)
+@njit(**_INNER)
 def _fewer_missing(order, devices, time_s, ptr, neighbor, out, linked, settled):
     """Moves each group in turn to the device with fewest missing links to settled neighbours; returns how many are left."""
     num_devices = len(linked)
@@ -167,7 +176,7 @@ def _fewer_missing(order, devices, time_s, ptr, neighbor, out, linked, settled):
     return missing
 
 
-@njit(cache=True)
+@njit(**_KERNEL)
 def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, passes):
     """Moves groups so that fewer edges need a link that does not exist; returns the number still missing.
 
@@ -191,3 +200,104 @@ def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, pass
             break
     devices[:] = best
     return missing
+
+
+@njit(**_KERNEL)
+def chain_savings(
+    last, by_start, device_of_op, start_s, end_s, arrival_s, op_group, input_ptr, inputs, producer, idle, before, latest, saved,
+    touched,
+):  # fmt: skip
+    """Walks the chain of events that ends the step back from op `last`; adds what a remedy for each delay would save.
+
+    A delay is a transfer that the later op waited for (remedy: either group goes to the other's device), or a device that an
+    earlier op held after the inputs of a later one were there (remedy: either group goes to one of the two idlest others). An
+    owner's tensor ends the chain.
+
+    by_start: int64 [N], ops by start, end and number. arrival_s: float64 [T, D], -1 where a tensor was not sent.
+    idle: int64 [D], devices by busy time. Buffers: before int64 [N], latest int64 [D].
+    saved: float64 [G, D] seconds, zeros. touched: bool [G, D], False; where something was added.
+    """
+    for device in range(len(latest)):
+        latest[device] = -1
+    for i in range(len(by_start)):
+        op = by_start[i]
+        before[op] = latest[device_of_op[op]]
+        latest[device_of_op[op]] = op
+    op = last
+    for _ in range(2 * len(by_start)):
+        device = device_of_op[op]
+        ready, cause, sent = 0.0, -1, False
+        for k in range(input_ptr[op], input_ptr[op + 1]):
+            tensor = inputs[k]
+            source = producer[tensor]
+            moved = (source < 0 or device_of_op[source] != device) and arrival_s[tensor, device] >= 0.0
+            at = arrival_s[tensor, device] if moved else end_s[source] if source >= 0 else 0.0
+            if at > ready or cause < 0:
+                ready, cause, sent = at, source, moved
+        previous = before[op]
+        b = op_group[op]
+        if previous >= 0 and end_s[previous] == start_s[op] and start_s[op] > ready:
+            a = op_group[previous]
+            if a != b:
+                tried = 0
+                for i in range(len(idle)):
+                    if idle[i] != device and tried < 2:
+                        tried += 1
+                        for group in (a, b):
+                            saved[group, idle[i]] += start_s[op] - ready
+                            touched[group, idle[i]] = True
+            op = previous
+        elif cause >= 0:
+            if sent:
+                a = op_group[cause]
+                saved[a, device] += ready - end_s[cause]
+                touched[a, device] = True
+                saved[b, device_of_op[cause]] += ready - end_s[cause]
+                touched[b, device_of_op[cause]] = True
+            op = cause
+        else:
+            return
+
+
+@njit(**_KERNEL)
+def run_costs(
+    groups, targets, order, position, devices, moved, allowed, time_s, ptr, neighbor, edge, out, size, count, fixed, latency,
+    inverse, low, high, cost_s,
+):  # fmt: skip
+    """Extends each move of one group to a run of groups that end up beside others on the target.
+
+    A run reaches from the group to the nearer neighbour in `order` that already sits on the target, over groups of one device,
+    at most 65; those barred from the target stay. Fills `low` and `high`, its first and last place in `order` (low > high
+    where fewer than two groups would move), and `cost_s`, the seconds that moving it adds in transfers and compute. `moved`
+    is a copy of `devices`.
+    """
+    for m in range(len(groups)):
+        target = targets[m]
+        start = position[groups[m]]
+        here = devices[groups[m]]
+        low[m], high[m], cost_s[m] = 1, 0, 0.0
+        for step in (1, -1):
+            at = start + step
+            while 0 <= at < len(order) and devices[order[at]] == here and step * (at - start) <= 64:
+                at += step
+            if 0 <= at < len(order) and devices[order[at]] == target:
+                low[m], high[m] = (start, at - 1) if step == 1 else (at + 1, start)
+                break
+        members = 0
+        for i in range(low[m], high[m] + 1):
+            if allowed[order[i], target]:
+                moved[order[i]] = target
+                members += 1
+        length = high[m] - low[m] + 1
+        total = 0.0
+        for i in range(length):  # from the group outwards
+            g = np.int64(order[low[m] + i] if low[m] == start else order[high[m] - i])
+            if allowed[g, target]:
+                total += _communication(g, target, moved, ptr, neighbor, edge, out, size, count, fixed, latency, inverse)
+                total -= _communication(g, here, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse)
+                total += time_s[g, target] - time_s[g, here]
+        cost_s[m] = total
+        for i in range(low[m], high[m] + 1):
+            moved[order[i]] = here
+        if members < 2:
+            low[m], high[m] = 1, 0

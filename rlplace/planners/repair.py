@@ -113,6 +113,8 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
     """One round of estimated moves off all overflowing devices; None when the overflow did not shrink."""
     over, room = _over(problem, current.peaks)
     links = traffic(problem)
+    members, slot = np.zeros(problem.num_groups, dtype=np.int64), np.zeros(problem.num_groups, dtype=np.int64)
+    rows = np.zeros((problem.num_groups, problem.num_devices))
     # The estimate of what a move frees can be off either way, so a second try moves twice as much.
     for factor in (1.0, 2.0):
         devices = current.devices.copy()
@@ -122,7 +124,9 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
         for device in np.argsort(-over, kind="stable"):
             if over[device] > 0:
                 need = over[device] * factor
-                moved += kernels.shed(device, need, devices, load, left, graph.footprint_bytes, graph.time_s, *links)
+                moved += kernels.shed(
+                    device, need, devices, load, left, graph.footprint_bytes, graph.time_s, members, slot, rows, *links
+                )
         if moved == 0:
             return None
         answer = evaluator.answer(devices)
@@ -153,7 +157,8 @@ def _try_moves(
 def _neighbors(problem: Problem, graph: GroupGraph, current: Answer) -> Iterator[Assignment]:
     over, room = _over(problem, current.peaks)
     device = int(over.argmax())
-    rows = kernels.all_communication(current.devices, *traffic(problem))
+    rows = np.zeros((problem.num_groups, problem.num_devices))
+    kernels.all_communication(current.devices, *traffic(problem), rows)
     mine = np.flatnonzero((current.devices == device) & (graph.footprint_bytes >= 0))
     added = rows[mine] - rows[mine, device][:, None] + graph.time_s[mine] - graph.time_s[mine, device][:, None]
     added[:, device] = np.inf

@@ -403,7 +403,7 @@ def _run(g, w, rank_of_op, op_of_rank, ordered):
                 continue
             if ordered and ready[ready_ptr[device]] != position[device]:
                 continue
-            op = int(op_of_rank[_take_ready(ready, ready_ptr[device], ready_size[device])])
+            op = np.int64(op_of_rank[_take_ready(ready, ready_ptr[device], ready_size[device])])
             ready_size[device] -= 1
             position[device] += 1
             state[device] = RUNNING

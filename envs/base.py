@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -14,7 +14,7 @@ from rlplace.envs.backends import Backend, SimulatedBackend
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.observation import NUM_CONTEXT, full_graph, observation_space
 from rlplace.envs.viewer import render_ansi, render_rgb
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.problem import Problem
 
 Observation = dict[str, NDArray[Any]]
@@ -34,13 +34,13 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         observation: str,
         render_mode: str | None,
     ) -> None:
+        if isinstance(backend, str) or not (backend is None or callable(getattr(backend, "evaluate", None))):
+            raise InputError(f"backend must have evaluate and timeline, as SimulatedBackend() has, found {show(backend)}")
         if observation not in ("indexed", "full"):
             raise InputError(f"observation must be 'indexed' or 'full', found {observation!r}")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise InputError(f"render_mode must be one of {self.metadata['render_modes']}, found {render_mode!r}")
-        given = list(problems) if problems is not None else default_problems()
-        if not given:
-            raise InputError("an environment needs at least one problem")
+        given = _problem_list(problems) if problems is not None else default_problems()
         self.instances = [item if isinstance(item, Instance) else make_instance(item) for item in given]
         largest = max(instance.problem.num_groups for instance in self.instances)
         widest = max(instance.problem.num_devices for instance in self.instances)
@@ -48,8 +48,8 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         self.max_devices = widest if max_devices is None else max_devices
         if largest > self.max_groups or widest > self.max_devices:
             raise InputError(
-                f"a problem has {largest} groups and one has {widest} devices; raise max_groups={self.max_groups} "
-                f"or max_devices={self.max_devices}"
+                f"the problems have up to {largest} groups and {widest} devices; max_groups={self.max_groups} and "
+                f"max_devices={self.max_devices} do not hold them"
             )
         self.backend: Backend = SimulatedBackend() if backend is None else backend
         self.render_mode = render_mode
@@ -66,6 +66,11 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         """The instance of the current episode."""
         return self.instances[self._index]
 
+    def _check_action(self, action: Any) -> int:
+        if not self.action_space.contains(action):
+            raise InputError(f"action {show(action)} is not a whole number in 0..{self.action_space.n - 1}")  # type: ignore[attr-defined]
+        return int(action)
+
     def _draw_instance(self, options: dict[str, Any] | None) -> None:
         chosen = (options or {}).get("problem")
         if chosen is None:
@@ -73,7 +78,7 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         elif isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(self.instances):
             self._index = int(chosen)
         else:
-            raise InputError(f"options['problem'] must be a number below {len(self.instances)}, found {chosen!r}")
+            raise InputError(f"options['problem'] must be a number below {len(self.instances)}, found {show(chosen)}")
         self._done = False
 
     def _assemble(
@@ -114,6 +119,18 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         if self.render_mode == "rgb_array":
             return render_rgb(self.instance, self.current_plan())
         return None
+
+
+def _problem_list(problems: Any) -> list[Problem | Instance]:
+    if isinstance(problems, (Problem, Instance)):
+        return [problems]
+    given = list(problems) if isinstance(problems, Iterable) else [problems]
+    if not given:
+        raise InputError("an environment needs at least one problem")
+    for item in given:
+        if not isinstance(item, (Problem, Instance)):
+            raise InputError(f"problems: expected rlplace problems, found {type(item).__name__}; Problem.load reads a file")
+    return given
 
 
 def static_context(instance: Instance) -> list[float]:

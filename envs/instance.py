@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.memory import group_footprint_bytes, group_pinned_bytes
+from rlplace.envs.reward import SHORTEST_S
 from rlplace.errors import InfeasibleError, unknown_name
 from rlplace.planners import get_planner
 from rlplace.planners.bounds import lower_bounds
-from rlplace.planners.groupgraph import GroupGraph, group_graph, inverse_bandwidth
+from rlplace.planners.groupgraph import GroupGraph, finite_links, group_graph
+from rlplace.planners.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import default_priority, simulate
 
@@ -36,7 +38,7 @@ class Instance:
         pinned_bytes: float64 [G], resident bytes plus saved activations that are provably live at one instant.
         footprint_bytes: float64 [G], the largest amount that one op of the group needs beside resident bytes.
         limit_bytes: float64 [D], memory minus reserved bytes; inf without limit.
-        seconds_per_byte, latency_s: float64 [D, D]; inf without link, 0 on the diagonal.
+        seconds_per_byte, latency_s: float64 [D, D], 0 on the diagonal; a missing link counts as a very slow one.
         ideal_s: Sum of mean times over the number of devices: the unit of all time features.
         criticality: float64 [G] in 0..1, longest path through the group over the longest path of all.
         depth: float64 [G] in 0..1, where in the step the group's forward starts.
@@ -74,9 +76,14 @@ def make_instance(
         floor: Plan of the best classical planner.
         compute_floor: Compute it with `best` when it is not given.
         order: One of `ORDERS`: in which order Placement-v0 asks for groups.
+
+    Raises:
+        InfeasibleError: A group may sit nowhere. (A problem without a plan that fits the memory is none to refuse.)
     """
     if order not in ORDERS:
         raise unknown_name("group order", order, ORDERS)
+    if not problem.group_allowed.any(axis=1).all():
+        check_possible(problem)
     if floor is None and compute_floor:
         try:
             floor = get_planner("best")(problem).device_of_group
@@ -86,13 +93,12 @@ def make_instance(
     graph = group_graph(problem)
     through, start = _paths(problem)
     longest = max(float(through.max()), 1e-30)
-    latency = problem.links.latency_s.copy()
-    np.fill_diagonal(latency, 0.0)
+    latency, seconds_per_byte = finite_links(problem)
     return Instance(
         problem=problem,
         graph=graph,
         floor=None if floor is None else np.asarray(floor, dtype=np.int32),
-        reference_step_time_s=float(step_time) if step_time else max(lower_bounds(problem).step_time_s, 1e-30),
+        reference_step_time_s=float(step_time) if step_time else max(lower_bounds(problem).step_time_s, SHORTEST_S),
         order=ORDERS[order](graph, through),
         position=np.argsort(graph.depth_first_order, kind="stable").astype(np.int32),
         neighbor_bytes=graph.edge_bytes[graph.neighbor_edge].astype(np.float64),
@@ -100,7 +106,7 @@ def make_instance(
         pinned_bytes=group_pinned_bytes(problem),
         footprint_bytes=group_footprint_bytes(problem),
         limit_bytes=problem.memory_limit_bytes,
-        seconds_per_byte=inverse_bandwidth(problem),
+        seconds_per_byte=seconds_per_byte,
         latency_s=latency,
         ideal_s=max(float(graph.mean_time_s.sum()) / problem.num_devices, 1e-30),
         criticality=through / longest,

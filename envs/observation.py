@@ -80,7 +80,7 @@ def placed_state(instance: Instance, timeline: Timeline, device_of_group: NDArra
         )  # fmt: skip
     slack = _slack(instance, timeline)
     tightness = np.zeros(problem.num_groups)
-    np.maximum.at(tightness, problem.op_group, 1.0 / (1.0 + 20.0 * np.maximum(slack, 0.0) / timeline.step_time_s))
+    np.maximum.at(tightness, problem.op_group, 1.0 / (1.0 + 20.0 * np.maximum(slack, 0.0) / max(timeline.step_time_s, 1e-30)))
     idle, window = idle_profile(
         timeline.start_s, timeline.end_s, timeline.device_of_op, problem.op_group, timeline.step_time_s,
         problem.num_devices, problem.num_groups,
@@ -105,11 +105,11 @@ def features(
     """float32 [K, F], the features of K candidates."""
     count = len(moves.device)
     out = np.zeros((count, NUM_FEATURES), dtype=np.float32)
-    graph = instance.graph
+    graph, limit = instance.graph, np.maximum(instance.limit_bytes, 1.0)
     candidate_features(
         moves.ptr, moves.groups, moves.device, moves.saving_s, np.zeros(count) if finish_delay_s is None else finish_delay_s,
         state.device_of_group, state.load_s, state.pinned_bytes, state.peak_bytes, state.tightness, state.window, state.idle,
-        instance.limit_bytes, graph.time_s, graph.mean_time_s, instance.pinned_bytes, graph.neighbor_ptr, graph.neighbor,
+        limit, graph.time_s, graph.mean_time_s, instance.pinned_bytes, graph.neighbor_ptr, graph.neighbor,
         instance.neighbor_bytes, instance.seconds_per_byte, instance.latency_s, instance.criticality, instance.depth,
         instance.ideal_s, out,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def node_features(instance: Instance) -> NDArray[np.float32]:
     sent = np.bincount(instance.graph.source, weights=instance.graph.edge_bytes, minlength=groups)
     received = np.bincount(instance.graph.target, weights=instance.graph.edge_bytes, minlength=groups)
     rate = _mean_seconds_per_byte(instance)
-    limit = float(np.min(instance.limit_bytes)) if np.isfinite(instance.limit_bytes).any() else np.inf
+    limit = max(float(np.min(instance.limit_bytes)), 1.0) if np.isfinite(instance.limit_bytes).any() else np.inf
     degree = np.diff(instance.graph.neighbor_ptr).astype(np.float64)
     forward = np.bincount(problem.op_group, weights=problem.op_phase == 0, minlength=groups)
     columns = [

@@ -94,7 +94,7 @@ class PlacementEnv(PlacerEnv):
         """Places the current group on device `action`."""
         if self._done:
             raise RuntimeError("the episode is over; call reset()")
-        device = int(action)
+        device = self._check_action(action)
         if not self.action_masks()[device]:
             self._done = True
             overflow = self._overflow_of(device)
@@ -215,7 +215,8 @@ class PlacementEnv(PlacerEnv):
                 self._plan, self._load, self._pinned, np.zeros(devices), np.zeros(problem.num_groups),
                 no_window(problem.num_groups), np.zeros((devices, TIME_BINS)),
             )  # fmt: skip
-            delay = np.minimum(finish - finish.min(), 1e6 * instance.ideal_s)
+            known = np.minimum(finish, 1e9)  # inf where the group cannot run
+            delay = np.minimum(known - known.min(), 1e6 * instance.ideal_s)
             table[:devices] = features(instance, state, moves, delay)
             groups[:devices] = self.current_group
         progress = self._step_number / problem.num_groups

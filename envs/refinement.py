@@ -99,7 +99,7 @@ class RefinementEnv(PlacerEnv):
         """Applies move `action`, or stops at 0."""
         if self._done:
             raise RuntimeError("the episode is over; call reset()")
-        choice = int(action)
+        choice = self._check_action(action)
         if choice == 0:
             return self._end(0.0)
         if not self._legal[choice]:
@@ -143,6 +143,8 @@ class RefinementEnv(PlacerEnv):
             plan = np.asarray(given, dtype=np.int32)
             if plan.shape != (instance.problem.num_groups,) or not ((plan >= 0) & (plan < instance.problem.num_devices)).all():
                 raise InputError("options['plan'] must name an existing device for every group")
+            if not instance.allowed[np.arange(len(plan)), plan].all():
+                raise InputError("options['plan'] puts a group on a device where it may not sit")
             return plan.copy()
         if self._start == "greedy" or instance.floor is None:
             return greedy_fit(instance)

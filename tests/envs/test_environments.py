@@ -182,7 +182,7 @@ def test_bad_arguments_are_refused():
     problem = two_device_chain().problem
     with pytest.raises(InputError, match="at least one problem"):
         PlacementEnv([])
-    with pytest.raises(InputError, match="raise max_groups"):
+    with pytest.raises(InputError, match="do not hold them"):
         PlacementEnv([problem], max_groups=2)
     with pytest.raises(InputError, match="observation must be"):
         PlacementEnv([problem], observation="graph")

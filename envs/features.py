@@ -34,14 +34,18 @@ NUM_FEATURES = len(FEATURES)
 CLIP = 8.0
 TIME_BINS = 64
 
+# A division by zero cannot happen, so no code for its error, nor for callers in C; buffers come from the caller: all of it
+# shortens the first start, when everything is compiled.
+_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
-@njit(cache=True)  # type: ignore[misc]
+
+@njit(**_KERNEL)  # type: ignore[misc]
 def candidate_features(  # type: ignore[no-untyped-def]
     ptr, groups, device, saving_s, finish_delay_s, device_of_group, load_s, pinned_bytes, peak_bytes, tightness, window, idle,
     limit_bytes, time_s, mean_time_s, group_pinned_bytes, neighbor_ptr, neighbor, neighbor_bytes, seconds_per_byte, latency_s,
-    criticality, depth, ideal_s, out,
+    criticality, depth, ideal_s, moved, out,
 ):  # fmt: skip
-    """Fills `out` float32 [K, F] for K candidates; candidates without groups become zero.
+    """Fills `out` float32 [K, F], zeros, for K candidates; rows of candidates without groups stay zero.
 
     Args:
         ptr, groups, device, saving_s: The moves, see `rlplace.envs.moves.Moves`.
@@ -50,11 +54,10 @@ def candidate_features(  # type: ignore[no-untyped-def]
         load_s: float64 [D], work placed on each device.
         pinned_bytes: float64 [D], provable bytes on each device. peak_bytes: float64 [D], simulated peaks (0 if unknown).
         tightness: float64 [G]. window: int32 [G, 2], first and last time bin of the group. idle: float64 [D, TIME_BINS].
+        moved: bool [G], False, a buffer.
         (the others: see `rlplace.envs.instance.Instance`)
     """
-    moved = np.zeros(len(device_of_group), np.bool_)
     for k in range(len(device)):
-        out[k, :] = 0.0
         if ptr[k] == ptr[k + 1]:
             continue
         destination = device[k]
@@ -117,24 +120,21 @@ def candidate_features(  # type: ignore[no-untyped-def]
             out[k, f] = min(max(out[k, f], -CLIP), CLIP)
 
 
-@njit(cache=True)  # type: ignore[misc]
+@njit(**_KERNEL)  # type: ignore[misc]
 def realised_slack(  # type: ignore[no-untyped-def]
-    order_by_end, start_s, end_s, device_of_op, producer_ptr, producer_tensor, consumer_ptr, consumers, lag_s, step_time_s
+    order_by_end, start_s, end_s, device_of_op, producer_ptr, producer_tensor, consumer_ptr, consumers, lag_s, late_end,
+    next_start,
 ):  # fmt: skip
-    """How long each op could be later without delaying the step, given the realised order and transfers.
+    """How late each op could end without delaying the step, given the realised order and transfers.
 
     Args:
         order_by_end: int64 [N], ops by end time.
         producer_ptr, producer_tensor: CSR of the tensors that each op produces.
         lag_s: float64 [T, D], arrival of tensor t on device d minus its producer's end; 0 where it is local.
-
-    Returns:
-        float64 [N] seconds.
+        late_end: float64 [N], the step time; becomes the latest end of each op.
+        next_start: float64 [D], the step time; a buffer.
     """
-    count = len(start_s)
-    late_end = np.full(count, step_time_s)
-    next_start = np.full(lag_s.shape[1], step_time_s)
-    for index in range(count - 1, -1, -1):
+    for index in range(len(start_s) - 1, -1, -1):
         op = order_by_end[index]
         device = device_of_op[op]
         late = min(late_end[op], next_start[device])
@@ -146,21 +146,19 @@ def realised_slack(  # type: ignore[no-untyped-def]
                 late = min(late, latest)
         late_end[op] = late
         next_start[device] = min(next_start[device], late - (end_s[op] - start_s[op]))
-    return late_end - end_s
 
 
-@njit(cache=True)  # type: ignore[misc]
+@njit(**_KERNEL)  # type: ignore[misc]
 def idle_profile(  # type: ignore[no-untyped-def]
-    start_s, end_s, device_of_op, op_group, step_time_s, num_devices, num_groups
+    start_s, end_s, device_of_op, op_group, step_time_s, idle, window
 ):
     """Share of each time bin in which a device idles, and the bins that each group's ops span.
 
-    Returns:
-        idle float64 [D, TIME_BINS], window int32 [G, 2].
+    Args:
+        start_s, end_s, device_of_op, op_group, step_time_s: Of a timeline.
+        idle: float64 [D, TIME_BINS], ones; becomes the share, by rounding a little below zero where nothing idles.
+        window: int32 [G, 2], rows (TIME_BINS - 1, 0); becomes first and last bin.
     """
-    idle = np.ones((num_devices, TIME_BINS))
-    window = np.zeros((num_groups, 2), np.int32)
-    window[:, 0] = TIME_BINS - 1
     width = max(step_time_s, 1e-30) / TIME_BINS
     for op in range(len(start_s)):
         low = min(int(start_s[op] / width), TIME_BINS - 1)
@@ -171,7 +169,6 @@ def idle_profile(  # type: ignore[no-untyped-def]
         for b in range(low, high + 1):
             part = min(end_s[op], (b + 1) * width) - max(start_s[op], b * width)
             idle[device, b] -= max(part, 0.0) / width
-    return np.maximum(idle, 0.0), window
 
 
 def no_window(num_groups: int) -> NDArray[np.int32]:

@@ -8,6 +8,7 @@ to another device, more often around tight groups and towards devices that they 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numba import njit
@@ -47,7 +48,8 @@ class Moves:
     def first_group(self) -> NDArray[np.int32]:
         """int32 [K], the first group of each move, -1 where it does not exist."""
         first = np.full(len(self.device), -1, dtype=np.int32)
-        first[self.exists] = self.groups[self.ptr[:-1][self.exists]]
+        exists = self.exists
+        first[exists] = self.groups[self.ptr[:-1][exists]]
         return first
 
     def apply(self, device_of_group: NDArray[np.int32], index: int) -> NDArray[np.int32]:
@@ -65,7 +67,7 @@ def make_moves(rows: list[tuple[float, list[int], int]], count: int) -> Moves:
     device, saving = np.zeros(count, dtype=np.int32), np.zeros(count)
     for index, (seconds, _, where) in enumerate(rows):
         device[index], saving[index] = where, seconds
-    return Moves(ptr, np.array([g for _, groups, _ in rows for g in groups], dtype=np.int32), device, saving)
+    return Moves(ptr, np.array(list(chain.from_iterable(row[1] for row in rows)), dtype=np.int32), device, saving)
 
 
 def propose(
@@ -109,23 +111,27 @@ def draw_runs(
     order, graph = instance.graph.depth_first_order, instance.graph
     first = np.full(count, -1, dtype=np.int32)
     last, device = first.copy(), np.zeros(count, dtype=np.int32)
+    uniform, cumulative = rng.random((count, 8)), np.cumsum(tightness**2 + 1e-3)
     _draw(
-        rng.random((count, 8)), order, instance.position, device_of_group, np.cumsum(tightness**2 + 1e-3), graph.neighbor_ptr,
-        graph.neighbor, instance.allowed, instance.problem.num_devices, first, last, device,
+        uniform, np.searchsorted(cumulative, uniform[:, 1] * cumulative[-1]), order, instance.position, device_of_group,
+        graph.neighbor_ptr, graph.neighbor, instance.allowed, instance.problem.num_devices, first, last, device,
     )  # fmt: skip
     found = np.flatnonzero(first >= 0)
     return [(order[first[k] : last[k] + 1].tolist(), int(device[k])) for k in found]
 
 
-@njit(cache=True)  # type: ignore[misc]
+@njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)  # type: ignore[misc]
 def _draw(  # type: ignore[no-untyped-def]
-    uniform, order, position, device_of_group, cumulative, neighbor_ptr, neighbor, allowed, num_devices, first, last, device
+    uniform, tight, order, position, device_of_group, neighbor_ptr, neighbor, allowed, num_devices, first, last, device
 ):
-    """Fills `first`, `last`, `device` [K]; `uniform` float64 [K, 8] is the only source of randomness."""
+    """Fills `first`, `last`, `device` [K]; `uniform` float64 [K, 8] is the only source of randomness.
+
+    tight: int64 [K], for each draw the seed group that tightness would choose.
+    """
     groups = len(order)
     for k in range(len(first)):
         if uniform[k, 0] < _FOCUS:
-            seed = min(np.searchsorted(cumulative, uniform[k, 1] * cumulative[-1]), groups - 1)
+            seed = min(tight[k], groups - 1)
         else:
             seed = min(int(uniform[k, 1] * groups), groups - 1)
         source = device_of_group[seed]

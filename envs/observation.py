@@ -26,6 +26,7 @@ from rlplace.envs.features import (
 )
 from rlplace.envs.instance import Instance
 from rlplace.envs.moves import Moves
+from rlplace.planners.oparrays import op_arrays
 from rlplace.simulator.timeline import Timeline
 
 NUM_CONTEXT = 8
@@ -81,10 +82,12 @@ def placed_state(instance: Instance, timeline: Timeline, device_of_group: NDArra
     slack = _slack(instance, timeline)
     tightness = np.zeros(problem.num_groups)
     np.maximum.at(tightness, problem.op_group, 1.0 / (1.0 + 20.0 * np.maximum(slack, 0.0) / max(timeline.step_time_s, 1e-30)))
-    idle, window = idle_profile(
-        timeline.start_s, timeline.end_s, timeline.device_of_op, problem.op_group, timeline.step_time_s,
-        problem.num_devices, problem.num_groups,
+    idle, window = np.ones((problem.num_devices, TIME_BINS)), np.zeros((problem.num_groups, 2), dtype=np.int32)
+    window[:, 0] = TIME_BINS - 1
+    idle_profile(
+        timeline.start_s, timeline.end_s, timeline.device_of_op, op_arrays(problem).op_group, timeline.step_time_s, idle, window
     )  # fmt: skip
+    np.maximum(idle, 0.0, out=idle)
     peaks = timeline.peak_memory_bytes.astype(np.float64)
     return State(device_of_group, load, pinned, peaks, tightness, window, idle)
 
@@ -111,7 +114,7 @@ def features(
         state.device_of_group, state.load_s, state.pinned_bytes, state.peak_bytes, state.tightness, state.window, state.idle,
         limit, graph.time_s, graph.mean_time_s, instance.pinned_bytes, graph.neighbor_ptr, graph.neighbor,
         instance.neighbor_bytes, instance.seconds_per_byte, instance.latency_s, instance.criticality, instance.depth,
-        instance.ideal_s, out,
+        instance.ideal_s, np.zeros(instance.problem.num_groups, dtype=np.bool_), out,
     )  # fmt: skip
     return out
 
@@ -171,26 +174,16 @@ def _mean_seconds_per_byte(instance: Instance) -> float:
 
 def _slack(instance: Instance, timeline: Timeline) -> NDArray[np.float64]:
     problem = instance.problem
-    made = np.flatnonzero(problem.tensor_producer >= 0)
-    by_producer = made[np.argsort(problem.tensor_producer[made], kind="stable")]
-    ptr = np.searchsorted(problem.tensor_producer[by_producer], np.arange(problem.num_ops + 1))
+    arrays = op_arrays(problem)
     lag = np.zeros((problem.num_tensors, problem.num_devices))
     sent = problem.tensor_producer[timeline.transfer_tensor]
     ready = np.where(sent >= 0, timeline.end_s[np.maximum(sent, 0)], 0.0)
     lag[timeline.transfer_tensor, timeline.transfer_destination] = timeline.transfer_end_s - ready
     order_by_end = np.lexsort((timeline.start_s, timeline.end_s))
     step = timeline.step_time_s if timeline.step_time_s is not None else 0.0
-    return np.asarray(
-        realised_slack(
-            order_by_end,
-            timeline.start_s,
-            timeline.end_s,
-            timeline.device_of_op,
-            ptr,
-            by_producer,
-            problem.consumer_ptr,
-            problem.consumers,
-            lag,
-            step,
-        )
-    )
+    late_end = np.full(problem.num_ops, step)
+    realised_slack(
+        order_by_end, timeline.start_s, timeline.end_s, timeline.device_of_op, arrays.output_ptr, arrays.outputs,
+        arrays.consumer_ptr, arrays.consumers, lag, late_end, np.full(problem.num_devices, step),
+    )  # fmt: skip
+    return late_end - timeline.end_s

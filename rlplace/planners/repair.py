@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,14 +94,19 @@ def repair_answer(
     return current
 
 
+_TRAFFIC: WeakKeyDictionary[Problem, tuple[NDArray[Any], ...]] = WeakKeyDictionary()
+
+
 def traffic(problem: Problem) -> tuple[NDArray[Any], ...]:
-    """What the kernels of `rlplace.planners.kernels` need to price transfers."""
-    graph = group_graph(problem)
-    latency, inverse = finite_links(problem)
-    return (
-        graph.neighbor_ptr, graph.neighbor, graph.neighbor_edge, graph.neighbor_out,
-        graph.edge_bytes, graph.edge_count, graph.edge_fixed_s, latency, inverse,
-    )  # fmt: skip
+    """What the kernels of `rlplace.planners.kernels` need to price transfers; built once per problem."""
+    found = _TRAFFIC.get(problem)
+    if found is None:
+        graph = group_graph(problem)
+        found = _TRAFFIC[problem] = (
+            graph.neighbor_ptr, graph.neighbor, graph.neighbor_edge, graph.neighbor_out,
+            graph.edge_bytes, graph.edge_count, graph.edge_fixed_s, *finite_links(problem),
+        )  # fmt: skip
+    return found
 
 
 def _over(problem: Problem, peaks: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

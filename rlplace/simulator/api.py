@@ -56,10 +56,9 @@ def simulate(
         _check_supported(plan, problem)
         if priority is None and order is None:
             priority, order = plan.priority, plan.order
-        devices = plan.device_of_group
+        devices = np.array(plan.device_of_group, dtype=np.int32, order="C")
     else:
         devices = _check_devices(plan, (problem.num_groups,), problem)
-    devices = np.array(devices, dtype=np.int32, order="C")
     device_of_op = devices[problem.op_group]
     lowered = lower(problem)
     if order is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.planners import get_planner
 from rlplace.problem import Problem
@@ -53,18 +53,20 @@ def place(
         InfeasibleError: No plan fits.
     """
     function = get_planner(planner)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed: expected a whole number from 0 up, found {show(seed)}")
     if isinstance(target, Problem):
         if cluster is not None:
             raise InputError("a problem has its own devices; leave cluster out, or place the model")
         _check_batch(global_batch, target.samples_per_microbatch)
         return function(target, seed=seed, time_limit_s=time_limit_s, **options)
-    from rlplace.cluster.parse import parse
+    from rlplace.cluster.parse import as_cluster
     from rlplace.cost.price import price
     from rlplace.graph.opgraph import OpGraph
 
     if cluster is None:
         raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
-    machine = parse(cluster) if isinstance(cluster, str) else cluster
+    machine = as_cluster(cluster)
     if isinstance(target, OpGraph):
         graph = target
     else:

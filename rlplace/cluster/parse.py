@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from rlplace.cluster.interconnect import Host, build_links, parse_network
 from rlplace.cluster.presets import KINDS, DeviceKind
 from rlplace.cluster.spec import MAX_DEVICES, Cluster
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import InputError, show, unknown_name
 from rlplace.problem import Device
 
 _COUNT = re.compile(r"(?:(\d{1,6})x)?(\d{1,6})", re.IGNORECASE)
@@ -36,8 +36,23 @@ def parse(text: str) -> Cluster:
     return preset(text)
 
 
+def as_cluster(value: Cluster | str) -> Cluster:
+    """A cluster as it is, or what its text names.
+
+    Raises:
+        InputError: It is neither.
+    """
+    if isinstance(value, Cluster):
+        return value
+    if isinstance(value, str):
+        return parse(value)
+    raise InputError(f"cluster: expected a Cluster or its text such as 'a100-80g:4', found {show(value)}")
+
+
 def preset(text: str) -> Cluster:
     """Builds a cluster from preset text; see the module docstring."""
+    if not isinstance(text, str):
+        raise InputError(f"cluster: expected text such as 'a100-80g:4', found {show(text)}")
     terms = [_parse_term(term) for term in text.strip().split("+")]
     total = sum(hosts * count for _, hosts, count, _ in terms)
     if total > MAX_DEVICES:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cluster.parse import as_cluster
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cluster.spec import Cluster
 from rlplace.cost.compute import VERSION, op_times
@@ -26,7 +27,7 @@ LEVELS = ("task", "op")
 
 def price(
     graph: OpGraph,
-    cluster: Cluster,
+    cluster: Cluster | str,
     *,
     groups: int | Grouping = DEFAULT_TARGET,
     level: str = "task",
@@ -36,7 +37,7 @@ def price(
 
     Args:
         graph: The captured step.
-        cluster: The devices and links.
+        cluster: The devices and links, or their text such as ``"a100-80g:4"``.
         groups: Largest number of groups, or an existing grouping of the graph.
         level: ``"task"`` contracts every group to one op per phase (groups that tie distant parts of the model together
             have several); ``"op"`` keeps every captured op. Groups, their order and their resident bytes are the same at both.
@@ -48,6 +49,9 @@ def price(
     """
     if level not in LEVELS:
         raise unknown_name("level", level, LEVELS)
+    if not isinstance(graph, OpGraph):
+        raise InputError(f"price: expected a captured graph, found {type(graph).__name__}")
+    cluster = as_cluster(cluster)
     seconds = device_times(graph, cluster)
     grouping = groups if isinstance(groups, Grouping) else coarsen(graph, groups, cost=seconds.mean(axis=1))
     if grouping.op_cluster.shape != (graph.num_ops,):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlplace.errors import CaptureError, InputError, unknown_name
+from rlplace.errors import CaptureError, InputError, show, unknown_name
 from rlplace.graph.opgraph import OpGraph, Parameter
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def capture(
         raise unknown_name("optimizer", optimizer, OPTIMIZERS)
     if method is not None and method not in METHODS:
         raise unknown_name("capture method", method, METHODS)
+    _check_model(model, loss)
     args, kwargs = _split_inputs(example_inputs)
     notes: list[str] = []
     failures: dict[str, Exception] = {}
@@ -159,6 +160,15 @@ def _capture_with(
         },
         source=source,
     )
+
+
+def _check_model(model: Any, loss: Any) -> None:
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: expected a torch.nn.Module, found {show(model)}")
+    if loss is not None and not callable(loss):
+        raise InputError(f"loss: expected a function of the model's output, found {show(loss)}")
 
 
 def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -177,6 +177,10 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
 
 def check_order(order: Sequence[Sequence[int]], device_of_group: NDArray[np.int32], problem: Problem) -> None:
     """Refuses an order that is not, per device, a permutation of the ops that sit there."""
+    if isinstance(order, (str, bytes)) or not all(isinstance(row, (Sequence, np.ndarray)) for row in order):
+        raise InputError("plan: order must be one list of ops per device")
+    if not all(isinstance(op, (int, np.integer)) for row in order for op in row):
+        raise InputError("plan: order must hold op numbers")
     if len(order) != problem.num_devices:
         raise InputError(f"plan: order has {len(order)} lists, the problem {problem.num_devices} devices")
     device_of_op = np.asarray(device_of_group)[problem.op_group]

@@ -3,11 +3,13 @@
 Node attributes: `group` (name, default: the node's own), `phase`, `time_s` (number or one per device, None where it cannot
 run), `temporary_bytes`, `resident_bytes` and `device` (taken from the first node of a group that has them), `kind`. Edge
 attributes: `bytes` and `tensor`: edges out of one node with equal `tensor` are the same tensor (sent once per device);
-without the attribute every edge is a tensor of its own. Owner tensors have no producing node and do not survive the trip.
+without the attribute every edge is a tensor of its own, parallel edges of a multigraph too. Owner tensors have no producing
+node and do not survive the trip.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +63,10 @@ def problem_to_networkx(problem: Problem) -> nx.DiGraph:
 
 def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "networkx") -> Problem:
     """Builds a problem from a directed acyclic graph with the attributes named in the module docstring."""
+    if not hasattr(cluster, "to_problem_devices"):
+        raise InputError(f"from_networkx: expected a Cluster, as Cluster.preset('a100-80g:4') gives, found {show(cluster)}")
+    if not (hasattr(graph, "is_directed") and graph.is_directed()):
+        raise InputError("from_networkx: expected a directed networkx graph; edges point from producer to consumer")
     devices, links = cluster.to_problem_devices()
     nodes = list(graph.nodes)
     index = {node: i for i, node in enumerate(nodes)}
@@ -76,11 +82,14 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
             fixed.setdefault(group, _whole(data["device"], f"node {node!r}: device", len(devices) - 1))
         op_group.append(group)
         times.append(_times(data.get("time_s"), len(devices), node))
-    tensors: dict[tuple[int, Any], list[int]] = {}
+    tensors: dict[tuple[int, Any], set[int]] = {}
     sizes: dict[tuple[int, Any], int] = {}
-    for source, target, data in graph.edges(data=True):
-        key = (index[source], data.get("tensor", ("edge", index[target])))
-        tensors.setdefault(key, []).append(index[target])
+    for number, (source, target, data) in enumerate(graph.edges(data=True)):
+        tensor = data.get("tensor")
+        if not isinstance(tensor, Hashable):
+            raise InputError(f"edge {source!r} to {target!r}: tensor must be a number or a name, found {show(tensor)}")
+        key = (index[source], ("edge", number) if tensor is None else tensor)
+        tensors.setdefault(key, set()).add(index[target])
         sizes[key] = max(sizes.get(key, 0), _whole(data.get("bytes", 0), f"edge {source!r} to {target!r}: bytes"))
     consumers = [sorted(c) for c in tensors.values()]
     unknown = np.full(len(group_index), -1, dtype=np.int64)
@@ -128,12 +137,12 @@ def _times(value: Any, num_devices: int, node: Any) -> list[float]:
         raise InputError(f"node {node!r}: time_s has {len(values)} values, the cluster has {num_devices} devices")
     for value in values:
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        if value is not None and (not number or value != value):
-            raise InputError(f"node {node!r}: time_s is not a number; use None where the op cannot run")
+        if value is not None and (not number or not abs(value) < 1e300):
+            raise InputError(f"node {node!r}: time_s is not a number in range; use None where the op cannot run")
     return [np.nan if v is None else float(v) for v in values]
 
 
 def _phase(value: str, node: Any) -> int:
-    if value not in PHASES:
-        raise InputError(f"node {node!r}: phase {value!r} is not one of {', '.join(PHASES)}")
+    if not isinstance(value, str) or value not in PHASES:
+        raise InputError(f"node {node!r}: phase {show(value)} is not one of {', '.join(PHASES)}")
     return PHASES.index(value)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
-from rlplace.agents.search import Search
+from rlplace.agents.search import Search, warm_up
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError
 from rlplace.plan.plan import PlacementPlan, make_plan
@@ -26,7 +26,7 @@ from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
 ROLLOUT_LENGTH = 12
-_SAMPLE_SHARE = 0.15  # of the budget, after which no further rollout begins
+_SAMPLE_SHARE = 0.05  # of the budget, after which no further rollout begins
 
 
 def agent(
@@ -74,6 +74,7 @@ class Agent:
         calls: int | None = None,
     ) -> PlacementPlan:
         """Places one problem; see `agent` for the arguments."""
+        warm_up()
         begin = time.perf_counter()
         if time_limit_s is None and calls is None:
             time_limit_s = 5.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.base import static_context
-from rlplace.envs.instance import Instance
+from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.moves import Moves, draw_runs, make_moves, propose
 from rlplace.envs.observation import NUM_CONTEXT, features, placed_state
 from rlplace.envs.reward import score
+from rlplace.planners.best import warm_up as warm_up_planners
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, simulate
 
 _MOVES = 48  # moves drawn per decision
@@ -29,6 +32,19 @@ _NOISE = 0.5  # of the Gumbel noise on logits, so that ties and near ties altern
 _HEAT = 0.0005  # a move that loses 0.05 % is made with probability 1/e when no better one was found
 _PATIENCE = 3
 _SEEN_BYTES = 1 << 28  # memory for plans that were simulated already
+
+
+@cache
+def warm_up() -> None:
+    """Compiles, or loads from the cache, what floor and search run, so that time limits do not pay for it."""
+    warm_up_planners()
+    problem = random_problem(0, 6, 3, memory_factor=1.0, unlike=True, hosts=2)
+    plan = np.arange(problem.num_groups, dtype=np.int32) % 3
+    instance = make_instance(problem, floor=plan, compute_floor=False)
+    timeline = simulate(problem, plan)
+    state = placed_state(instance, timeline, plan)
+    moves = propose(instance, timeline, plan, state.tightness, np.random.default_rng(0), _MOVES)
+    features(instance, state, moves)
 
 
 @dataclass(eq=False)

@@ -274,7 +274,7 @@ def run_costs(
     for m in range(len(groups)):
         target = targets[m]
         start = position[groups[m]]
-        here = devices[groups[m]]
+        here = np.int64(devices[groups[m]])
         low[m], high[m], cost_s[m] = 1, 0, 0.0
         for step in (1, -1):
             at = start + step

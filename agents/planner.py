@@ -127,7 +127,7 @@ class Agent:
         else:
             plans = None
         start = search.best_plan.copy()
-        first = math.inf
+        first: float | None = None
         for number in range(samples):
             if search.instance.problem.num_devices == 1 or search.spent() > (_SAMPLE_SHARE if number else 0.99):
                 break
@@ -136,8 +136,8 @@ class Agent:
             else:
                 search.try_plan(next(plans))
             if number == 0:
-                first = search.best_score
-        return search.instance.reference_step_time_s * math.exp(first) if first < 1.0 else None
+                first = search.best.step_time_s if search.best.feasible else None
+        return first
 
 
 def load_agent(name: str | Path = "default") -> Agent:

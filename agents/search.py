@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -21,8 +21,8 @@ from rlplace.envs.base import static_context
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.moves import Moves, draw_runs, make_moves, propose
 from rlplace.envs.observation import NUM_CONTEXT, features, placed_state
-from rlplace.envs.reward import score
 from rlplace.planners.best import warm_up as warm_up_planners
+from rlplace.planners.evaluate import Score
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, simulate
 
@@ -31,6 +31,7 @@ _TRIES = 12  # most moves simulated per decision of the search
 _NOISE = 0.5  # of the Gumbel noise on logits, so that ties and near ties alternate
 _HEAT = 0.0005  # a move that loses 0.05 % is made with probability 1/e when no better one was found
 _PATIENCE = 3
+_OVERFILL = 1.1  # moves that provably fill a device further are not tried
 _SEEN_BYTES = 1 << 28  # memory for plans that were simulated already
 
 
@@ -52,7 +53,7 @@ class Search:
     """State of a search on one instance; `run_rollout` and `run_guided` may be called in any mix.
 
     Attributes:
-        best_plan: int32 [G]. best_score: see `rlplace.envs.reward.score`.
+        best_plan: int32 [G], feasible as soon as a feasible plan was seen. best: its outcome.
         calls: Simulator calls so far.
     """
 
@@ -62,7 +63,7 @@ class Search:
     max_calls: int
     deadline: float
     best_plan: NDArray[np.int32]
-    best_score: float = math.inf
+    best: Score = field(default_factory=lambda: Score(math.inf, 0.0))
     calls: int = 0
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class Search:
         self._simulator = Simulator(self.instance.problem)
         with torch.no_grad():
             self._embedding = self.network.encode(graph_tensors(self.instance))
-        self.best_score = self._evaluate(self.best_plan)
+        self._evaluate(self.best_plan)
 
     @property
     def exhausted(self) -> bool:
@@ -109,9 +110,9 @@ class Search:
         its loss; after `_PATIENCE` decisions without a new best plan, the search goes on from the best plan after a few random
         moves.
         """
-        plan, current, stalled = self.best_plan, self.best_score, 0
+        plan, current, stalled = self.best_plan, self._value(self.best), 0
         while not self.exhausted:
-            before = self.best_score
+            before = self.best.rank
             moves, logits = self._decide(plan, current, 0.5)
             found: tuple[float, NDArray[np.int32]] | None = None
             tried = 0
@@ -127,7 +128,7 @@ class Search:
                     break
             if found is not None and (found[0] <= current or self.rng.random() < math.exp(-(found[0] - current) / _HEAT)):
                 current, plan = found
-            stalled = 0 if self.best_score < before else stalled + 1
+            stalled = 0 if self.best.rank < before else stalled + 1
             if found is None or stalled > _PATIENCE:
                 plan, stalled = self._kick(), 0
                 current = self._evaluate(plan)
@@ -146,12 +147,22 @@ class Search:
             return self._seen[key]
         self.calls += 1
         step_time, overflow = self._simulator.evaluate(plan)
-        value = score(float(step_time), float(overflow), self.instance.reference_step_time_s)
+        score = Score(float(step_time), float(overflow))
+        value = self._value(score)
         if len(self._seen) * len(key) < _SEEN_BYTES:
             self._seen[key] = value
-        if value < self.best_score:
-            self.best_score, self.best_plan = value, plan.copy()
+        if score.rank < self.best.rank or self.calls == 1:
+            self.best, self.best_plan = score, plan.copy()
         return value
+
+    def _value(self, score: Score) -> float:
+        """What the search descends on: log of the penalised step time over the reference, finite.
+
+        Overflow raises it gently, so that the search can pass through plans that do not fit.
+        """
+        if not math.isfinite(score.step_time_s):
+            return 20.0
+        return math.log(max(score.penalized_s, 1e-30) / self.instance.reference_step_time_s)
 
     def _decide(self, plan: NDArray[np.int32], current: float, left: float) -> tuple[Moves, NDArray[np.float64]]:
         """Legal moves and their logits."""
@@ -161,14 +172,14 @@ class Search:
         state = placed_state(instance, timeline, plan)
         moves = propose(instance, timeline, plan, state.tightness, self.rng, _MOVES)
         table = features(instance, state, moves)
-        legal = np.flatnonzero(moves.exists & (table[:, 8] <= 1.0))
+        legal = np.flatnonzero(moves.exists & (table[:, 8] <= _OVERFILL))
         if len(legal) == 0:
             return make_moves([], 0), np.zeros(0)
         rows = [(0.0, moves.groups[moves.ptr[k] : moves.ptr[k + 1]].tolist(), int(moves.device[k])) for k in legal]
         moves, table = make_moves(rows, len(rows)), table[legal]
         context = np.zeros(NUM_CONTEXT, dtype=np.float32)
         load = float(state.load_s.max()) / instance.ideal_s
-        context[:7] = np.clip([*static_context(instance), left, current, self.best_score, load], -8, 8)
+        context[:7] = np.clip([*static_context(instance), left, current, self._value(self.best), load], -8, 8)
         with torch.no_grad():
             logits, _ = self.network(
                 [self._embedding],

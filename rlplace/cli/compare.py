@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from rlplace.cli.common import add_model_options, load, milliseconds, positive, print_json, print_table, say, seconds
-from rlplace.errors import InfeasibleError
+from rlplace.errors import InfeasibleError, InputError
 from rlplace.problem import Problem
 
 HELP = "compare planners on models"
@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.planners import get_planner
 
     names = [name.strip() for name in options.planners.split(",") if name.strip()]
+    if not names:
+        raise InputError("--planners names no planner, for example best,agent")
     for name in names:
         get_planner(name)
     rows: list[dict[str, Any]] = []

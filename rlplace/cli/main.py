@@ -62,6 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"rlplace: {_one_line(error)}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if options.debug:
+            raise
+        print(f"rlplace: {error.filename or 'output'}: {error.strerror or _one_line(error)}", file=sys.stderr)
+        return 1
     except Exception as error:
         if options.debug:
             raise

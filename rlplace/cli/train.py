@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import natural, positive, print_json, say
-from rlplace.errors import InputError
+from rlplace.errors import InputError, MissingError
 
 if TYPE_CHECKING:
     from rlplace.agents.train import TrainConfig
@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.agents.problems import held_out_problems, training_problems
     from rlplace.agents.train import train
 
+    _check_device(options.device)
     if options.resume and options.out and Path(options.out) != Path(options.resume):
         raise InputError("--resume continues in its own folder; leave --out out")
     out = Path(options.resume or options.out or "runs/agent")
@@ -69,6 +70,21 @@ def run(options: argparse.Namespace) -> int:
         print(format_rows(rows, f"{len(tested)} problems not trained on"))
         print(f"\nplace a model with it: rlplace place hf:gpt2 --cluster a100-80g:4 --agent {out}")
     return 0
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    if name == "auto":
+        return
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [""])[0][:120]
+        kind = name.partition(":")[0]
+        if kind in ("cuda", "mps", "xpu"):
+            raise MissingError(f"--device {name}: not usable on this machine: {reason}") from None
+        raise InputError(f"--device {name}: is not a torch device; for example auto, cpu or cuda") from None
 
 
 def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, str]:

@@ -89,7 +89,7 @@ def split_backward(problem: Problem) -> Problem:
         op_kind=problem.op_kind,
         op_dims=problem.op_dims,
         tensor_transfer_s=problem.tensor_transfer_s,
-        source=None if problem.source is None else {**problem.source, "split_backward": True},
+        source={**(problem.source or {}), "split_backward": True},
         group_ops=None if problem.group_ops is None else tuple(group_ops),
         group_modules=None if problem.group_modules is None else tuple(group_modules),
     )

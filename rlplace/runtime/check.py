@@ -32,8 +32,20 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
     if plan.shards:
         name = next(iter(plan.shards))
         raise InputError(f"plan: it splits {len(plan.shards)} ops over devices ({name!r} first); {elsewhere}")
+    if (plan.source or {}).get("split_backward"):
+        _check_backward(plan)
     if not any(group.get("ops") or group.get("modules") for group, _ in plan_groups(plan)):
         raise InputError("plan: none of its groups names a module or op; plan again from the model")
+
+
+def _check_backward(plan: PlacementPlan) -> None:
+    device_of_name = {group["name"]: device for group, device in plan_groups(plan)}
+    for name, device in device_of_name.items():
+        if name.endswith(".backward") and device_of_name.get(name.removesuffix(".backward"), device) != device:
+            raise InputError(
+                f"plan: {name!r} runs elsewhere than its forward; in one process autograd runs backward ops where their "
+                "forward ops ran; plan the problem that is not split"
+            )
 
 
 def check_model(model: nn.Module) -> None:
@@ -80,8 +92,10 @@ def check_devices(plan: PlacementPlan, devices: Sequence[Any]) -> tuple[torch.de
         InputError: Too few, or not a device.
         MissingError: This machine does not have it.
     """
-    if isinstance(devices, (str, torch.device)):
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise InputError("apply: devices must be a list, one entry per device of the plan")
+    if plan.device_of_group.min(initial=0) < 0:
+        raise InputError("plan: device_of_group holds a negative device")
     needed = int(plan.device_of_group.max(initial=0)) + 1
     if len(devices) < needed:
         raise InputError(f"apply: the plan uses {needed} devices, {len(devices)} given; name one per device of the plan")

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import rlplace
 from rlplace.errors import InputError, MissingError
+from rlplace.plan.plan import make_plan
 from rlplace.runtime.apply import apply
 
 
@@ -146,3 +148,24 @@ def test_a_forward_that_depends_on_values_runs_at_module_level(sim):
     assert "torch.export fails" in placed.report.why_not_op
     torch.testing.assert_close(equality.on_cpu(placed(x)), expected[0])
     torch.testing.assert_close(equality.on_cpu(placed(-x)), expected[1])
+
+
+def test_a_backward_that_runs_elsewhere_is_refused():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    example = torch.zeros(2, 4)
+    problem = rlplace.split_backward(rlplace.price(rlplace.capture(net, example, loss=torch.sum), "l4:2", groups=3))
+    apart = make_plan(problem, [int(name.endswith(".backward")) for name in problem.group_names], planner="mine")
+    before = set(vars(net))
+    with pytest.raises(InputError, match="runs elsewhere than its forward"):
+        rlplace.apply(net, apart, ["cpu", "cpu"], example_inputs=(example,))
+    assert set(vars(net)) == before
+    together = make_plan(problem, [1] * problem.num_groups, planner="mine")
+    assert rlplace.apply(net, together, ["cpu", "cpu"], example_inputs=(example,)).report.level == "op"
+
+
+@pytest.mark.parametrize("devices", [None, 5, "cpu", torch.device("cpu")])
+def test_devices_must_be_a_list(devices):
+    net = nn.Linear(4, 4)
+    problem = rlplace.price(rlplace.capture(net, torch.zeros(2, 4), loss=torch.sum), "l4:2")
+    with pytest.raises(InputError, match="devices must be a list"):
+        rlplace.apply(net, make_plan(problem, [0] * problem.num_groups, planner="mine"), devices)

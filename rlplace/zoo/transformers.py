@@ -92,6 +92,9 @@ def _configure(config_class: Any, kind: str, options: dict[str, str]) -> Any:
         names = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "transformers_version")}
         names |= {alias: getattr(config, name) for alias, name in config.attribute_map.items() if name in names}
         values = parse_options(options, names, f"hf:{kind}", extra=("num_labels", "attn_implementation"))
+        for key, value in values.items():
+            if type(value) is int and value < 0 and type(names.get(key)) is int and names[key] > 0:
+                raise InputError(f"hf:{kind}: option {key} must not be negative, found {value}")
         return config_class(**values) if values else config
     except InputError:
         raise

@@ -84,6 +84,7 @@ def test_random_cells_follow_the_seed():
         ("hf:gtp2", "did you mean 'gpt2'"),
         ("hf:gpt2,n_layers=3", "did you mean 'n_layer'"),
         ("hf:gpt2,n_layer=three", "not a whole number"),
+        ("hf:gpt2,n_layer=-1", "must not be negative"),
         ("hf:gpt2,resid_pdrop=much", "not a number"),
         ("hf:gpt2,resid_pdrop=nan", "not finite"),
         ("hf:gpt2,scale_attn_weights=maybe", "not true or false"),

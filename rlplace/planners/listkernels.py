@@ -10,7 +10,7 @@ Arrays are those of `rlplace.planners.oparrays.OpArrays`. State of a schedule th
 """
 
 # Compiled functions take their types from their arguments.
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
 import numpy as np

@@ -81,6 +81,12 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
             raise InputError(f"options['problem'] must be a number below {len(self.instances)}, found {show(chosen)}")
         self._done = False
 
+    def _padded(self, device_of_group: NDArray[np.int32]) -> NDArray[np.int32]:
+        """int32 [max_groups], -1 padding: one shape for all problems, also in `info`, which vector environments stack."""
+        padded = np.full(self.max_groups, -1, dtype=np.int32)
+        padded[: len(device_of_group)] = device_of_group
+        return padded
+
     def _assemble(
         self,
         device_of_group: NDArray[np.int32],
@@ -88,14 +94,12 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         candidate_group: NDArray[np.int32],
         context: Sequence[float],
     ) -> Observation:
-        placed = np.full(self.max_groups, -1, dtype=np.int32)
-        placed[: len(device_of_group)] = device_of_group
         head = static_context(self.instance)
         values = np.zeros(NUM_CONTEXT, dtype=np.float32)
         values[: len(head) + len(context)] = np.clip([*head, *context], -8.0, 8.0)
         observation: Observation = {
             "graph": np.array([self._index], dtype=np.int32),
-            "device_of_group": placed,
+            "device_of_group": self._padded(device_of_group),
             "candidates": candidates.flatten(),
             "candidate_group": candidate_group,
             "context": values,

@@ -53,6 +53,9 @@ class PlacementEnv(PlacerEnv):
     Terminates when all groups are placed, when no device is legal for the next group (the rest is then placed for memory
     and repaired), or at an illegal action. Never truncates.
 
+    The last info holds ``device_of_group``, int32 (max_groups,) with -1 as padding, and ``feasible``, ``step_time_s``,
+    ``relative_overflow``.
+
     ## Arguments
     problems: problems or instances. backend: default `SimulatedBackend`. max_devices, max_groups: sizes of the spaces,
     default the largest problem. reward: called with step time and reference. observation: "indexed" or "full".
@@ -195,7 +198,7 @@ class PlacementEnv(PlacerEnv):
             "repaired": repaired,
             "step_time_s": result.step_time_s,
             "relative_overflow": result.relative_overflow,
-            "device_of_group": self._plan.copy(),
+            "device_of_group": self._padded(self._plan),
         }
         if not result.feasible:
             return self._observe(), infeasible_reward(result.relative_overflow), True, False, info

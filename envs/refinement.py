@@ -54,6 +54,9 @@ class RefinementEnv(PlacerEnv):
     ## Episode end
     Terminates at stop, after `max_moves` moves, or at an illegal action. Never truncates.
 
+    The last info holds ``device_of_group``, int32 (max_groups,) with -1 as padding, and ``feasible``, ``step_time_s``,
+    ``relative_overflow``.
+
     ## Arguments
     problems, backend, max_devices, max_groups, observation: as in Placement-v0. moves: K. max_moves: length of an episode.
     start: see above.
@@ -188,7 +191,7 @@ class RefinementEnv(PlacerEnv):
             "illegal": illegal,
             "step_time_s": best.step_time_s,
             "relative_overflow": best.relative_overflow,
-            "device_of_group": self._best_plan.copy(),
+            "device_of_group": self._padded(self._best_plan),
         }
         if best.feasible:
             info["vs_best_baseline"] = best.step_time_s / self.instance.reference_step_time_s

@@ -8,7 +8,20 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path as _Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlplace.agents.planner import Agent, load_agent
+    from rlplace.cluster.spec import Cluster
+    from rlplace.cost.price import price, split_backward
+    from rlplace.errors import CaptureError, InfeasibleError, InputError, MissingError, RlplaceError
+    from rlplace.graph.capture import capture
+    from rlplace.graph.opgraph import OpGraph
+    from rlplace.placing import place
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.problem import Problem
+    from rlplace.runtime.apply import apply
+    from rlplace.simulator import simulate, simulate_many
 
 __version__ = "0.1.0"
 
@@ -39,7 +52,27 @@ _PUBLIC = {
     "split_backward": "rlplace.cost.price",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "Agent",
+    "CaptureError",
+    "Cluster",
+    "InfeasibleError",
+    "InputError",
+    "MissingError",
+    "OpGraph",
+    "PlacementPlan",
+    "Problem",
+    "RlplaceError",
+    "__version__",
+    "apply",
+    "capture",
+    "load_agent",
+    "place",
+    "price",
+    "simulate",
+    "simulate_many",
+    "split_backward",
+]
 
 
 def __getattr__(name: str) -> Any:

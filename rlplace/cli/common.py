@@ -82,6 +82,13 @@ def load(model: str, cluster: str | None, options: argparse.Namespace, *, op_lev
     return Loaded(problem, op_problem, graph)
 
 
+def check_agent(name: str) -> None:
+    """Refuses a checkpoint that is missing or damaged before any work is done."""
+    from rlplace.agents.checkpoint import load_checkpoint
+
+    load_checkpoint(name)
+
+
 def positive(text: str) -> int:
     """Argparse type: a whole number from 1 up."""
     return _whole(text, 1)

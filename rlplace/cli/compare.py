@@ -7,7 +7,17 @@ import inspect
 import time
 from typing import Any
 
-from rlplace.cli.common import add_model_options, load, milliseconds, positive, print_json, print_table, say, seconds
+from rlplace.cli.common import (
+    add_model_options,
+    check_agent,
+    load,
+    milliseconds,
+    positive,
+    print_json,
+    print_table,
+    say,
+    seconds,
+)
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.problem import Problem
 
@@ -40,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("--planners names no planner, for example best,agent")
     for name in names:
         get_planner(name)
+    if "agent" in names:
+        check_agent(options.agent)
     rows: list[dict[str, Any]] = []
     for model in options.models:
         problem = load(model, None if model.endswith(".problem.json") else options.cluster, options).problem

@@ -8,6 +8,7 @@ import numpy as np
 
 from rlplace.cli.common import (
     add_model_options,
+    check_agent,
     gigabytes,
     load,
     milliseconds,
@@ -49,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         check_output(options.out)
     planner = get_planner(options.planner)
+    if options.planner == "agent":
+        check_agent(options.agent)
     loaded = load(options.model, options.cluster, options, op_level=True)
     extra = {"agent": options.agent} if options.planner == "agent" else {}
     say(f"planning with {options.planner}")

@@ -114,7 +114,8 @@ class Agent:
         from rlplace.agents.train import TrainConfig, train
 
         environment = "placement" if self.checkpoint.environment.endswith("Placement-v0") else "refinement"
-        config = TrainConfig.load(environment, steps=steps, seed=seed)
+        sizes = self.checkpoint.network.config.to_dict()
+        config = TrainConfig.load(environment, steps=steps, seed=seed, **sizes)
         train(problems, config, out, start=self.checkpoint)
         return load_agent(out)
 

@@ -21,6 +21,7 @@ from rlplace.envs.base import static_context
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.moves import Moves, draw_runs, make_moves, propose
 from rlplace.envs.observation import NUM_CONTEXT, features, placed_state
+from rlplace.envs.reward import score as environment_score
 from rlplace.planners.best import warm_up as warm_up_planners
 from rlplace.planners.evaluate import Score
 from rlplace.problem.generate import random_problem
@@ -31,7 +32,7 @@ _TRIES = 12  # most moves simulated per decision of the search
 _NOISE = 0.5  # of the Gumbel noise on logits, so that ties and near ties alternate
 _HEAT = 0.0005  # a move that loses 0.05 % is made with probability 1/e when no better one was found
 _PATIENCE = 3
-_OVERFILL = 1.1  # moves that provably fill a device further are not tried
+_OVERFILL = 1.1  # the search may pass through plans that provably overfill a device this far; rollouts keep to the mask
 _SEEN_BYTES = 1 << 28  # memory for plans that were simulated already
 
 
@@ -68,7 +69,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self._begin = time.perf_counter()
-        self._seen: dict[bytes, float] = {}
+        self._seen: dict[bytes, Score] = {}
         self._simulator = Simulator(self.instance.problem)
         with torch.no_grad():
             self._embedding = self.network.encode(graph_tensors(self.instance))
@@ -95,7 +96,7 @@ class Search:
         for step in range(length):
             if self.exhausted:
                 return
-            moves, logits = self._decide(plan, current, 1.0 - step / length)
+            moves, logits = self._decide(plan, current, 1.0 - step / length, fill=1.0)
             if len(logits) == 0:
                 return
             noise = self.rng.gumbel(size=len(logits)) if temperature > 0 else 0.0
@@ -110,28 +111,30 @@ class Search:
         its loss; after `_PATIENCE` decisions without a new best plan, the search goes on from the best plan after a few random
         moves.
         """
-        plan, current, stalled = self.best_plan, self._value(self.best), 0
+        plan, score, stalled = self.best_plan, self.best, 0
         while not self.exhausted:
             before = self.best.rank
-            moves, logits = self._decide(plan, current, 0.5)
-            found: tuple[float, NDArray[np.int32]] | None = None
+            moves, logits = self._decide(plan, score, 0.5, fill=_OVERFILL)
+            current = self._value(score)
+            found: tuple[float, Score, NDArray[np.int32]] | None = None
             tried = 0
             for choice in np.argsort(-(logits + _NOISE * self.rng.gumbel(size=len(logits)))):
                 candidate = moves.apply(plan, int(choice))
                 if candidate.tobytes() in self._seen:
                     continue
-                value = self._evaluate(candidate)
+                outcome = self._evaluate(candidate)
+                value = self._value(outcome)
                 tried += 1
                 if found is None or value < found[0]:
-                    found = (value, candidate)
+                    found = (value, outcome, candidate)
                 if value < current - 1e-12 or tried == _TRIES or self.exhausted:
                     break
             if found is not None and (found[0] <= current or self.rng.random() < math.exp(-(found[0] - current) / _HEAT)):
-                current, plan = found
+                _, score, plan = found
             stalled = 0 if self.best.rank < before else stalled + 1
             if found is None or stalled > _PATIENCE:
                 plan, stalled = self._kick(), 0
-                current = self._evaluate(plan)
+                score = self._evaluate(plan)
 
     def _kick(self) -> NDArray[np.int32]:
         """The best plan after one to three random moves."""
@@ -141,19 +144,18 @@ class Search:
             plan[groups] = device
         return plan
 
-    def _evaluate(self, plan: NDArray[np.int32]) -> float:
+    def _evaluate(self, plan: NDArray[np.int32]) -> Score:
         key = plan.tobytes()
         if key in self._seen:
             return self._seen[key]
         self.calls += 1
         step_time, overflow = self._simulator.evaluate(plan)
         score = Score(float(step_time), float(overflow))
-        value = self._value(score)
         if len(self._seen) * len(key) < _SEEN_BYTES:
-            self._seen[key] = value
+            self._seen[key] = score
         if score.rank < self.best.rank or self.calls == 1:
             self.best, self.best_plan = score, plan.copy()
-        return value
+        return score
 
     def _value(self, score: Score) -> float:
         """What the search descends on: log of the penalised step time over the reference, finite.
@@ -164,22 +166,25 @@ class Search:
             return 20.0
         return math.log(max(score.penalized_s, 1e-30) / self.instance.reference_step_time_s)
 
-    def _decide(self, plan: NDArray[np.int32], current: float, left: float) -> tuple[Moves, NDArray[np.float64]]:
-        """Legal moves and their logits."""
+    def _decide(
+        self, plan: NDArray[np.int32], current: Score, left: float, *, fill: float
+    ) -> tuple[Moves, NDArray[np.float64]]:
+        """Moves that provably fill no device beyond `fill` times its memory, and their logits."""
         instance = self.instance
         self.calls += 1
         timeline = simulate(instance.problem, plan)
         state = placed_state(instance, timeline, plan)
         moves = propose(instance, timeline, plan, state.tightness, self.rng, _MOVES)
         table = features(instance, state, moves)
-        legal = np.flatnonzero(moves.exists & (table[:, 8] <= _OVERFILL))
+        legal = np.flatnonzero(moves.exists & (table[:, 8] <= fill))
         if len(legal) == 0:
             return make_moves([], 0), np.zeros(0)
         rows = [(0.0, moves.groups[moves.ptr[k] : moves.ptr[k + 1]].tolist(), int(moves.device[k])) for k in legal]
         moves, table = make_moves(rows, len(rows)), table[legal]
         context = np.zeros(NUM_CONTEXT, dtype=np.float32)
         load = float(state.load_s.max()) / instance.ideal_s
-        context[:7] = np.clip([*static_context(instance), left, current, self._value(self.best), load], -8, 8)
+        now, best = (environment_score(s.step_time_s, s.overflow, instance.reference_step_time_s) for s in (current, self.best))
+        context[:7] = np.clip([*static_context(instance), left, now, best, load], -8, 8)
         with torch.no_grad():
             logits, _ = self.network(
                 [self._embedding],

@@ -253,9 +253,9 @@ def test_table(small_agent):
 
 def test_finetune_starts_from_the_checkpoint(small_agent, tmp_path):
     problems = [random_problem(s, num_groups=8, num_devices=2) for s in range(2)]
+    other = TrainConfig.load("refinement", steps=64, hidden=24)
     with pytest.raises(InputError, match="other sizes"):
-        small_agent.finetune(problems, steps=64, out=tmp_path / "other")
-    torch.manual_seed(0)
-    save_checkpoint(tmp_path / "wide", PlacerNetwork(), environment="rlplace/Refinement-v0", training={}, card="")
-    tuned = load_agent(tmp_path / "wide").finetune(problems, steps=64, out=tmp_path / "tuned")
-    assert isinstance(tuned, Agent) and "weights of wide" in tuned.checkpoint.training["warm_start"]
+        train(problems, other, tmp_path / "other", start=small_agent.checkpoint, report=lambda line: None)
+    tuned = small_agent.finetune(problems, steps=64, out=tmp_path / "tuned")
+    assert isinstance(tuned, Agent) and tuned.checkpoint.network.config == small_agent.checkpoint.network.config
+    assert f"weights of {small_agent.checkpoint.name}" in tuned.checkpoint.training["warm_start"]

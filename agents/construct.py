@@ -20,14 +20,9 @@ def construct(instance: Instance, network: PlacerNetwork, rng: np.random.Generat
     with torch.no_grad():
         embedding = network.encode(graph_tensors(instance))
         while True:
-            logits, _ = network(
-                [embedding],
-                torch.zeros(1, dtype=torch.long),
-                torch.from_numpy(observation["candidates"]).reshape(1, -1, NUM_FEATURES),
-                torch.from_numpy(observation["candidate_group"].astype(np.int64)).unsqueeze(0),
-                torch.from_numpy(observation["context"]).unsqueeze(0),
-            )
-            values = np.where(env.action_masks(), logits[0].double().numpy(), -np.inf)
+            table = observation["candidates"].reshape(-1, NUM_FEATURES)
+            logits = network.score_one(embedding, table, observation["candidate_group"], observation["context"])
+            values = np.where(env.action_masks(), logits, -np.inf)
             action = int(np.argmax(values if greedy else values + rng.gumbel(size=len(values))))
             observation, _, done, _, info = env.step(action)
             if done:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlplace.agents.bank import GraphTensors
@@ -107,3 +109,29 @@ class PlacerNetwork(nn.Module):
         summary = torch.cat([pooled, context], dim=1)
         logits = torch.where(named, logits, self.stop(summary).expand_as(logits))
         return logits, self.value(summary)
+
+    def score_one(
+        self,
+        embedding: Tensor,
+        candidates: NDArray[np.float32],
+        candidate_group: NDArray[np.int32],
+        context: NDArray[np.float32],
+    ) -> NDArray[np.float64]:
+        """Logits float64 [K] of one state, without gradient.
+
+        Args:
+            embedding: [G, H], see `encode`.
+            candidates: float32 [K, F].
+            candidate_group: int32 [K].
+            context: float32 [C].
+        """
+        with torch.no_grad():
+            logits, _ = self(
+                [embedding],
+                torch.zeros(1, dtype=torch.long),
+                torch.from_numpy(candidates).unsqueeze(0),
+                torch.from_numpy(candidate_group.astype(np.int64)).unsqueeze(0),
+                torch.from_numpy(context).unsqueeze(0),
+            )
+        result: NDArray[np.float64] = logits[0].double().numpy()
+        return result

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
-from rlplace.envs.base import static_context
+from rlplace.envs.base import context_vector
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.moves import Moves, draw_runs, make_moves, propose
-from rlplace.envs.observation import NUM_CONTEXT, features, placed_state
+from rlplace.envs.observation import features, placed_state
 from rlplace.envs.reward import score as environment_score
 from rlplace.planners.best import warm_up as warm_up_planners
 from rlplace.planners.evaluate import Score
@@ -181,16 +181,7 @@ class Search:
             return make_moves([], 0), np.zeros(0)
         rows = [(0.0, moves.groups[moves.ptr[k] : moves.ptr[k + 1]].tolist(), int(moves.device[k])) for k in legal]
         moves, table = make_moves(rows, len(rows)), table[legal]
-        context = np.zeros(NUM_CONTEXT, dtype=np.float32)
         load = float(state.load_s.max()) / instance.ideal_s
         now, best = (environment_score(s.step_time_s, s.overflow, instance.reference_step_time_s) for s in (current, self.best))
-        context[:7] = np.clip([*static_context(instance), left, now, best, load], -8, 8)
-        with torch.no_grad():
-            logits, _ = self.network(
-                [self._embedding],
-                torch.zeros(1, dtype=torch.long),
-                torch.from_numpy(table).unsqueeze(0),
-                torch.from_numpy(moves.first_group.astype(np.int64)).unsqueeze(0),
-                torch.from_numpy(context).unsqueeze(0),
-            )
-        return moves, logits[0].double().numpy()
+        context = context_vector(instance, [left, now, best, load])
+        return moves, self.network.score_one(self._embedding, table, moves.first_group, context)

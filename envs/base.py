@@ -11,6 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rlplace.envs.backends import Backend, SimulatedBackend
+from rlplace.envs.features import CLIP
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.observation import NUM_CONTEXT, full_graph, observation_space
 from rlplace.envs.viewer import render_ansi, render_rgb
@@ -94,15 +95,12 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         candidate_group: NDArray[np.int32],
         context: Sequence[float],
     ) -> Observation:
-        head = static_context(self.instance)
-        values = np.zeros(NUM_CONTEXT, dtype=np.float32)
-        values[: len(head) + len(context)] = np.clip([*head, *context], -8.0, 8.0)
         observation: Observation = {
             "graph": np.array([self._index], dtype=np.int32),
             "device_of_group": self._padded(device_of_group),
             "candidates": candidates.flatten(),
             "candidate_group": candidate_group,
-            "context": values,
+            "context": context_vector(self.instance, context),
         }
         if self._full is not None:
             observation.update({key: value.copy() for key, value in self._full[self._index].items()})
@@ -137,10 +135,18 @@ def _problem_list(problems: Any) -> list[Problem | Instance]:
     return given
 
 
-def static_context(instance: Instance) -> list[float]:
-    """The first entries of every context: devices, groups, memory pressure."""
+def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.float32]:
+    """The `context` of an observation: devices, groups and memory pressure, then what the environment adds, then zeros.
+
+    Args:
+        instance: The instance.
+        changing: The environment's own entries.
+    """
     problem = instance.problem
-    return [problem.num_devices / 8.0, float(np.log2(problem.num_groups + 1.0)) / 8.0, memory_pressure(instance)]
+    static = [problem.num_devices / 8.0, float(np.log2(problem.num_groups + 1.0)) / 8.0, memory_pressure(instance)]
+    values = np.zeros(NUM_CONTEXT, dtype=np.float32)
+    values[: len(static) + len(changing)] = np.clip([*static, *changing], -CLIP, CLIP)
+    return values
 
 
 def memory_pressure(instance: Instance) -> float:

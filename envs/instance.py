@@ -19,6 +19,7 @@ from rlplace.planners.bounds import lower_bounds
 from rlplace.planners.groupgraph import GroupGraph, finite_links, group_graph
 from rlplace.planners.shortage import check_possible
 from rlplace.problem import Problem
+from rlplace.problem.order import successor_lists
 from rlplace.simulator import default_priority, simulate
 
 
@@ -124,14 +125,12 @@ def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     bottom = default_priority(problem)
     top = np.zeros(problem.num_ops)
     mean = np.nanmean(problem.time_s, axis=1)
-    readers: list[list[int]] = [[] for _ in range(problem.num_ops)]
-    for tensor, consumer in zip(problem.edge_tensor.tolist(), problem.consumers.tolist(), strict=True):
-        producer = int(problem.tensor_producer[tensor])
-        if producer >= 0:
-            readers[producer].append(consumer)
+    producer = problem.tensor_producer[problem.edge_tensor]
+    made = producer >= 0
+    readers, starts = successor_lists(producer[made], problem.consumers[made], problem.num_ops)
     for op in problem.topological_order.tolist():
         done = top[op] + mean[op]
-        for consumer in readers[op]:
+        for consumer in readers[starts[op] : starts[op + 1]]:
             if done > top[consumer]:
                 top[consumer] = done
     through, start = np.zeros(problem.num_groups), np.full(problem.num_groups, np.inf)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, unknown_name
+from rlplace.problem.order import topological_order
 
 if TYPE_CHECKING:
     from rlplace.graph.opgraph import OpGraph
@@ -156,26 +157,9 @@ def _check_order(graph: OpGraph) -> None:
     if not bad.any():
         return
     edge = _first(bad)
-    stuck = _cyclic_op(graph)
+    made = producer >= 0
+    _, stuck = topological_order(producer[made], graph.consumers[made], graph.num_ops)
     if stuck is not None:
         raise _fail(f"op {graph.op_names[stuck][:80]!r}", "the graph is cyclic; this op waits on a cycle")
     names = graph.op_names[graph.consumers[edge]][:80], graph.op_names[producer[edge]][:80]
     raise _fail(f"op {names[0]!r}", f"is listed before {names[1]!r}, which it depends on; list ops in execution order")
-
-
-def _cyclic_op(graph: OpGraph) -> int | None:
-    """The first op that Kahn's algorithm never reaches, or None."""
-    count = graph.num_ops
-    producer = graph.tensor_producer[graph.edge_tensor]
-    source, target = producer[producer >= 0], graph.consumers[producer >= 0]
-    order = np.argsort(source, kind="stable")
-    successors = target[order].tolist()
-    starts = np.searchsorted(source[order], np.arange(count + 1)).tolist()
-    missing = np.bincount(target, minlength=count).tolist()
-    ready = [op for op in range(count) if missing[op] == 0]
-    for op in ready:  # grows while it is read
-        for successor in successors[starts[op] : starts[op + 1]]:
-            missing[successor] -= 1
-            if missing[successor] == 0:
-                ready.append(successor)
-    return None if len(ready) == count else next(op for op in range(count) if missing[op] > 0)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
+from rlplace.problem.order import topological_order
 
 if TYPE_CHECKING:
     from rlplace.problem.problem import Problem
@@ -201,22 +202,9 @@ def _check_total(problem: Problem) -> None:
 
 
 def _topological_order(problem: Problem) -> NDArray[np.int32]:
-    """Kahn's algorithm; ready ops leave in order of discovery, so the result is deterministic."""
-    count = problem.num_ops
-    made = problem.tensor_producer[problem.edge_tensor] >= 0
-    source = problem.tensor_producer[problem.edge_tensor][made]
-    target = problem.consumers[made]
-    by_source = np.argsort(source, kind="stable")
-    successors = target[by_source].tolist()
-    starts = np.searchsorted(source[by_source], np.arange(count + 1)).tolist()
-    missing = np.bincount(target, minlength=count).tolist()
-    order = [op for op in range(count) if missing[op] == 0]
-    for op in order:  # grows while it is read
-        for successor in successors[starts[op] : starts[op + 1]]:
-            missing[successor] -= 1
-            if missing[successor] == 0:
-                order.append(successor)
-    if len(order) < count:
-        stuck = next(op for op in range(count) if missing[op] > 0)
+    producer = problem.tensor_producer[problem.edge_tensor]
+    made = producer >= 0
+    order, stuck = topological_order(producer[made], problem.consumers[made], problem.num_ops)
+    if stuck is not None:
         raise _fail(f"ops[{stuck}] ({problem.op_names[stuck][:80]})", "the graph is cyclic; this op waits on a cycle")
     return np.array(order, dtype=np.int32)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.problem.order import successor_lists
+
 if TYPE_CHECKING:
     from rlplace.problem.problem import Problem
 
@@ -18,9 +20,7 @@ def reach(problem: Problem, op: int, *, backwards: bool) -> NDArray[np.bool_]:
     tail = problem.consumers[made]
     if backwards:
         head, tail = tail, head
-    by_head = np.argsort(head, kind="stable")
-    following = tail[by_head].tolist()
-    starts = np.searchsorted(head[by_head], np.arange(problem.num_ops + 1)).tolist()
+    following, starts = successor_lists(head, tail, problem.num_ops)
     found = np.zeros(problem.num_ops, dtype=bool)
     stack = [op]
     while stack:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
 from rlplace.files import check_keys, read_json, write_json
-from rlplace.problem import Problem
+from rlplace.problem import UPDATE, Problem
 
 FORMAT = "rlplace.plan"
 VERSION = 1
@@ -171,21 +171,39 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
         raise InputError(
             f"plan: stage_of_group has {len(plan.stage_of_group)} entries, the problem {problem.num_groups} groups"
         )
-    if plan.order is not None and plan.microbatches == 1:
-        check_order(plan.order, plan.device_of_group, problem)
+    if plan.order is not None:
+        check_order(plan.order, plan.device_of_group, problem, plan.microbatches)
 
 
-def check_order(order: Sequence[Sequence[int]], device_of_group: NDArray[np.int32], problem: Problem) -> None:
-    """Refuses an order that is not, per device, a permutation of the ops that sit there."""
+def check_order(
+    order: Sequence[Sequence[Any]], device_of_group: NDArray[np.int32], problem: Problem, microbatches: int = 1
+) -> None:
+    """Refuses an order that is not, per device, a permutation of what runs there.
+
+    With several micro-batches it holds (op, micro-batch) pairs; update ops run once and are listed with micro-batch 0. Ops of
+    collectives occupy no device and are not listed.
+    """
     if isinstance(order, (str, bytes)) or not all(isinstance(row, (Sequence, np.ndarray)) for row in order):
         raise InputError("plan: order must be one list of ops per device")
-    if not all(isinstance(op, (int, np.integer)) for row in order for op in row):
-        raise InputError("plan: order must hold op numbers")
     if len(order) != problem.num_devices:
         raise InputError(f"plan: order has {len(order)} lists, the problem {problem.num_devices} devices")
     device_of_op = np.asarray(device_of_group)[problem.op_group]
+    listed = np.ones(problem.num_ops, dtype=bool)
+    listed[[op for collective in problem.collectives for op in collective.ops]] = False
     for device, row in enumerate(order):
-        if sorted(row) != np.flatnonzero(device_of_op == device).tolist():
+        here = np.flatnonzero((device_of_op == device) & listed).tolist()
+        if microbatches == 1:
+            if not all(isinstance(op, (int, np.integer)) for op in row):
+                raise InputError("plan: order must hold op numbers")
+            fits = sorted(row) == here
+        else:
+            if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in row):
+                raise InputError("plan: with several micro-batches, order holds [op, microbatch] pairs")
+            once = problem.op_phase == UPDATE
+            fits = sorted((int(op), int(m)) for op, m in row) == [
+                (op, m) for op in here for m in range(1 if once[op] else microbatches)
+            ]
+        if not fits:
             raise InputError(f"plan: order of {problem.devices[device].name} is not a permutation of the ops placed there")
 
 

@@ -1,11 +1,12 @@
 """The placement problem: record, checks, file format, networkx exchange."""
 
 from rlplace.problem.io import load_problem, problem_from_dict, problem_to_dict, save_problem
-from rlplace.problem.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, PHASES, UPDATE, Device, Links, Problem
+from rlplace.problem.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, PHASES, UPDATE, Collective, Device, Links, Problem
 
 __all__ = [
     "BACKWARD",
     "BACKWARD_WEIGHT",
+    "Collective",
     "FORWARD",
     "PHASES",
     "UPDATE",

@@ -18,6 +18,8 @@ MAX_SECONDS = 1e9
 MIN_BANDWIDTH = 1e-3
 MAX_DEVICES = 4096
 MAX_CHANNEL = 1 << 20
+COLLECTIVE = "collective"
+"""The `op_kind` of ops that take part in a collective."""
 
 
 def check_problem(problem: Problem) -> NDArray[np.int32]:
@@ -31,6 +33,7 @@ def check_problem(problem: Problem) -> NDArray[np.int32]:
     _check_groups(problem)
     _check_ops(problem)
     _check_tensors(problem)
+    _check_collectives(problem)
     _check_total(problem)
     return _topological_order(problem)
 
@@ -193,6 +196,26 @@ def _check_tensors(problem: Problem) -> None:
             raise _fail(where, f"must be in 0..{MAX_SECONDS:g} seconds")
 
 
+def _check_collectives(problem: Problem) -> None:
+    members: set[int] = set()
+    for index, collective in enumerate(problem.collectives):
+        where = f"collectives[{index}]"
+        ops, channels = collective.ops, collective.channels
+        if not ops or any(not 0 <= op < problem.num_ops for op in ops):
+            raise _fail(where, f"needs ops in 0..{problem.num_ops - 1}, found {list(ops)[:8]}")
+        if len(set(ops)) < len(ops) or not members.isdisjoint(ops):
+            raise _fail(where, "an op takes part twice, or in two collectives")
+        members.update(ops)
+        if len({int(problem.op_phase[op]) for op in ops}) > 1:
+            raise _fail(where, "its ops must be of one phase")
+        if any(not 0 <= c < MAX_CHANNEL for c in channels) or len(set(channels)) < len(channels):
+            raise _fail(where, f"channels must be distinct numbers in 0..{MAX_CHANNEL - 1}")
+    named = set() if problem.op_kind is None else {op for op, kind in enumerate(problem.op_kind) if kind == COLLECTIVE}
+    if named != members:
+        op = min(named ^ members)
+        raise _fail(f"ops[{op}]", f"kind {COLLECTIVE!r} and membership in a collective go together")
+
+
 def _check_total(problem: Problem) -> None:
     """No device can hold more than everything at once; that must fit into 64 bits with room to spare."""
     parts = (problem.resident_bytes, problem.temporary_bytes, problem.tensor_bytes)
@@ -204,7 +227,18 @@ def _check_total(problem: Problem) -> None:
 def _topological_order(problem: Problem) -> NDArray[np.int32]:
     producer = problem.tensor_producer[problem.edge_tensor]
     made = producer >= 0
-    order, stuck = topological_order(producer[made], problem.consumers[made], problem.num_ops)
+    source, target = producer[made], problem.consumers[made]
+    count = problem.num_ops
+    if problem.collectives:  # a node for each collective, between what any of its ops waits for and all its ops
+        node_of_op = np.full(count, -1, dtype=np.int64)
+        for index, collective in enumerate(problem.collectives):
+            node_of_op[list(collective.ops)] = count + index
+        members = np.flatnonzero(node_of_op >= 0)
+        waits = node_of_op[target]
+        source = np.concatenate([source, node_of_op[members]])
+        target = np.concatenate([np.where(waits >= 0, waits, target), members])
+    order, stuck = topological_order(source, target, count + len(problem.collectives))
     if stuck is not None:
+        stuck = stuck if stuck < count else problem.collectives[stuck - count].ops[0]
         raise _fail(f"ops[{stuck}] ({problem.op_names[stuck][:80]})", "the graph is cyclic; this op waits on a cycle")
-    return np.array(order, dtype=np.int32)
+    return np.array([op for op in order if op < count], dtype=np.int32)

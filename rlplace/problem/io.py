@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_json, write_json
-from rlplace.problem.problem import PHASES, Device, Links, Problem
+from rlplace.problem.problem import PHASES, Collective, Device, Links, Problem
 
 FORMAT = "rlplace.problem"
 VERSION = 1
@@ -65,6 +65,8 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
     }
     if problem.links.channels is not None:
         data["links"]["channels"] = [[list(held) for held in row] for row in problem.links.channels]
+    if problem.collectives:
+        data["collectives"] = [{"ops": list(c.ops), "channels": list(c.channels)} for c in problem.collectives]
     if problem.source is not None:
         data["source"] = dict(problem.source)
     return data
@@ -127,7 +129,8 @@ def _tensors_to_list(problem: Problem) -> list[dict[str, Any]]:
 
 
 def _parse(data: dict[str, Any]) -> Problem:
-    check_keys(data, {"devices", "links", "groups", "ops", "tensors"}, {"name", "samples_per_microbatch", "source"}, "problem")
+    optional = {"name", "samples_per_microbatch", "source", "collectives"}
+    check_keys(data, {"devices", "links", "groups", "ops", "tensors"}, optional, "problem")
     for key in ("devices", "groups", "ops", "tensors"):
         if not isinstance(data[key], list):
             raise InputError(f"problem: {key}: expected a list, found {type(data[key]).__name__}")
@@ -146,6 +149,7 @@ def _parse(data: dict[str, Any]) -> Problem:
         devices=devices,
         links=_parse_links(data["links"]),
         source=source,
+        collectives=_parse_collectives(data.get("collectives", [])),
         **_parse_groups(data["groups"]),
         **_parse_ops(data["ops"], len(devices)),
         **_parse_tensors(data["tensors"], len(devices)),
@@ -260,6 +264,20 @@ def _parse_tensors(items: list[Any], num_devices: int) -> dict[str, Any]:
             i: _matrix(item["transfer_s"], f"tensors[{i}].transfer_s") for i, item in enumerate(items) if "transfer_s" in item
         },
     }
+
+
+def _parse_collectives(items: Any) -> tuple[Collective, ...]:
+    if not isinstance(items, list):
+        raise InputError("problem: collectives: expected a list")
+    found = []
+    for index, item in enumerate(items):
+        where = f"collectives[{index}]"
+        check_keys(item, {"ops", "channels"}, set(), where)
+        if not isinstance(item["ops"], list) or not isinstance(item["channels"], list):
+            raise InputError(f"{where}: ops and channels must be lists of whole numbers")
+        ops = tuple(_integer(op, f"{where}.ops") for op in item["ops"])
+        found.append(Collective(ops, tuple(_integer(c, f"{where}.channels") for c in item["channels"])))
+    return tuple(found)
 
 
 def _integer(value: Any, where: str) -> int:

@@ -77,6 +77,22 @@ class Links:
         return float(self.latency_s[source, destination] + size_bytes / bandwidth)
 
 
+@dataclass(frozen=True)
+class Collective:
+    """Ops on several devices that communicate as one, for example the all-reduce of a gradient bucket.
+
+    It starts when the inputs of all its ops are present and its channels are free, holds the channels for the longest of its
+    ops' times, and occupies no device; all its ops end with it.
+
+    Attributes:
+        ops: One op for each participant, of one phase; their `op_kind` is ``"collective"``.
+        channels: The link resources that it holds.
+    """
+
+    ops: tuple[int, ...]
+    channels: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """Ops, tensors and groups of one training step, priced for a set of devices.
@@ -103,6 +119,7 @@ class Problem:
         op_kind: N op classes for sharding planners ("" where unknown), or None.
         op_dims: Sizes of named dimensions by op number, for sharding planners.
         tensor_transfer_s: Optional float64 [D, D] by tensor number that replaces latency + bytes / bandwidth.
+        collectives: Ops that communicate as one; each op is in at most one of them.
         source: Where the problem came from (MODEL, CLUSTER, options, fingerprints), or None; not part of the fingerprint.
         group_ops: Names of the captured forward ops of each group, when priced from a graph in this process; not saved.
         group_modules: Module paths of each group, likewise.
@@ -134,6 +151,7 @@ class Problem:
     op_kind: tuple[str, ...] | None = None
     op_dims: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     tensor_transfer_s: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] = ()
     source: Mapping[str, Any] | None = None
     group_ops: tuple[tuple[str, ...], ...] | None = None
     group_modules: tuple[tuple[str, ...], ...] | None = None

@@ -17,6 +17,7 @@ from rlplace.plan import PlacementPlan, check_plan
 from rlplace.plan.plan import check_order
 from rlplace.problem import Problem
 from rlplace.simulator.reference import STUCK_ORDER
+from rlplace.simulator.tasks import task_graph
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, unfinished
 
 
@@ -60,6 +61,7 @@ def simulate(
     else:
         devices = _check_devices(plan, (problem.num_groups,), problem)
     device_of_op = devices[problem.op_group]
+    tasks = task_graph(problem)
     lowered = lower(problem)
     if order is not None:
         if priority is not None:
@@ -78,7 +80,7 @@ def simulate(
     if outcome[0] != fast.DONE:
         reasons = [STUCK_ORDER] if outcome[0] == fast.STUCK else placement_violations(problem, devices)
         lowered.give_work(work)
-        return unfinished(problem, devices, device_of_op, reasons + moved)
+        return unfinished(problem, devices, device_of_op, reasons + moved, tasks)
     slots = work.transfer_slot[:count]
     tensors = lowered.graph.edge_tensor[slots]
     violations = memory_violations(problem, peak[0]) + moved
@@ -96,6 +98,11 @@ def simulate(
         transfer_destination=work.copy_device[slots],
         transfer_start_s=work.transfer_start_s[:count].copy(),
         transfer_end_s=work.transfer_end_s[:count].copy(),
+        microbatches=1,
+        samples=problem.samples_per_microbatch,
+        task_op=tasks.op,
+        task_microbatch=tasks.microbatch,
+        transfer_microbatch=tasks.value_microbatch[tensors],
     )
     lowered.give_work(work)
     return line

@@ -1,14 +1,19 @@
-"""The reference simulator: DESIGN section 4 for one micro-batch, in plain Python.
+"""The reference simulator: DESIGN section 4 in plain Python.
 
 This file is the definition of step time and peak memory. `rlplace.simulator.fast` is its compiled twin and must agree bit
 for bit; when the two differ, this one is right. It is written to be read against the rules, not to be quick.
 
 Rules, and where they live:
-    1. devices, readiness, priority         `_Run.start_tasks`, `default_priority`
+    1. devices, readiness, priority         `_Run.start_tasks`, `default_priority`, `task_ranks`
     2. transfers and channels               `_Run.enqueue`, `_Run.start_transfers`
     3. order within an instant              `_Run.run`
     4. memory                               `_Run.allocate`, `_Run.release`, `_Run.drop_use`
     5. step time                            end of the last event
+    6. micro-batches and schedules          `rlplace.simulator.tasks`, `rlplace.simulator.stages`, `_Run.open_gates`
+
+Collectives: a collective joins the queue of waiting transfers when the last input of its last op is present; it starts when its
+channels are free, like a transfer, and holds them for the longest of its ops' times. Its ops take memory when it starts and end
+with it, in order of their numbers, as one event at the number of its first op. They occupy no device.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan.plan import check_order
-from rlplace.problem import Problem
+from rlplace.problem import FORWARD, Problem
+from rlplace.simulator.stages import gates
+from rlplace.simulator.tasks import TaskGraph, task_graph
 from rlplace.simulator.timeline import (
     Timeline,
     fixed_violations,
@@ -59,36 +66,64 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
     return level
 
 
+def task_ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDArray[np.float64] | None) -> NDArray[np.int32]:
+    """Which of two ready tasks starts first: the one of lower rank.
+
+    By default the earlier micro-batch, then the longer bottom level, then the smaller op number; under `1f1b` backward and
+    update before forward. A `priority` stands in for the bottom level; under `list` it also comes before the micro-batch.
+
+    Returns:
+        int32 [K], distinct.
+    """
+    value = (default_priority(problem) if priority is None else priority)[tasks.op]
+    keys = [tasks.op, -value, tasks.microbatch]  # the last key counts most
+    if schedule == "list" and priority is not None:
+        keys = [tasks.op, tasks.microbatch, -value]
+    if schedule == "1f1b":
+        keys.append((problem.op_phase[tasks.op] == FORWARD).astype(np.int32))
+    rank = np.empty(tasks.num_tasks, dtype=np.int32)
+    rank[np.lexsort(keys)] = np.arange(tasks.num_tasks)
+    return rank
+
+
 def simulate_reference(
     problem: Problem,
     device_of_group: Sequence[int] | NDArray[Any],
     *,
     priority: NDArray[np.float64] | None = None,
-    order: Sequence[Sequence[int]] | None = None,
+    order: Sequence[Sequence[Any]] | None = None,
+    microbatches: int = 1,
+    schedule: str = "list",
+    stage_of_group: NDArray[np.int32] | None = None,
 ) -> Timeline:
-    """Simulates one step with one micro-batch.
+    """Simulates one step.
 
     Args:
         problem: The priced graph.
         device_of_group: int [G].
         priority: float [N], higher starts first; default `default_priority`.
-        order: Per device the exact sequence of its ops; excludes `priority`.
+        order: Per device the exact sequence of its ops, or of its (op, micro-batch) pairs; excludes `priority` and `schedule`.
+        microbatches: Passes over the forward and backward ops.
+        schedule: ``"list"``, ``"gpipe"`` or ``"1f1b"``; the others are orders (`rlplace.simulator.schedules`).
+        stage_of_group: int [G], default the device.
     """
     devices = np.asarray(device_of_group, dtype=np.int32)
     if order is not None:
-        check_order(order, devices, problem)
+        check_order(order, devices, problem, microbatches)
     device_of_op = devices[problem.op_group]
     moved = fixed_violations(problem, devices)
+    tasks = task_graph(problem, microbatches)
     violations = placement_violations(problem, devices)
     if violations:
-        return unfinished(problem, devices, device_of_op, violations + moved)
-    run = _Run(problem, devices, default_priority(problem) if priority is None else priority, order)
+        return unfinished(problem, devices, device_of_op, violations + moved, tasks)
+    run = _Run(problem, tasks, devices, priority, order, schedule, stage_of_group)
     run.run()
-    if run.done < problem.num_ops:
-        return unfinished(problem, devices, device_of_op, [STUCK_ORDER, *moved])
+    if run.done < tasks.num_tasks:
+        return unfinished(problem, devices, device_of_op, [STUCK_ORDER, *moved], tasks)
     peak = np.array(run.peak, dtype=np.int64)
     violations = memory_violations(problem, peak) + moved
     transfers = run.transfers
+    values = np.array([t[0] for t in transfers], dtype=np.int32)
     return Timeline(
         step_time_s=run.now,
         feasible=not violations,
@@ -98,11 +133,16 @@ def simulate_reference(
         device_of_op=device_of_op,
         start_s=np.array(run.start),
         end_s=np.array(run.end),
-        transfer_tensor=np.array([t[0] for t in transfers], dtype=np.int32),
+        transfer_tensor=tasks.tensor[values],
         transfer_source=np.array([t[1] for t in transfers], dtype=np.int32),
         transfer_destination=np.array([t[2] for t in transfers], dtype=np.int32),
         transfer_start_s=np.array([t[3] for t in transfers], dtype=np.float64),
         transfer_end_s=np.array([t[4] for t in transfers], dtype=np.float64),
+        microbatches=microbatches,
+        samples=problem.samples_per_microbatch * microbatches,
+        task_op=tasks.op,
+        task_microbatch=tasks.microbatch,
+        transfer_microbatch=tasks.value_microbatch[values],
     )
 
 
@@ -112,64 +152,100 @@ class _Run:
     def __init__(
         self,
         problem: Problem,
+        tasks: TaskGraph,
         device_of_group: NDArray[np.int32],
-        priority: NDArray[np.float64],
-        order: Sequence[Sequence[int]] | None,
+        priority: NDArray[np.float64] | None,
+        order: Sequence[Sequence[Any]] | None,
+        schedule: str,
+        stage_of_group: NDArray[np.int32] | None,
     ) -> None:
-        self.problem, self.priority, self.order = problem, priority, order
-        self.device_of_op = device_of_group[problem.op_group].tolist()
+        self.problem, self.tasks = problem, tasks
+        self.op = tasks.op.tolist()
+        self.device = device_of_group[problem.op_group[tasks.op]].tolist()  # of every task
+        self.rank = task_ranks(problem, tasks, schedule, priority).tolist()
+        self.order: list[list[int]] | None = None  # per device its tasks
+        if order is not None:
+            number = {key: task for task, key in enumerate(zip(self.op, tasks.microbatch.tolist(), strict=True))}
+            pairs = [[(item, 0) if tasks.microbatches == 1 else tuple(item) for item in row] for row in order]
+            once = tasks.microbatches - 1  # what runs once belongs to the last micro-batch and is listed with 0
+            self.order = [[number[op, m] if (op, m) in number else number[op, once] for op, m in row] for row in pairs]
         self.channels = problem.links.effective_channels
         self.now, self.done = 0.0, 0
-        self.events: list[tuple[float, int, int, int]] = []  # (end, kind, op or tensor, destination)
+        self.events: list[tuple[float, int, int, int]] = []  # (end, kind, task or value, destination)
         self.running = [-1] * problem.num_devices
         self.position = [0] * problem.num_devices  # next entry of `order`
         self.ready: list[set[int]] = [set() for _ in problem.devices]
-        self.waiting: list[tuple[int, int, int]] = []  # (tensor, source, destination), in queue order
+        self.waiting: list[tuple[int, int, int]] = []  # (value, source, destination) or (-1, collective, -1), in queue order
         self.busy_channels: set[int] = set()
         self.memory = resident_by_device(problem, device_of_group).tolist()
         self.peak = list(self.memory)
         self.busy = [0.0] * problem.num_devices
-        self.start, self.end = [np.nan] * problem.num_ops, [np.nan] * problem.num_ops
+        self.start, self.end = [np.nan] * tasks.num_tasks, [np.nan] * tasks.num_tasks
         self.transfers: list[tuple[int, int, int, float, float]] = []
-        self.missing = [0] * problem.num_ops  # inputs not yet present
-        self.outputs: list[list[int]] = [[] for _ in range(problem.num_ops)]
-        self.inputs: list[list[int]] = [[] for _ in range(problem.num_ops)]
-        self.source: list[int] = []  # device that holds the tensor first
-        self.consumers: list[list[int]] = []
-        self.uses: dict[tuple[int, int], int] = {}  # (tensor, device) -> consumers and sends that still need the copy
-        for tensor in range(problem.num_tensors):
-            producer, owner = int(problem.tensor_producer[tensor]), int(problem.tensor_owner[tensor])
-            consumers = problem.consumers[problem.consumer_ptr[tensor] : problem.consumer_ptr[tensor + 1]].tolist()
-            source = self.device_of_op[producer] if producer >= 0 else int(device_of_group[owner])
+        self.missing = [0] * tasks.num_tasks  # inputs not yet present, and a closed gate
+        self.outputs: list[list[int]] = [[] for _ in range(tasks.num_tasks)]
+        self.inputs: list[list[int]] = [[] for _ in range(tasks.num_tasks)]
+        self.size = problem.tensor_bytes[tasks.tensor].tolist()
+        self.unmade: list[int] = []  # producers of each value that have not ended
+        self.started: set[int] = set()  # values of several producers that take memory already
+        self.source: list[int] = []  # device that holds the value first
+        self.readers: list[list[int]] = []
+        self.uses: dict[tuple[int, int], int] = {}  # (value, device) -> readers and sends that still need the copy
+        for value in range(tasks.num_values):
+            makers = tasks.producers[tasks.producer_ptr[value] : tasks.producer_ptr[value + 1]].tolist()
+            readers = tasks.consumers[tasks.consumer_ptr[value] : tasks.consumer_ptr[value + 1]].tolist()
+            owner = int(problem.tensor_owner[tasks.tensor[value]])
+            source = self.device[makers[0]] if makers else int(device_of_group[owner])
             self.source.append(source)
-            self.consumers.append(consumers)
-            if producer >= 0:
-                self.outputs[producer].append(tensor)
-            for op in consumers:
-                self.missing[op] += 1
-                self.inputs[op].append(tensor)
-                key = (tensor, self.device_of_op[op])
+            self.readers.append(readers)
+            self.unmade.append(len(makers))
+            for task in makers:
+                self.outputs[task].append(value)
+            for task in readers:
+                self.missing[task] += 1
+                self.inputs[task].append(value)
+                key = (value, self.device[task])
                 self.uses[key] = self.uses.get(key, 0) + 1
-            for _ in self.destinations(tensor):
-                self.uses[tensor, source] = self.uses.get((tensor, source), 0) + 1
+            for _ in self.destinations(value):
+                self.uses[value, source] = self.uses.get((value, source), 0) + 1
+        self.collective = [-1] * tasks.num_tasks
+        self.members: list[list[int]] = []
+        for index in range(len(tasks.collective)):
+            self.members.append(tasks.collective_tasks[tasks.collective_ptr[index] : tasks.collective_ptr[index + 1]].tolist())
+            for task in self.members[index]:
+                self.collective[task] = index
+        self.absent = [len(members) for members in self.members]  # ops of a collective that miss an input
+        self.gates = gates(problem, tasks, schedule, device_of_group, stage_of_group)
+        self.held: list[list[int]] = [[] for _ in range(self.gates.stages * self.gates.width)]
+        for task, gate in enumerate(self.gates.gate.tolist()):
+            if gate >= 0:
+                self.missing[task] += 1
+                self.held[gate].append(task)
+        self.opened = [0] * self.gates.stages
+        self.left = dict(self.gates.left)
 
     def run(self) -> None:
         """Rule 3: within an instant all ending events, then task starts, until nothing ends now."""
-        for op, count in enumerate(self.missing):
+        for task, count in enumerate(self.missing):
             if count == 0:
-                self.ready[self.device_of_op[op]].add(op)
-        for tensor, owner in enumerate(self.problem.tensor_owner.tolist()):
-            if owner >= 0:
-                self.arrive(tensor, self.source[tensor])
-                self.enqueue(tensor)
+                self.admit(task)
+        for stage, count in enumerate(self.gates.open_first):
+            self.open_gates(stage, count)
+        for value, makers in enumerate(self.unmade):
+            if makers == 0:
+                self.arrive(value, self.source[value])
+                self.enqueue(value)
         self.start_transfers()
         while True:
             while self.events and self.events[0][0] == self.now:
                 _, kind, item, destination = heapq.heappop(self.events)
-                if kind == _TASK:
-                    self.finish_task(item)
-                else:
+                if kind == _TRANSFER:
                     self.finish_transfer(item, destination)
+                elif self.collective[item] >= 0:
+                    self.finish_collective(self.collective[item])
+                else:
+                    self.running[self.device[item]] = -1
+                    self.finish_task(item)
                 self.start_transfers()
             self.start_tasks()
             if not self.events:
@@ -177,92 +253,146 @@ class _Run:
             self.now = self.events[0][0]
 
     def start_tasks(self) -> None:
-        """Rule 1: an idle device starts its ready task of highest priority, or the next one of its order."""
+        """Rule 1: an idle device starts its ready task of lowest rank, or the next one of its order."""
         for device, ready in enumerate(self.ready):
             if self.running[device] >= 0 or not ready:
                 continue
             if self.order is None:
-                op = min(ready, key=lambda o: (-self.priority[o], o))
+                task = min(ready, key=self.rank.__getitem__)
             else:
-                op = self.order[device][self.position[device]]
-                if op not in ready:
+                task = self.order[device][self.position[device]]
+                if task not in ready:
                     continue
                 self.position[device] += 1
-            ready.remove(op)
-            time = float(self.problem.time_s[op, device])
-            self.running[device] = op
-            self.start[op], self.end[op] = self.now, self.now + time
+            ready.remove(task)
+            time = float(self.problem.time_s[self.op[task], device])
+            self.running[device] = task
             self.busy[device] += time
-            for tensor in self.outputs[op]:
-                self.allocate(device, int(self.problem.tensor_bytes[tensor]))
-            self.allocate(device, int(self.problem.temporary_bytes[op]))
-            heapq.heappush(self.events, (self.now + time, _TASK, op, 0))
+            self.occupy(task, time)
+            heapq.heappush(self.events, (self.now + time, _TASK, task, 0))
 
-    def finish_task(self, op: int) -> None:
-        device = self.device_of_op[op]
-        self.running[device] = -1
+    def occupy(self, task: int, time: float) -> None:
+        """A task starts: its outputs and temporaries take memory."""
+        device = self.device[task]
+        self.start[task], self.end[task] = self.now, self.now + time
+        for value in self.outputs[task]:
+            if value not in self.started:
+                self.started.add(value)
+                self.allocate(device, self.size[value])
+        self.allocate(device, int(self.problem.temporary_bytes[self.op[task]]))
+
+    def finish_task(self, task: int) -> None:
+        device = self.device[task]
         self.done += 1
-        self.memory[device] -= int(self.problem.temporary_bytes[op])
-        for tensor in self.inputs[op]:
-            self.drop_use(tensor, device)
-        for tensor in self.outputs[op]:
-            if not self.consumers[tensor]:
-                self.release(tensor, device)
-        for tensor in self.outputs[op]:
-            self.arrive(tensor, device)
-            self.enqueue(tensor)
+        self.memory[device] -= int(self.problem.temporary_bytes[self.op[task]])
+        for value in self.inputs[task]:
+            self.drop_use(value, device)
+        for value in self.outputs[task]:
+            self.unmade[value] -= 1
+            if self.unmade[value] == 0 and not self.readers[value]:
+                self.release(value, device)
+        for value in self.outputs[task]:
+            if self.unmade[value] == 0:
+                self.arrive(value, device)
+                self.enqueue(value)
+        for stage, batch in self.gates.counts_for[task]:
+            self.left[stage, batch] -= 1
+            if self.left[stage, batch] == 0:
+                self.open_gates(stage, 1)
 
-    def finish_transfer(self, tensor: int, destination: int) -> None:
-        source = self.source[tensor]
+    def finish_transfer(self, value: int, destination: int) -> None:
+        source = self.source[value]
         self.busy_channels.difference_update(self.channels[source][destination])
-        self.drop_use(tensor, source)
-        self.arrive(tensor, destination)
+        self.drop_use(value, source)
+        self.arrive(value, destination)
 
-    def arrive(self, tensor: int, device: int) -> None:
-        """The tensor is present on `device`: its consumers there miss one input less."""
-        for op in self.consumers[tensor]:
-            if self.device_of_op[op] == device:
-                self.missing[op] -= 1
-                if self.missing[op] == 0:
-                    self.ready[device].add(op)
+    def finish_collective(self, index: int) -> None:
+        self.busy_channels.difference_update(self.problem.collectives[self.tasks.collective[index]].channels)
+        for task in sorted(self.members[index]):
+            self.finish_task(task)
 
-    def destinations(self, tensor: int) -> list[int]:
-        return sorted({self.device_of_op[op] for op in self.consumers[tensor]} - {self.source[tensor]})
+    def open_gates(self, stage: int, count: int) -> None:
+        """Rule 6: the next gates of a stage open; their tasks wait for their inputs alone."""
+        for _ in range(count):
+            if self.opened[stage] < self.gates.width:
+                for task in self.held[stage * self.gates.width + self.opened[stage]]:
+                    self.satisfy(task)
+                self.opened[stage] += 1
 
-    def enqueue(self, tensor: int) -> None:
-        """Rule 2: one transfer to every other device that hosts a consumer."""
-        self.waiting.extend((tensor, self.source[tensor], device) for device in self.destinations(tensor))
+    def arrive(self, value: int, device: int) -> None:
+        """The value is present on `device`: its readers there miss one input less."""
+        for task in self.readers[value]:
+            if self.device[task] == device:
+                self.satisfy(task)
+
+    def satisfy(self, task: int) -> None:
+        self.missing[task] -= 1
+        if self.missing[task] == 0:
+            self.admit(task)
+
+    def admit(self, task: int) -> None:
+        """A task misses nothing any more: it is ready, or one op less keeps its collective waiting."""
+        index = self.collective[task]
+        if index < 0:
+            self.ready[self.device[task]].add(task)
+            return
+        self.absent[index] -= 1
+        if self.absent[index] == 0:
+            self.waiting.append((-1, index, -1))
+
+    def destinations(self, value: int) -> list[int]:
+        return sorted({self.device[task] for task in self.readers[value]} - {self.source[value]})
+
+    def enqueue(self, value: int) -> None:
+        """Rule 2: one transfer to every other device that hosts a reader."""
+        self.waiting.extend((value, self.source[value], device) for device in self.destinations(value))
 
     def start_transfers(self) -> None:
         """Rule 2: a waiting transfer starts when its channels are free and no earlier one wants any of them."""
         wanted: set[int] = set()
         still_waiting = []
-        for tensor, source, destination in self.waiting:
-            held = self.channels[source][destination]
+        for value, source, destination in self.waiting:
+            if value >= 0:
+                held = self.channels[source][destination]
+            else:
+                held = self.problem.collectives[self.tasks.collective[source]].channels
             if wanted.isdisjoint(held) and self.busy_channels.isdisjoint(held):
                 self.busy_channels.update(held)
-                size = int(self.problem.tensor_bytes[tensor])
-                table = self.problem.tensor_transfer_s.get(tensor)
-                links = self.problem.links
-                time = links.transfer_s(source, destination, size) if table is None else float(table[source, destination])
-                self.allocate(destination, size)
-                self.transfers.append((tensor, source, destination, self.now, self.now + time))
-                heapq.heappush(self.events, (self.now + time, _TRANSFER, tensor, destination))
+                if value >= 0:
+                    self.start_transfer(value, source, destination)
+                else:
+                    self.start_collective(source)
             else:
                 wanted.update(held)
-                still_waiting.append((tensor, source, destination))
+                still_waiting.append((value, source, destination))
         self.waiting = still_waiting
+
+    def start_transfer(self, value: int, source: int, destination: int) -> None:
+        table = self.problem.tensor_transfer_s.get(int(self.tasks.tensor[value]))
+        links = self.problem.links
+        size = self.size[value]
+        time = links.transfer_s(source, destination, size) if table is None else float(table[source, destination])
+        self.allocate(destination, size)
+        self.transfers.append((value, source, destination, self.now, self.now + time))
+        heapq.heappush(self.events, (self.now + time, _TRANSFER, value, destination))
+
+    def start_collective(self, index: int) -> None:
+        members = sorted(self.members[index])
+        time = max(float(self.problem.time_s[self.op[task], self.device[task]]) for task in members)
+        for task in members:
+            self.occupy(task, time)
+        heapq.heappush(self.events, (self.now + time, _TASK, members[0], 0))
 
     def allocate(self, device: int, size: int) -> None:
         self.memory[device] += size
         self.peak[device] = max(self.peak[device], self.memory[device])
 
-    def drop_use(self, tensor: int, device: int) -> None:
-        self.uses[tensor, device] -= 1
-        if self.uses[tensor, device] == 0:
-            self.release(tensor, device)
+    def drop_use(self, value: int, device: int) -> None:
+        self.uses[value, device] -= 1
+        if self.uses[value, device] == 0:
+            self.release(value, device)
 
-    def release(self, tensor: int, device: int) -> None:
-        owned = self.problem.tensor_owner[tensor] >= 0 and device == self.source[tensor]
+    def release(self, value: int, device: int) -> None:
+        owned = self.problem.tensor_owner[self.tasks.tensor[value]] >= 0 and device == self.source[value]
         if not owned:  # an owner's tensor is part of its group's resident bytes
-            self.memory[device] -= int(self.problem.tensor_bytes[tensor])
+            self.memory[device] -= self.size[value]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import Problem
+from rlplace.simulator.tasks import TaskGraph
 
 EXECUTOR = "list"
 """Name of the executor of DESIGN section 4; every table states it."""
@@ -18,7 +19,7 @@ EXECUTOR = "list"
 class Timeline:
     """Result of one simulation.
 
-    Axes: D devices, N ops, X transfers in order of their start.
+    Axes: D devices, N ops, K tasks, X transfers in order of their start. With one micro-batch, tasks are ops.
 
     Attributes:
         step_time_s: End of the last event; None when the step cannot complete (null time, missing link, stuck order).
@@ -27,9 +28,13 @@ class Timeline:
         peak_memory_bytes: int64 [D], with resident and reserved bytes. When the step cannot complete: those bytes alone.
         busy_s: float64 [D], time spent computing.
         device_of_op: int32 [N].
-        start_s, end_s: float64 [N]; NaN when the step cannot complete.
+        start_s, end_s: float64 [K]; NaN when the step cannot complete.
         transfer_tensor, transfer_source, transfer_destination: int32 [X].
         transfer_start_s, transfer_end_s: float64 [X].
+        microbatches: Passes over the forward and backward ops.
+        samples: Samples that the step processes.
+        task_op, task_microbatch: int32 [K]; see `rlplace.simulator.tasks`.
+        transfer_microbatch: int32 [X], -1 for what is sent once a step.
     """
 
     step_time_s: float | None
@@ -45,6 +50,11 @@ class Timeline:
     transfer_destination: NDArray[np.int32]
     transfer_start_s: NDArray[np.float64]
     transfer_end_s: NDArray[np.float64]
+    microbatches: int
+    samples: int
+    task_op: NDArray[np.int32]
+    task_microbatch: NDArray[np.int32]
+    transfer_microbatch: NDArray[np.int32]
 
     def predicted(self, problem: Problem) -> dict[str, Any]:
         """The `predicted` entry of a plan file.
@@ -55,7 +65,7 @@ class Timeline:
         busy = float(self.busy_s.sum())
         return {
             "step_time_s": step,
-            "samples_per_s": problem.samples_per_microbatch / step if step else None,
+            "samples_per_s": self.samples / step if step else None,
             "peak_memory_bytes": [int(peak) for peak in self.peak_memory_bytes],
             "feasible": self.feasible,
             "executor": EXECUTOR,
@@ -120,10 +130,14 @@ def memory_violations(problem: Problem, peak_memory_bytes: NDArray[np.int64]) ->
 
 
 def unfinished(
-    problem: Problem, device_of_group: NDArray[np.int32], device_of_op: NDArray[np.int32], violations: list[str]
+    problem: Problem,
+    device_of_group: NDArray[np.int32],
+    device_of_op: NDArray[np.int32],
+    violations: list[str],
+    tasks: TaskGraph,
 ) -> Timeline:
     """The timeline of a step that cannot complete."""
-    nan = np.full(problem.num_ops, np.nan)
+    nan = np.full(tasks.num_tasks, np.nan)
     none_i, none_f = np.zeros(0, dtype=np.int32), np.zeros(0)
     return Timeline(
         step_time_s=None,
@@ -139,4 +153,9 @@ def unfinished(
         transfer_destination=none_i.copy(),
         transfer_start_s=none_f,
         transfer_end_s=none_f.copy(),
+        microbatches=tasks.microbatches,
+        samples=problem.samples_per_microbatch * tasks.microbatches,
+        task_op=tasks.op,
+        task_microbatch=tasks.microbatch,
+        transfer_microbatch=none_i.copy(),
     )

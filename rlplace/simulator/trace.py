@@ -30,14 +30,19 @@ def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
     events += [_name(_DEVICES, track, device.name) for track, device in enumerate(problem.devices)]
     for (source, destination), track in track_of_pair.items():
         events.append(_name(_LINKS, track, f"{problem.devices[source].name} to {problem.devices[destination].name}"))
-    for op in np.argsort(timeline.start_s, kind="stable").tolist():
+    for task in np.argsort(timeline.start_s, kind="stable").tolist():
+        op = int(timeline.task_op[task])
         details = {
             "op": op,
             "group": problem.group_names[problem.op_group[op]],
             "temporary_bytes": int(problem.temporary_bytes[op]),
         }
+        if timeline.microbatches > 1:
+            details["microbatch"] = int(timeline.task_microbatch[task])
         track, phase = int(timeline.device_of_op[op]), PHASES[problem.op_phase[op]]
-        events.append(_span(_DEVICES, track, problem.op_names[op], phase, timeline.start_s[op], timeline.end_s[op], details))
+        events.append(
+            _span(_DEVICES, track, problem.op_names[op], phase, timeline.start_s[task], timeline.end_s[task], details)
+        )
     for i, tensor in enumerate(timeline.transfer_tensor.tolist()):
         producer = int(problem.tensor_producer[tensor])
         name = problem.op_names[producer] if producer >= 0 else problem.group_names[problem.tensor_owner[tensor]]

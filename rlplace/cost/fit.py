@@ -1,0 +1,209 @@
+"""Fits a curve to timed calls: robust least squares of log time, drawn to a prior where the timings say nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cost.curve import work_seconds
+from rlplace.cost.table import Curve
+from rlplace.errors import InputError
+
+DEFAULT_PRIOR = Curve(0.7, 1e9, 0.8, 1e6, floor_s=6e-6)
+
+_SATURATIONS = (1.0, 0.75, 0.5, 0.35)
+_HUBER = 0.15  # log units: rows further off than about 15 % count linearly
+_PRIOR_WEIGHT = 0.02  # of one row per log unit
+_MAX_EFFICIENCY = 0.999
+
+
+@dataclass(frozen=True)
+class OpTiming:
+    """One timed op.
+
+    Attributes:
+        flops: Of the whole op.
+        size_bytes: Read plus written.
+        seconds: Measured.
+        calls: Kernels of equal work that the op consists of; FLOPs and bytes are split between them.
+        dims: Sizes by name of `rlplace.cost.table.DIMS`, for residuals and measured shapes.
+    """
+
+    flops: float
+    size_bytes: float
+    seconds: float
+    calls: float = 1.0
+    dims: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def fit_curve(
+    rows: Sequence[OpTiming],
+    *,
+    peak_flops: float,
+    bandwidth_bytes_per_s: float,
+    basis: str,
+    source: str,
+    prior: Curve = DEFAULT_PRIOR,
+    floor_s: float | None = None,
+) -> Curve:
+    """Fits floor, two efficiencies, their half points and the saturation to timed ops of one class, dtype and direction.
+
+    Args:
+        rows: Timed ops, at least one; from about 20 log-spaced shapes on the fit is worth something.
+        peak_flops: FLOP/s of the device at that dtype.
+        bandwidth_bytes_per_s: Of the device.
+        basis: "fitted" or "calibrated".
+        source: For people: what the rows are.
+        prior: Where coefficients go that the rows do not determine.
+        floor_s: None: the fitted fixed time of a call is the floor. Given: that is the floor of the curve, and what the rows
+            need beyond it is kept as `overhead_s` (for timings that include launch and synchronisation of a single call).
+
+    Returns:
+        The curve, without residual.
+
+    Raises:
+        InputError: No rows, or a row whose numbers are not positive and finite.
+    """
+    if not rows:
+        raise InputError("fit_curve: no timed ops; measure some first")
+    flops, size, seconds, calls = (
+        np.array([getattr(row, name) for row in rows], dtype=np.float64) for name in ("flops", "size_bytes", "seconds", "calls")
+    )
+    if not (np.isfinite(flops) & np.isfinite(size) & (flops >= 0) & (size >= 0)).all():
+        raise InputError("fit_curve: FLOPs and bytes must be finite and not negative")
+    if not (np.isfinite(seconds) & (seconds > 0) & (calls > 0)).all():
+        raise InputError("fit_curve: seconds and calls must be positive")
+    fixed_prior = prior.floor_s if prior.floor_s else DEFAULT_PRIOR.floor_s
+    assert fixed_prior is not None
+    start = _pack(prior, fixed_prior)
+
+    def predict(values: NDArray[np.float64], saturation: float) -> NDArray[np.float64]:
+        curve = _unpack(values, saturation)
+        work = work_seconds(
+            curve, flops / calls, size / calls, peak_flops=peak_flops, bandwidth_bytes_per_s=bandwidth_bytes_per_s
+        )
+        return calls * (np.exp(values[0]) + work)
+
+    def residuals(values: NDArray[np.float64], saturation: float) -> NDArray[np.float64]:
+        errors = np.log(predict(values, saturation) / seconds)
+        return np.concatenate([_huber_root(errors), _PRIOR_WEIGHT * (values - start)])
+
+    best: tuple[float, NDArray[np.float64], float] | None = None
+    for saturation in _SATURATIONS:
+
+        def cost_terms(values: NDArray[np.float64], saturation: float = saturation) -> NDArray[np.float64]:
+            return residuals(values, saturation)
+
+        for shift in (0.0, 2.0):
+            guess = start.copy()
+            guess[0] = np.log(max(float((seconds / calls).min()) * 0.5, 1e-9))
+            guess[2] += shift
+            guess[4] -= shift
+            values, cost = levenberg_marquardt(cost_terms, guess)
+            if best is None or cost < best[0] - 1e-9:
+                best = (cost, values, saturation)
+    assert best is not None
+    curve = _unpack(best[1], best[2])
+    fixed = float(np.exp(best[1][0]))
+    if floor_s is None:
+        return dataclasses.replace(curve, floor_s=fixed, basis=basis, source=source)
+    return dataclasses.replace(curve, floor_s=floor_s, overhead_s=max(0.0, fixed - floor_s), basis=basis, source=source)
+
+
+def _pack(curve: Curve, fixed_s: float) -> NDArray[np.float64]:
+    """Unbounded parameters: log floor, logit and log half point of compute, the same of bandwidth."""
+    return np.array(
+        [
+            np.log(max(fixed_s, 1e-9)),
+            _logit(curve.compute_efficiency),
+            np.log(max(curve.compute_half_flops, 1.0)),
+            _logit(curve.bandwidth_efficiency),
+            np.log(max(curve.bandwidth_half_bytes, 1.0)),
+        ]
+    )
+
+
+def _unpack(values: NDArray[np.float64], saturation: float) -> Curve:
+    return Curve(
+        compute_efficiency=_expit(values[1]),
+        compute_half_flops=float(np.exp(np.clip(values[2], 0.0, 41.0))),
+        bandwidth_efficiency=_expit(values[3]),
+        bandwidth_half_bytes=float(np.exp(np.clip(values[4], 0.0, 41.0))),
+        saturation=saturation,
+    )
+
+
+def _logit(value: float) -> float:
+    value = min(max(value / _MAX_EFFICIENCY, 1e-5), 1 - 1e-5)
+    return float(np.log(value / (1 - value)))
+
+
+def _expit(value: float) -> float:
+    return float(max(_MAX_EFFICIENCY / (1 + np.exp(-np.clip(value, -30, 30))), 1e-6))
+
+
+def _huber_root(errors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Values whose squares are Huber's loss: rows far off pull linearly."""
+    size = np.abs(errors)
+    result: NDArray[np.float64] = np.sign(errors) * np.where(
+        size <= _HUBER, size, np.sqrt(np.maximum(2 * _HUBER * size - _HUBER**2, 0.0))
+    )
+    return result
+
+
+def levenberg_marquardt(
+    function: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    start: NDArray[np.float64],
+    *,
+    jacobian: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None,
+    iterations: int = 100,
+) -> tuple[NDArray[np.float64], float]:
+    """Minimises the sum of squares of `function`.
+
+    Args:
+        function: Maps parameters [P] to residuals [R].
+        start: First parameters [P].
+        jacobian: Maps parameters to [R, P]; None takes forward differences.
+        iterations: Largest number of accepted or refused steps.
+
+    Returns:
+        The best parameters and half the sum of squares there.
+    """
+    values, damping = start.astype(np.float64).copy(), 1e-2
+    errors = function(values)
+    cost = 0.5 * float(errors @ errors)
+    matrix: NDArray[np.float64] | None = None
+    for _ in range(iterations):
+        if matrix is None:
+            matrix = _differences(function, values, errors) if jacobian is None else jacobian(values)
+            normal, gradient = matrix.T @ matrix, matrix.T @ errors
+        step = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-9 * np.eye(len(values))), -gradient)
+        trial = values + np.clip(step, -3.0, 3.0)
+        found = function(trial)
+        trial_cost = 0.5 * float(found @ found)
+        if np.isfinite(trial_cost) and trial_cost < cost:
+            done = cost - trial_cost < 1e-9 * cost
+            values, errors, cost, matrix, damping = trial, found, trial_cost, None, max(damping / 4, 1e-9)
+            if done:
+                break
+        else:
+            damping *= 4
+            if damping > 1e12:
+                break
+    return values, cost
+
+
+def _differences(
+    function: Callable[[NDArray[np.float64]], NDArray[np.float64]], values: NDArray[np.float64], errors: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    matrix = np.empty((len(errors), len(values)))
+    for index in range(len(values)):
+        moved = values.copy()
+        moved[index] += 1e-6
+        matrix[:, index] = (function(moved) - errors) / 1e-6
+    return matrix

@@ -1,0 +1,184 @@
+"""`CostTable`: what op times are computed from, per device kind, op class, dtype and direction.
+
+A curve is a launch floor and two saturating efficiencies; measured shapes override it, a bounded residual corrects it. Every
+curve says what it rests on (its `basis`) and where its numbers come from (its `source`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+
+from rlplace.files import fingerprint
+
+BASES = ("measured", "fitted", "scaled", "calibrated")
+"""What a time rests on: this very shape was timed (`measured`); a curve fitted on timings of that device (`fitted`: published
+ones, `calibrated`: a person's own); or numbers carried over from a datasheet or a related device (`scaled`)."""
+
+DIRECTIONS = ("forward", "backward", "update")
+
+PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16")
+"""Dtypes of curves: what the arithmetic runs in. tf32 is what cuDNN runs float32 convolutions in."""
+
+HOST_MODES = ("eager", "compiled")
+
+DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "rows", "columns", "flops", "bytes")
+"""Names that a measured shape may be told by. All but the last two are sizes in `OpGraph.op_dims`."""
+
+EAGER_ISSUE_S = 7e-6
+"""Host time to issue one kernel in eager mode; 5 to 10 us is usual."""
+
+EAGER_VIEW_S = 2e-6
+"""Host time of an op that launches nothing, in eager mode."""
+
+COMPILED_ISSUE_S = 1.5e-6
+"""Host time to issue one kernel of a compiled graph or a graph replay; 1 to 2 us is usual."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A small network that corrects a curve by a bounded factor.
+
+    The part of a time above the floor is multiplied by ``bound ** tanh(net(x))``, where x are the standardised features and
+    net has tanh layers and one linear output. A net with one layer is a linear model.
+
+    Attributes:
+        features: F names, see `rlplace.cost.residual.FEATURES`.
+        mean: F means of the features.
+        scale: F standard deviations of the features.
+        weights: Per layer the matrix, rows are outputs.
+        bias: Per layer the bias.
+        bound: Largest factor, above 1; the smallest is its reciprocal.
+    """
+
+    features: tuple[str, ...]
+    mean: tuple[float, ...]
+    scale: tuple[float, ...]
+    weights: tuple[tuple[tuple[float, ...], ...], ...]
+    bias: tuple[tuple[float, ...], ...]
+    bound: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time of one kernel against its work.
+
+    ``t = floor + max(flops / (e peak g(flops)), bytes / (e_b bandwidth g_b(bytes)))`` with
+    ``g(x) = (x / (x + half)) ** saturation``.
+
+    Attributes:
+        compute_efficiency: Largest fraction of the device's peak for that dtype, in (0, 1].
+        compute_half_flops: FLOPs of a call at which x / (x + half) is one half.
+        bandwidth_efficiency: Largest fraction of the device's memory bandwidth, in (0, 1].
+        bandwidth_half_bytes: The same for bytes.
+        floor_s: Time of the smallest kernel inside a step; None takes the device kind's `launch_s`.
+        saturation: Exponent of g, in (0, 1].
+        overhead_s: What the measuring method added to every time that the curve was fitted on (launch and synchronisation
+            of a single call); not part of any prediction.
+        basis: One of `BASES`.
+        source: For people: data, software, method.
+        residual: Optional correction.
+    """
+
+    compute_efficiency: float
+    compute_half_flops: float
+    bandwidth_efficiency: float
+    bandwidth_half_bytes: float
+    floor_s: float | None = None
+    saturation: float = 1.0
+    overhead_s: float = 0.0
+    basis: str = "scaled"
+    source: str = ""
+    residual: Residual | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredShape:
+    """The time of one op of one shape; overrides the curve for ops of equal dims.
+
+    Attributes:
+        dims: Sizes by name, names from `DIMS`; an op matches when all of them are equal.
+        seconds: Device time of the whole op (all its kernels), launch included, measuring overhead removed.
+    """
+
+    dims: Mapping[str, int]
+    seconds: float
+
+
+Key = tuple[str, str, str]
+"""Op class (`rlplace.graph.opgraph.OP_KINDS`), dtype (`PRECISIONS`), direction (`DIRECTIONS`)."""
+
+
+@dataclass(frozen=True)
+class KindCosts:
+    """Costs of one device kind.
+
+    Attributes:
+        curves: By key.
+        measured: Timed shapes by key.
+        eager_issue_s: Host time to issue one kernel in eager mode.
+        eager_view_s: Host time of an op that launches nothing, in eager mode.
+        compiled_issue_s: Host time to issue one kernel of a compiled graph.
+        step_factor: Multiplies every op time: measured over predicted time of whole steps.
+    """
+
+    curves: Mapping[Key, Curve] = field(default_factory=lambda: MappingProxyType({}))
+    measured: Mapping[Key, tuple[MeasuredShape, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    eager_issue_s: float = EAGER_ISSUE_S
+    eager_view_s: float = EAGER_VIEW_S
+    compiled_issue_s: float = COMPILED_ISSUE_S
+    step_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs by device kind.
+
+    Attributes:
+        kinds: Costs by the name of a device kind.
+        name: For people; not part of the fingerprint.
+        source: For people: where the numbers come from; not part of the fingerprint.
+    """
+
+    kinds: Mapping[str, KindCosts]
+    name: str = "costs"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        from rlplace.cost.tablefile import check_table
+
+        check_table(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical JSON without `name` and `source`."""
+        from rlplace.cost.tablefile import table_to_dict
+
+        return fingerprint(table_to_dict(self))
+
+    def over(self, base: CostTable) -> CostTable:
+        """This table where it has an entry, `base` elsewhere; entries are single curves and lists of measured shapes.
+
+        Issue times and the step factor of a kind come from this table as soon as it names the kind.
+        """
+        kinds = dict(base.kinds)
+        for name, own in self.kinds.items():
+            other = base.kinds.get(name, KindCosts())
+            kinds[name] = replace(own, curves={**other.curves, **own.curves}, measured={**other.measured, **own.measured})
+        return CostTable(kinds, name=self.name, source=self.source)
+
+    def save(self, path: str | Path) -> None:
+        """Writes ``*.cost.json``, atomically."""
+        from rlplace.cost.tablefile import save_table
+
+        save_table(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> CostTable:
+        """Reads and checks a cost file; see docs/formats.md."""
+        from rlplace.cost.tablefile import load_table
+
+        return load_table(path)

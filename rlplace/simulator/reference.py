@@ -9,7 +9,7 @@ Rules, and where they live:
     3. order within an instant              `_Run.run`
     4. memory                               `_Run.allocate`, `_Run.release`, `_Run.drop_use`
     5. step time                            end of the last event
-    6. micro-batches and schedules          `rlplace.simulator.tasks`, `rlplace.simulator.stages`, `_Run.open_gates`
+    6. micro-batches and schedules          `rlplace.simulator.tasks`, `stages`, `schedules`; `_Run.open_gates`
 
 Collectives: a collective joins the queue of waiting transfers when the last input of its last op is present; it starts when its
 channels are free, like a transfer, and holds them for the longest of its ops' times. Its ops take memory when it starts and end
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from rlplace.plan.plan import check_order
 from rlplace.problem import FORWARD, Problem
+from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
 from rlplace.simulator.stages import gates
 from rlplace.simulator.tasks import TaskGraph, task_graph
 from rlplace.simulator.timeline import (
@@ -104,11 +105,14 @@ def simulate_reference(
         priority: float [N], higher starts first; default `default_priority`.
         order: Per device the exact sequence of its ops, or of its (op, micro-batch) pairs; excludes `priority` and `schedule`.
         microbatches: Passes over the forward and backward ops.
-        schedule: ``"list"``, ``"gpipe"`` or ``"1f1b"``; the others are orders (`rlplace.simulator.schedules`).
+        schedule: One of `rlplace.plan.plan.SCHEDULES`.
         stage_of_group: int [G], default the device.
     """
     devices = np.asarray(device_of_group, dtype=np.int32)
-    if order is not None:
+    if schedule in ACTION_SCHEDULES:
+        key = default_priority(problem) if priority is None else priority
+        order = schedule_order(problem, devices, schedule, microbatches, stage_of_group, key)
+    elif order is not None:
         check_order(order, devices, problem, microbatches)
     device_of_op = devices[problem.op_group]
     moved = fixed_violations(problem, devices)

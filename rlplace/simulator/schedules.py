@@ -1,0 +1,133 @@
+"""`interleaved` and `zero_bubble` as explicit orders: every device runs its pipeline actions in torch's sequence.
+
+Both are for chains: stages that can be put in a row so that forward ops read from earlier stages only and gradients flow back.
+An action (`rlplace.simulator.actions`) runs all tasks of one stage, one kind and one micro-batch; within it, ops run in the
+topological order that takes the op of highest priority first. Update ops come after all actions. A device waits when its next
+task is not ready, as torch does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
+from rlplace.problem.order import successor_lists
+from rlplace.simulator.actions import stage_layout
+from rlplace.simulator.stages import forward_stage_links, stage_numbers
+
+ACTION_SCHEDULES = ("interleaved", "zero_bubble")
+
+_PHASES = {"F": (FORWARD,), "B": (BACKWARD, BACKWARD_WEIGHT), "I": (BACKWARD,), "W": (BACKWARD_WEIGHT,)}
+
+
+def schedule_order(
+    problem: Problem,
+    devices: NDArray[np.int32],
+    schedule: str,
+    microbatches: int,
+    stage_of_group: NDArray[np.int32] | None,
+    priority: NDArray[np.float64],
+) -> list[list[Any]]:
+    """The `order` of a plan that stands for one of `ACTION_SCHEDULES`.
+
+    Args:
+        problem: The priced graph.
+        devices: int [G].
+        schedule: ``"interleaved"`` or ``"zero_bubble"``.
+        microbatches: Micro-batches of a step.
+        stage_of_group: int [G], default the device.
+        priority: float [N], decides between the ops of one action.
+
+    Raises:
+        InputError: The stages are no chain, a stage sits on several devices, or torch cannot run the schedule like this.
+    """
+    stage = stage_numbers(devices, stage_of_group)
+    if schedule == "zero_bubble" and not (problem.op_phase == BACKWARD_WEIGHT).any():
+        raise InputError(
+            "schedule zero_bubble needs backward_weight ops to fill its bubbles; price the graph with weight_gradients=True, "
+            "or use the schedule 1f1b"
+        )
+    chain = _chain(problem, stage, schedule)
+    device_of_stage = np.full(len(chain), -1, dtype=np.int64)
+    device_of_stage[stage] = devices
+    split = np.flatnonzero(device_of_stage[stage] != devices)
+    if len(split):
+        name = problem.group_names[split[0]]
+        raise InputError(f"schedule {schedule}: group {name!r} sits on another device than the rest of its stage")
+    actions = stage_layout(device_of_stage[chain].tolist(), schedule).actions(schedule, microbatches)
+    member = {op for collective in problem.collectives for op in collective.ops}
+    ops: dict[tuple[int, int], list[int]] = {}
+    for op in _priority_order(problem, priority):
+        if op not in member:
+            ops.setdefault((int(stage[problem.op_group[op]]), int(problem.op_phase[op])), []).append(op)
+    order: list[list[Any]] = []
+    for device in range(problem.num_devices):
+        row = [
+            (op, action.microbatch)
+            for action in actions.get(device, ())
+            for phase in _PHASES[action.kind]
+            for op in ops.get((chain[action.stage], phase), ())
+        ]
+        for at in chain:
+            if device_of_stage[at] == device:
+                row += [(op, 0) for op in ops.get((at, UPDATE), ())]
+        order.append([op for op, _ in row] if microbatches == 1 else row)
+    return order
+
+
+def _chain(problem: Problem, stage: NDArray[np.int32], schedule: str) -> list[int]:
+    """The stages in a row; earlier ones feed later ones, and of two that could come next the lower number does.
+
+    Raises:
+        InputError: Forward ops of two stages feed each other, or a gradient flows forward.
+    """
+    links = forward_stage_links(problem, stage)
+    waits = links.sum(axis=0)
+    chain: list[int] = []
+    free = [int(s) for s in np.flatnonzero(waits == 0)]
+    while free:
+        at = heapq.heappop(free)
+        chain.append(at)
+        for following in np.flatnonzero(links[at]).tolist():
+            waits[following] -= 1
+            if waits[following] == 0:
+                heapq.heappush(free, following)
+    advice = "use the schedule list, or cut the model into stages that follow one another"
+    if len(chain) < len(links):
+        raise InputError(f"schedule {schedule}: stages feed each other, so they are no chain; {advice}")
+    position = np.argsort(chain)[stage[problem.op_group]]
+    source, reader = problem.tensor_producer[problem.edge_tensor], problem.consumers
+    phase = problem.op_phase
+    made = (source >= 0) & (phase[reader] != UPDATE)
+    source, reader = source[made], reader[made]
+    ahead = (phase[source] != FORWARD) & (position[source] < position[reader])
+    if ahead.any():
+        op = problem.op_names[source[np.flatnonzero(ahead)[0]]]
+        raise InputError(f"schedule {schedule}: {op!r} sends a gradient to a later stage; {advice}")
+    return chain
+
+
+def _priority_order(problem: Problem, priority: NDArray[np.float64]) -> list[int]:
+    """All ops, producers before consumers, of those that could come next the one of highest priority."""
+    source = problem.tensor_producer[problem.edge_tensor]
+    made = source >= 0
+    target = problem.consumers[made]
+    following, starts = successor_lists(source[made], target, problem.num_ops)
+    missing = np.bincount(target, minlength=problem.num_ops).tolist()
+    key = (-priority).tolist()
+    free = [(key[op], op) for op in range(problem.num_ops) if missing[op] == 0]
+    heapq.heapify(free)
+    order = []
+    while free:
+        _, op = heapq.heappop(free)
+        order.append(op)
+        for after in following[starts[op] : starts[op + 1]]:
+            missing[after] -= 1
+            if missing[after] == 0:
+                heapq.heappush(free, (key[after], after))
+    return order

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
+from rlplace.problem.fabric import check_fabrics
 from rlplace.problem.order import topological_order
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ def _check_links(problem: Problem) -> None:
         raise _fail(f"links.bandwidth_bytes_per_s[{i}][{j}]", f"must be 0 (no link) or at least {MIN_BANDWIDTH:g}")
     if (problem.links.latency_s > MAX_SECONDS).any():
         raise _fail("links.latency_s", f"{problem.links.latency_s.max()} is more than {MAX_SECONDS:g} seconds")
+    try:
+        check_fabrics(problem.links.fabrics, count)
+    except InputError as error:
+        raise _fail("links", str(error)) from None
     channels = problem.links.channels
     if channels is None:
         return

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_json, write_json
+from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
 from rlplace.problem.problem import PHASES, Collective, Device, Links, Problem
 
 FORMAT = "rlplace.problem"
@@ -65,6 +66,8 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
     }
     if problem.links.channels is not None:
         data["links"]["channels"] = [[list(held) for held in row] for row in problem.links.channels]
+    if problem.links.fabrics:
+        data["links"]["fabrics"] = [fabric_to_dict(fabric) for fabric in problem.links.fabrics]
     if problem.collectives:
         data["collectives"] = [{"ops": list(c.ops), "channels": list(c.channels)} for c in problem.collectives]
     if problem.source is not None:
@@ -147,7 +150,7 @@ def _parse(data: dict[str, Any]) -> Problem:
         name=name,
         samples_per_microbatch=_integer(data.get("samples_per_microbatch", 1), "samples_per_microbatch"),
         devices=devices,
-        links=_parse_links(data["links"]),
+        links=_parse_links(data["links"], len(devices)),
         source=source,
         collectives=_parse_collectives(data.get("collectives", [])),
         **_parse_groups(data["groups"]),
@@ -170,8 +173,8 @@ def _parse_device(item: Any, index: int) -> Device:
     )
 
 
-def _parse_links(item: Any) -> Links:
-    check_keys(item, {"bandwidth_bytes_per_s", "latency_s"}, {"channels"}, "links")
+def _parse_links(item: Any, count: int) -> Links:
+    check_keys(item, {"bandwidth_bytes_per_s", "latency_s"}, {"channels", "fabrics"}, "links")
     channels = item.get("channels")
     if channels is not None:
         if not _is_nested(channels, 3):
@@ -181,6 +184,7 @@ def _parse_links(item: Any) -> Links:
         bandwidth_bytes_per_s=_matrix(item["bandwidth_bytes_per_s"], "links.bandwidth_bytes_per_s"),
         latency_s=_matrix(item["latency_s"], "links.latency_s"),
         channels=channels,
+        fabrics=fabrics_from_list(item.get("fabrics", []), count),
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.files import fingerprint
+from rlplace.problem.fabric import Fabric
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -55,11 +56,13 @@ class Links:
         latency_s: float64 [D, D].
         channels: ``channels[i][j]`` names the resources that a transfer from i to j holds while it runs; None gives every
             ordered pair a channel of its own.
+        fabrics: Devices joined by one interconnect, with the times of their collectives.
     """
 
     bandwidth_bytes_per_s: NDArray[np.float64]
     latency_s: NDArray[np.float64]
     channels: Channels | None = None
+    fabrics: tuple[Fabric, ...] = ()
 
     @cached_property
     def effective_channels(self) -> Channels:

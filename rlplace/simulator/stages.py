@@ -4,11 +4,11 @@ A gate holds tasks until enough other tasks have ended. Gates are numbered stage
 
 * `gpipe`: a stage has one gate; its backward tasks wait there until all its forward tasks, of all micro-batches, have ended.
 * `1f1b`: a stage has a gate for each micro-batch, where its forward tasks wait. The first L gates are open, each micro-batch
-  that the stage is done with opens the next, so at most L are in flight. L is the longest path, in stages, from the stage to a sink
-  of the forward stage graph, both ends counted, cyclic parts condensed to one stage. A stage is done with a micro-batch when
-  the backward of its own forward ops has ended: the backward tasks of groups that have forward ops there, and where such a
-  group has none of its own (split problems), the backward tasks elsewhere that read what its forward ops made and whose group
-  has no forward ops. A stage without any backward is done when its forward tasks have ended.
+  that the stage is done with opens the next, so at most L are in flight. L is the longest path, in stages, from the stage to
+  a sink of the forward stage graph, both ends counted, cyclic parts condensed to one stage. A stage is done with a micro-
+  batch when the backward of its own forward ops has ended: the backward tasks of groups that have forward ops there, and
+  where such a group has none of its own (split problems), the backward tasks elsewhere that read what its forward ops made
+  and whose group has no forward ops. A stage without any backward is done when its forward tasks have ended.
 """
 
 from __future__ import annotations

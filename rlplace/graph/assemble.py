@@ -162,6 +162,12 @@ class Assembly:
     def is_view(self, key: Key) -> bool:
         return all(self.events[i].is_view for i in self.ops[key].events)
 
+    def launches(self, key: Key) -> int:
+        """Kernels that an op launches: one for an update, one per ATen op that does work for the others."""
+        if key[0] == UPDATE_OF:
+            return 1
+        return sum(1 for i in self.ops[key].events if self.events[i].flops > 0 or self.events[i].bytes > 0)
+
     def producer(self, storage: int) -> Key | None:
         made_at = self.creator.get(storage)
         return None if made_at is None else self.owner_of_event[made_at]

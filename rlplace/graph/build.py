@@ -34,11 +34,13 @@ def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpG
     flops = np.zeros(len(order))
     moved = np.zeros(len(order), dtype=np.int64)
     dims: dict[int, dict[str, int]] = {}
+    launches = np.ones(len(order), dtype=np.int32)
     for index, key in enumerate(order):
         kind, owner = key
         op, event = assembly.ops[key], assembly.dominant(key)
         flops[index], moved[index] = op.flops, op.bytes
         dtypes.append("none" if event is None else event.dtype)
+        launches[index] = assembly.launches(key)
         if kind == UPDATE_OF:
             record = assembly.leaves[owner].record
             phase[index], parameter[index] = UPDATE, owner
@@ -55,13 +57,13 @@ def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpG
         if kind == FORWARD_OF:
             names.append(label.name)
             targets.append(label.target)
-            products = [assembly.events[i].dims for i in op.events if assembly.events[i].dims]
-            if len(products) == 1 and products[0]:
-                dims[index] = products[0]
         else:
             phase[index] = BACKWARD
             names.append(f"{label.name}.backward")
             targets.append(label.target if event is None else f"aten.{event.name}")
+        shapes = [event.dims for i in op.events if (event := assembly.events[i]).dims]
+        if len(shapes) == 1 and shapes[0]:  # the two products of a backward op follow from the dims of its forward op
+            dims[index] = shapes[0]
     rows = tensors.rows(inputs, number)
     return OpGraph(
         op_names=tuple(names),
@@ -84,6 +86,7 @@ def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpG
         consumer_ptr=np.concatenate([[0], np.cumsum([len(row[4]) for row in rows])]).astype(np.int64),
         consumers=np.array([op for row in rows for op in row[4]], dtype=np.int32),
         op_dims=dims,
+        op_launches=launches,
         **fields,
     )
 

@@ -104,6 +104,9 @@ def _check_ops(graph: OpGraph) -> None:
     bad = (phase == UPDATE) & (forward != -1)
     if bad.any():
         raise _fail(f"op_forward[{_first(bad)}]", "an update op belongs to no forward op")
+    if graph.op_launches is not None:
+        _check_shape(graph, "op_launches", count)
+        _check_range(graph.op_launches, "op_launches", 0, 2**31 - 1)
     if any(not 0 <= op < count for op in graph.op_dims):
         raise _fail("op_dims", "names an op that does not exist")
 

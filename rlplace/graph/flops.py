@@ -39,18 +39,6 @@ def count_flops(name: str, args: Args, outputs: Sequence[torch.Tensor]) -> float
     return rate * max(sizes, default=0)
 
 
-def gemm_dims(name: str, args: Args) -> dict[str, int] | None:
-    """Sizes of a matrix product: m, n, k and, for batched ones, batch; None for other ops."""
-    where = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}.get(name)
-    if where is None:
-        return None
-    left, right = args[where].shape, args[where + 1].shape
-    dims = {"m": int(left[-2]), "n": int(right[-1]), "k": int(left[-1])}
-    if len(left) == 3:
-        dims["batch"] = int(left[0])
-    return dims
-
-
 def _product(values: Sequence[int]) -> int:
     result = 1
     for value in values:

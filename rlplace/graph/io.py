@@ -63,6 +63,8 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
         "temporary_bytes": graph.op_temporary_bytes.tolist(),
         "colocate": graph.op_colocate.tolist(),
     }
+    if graph.op_launches is not None:
+        ops["launches"] = graph.op_launches.tolist()
     ptr, consumers = graph.consumer_ptr.tolist(), graph.consumers.tolist()
     tensors = {
         "role": [TENSOR_ROLES[role] for role in graph.tensor_role.tolist()],
@@ -134,7 +136,7 @@ def graph_to_networkx(graph: OpGraph) -> nx.DiGraph:
 
 def _parse(data: dict[str, Any]) -> OpGraph:
     check_keys(data, {"ops", "parameters", "tensors"}, {"name", "samples", "op_dims", "capture", "source"}, "graph")
-    ops, tensors = _columns(data["ops"], _OP_KEYS, "ops"), _columns(data["tensors"], _TENSOR_KEYS, "tensors")
+    ops, tensors = _columns(data["ops"], _OP_KEYS, "ops", ("launches",)), _columns(data["tensors"], _TENSOR_KEYS, "tensors")
     for key in ("op_dims", "capture", "source"):
         if not isinstance(data.get(key, {}), dict):
             raise InputError(f"graph: {key}: expected an object")
@@ -172,12 +174,13 @@ def _parse(data: dict[str, Any]) -> OpGraph:
         capture=data.get("capture", {}),
         source=data.get("source"),
         op_dims=_parse_dims(data.get("op_dims", {})),
+        op_launches=_whole_numbers(ops["launches"], "ops.launches", np.int32) if "launches" in ops else None,
     )
 
 
-def _columns(item: Any, keys: tuple[str, ...], where: str) -> dict[str, list[Any]]:
-    check_keys(item, keys, (), f"graph: {where}")
-    for key in keys:
+def _columns(item: Any, keys: tuple[str, ...], where: str, optional: tuple[str, ...] = ()) -> dict[str, list[Any]]:
+    check_keys(item, keys, optional, f"graph: {where}")
+    for key in item:
         if not isinstance(item[key], list) or len(item[key]) != len(item[keys[0]]):
             raise InputError(f"graph: {where}.{key}: expected a list as long as {where}.{keys[0]}")
     return dict(item)

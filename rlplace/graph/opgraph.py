@@ -93,7 +93,9 @@ class OpGraph:
         consumers: int32 [E], distinct within a tensor, in execution order.
         capture: How it was captured: ``method`` ("export", "dispatch" or "module"), ``optimizer``, ``dtype``, versions, notes.
         source: MODEL and options that the graph came from, or None.
-        op_dims: Optional sizes of named dimensions by op number, for sharding planners.
+        op_dims: Optional sizes of named dimensions by op number, for pricing and for sharding planners; a backward op without
+            any has those of its forward op.
+        op_launches: Optional int32 [N], kernels that the op launches (0 for views); None where nobody counted.
     """
 
     name: str
@@ -120,6 +122,7 @@ class OpGraph:
     capture: Mapping[str, Any] = field(default_factory=dict)
     source: Mapping[str, Any] | None = None
     op_dims: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    op_launches: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         from rlplace.graph.check import check_graph

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlplace.graph.flops import count_flops, gemm_dims
+from rlplace.graph.dims import dims_of
+from rlplace.graph.flops import count_flops
 from rlplace.graph.kinds import kind_of
 
 FORWARD_OF, BACKWARD_OF, UPDATE_OF, NOBODY, OUTSIDE = "forward", "backward", "update", "nobody", "outside"
@@ -193,7 +194,7 @@ class Recorder(TorchDispatchMode):
                 "none" if first is None else str(first.dtype).removeprefix("torch."),
                 is_view,
                 name == "add" and len(inputs) == 2 and inputs[0].shape == inputs[1].shape,
-                None if in_backward else gemm_dims(name, args),
+                dims_of(name, args),
             )
         )
         return out

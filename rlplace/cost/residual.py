@@ -86,7 +86,8 @@ def feature_matrix(names: tuple[str, ...], sizes: Sizes, processors: float) -> N
 
 def residual_factor(residual: Residual, sizes: Sizes, processors: float) -> NDArray[np.float64]:
     """What to multiply the curve's time by: [N], between 1 / bound and bound."""
-    value = (feature_matrix(residual.features, sizes, processors) - np.array(residual.mean)) / np.array(residual.scale)
+    value = np.clip(feature_matrix(residual.features, sizes, processors), np.array(residual.low), np.array(residual.high))
+    value = (value - np.array(residual.mean)) / np.array(residual.scale)
     for layer, (weights, bias) in enumerate(zip(residual.weights, residual.bias, strict=True)):
         value = value @ np.array(weights).T + np.array(bias)
         if layer < len(residual.weights) - 1:

@@ -25,7 +25,7 @@ PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16")
 
 HOST_MODES = ("eager", "compiled")
 
-DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "rows", "columns", "flops", "bytes")
+DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "causal", "rows", "columns", "flops", "bytes")
 """Names that a measured shape may be told by. All but the last two are sizes in `OpGraph.op_dims`."""
 
 EAGER_ISSUE_S = 7e-6
@@ -42,13 +42,16 @@ COMPILED_ISSUE_S = 1.5e-6
 class Residual:
     """A small network that corrects a curve by a bounded factor.
 
-    The part of a time above the floor is multiplied by ``bound ** tanh(net(x))``, where x are the standardised features and
-    net has tanh layers and one linear output. A net with one layer is a linear model.
+    The part of a time above the floor is multiplied by ``bound ** tanh(net(x))``, where x are the features, clamped to the range
+    that the network was fitted on and standardised, and net has tanh layers and one linear output. A net with one layer is a
+    linear model.
 
     Attributes:
         features: F names, see `rlplace.cost.residual.FEATURES`.
         mean: F means of the features.
         scale: F standard deviations of the features.
+        low: F smallest values that were fitted; a shape beyond is corrected like one at the edge.
+        high: F largest values that were fitted.
         weights: Per layer the matrix, rows are outputs.
         bias: Per layer the bias.
         bound: Largest factor, above 1; the smallest is its reciprocal.
@@ -57,6 +60,8 @@ class Residual:
     features: tuple[str, ...]
     mean: tuple[float, ...]
     scale: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
     weights: tuple[tuple[tuple[float, ...], ...], ...]
     bias: tuple[tuple[float, ...], ...]
     bound: float

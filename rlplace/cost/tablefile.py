@@ -37,7 +37,7 @@ _KEY = ("op", "dtype", "direction")
 _CURVE_NUMBERS = ("compute_efficiency", "compute_half_flops", "bandwidth_efficiency", "bandwidth_half_bytes")
 _CURVE_OPTIONAL = ("floor_s", "saturation", "overhead_s", "source", "residual")
 _ISSUE = {"eager_issue_s": EAGER_ISSUE_S, "eager_view_s": EAGER_VIEW_S, "compiled_issue_s": COMPILED_ISSUE_S}
-_RESIDUAL_KEYS = ("features", "mean", "scale", "weights", "bias", "bound")
+_RESIDUAL_KEYS = ("features", "mean", "scale", "low", "high", "weights", "bias", "bound")
 
 
 def save_table(table: CostTable, path: str | Path) -> None:
@@ -126,8 +126,8 @@ def _check_residual(residual: Residual, where: str) -> None:
         if name not in FEATURES:
             raise InputError(f"cost table: {where}: {unknown_name('feature', name, FEATURES)}")
     width = len(residual.features)
-    if not width or len(residual.mean) != width or len(residual.scale) != width:
-        raise InputError(f"cost table: {where}: mean and scale need one number per feature")
+    if not width or any(len(getattr(residual, name)) != width for name in ("mean", "scale", "low", "high")):
+        raise InputError(f"cost table: {where}: mean, scale, low and high need one number per feature")
     if not residual.weights or len(residual.weights) != len(residual.bias):
         raise InputError(f"cost table: {where}: needs one bias per layer of weights")
     for layer, (matrix, bias) in enumerate(zip(residual.weights, residual.bias, strict=True)):
@@ -139,10 +139,12 @@ def _check_residual(residual: Residual, where: str) -> None:
     numbers = [v for matrix in residual.weights for row in matrix for v in row] + [v for row in residual.bias for v in row]
     if len(numbers) > MAX_WEIGHTS:
         raise InputError(f"cost table: {where}: {len(numbers)} weights, the limit is {MAX_WEIGHTS}")
-    for value in (*numbers, *residual.mean):
+    for value in (*numbers, *residual.mean, *residual.low, *residual.high):
         _check(value, -1e6, 1e6, where)
     for value in residual.scale:
         _check(value, 1e-9, 1e6, f"{where}: scale")
+    if any(low > high for low, high in zip(residual.low, residual.high, strict=True)):
+        raise InputError(f"cost table: {where}: a low is above its high")
     _check(residual.bound, 1.0, MAX_BOUND, f"{where}: bound")
 
 
@@ -195,6 +197,8 @@ def _curve_to_dict(curve: Curve) -> dict[str, Any]:
             "features": list(residual.features),
             "mean": list(residual.mean),
             "scale": list(residual.scale),
+            "low": list(residual.low),
+            "high": list(residual.high),
             "weights": [[list(row) for row in matrix] for matrix in residual.weights],
             "bias": [list(row) for row in residual.bias],
             "bound": residual.bound,
@@ -256,6 +260,8 @@ def _parse_residual(item: Any, where: str) -> Residual:
         features=tuple(_text(name, f"{where}.features") for name in _list(item["features"], f"{where}.features")),
         mean=_numbers(item["mean"], f"{where}.mean"),
         scale=_numbers(item["scale"], f"{where}.scale"),
+        low=_numbers(item["low"], f"{where}.low"),
+        high=_numbers(item["high"], f"{where}.high"),
         weights=tuple(tuple(_numbers(r, f"{where}.weights") for r in _list(m, f"{where}.weights")) for m in weights),
         bias=tuple(_numbers(row, f"{where}.bias") for row in _list(item["bias"], f"{where}.bias")),
         bound=_number(item["bound"], f"{where}.bound"),

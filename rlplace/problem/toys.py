@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlplace.problem.check import COLLECTIVE
 from rlplace.problem.generate import random_problem
-from rlplace.problem.problem import FORWARD, Device, Links, Problem
+from rlplace.problem.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, Collective, Device, Links, Problem
 
 __all__ = [
     "TOYS",
@@ -22,6 +23,7 @@ __all__ = [
     "fork_join",
     "memory_tight_chain",
     "memory_tight_pair",
+    "pipeline_chain",
     "random_problem",
     "two_branches",
     "two_device_chain",
@@ -60,6 +62,7 @@ def build_problem(
     latency_s: float | Sequence[Sequence[float]] = 0.0,
     links: Links | None = None,
     group_device: Sequence[int] | None = None,
+    collectives: Sequence[tuple[Sequence[int], Sequence[int]]] = (),
 ) -> Problem:
     """Builds a problem from plain lists.
 
@@ -76,6 +79,7 @@ def build_problem(
         latency_s: Likewise.
         links: Replaces the two above, with channels.
         group_device: Per group the only device it may sit on, -1 where it is free (the default).
+        collectives: Per collective its ops and its channels.
     """
     ops, devices = len(time_s), len(memory_bytes)
     op_group = np.arange(ops) if group is None else np.asarray(group)
@@ -85,6 +89,7 @@ def build_problem(
         latency = np.broadcast_to(np.asarray(latency_s, dtype=np.float64), (devices, devices)).copy()
         links = Links(bandwidth, latency)
     unknown = np.full(groups, -1, dtype=np.int64)
+    members = {op for took, _ in collectives for op in took}
     return Problem(
         name=name,
         samples_per_microbatch=1,
@@ -106,6 +111,58 @@ def build_problem(
         tensor_bytes=np.array([t.size_bytes for t in tensors], dtype=np.int64),
         consumer_ptr=np.concatenate([[0], np.cumsum([len(t.consumers) for t in tensors])]).astype(np.int64),
         consumers=np.array([op for t in tensors for op in t.consumers], dtype=np.int32),
+        op_kind=tuple(COLLECTIVE if op in members else "" for op in range(ops)) if members else None,
+        collectives=tuple(Collective(tuple(took), tuple(held)) for took, held in collectives),
+    )
+
+
+def pipeline_chain(
+    stages: int,
+    num_devices: int,
+    *,
+    forward_s: float = 1.0,
+    input_s: float = 1.0,
+    weight_s: float = 1.0,
+    split: bool = False,
+    activation_bytes: int = 1,
+    latency_s: float = 0.0,
+) -> Problem:
+    """A chain of equal stages, one group each, whose activations live from a stage's forward to its backward.
+
+    What stages send each other has no bytes, so that memory counts activations alone. `rlplace.simulator.theory` has the step
+    times and activations of pipeline schedules on it.
+
+    Args:
+        stages: Length of the chain.
+        num_devices: Devices, without memory limits.
+        forward_s: Of every stage; so are `input_s` and `weight_s`, the two parts of its backward.
+        input_s: See `forward_s`.
+        weight_s: See `forward_s`.
+        split: Whether the weight gradients are an op of their own.
+        activation_bytes: What a forward keeps for its backward.
+        latency_s: Of every link.
+    """
+    phases = [FORWARD, BACKWARD, BACKWARD_WEIGHT][: 2 + split]
+    seconds = [forward_s, input_s, weight_s] if split else [forward_s, input_s + weight_s]
+    first = [stages * k for k in range(len(phases))]  # the op of stage i and phase k is first[k] + i
+    tensors = []
+    for i in range(stages):
+        tensors.append(TensorSpec(i, activation_bytes, [k + i for k in first[1:]]))
+        if i + 1 < stages:
+            tensors.append(TensorSpec(i, 0, [i + 1]))
+        readers = [first[1] + i - 1] if i else []
+        readers += [first[2] + i] if split else []
+        if readers:
+            tensors.append(TensorSpec(first[1] + i, 0, readers))
+    return build_problem(
+        f"pipeline_{stages}",
+        time_s=[[second] * num_devices for second in seconds for _ in range(stages)],
+        tensors=tensors,
+        memory_bytes=[None] * num_devices,
+        group=list(range(stages)) * len(phases),
+        phase=[phase for phase in phases for _ in range(stages)],
+        bandwidth_bytes_per_s=1e9,
+        latency_s=latency_s,
     )
 
 
@@ -169,6 +226,7 @@ def memory_tight_pair() -> Toy:
     """
     problem = build_problem(
         "memory_tight_pair",
+        "pipeline_chain",
         time_s=[[1.0, 1.0]] * 2,
         tensors=[TensorSpec(0, 3, [1])],
         memory_bytes=[10, 10],

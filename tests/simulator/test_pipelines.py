@@ -1,0 +1,215 @@
+"""Micro-batches and schedules: textbook formulas, torch's action lists, and small cases worked out by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlplace.errors import InputError
+from rlplace.problem import BACKWARD, FORWARD, UPDATE
+from rlplace.problem.toys import TensorSpec, build_problem, pipeline_chain, random_problem
+from rlplace.simulator.actions import pipeline_actions
+from rlplace.simulator.reference import default_priority, simulate_reference
+from rlplace.simulator.theory import bubble_s, in_flight
+
+LAYOUTS = {
+    "one": lambda p: list(range(p)),
+    "loop": lambda p: list(range(p)) * 2,
+    "v": lambda p: [*range(p), *reversed(range(p))],
+}
+CASES = [
+    ("gpipe", "one", False),
+    ("1f1b", "one", False),
+    ("interleaved", "one", False),
+    ("interleaved", "loop", False),
+    ("zero_bubble", "one", True),
+    ("zero_bubble", "loop", True),
+    ("zero_bubble", "v", True),
+]
+
+
+def run_chain(schedule, layout, split, devices, microbatches, **seconds):
+    placed = LAYOUTS[layout](devices)
+    problem = pipeline_chain(len(placed), devices, split=split, **seconds)
+    stages = np.arange(len(placed), dtype=np.int32)
+    return simulate_reference(problem, placed, microbatches=microbatches, schedule=schedule, stage_of_group=stages)
+
+
+@pytest.mark.parametrize(("schedule", "layout", "split"), CASES)
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_equal_stages_give_the_textbook_bubble_and_activations(schedule, layout, split, devices, rounds):
+    microbatches, laps = devices * rounds, len(LAYOUTS[layout](devices)) // devices
+    form = "v" if layout == "v" else "loop"
+    seconds = (
+        {"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0} if split else {"forward_s": 2.0, "input_s": 1.0, "weight_s": 3.0}
+    )
+    line = run_chain(schedule, layout, split, devices, microbatches, **seconds)
+    work = microbatches * laps * sum(seconds.values())
+    if layout == "v" and microbatches < 2 * devices:  # no closed form holds there
+        assert line.step_time_s >= work
+        return
+    assert line.step_time_s == work + bubble_s(schedule, devices, laps, microbatches, layout=form, **seconds)
+    expected = [in_flight(schedule, devices, laps, microbatches, device, layout=form) for device in range(devices)]
+    assert line.peak_memory_bytes.tolist() == expected
+    assert line.busy_s.tolist() == [work] * devices
+
+
+@pytest.mark.parametrize(("schedule", "layout", "split"), CASES)
+def test_torchs_action_lists_replayed_give_the_same_step(schedule, layout, split):
+    """The lists are torch's: `test_pipeline_actions.py` compares them with torch itself."""
+    for devices in (2, 3, 4):
+        for microbatches in (devices, 2 * devices, 4 * devices):
+            placed = LAYOUTS[layout](devices)
+            problem = pipeline_chain(len(placed), devices, split=split, forward_s=1.0, input_s=1.5, weight_s=0.5)
+            lists = pipeline_actions(
+                schedule, devices, len(placed) // devices, microbatches, layout="v" if layout == "v" else "loop"
+            )
+            count = len(placed)
+            start = {"F": [0], "B": [1, 2] if split else [1], "I": [1], "W": [2]}
+            order = [[(k * count + a.stage, a.microbatch) for a in row for k in start[a.kind]] for row in lists]
+            replayed = simulate_reference(problem, placed, order=order, microbatches=microbatches)
+            stages = np.arange(count, dtype=np.int32)
+            line = simulate_reference(problem, placed, microbatches=microbatches, schedule=schedule, stage_of_group=stages)
+            assert line.step_time_s == replayed.step_time_s
+            assert line.peak_memory_bytes.tolist() == replayed.peak_memory_bytes.tolist()
+
+
+def test_the_default_order_lets_the_second_stage_start_early():
+    """Equal ops of different micro-batches must not be worked on breadth-first: that order alone would cost a fifth."""
+    problem = pipeline_chain(8, 2, forward_s=1.0, input_s=1.0, weight_s=1.0)
+    placed = [0, 0, 0, 0, 1, 1, 1, 1]
+    line = simulate_reference(problem, placed, microbatches=8)
+    depth_first = (8 + 1) * (4 * 1.0 + 4 * 2.0)
+    assert line.step_time_s <= depth_first
+    breadth_first = simulate_reference(problem, placed, microbatches=8, priority=default_priority(problem))
+    assert breadth_first.step_time_s > 1.15 * line.step_time_s
+
+
+def gradient_problem():
+    """A forward and a backward op whose gradient an update op on another device reads; the update's own group is elsewhere."""
+    return build_problem(
+        "gradient",
+        time_s=[[1.0, 1.0], [1.0, 1.0], [0.5, 0.5]],
+        tensors=[TensorSpec(0, 8, [1]), TensorSpec(1, 4, [2])],
+        memory_bytes=[None, None],
+        group=[0, 0, 1],
+        phase=[FORWARD, BACKWARD, UPDATE],
+        bandwidth_bytes_per_s=2.0,
+        latency_s=0.25,
+    )
+
+
+def test_a_gradient_for_another_group_accumulates_and_is_sent_once():
+    line = simulate_reference(gradient_problem(), [0, 1], microbatches=3)
+    assert line.step_time_s == 3 * 2.0 + (0.25 + 4 / 2.0) + 0.5
+    assert line.transfer_tensor.tolist() == [1]
+    assert line.transfer_microbatch.tolist() == [-1]
+    assert line.task_op.tolist() == [0, 1, 0, 1, 0, 1, 2]
+    assert line.task_microbatch.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    # Backward of a micro-batch goes first, so one activation lives beside the accumulated gradient: 8 + 4.
+    assert line.peak_memory_bytes.tolist() == [12, 4]
+
+
+def test_an_owners_tensor_is_sent_once_and_stays_for_all_microbatches():
+    problem = build_problem(
+        "owner",
+        time_s=[[1.0, 1.0]],
+        tensors=[TensorSpec(None, 6, [0], owner=1)],
+        memory_bytes=[None, None],
+        group=[0],
+        resident_bytes=[0, 6],
+    )
+    line = simulate_reference(problem, [0, 1], microbatches=4)
+    assert line.step_time_s == 6.0 + 4 * 1.0
+    assert line.transfer_tensor.tolist() == [0]
+    assert line.peak_memory_bytes.tolist() == [6, 6]
+
+
+def test_gpipe_holds_backward_until_all_forward_is_done():
+    problem = pipeline_chain(1, 1, forward_s=1.0, input_s=1.0, weight_s=0.0)
+    line = simulate_reference(problem, [0], microbatches=3, schedule="gpipe")
+    assert line.start_s.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+
+
+def test_stages_that_skip_and_meet_again_count_their_longest_path():
+    """Forward: 0 feeds 1 and 3, 1 feeds 2, 2 feeds 3; the limits are 4, 3, 2, 1."""
+    links = {(0, 1), (0, 3), (1, 2), (2, 3)}
+    tensors = [TensorSpec(i, 1, [4 + i]) for i in range(4)]
+    tensors += [TensorSpec(a, 0, [b]) for a, b in sorted(links)] + [TensorSpec(4 + b, 0, [4 + a]) for a, b in sorted(links)]
+    problem = build_problem(
+        "skip",
+        time_s=[[1.0] * 4] * 4 + [[2.0] * 4] * 4,
+        tensors=tensors,
+        memory_bytes=[None] * 4,
+        group=[0, 1, 2, 3] * 2,
+        phase=[FORWARD] * 4 + [BACKWARD] * 4,
+    )
+    line = simulate_reference(problem, range(4), microbatches=8, schedule="1f1b")
+    assert line.peak_memory_bytes.tolist() == [4, 3, 2, 1]
+    assert line.step_time_s == (8 + 3) * 3.0
+
+
+def test_stages_on_a_cycle_count_as_one():
+    """Devices 0 and 1 feed each other, then device 2: limits 2, 2, 1."""
+    tensors = [TensorSpec(i, 1, [8 - 1 - i]) for i in range(4)]
+    tensors += [TensorSpec(i, 0, [i + 1]) for i in range(3)] + [TensorSpec(4 + i, 0, [5 + i]) for i in range(3)]
+    problem = build_problem(
+        "cycle",
+        time_s=[[1.0] * 3] * 8,
+        tensors=tensors,
+        memory_bytes=[None] * 3,
+        group=[0, 1, 2, 3, 3, 2, 1, 0],
+        phase=[FORWARD] * 4 + [BACKWARD] * 4,
+    )
+    line = simulate_reference(problem, [0, 1, 0, 2], microbatches=6, schedule="1f1b")
+    assert line.peak_memory_bytes.tolist() == [4, 2, 1]  # device 0 hosts two of the four groups
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(["list", "gpipe", "1f1b"]))
+def test_every_task_runs_once_and_after_what_it_reads(seed, microbatches, schedule):
+    problem = random_problem(seed, 8, num_devices=3, shared_parameters=2, hosts=1 + seed % 2)
+    devices = np.random.default_rng(seed).integers(0, 3, problem.num_groups)
+    line = simulate_reference(problem, devices, microbatches=microbatches, schedule=schedule)
+    once = problem.op_phase == UPDATE
+    assert len(line.start_s) == microbatches * int((~once).sum()) + int(once.sum())
+    pairs = list(zip(line.task_op.tolist(), line.task_microbatch.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)
+    start = dict(zip(pairs, line.start_s.tolist(), strict=True))
+    end = dict(zip(pairs, line.end_s.tolist(), strict=True))
+    for tensor, reader in zip(problem.edge_tensor.tolist(), problem.consumers.tolist(), strict=True):
+        maker = int(problem.tensor_producer[tensor])
+        if maker < 0:
+            continue
+        for m in range(microbatches):
+            if not once[reader]:
+                made = microbatches - 1 if once[maker] else m
+                assert end[maker, made] <= start[reader, m]
+            else:
+                assert end[maker, microbatches - 1 if once[maker] else m] <= start[reader, microbatches - 1]
+    total = sum(float(problem.time_s[op, line.device_of_op[op]]) for op in line.task_op.tolist())
+    assert line.busy_s.sum() == pytest.approx(total)
+
+
+def test_one_microbatch_of_any_schedule_is_a_plain_step_on_a_chain():
+    problem = pipeline_chain(4, 4, latency_s=0.125)
+    plain = simulate_reference(problem, range(4))
+    for schedule in ("gpipe", "1f1b"):
+        assert simulate_reference(problem, range(4), schedule=schedule).step_time_s == plain.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("placed", "stages", "schedule", "split", "message"),
+    [
+        ([0, 1, 0], None, "interleaved", False, "no chain"),
+        ([0, 1, 1], [0, 0, 1], "interleaved", False, "another device than the rest of its stage"),
+        ([0, 1, 0, 1], [0, 1, 2, 3], "zero_bubble", False, "weight_gradients=True"),
+        ([0, 1, 1, 0], [0, 1, 2, 3], "interleaved", False, "a loop"),
+    ],
+)
+def test_what_an_action_schedule_cannot_run_is_refused(placed, stages, schedule, split, message):
+    problem = pipeline_chain(len(placed), 2, split=split)
+    numbers = None if stages is None else np.array(stages, dtype=np.int32)
+    with pytest.raises(InputError, match=message):
+        simulate_reference(problem, placed, microbatches=4, schedule=schedule, stage_of_group=numbers)

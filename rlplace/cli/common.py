@@ -44,6 +44,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="decides the optimizer state (adam)")
     group.add_argument("--granularity", type=positive, default=200, metavar="N", help="target number of groups (200)")
     group.add_argument(
+        "--weight-gradients", action="store_true", help="gradients of weights as ops of their own, for zero-bubble pipelines"
+    )
+    group.add_argument(
         "--global-batch", type=positive, metavar="N", help="samples per step; with one micro-batch it replaces --batch"
     )
 
@@ -76,9 +79,10 @@ def load(model: str, cluster: str | None, options: argparse.Namespace, *, op_lev
             name=loaded.name,
             source=source,
         )
-    problem = price(graph, machine, groups=options.granularity)
+    split = options.weight_gradients
+    problem = price(graph, machine, groups=options.granularity, weight_gradients=split)
     say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {problem.num_groups} groups")
-    op_problem = price(graph, machine, groups=options.granularity, level="op") if op_level else None
+    op_problem = price(graph, machine, groups=options.granularity, level="op", weight_gradients=split) if op_level else None
     return Loaded(problem, op_problem, graph)
 
 

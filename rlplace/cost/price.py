@@ -18,6 +18,7 @@ from rlplace.errors import InputError, unknown_name
 from rlplace.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
 from rlplace.graph.modules import ModuleTree
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
+from rlplace.graph.weight_gradients import part_times, weight_split
 from rlplace.problem import Problem
 
 __all__ = ["LEVELS", "device_times", "owners", "price", "reprice", "split_backward"]
@@ -32,6 +33,7 @@ def price(
     groups: int | Grouping = DEFAULT_TARGET,
     level: str = "task",
     name: str | None = None,
+    weight_gradients: bool = False,
 ) -> Problem:
     """Prices a captured step for a cluster.
 
@@ -42,6 +44,8 @@ def price(
         level: ``"task"`` contracts every group to one op per phase (groups that tie distant parts of the model together
             have several); ``"op"`` keeps every captured op. Groups, their order and their resident bytes are the same at both.
         name: Of the problem; default the graph's.
+        weight_gradients: Split every backward op into its input gradient (phase backward) and the gradients of its parameters
+            (phase backward_weight), as zero-bubble pipelines need. Groups and times per group stay the same.
 
     Returns:
         The problem, with `group_ops` and `group_modules` filled in. A group's resident bytes are the weights, gradients and
@@ -56,6 +60,11 @@ def price(
     grouping = groups if isinstance(groups, Grouping) else coarsen(graph, groups, cost=seconds.mean(axis=1))
     if grouping.op_cluster.shape != (graph.num_ops,):
         raise InputError(f"price: the grouping is for {len(grouping.op_cluster)} ops, the graph has {graph.num_ops}")
+    source = _source(graph, cluster, groups, grouping, level, weight_gradients)
+    if weight_gradients:
+        graph, origin = weight_split(graph)
+        seconds = part_times(seconds, device_times(graph, cluster), origin)
+        grouping = dataclasses.replace(grouping, op_cluster=grouping.op_cluster[origin])
     parameter_group, tensor_owner = owners(graph, grouping)
     ops = _priced_ops(graph, grouping, seconds, parameter_group, tensor_owner)
     if level == "task":
@@ -85,7 +94,7 @@ def price(
         consumers=ops.consumers,
         op_kind=ops.kind,
         op_dims=dict(graph.op_dims) if level == "op" else {},
-        source=_source(graph, cluster, groups, grouping, level),
+        source=source,
         group_ops=_group_ops(graph, grouping),
         group_modules=grouping.modules,
     )
@@ -208,7 +217,9 @@ def _group_ops(graph: OpGraph, grouping: Grouping) -> tuple[tuple[str, ...], ...
     return tuple(tuple(names) for names in members)
 
 
-def _source(graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: Grouping, level: str) -> dict[str, Any]:
+def _source(
+    graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: Grouping, level: str, weight_gradients: bool
+) -> dict[str, Any]:
     """What a verb needs to price the same problem again, and the fingerprints to see that it did."""
     return {
         "graph": None if graph.source is None else dict(graph.source),
@@ -218,6 +229,7 @@ def _source(graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: 
         "cluster_fingerprint": cluster.fingerprint,
         "groups": grouping.num_groups if isinstance(groups, Grouping) else int(groups),
         "level": level,
+        **({"weight_gradients": True} if weight_gradients else {}),
         "cost_version": VERSION,
     }
 

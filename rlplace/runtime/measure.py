@@ -53,17 +53,41 @@ def step_timer(
         trainable = optimizer([p for p in placed.parameters() if p.requires_grad])
         samples = []
         for step in range(warmup + repeats):
-            _synchronize(devices)
-            begin = time.perf_counter()
-            trainable.zero_grad(set_to_none=True)
-            _loss_of(_run(placed, example_inputs), loss).backward()
-            trainable.step()
-            _synchronize(devices)
+            seconds = time_step(placed, trainable, example_inputs, loss=loss, devices=devices)
             if step >= warmup:
-                samples.append(time.perf_counter() - begin)
+                samples.append(seconds)
         return statistics.median(samples)
 
     return measure
+
+
+def time_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None,
+    devices: Sequence[torch.device | str],
+) -> float:
+    """Runs one training step.
+
+    Args:
+        module: The model, on its devices.
+        optimizer: Of its parameters.
+        inputs: A tuple of arguments or a dict of keyword arguments.
+        loss: As in `step_timer`.
+        devices: What to wait for before and after.
+
+    Returns:
+        Seconds of forward, loss, backward and update.
+    """
+    _synchronize(devices)
+    begin = time.perf_counter()
+    optimizer.zero_grad(set_to_none=True)
+    loss_of(_run(module, inputs), loss).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    _synchronize(devices)
+    return time.perf_counter() - begin
 
 
 def _run(module: nn.Module, inputs: Any) -> Any:
@@ -72,10 +96,14 @@ def _run(module: nn.Module, inputs: Any) -> Any:
     return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
 
 
-def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    """The scalar to differentiate: `loss` of the output, else the output's ``loss`` (attribute or key), else the output."""
     if loss is not None:
         return loss(output)
-    value = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        value: Any = output.get("loss")
+    else:
+        value = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(value, Tensor):
         raise InputError("the model's output has no loss; pass loss= to step_timer")
     return value

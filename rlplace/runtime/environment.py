@@ -1,0 +1,127 @@
+"""What has to be known about a device beside times: its name, clocks, power cap and how fast it runs a fixed product."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rlplace.cost.measurement import Environment
+
+_CONTROL_SIZE = {"cpu": 512, "cuda": 4096}
+_CONTROL_REPEATS = 15
+_FIELDS = ("clocks.sm", "power.limit", "temperature.gpu")
+
+
+def device_kind_of(device: torch.device) -> str:
+    """The name of the device's kind in `rlplace.Cluster.detect()`."""
+    from rlplace.cluster.detect import detect
+
+    return detect().kinds[device.index or 0].name
+
+
+def read_environment(device: torch.device, device_kind: str) -> Environment:
+    """Describes a device as it is now."""
+    if device.type == "cuda":
+        readings = nvidia_readings(device)
+        properties = torch.cuda.get_device_properties(device)
+        return Environment(
+            device=properties.name,
+            device_kind=device_kind,
+            device_type="cuda",
+            torch=torch.__version__,
+            threads=torch.get_num_threads(),
+            clock_mhz=readings.get("clocks.sm"),
+            power_limit_w=readings.get("power.limit"),
+            temperature_c=readings.get("temperature.gpu"),
+            details={
+                "cuda": str(torch.version.cuda),
+                "multiprocessors": int(properties.multi_processor_count),
+                "matmul_tf32": str(torch.backends.cuda.matmul.allow_tf32),
+                "cudnn_tf32": str(torch.backends.cudnn.allow_tf32),
+            },
+        )
+    return Environment(
+        device=_processor_name(),
+        device_kind=device_kind,
+        device_type=device.type,
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        clock_mhz=processor_clock_mhz(),
+        details={
+            "cores": os.cpu_count() or 1,
+            "load_average": round(os.getloadavg()[0], 2),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
+    )
+
+
+def clock_mhz(device: torch.device) -> float | None:
+    """The clock as it is now, None where nothing tells it."""
+    return nvidia_readings(device).get("clocks.sm") if device.type == "cuda" else processor_clock_mhz()
+
+
+def processor_clock_mhz() -> float | None:
+    """Mean of the clocks that Linux reports."""
+    values = [float(line.partition(":")[2]) for line in _processor_lines("cpu MHz")]
+    return round(statistics.mean(values), 1) if values else None
+
+
+def nvidia_readings(device: torch.device) -> dict[str, float]:
+    """Clock (MHz), power cap (W) and temperature (C) by nvidia-smi's names; what the driver does not tell is left out."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    found: dict[str, float] = {}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        for name, text in zip(_FIELDS, line.split(","), strict=False):
+            with contextlib.suppress(ValueError):
+                found[name] = float(text)
+    return found
+
+
+def time_control(device: torch.device) -> tuple[str, float]:
+    """Times a square float32 matrix product of fixed size.
+
+    Returns:
+        What was run, and the median seconds.
+    """
+    size = _CONTROL_SIZE.get(device.type, 512)
+    generator = torch.Generator(device=device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator, device=device) for _ in range(2))
+    seconds = median_seconds(lambda: torch.mm(left, right), device, _CONTROL_REPEATS)
+    return f"mm float32 {size}x{size}x{size}", seconds
+
+
+def median_seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median seconds of a call, after a third as many for warm-up."""
+    samples = []
+    for index in range(repeats + repeats // 3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if index >= repeats // 3:
+            samples.append(time.perf_counter() - begin)
+    return statistics.median(samples)
+
+
+def _processor_name() -> str:
+    names = [line.partition(":")[2].strip() for line in _processor_lines("model name")]
+    return names[0] if names else "processor"
+
+
+def _processor_lines(key: str) -> list[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if line.startswith(key)]

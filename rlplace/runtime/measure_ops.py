@@ -1,0 +1,290 @@
+"""`measure_model`: times the ops and the whole training step of a model on a real device.
+
+Ops are timed inside real training steps, not alone: an op alone finds its inputs in the cache and its output's memory at hand,
+inside a step it finds what the ops before it left. On a processor the difference is up to a factor of three for element-wise
+ops. Plain steps and marked steps alternate, so that both see the same machine. A step during which the thread lost the
+processor to another one is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlplace.cost.measurement import ControlTiming, MeasuredOp, Measurement, StepTiming
+from rlplace.errors import InputError
+from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
+from rlplace.runtime.environment import clock_mhz, device_kind_of, read_environment, time_control
+from rlplace.runtime.marks import marks_on
+from rlplace.runtime.measure import time_step
+from rlplace.runtime.step_walk import UPDATE as UPDATE_KEY
+from rlplace.runtime.step_walk import StepWalk
+from rlplace.zoo import LoadedModel
+
+WARMUP_STEPS = 3
+MIN_REPEATS = 5
+_LOST = 0.02  # of a step's time: more means that another program had the processor
+
+Times = dict[Any, float]
+
+
+@dataclass
+class Samples:
+    """Raw times of the steps that were kept.
+
+    Attributes:
+        plain: Seconds of steps without marks.
+        marked: Seconds by op name of each step with marks.
+        issue: The host's seconds likewise; empty on a processor.
+        dropped: Steps that were thrown away because the thread lost the processor.
+    """
+
+    plain: list[float] = dataclasses.field(default_factory=list)
+    marked: list[Times] = dataclasses.field(default_factory=list)
+    issue: list[Times] = dataclasses.field(default_factory=list)
+    dropped: int = 0
+
+
+def measure_model(
+    model: LoadedModel,
+    graph: OpGraph,
+    *,
+    optimizer: str = "adam",
+    device: str | torch.device = "cpu",
+    ops: bool = True,
+    step: bool = True,
+    repeats: int = 25,
+    time_limit_s: float = 120.0,
+) -> Measurement:
+    """Times a model on a device.
+
+    Args:
+        model: With real weights, in training mode. It is moved to the device and trained for some steps.
+        graph: Its captured step; `graph.source` says which model it is.
+        optimizer: "sgd", "momentum", "adam" or "adamw".
+        device: "cpu" or a CUDA device.
+        ops: Whether to time single ops.
+        step: Whether to time whole steps.
+        repeats: Timed steps of each kind.
+        time_limit_s: After this long no more steps are timed, but at least `MIN_REPEATS` of each kind are.
+
+    Returns:
+        The measurement.
+
+    Raises:
+        InputError: Nothing to measure.
+        CaptureError: Ops are wanted of a module that cannot be exported.
+    """
+    if not ops and not step:
+        raise InputError("measure: nothing to measure; ask for ops, for the step or for both")
+    if ops and graph.capture.get("method") != "export":
+        raise InputError(
+            f"measure: {graph.name} was captured by {graph.capture.get('method')}; ops are timed on exported graphs"
+        )
+    place = torch.device(device)
+    kind = device_kind_of(place)
+    before = read_environment(place, kind)
+    shape, first = time_control(place)
+    module, inputs = _on_device(model, place)
+    walk = StepWalk(module, inputs, model.loss, optimizer, marks_on(place))
+    samples, peak = _run_steps(walk, module, inputs, place, ops, step, repeats, time_limit_s)
+    _, last = time_control(place)
+    environment = dataclasses.replace(
+        before,
+        clock_end_mhz=clock_mhz(place),
+        details={**before.details, "dropped_steps": samples.dropped},
+    )
+    marked = [sum(times.values()) for times in samples.marked]
+    return Measurement(
+        name=f"{graph.name} on {environment.device}",
+        model=_model_of(graph, optimizer),
+        environment=environment,
+        cache="step",
+        ops=_measured_ops(graph, walk, samples, optimizer) if ops else (),
+        step=_step_timing(samples.plain, marked, peak) if step else None,
+        control=ControlTiming(shape, first, last),
+        host_s=statistics.median([times.get(None, 0.0) for times in samples.marked]) if ops else 0.0,
+    )
+
+
+def _model_of(graph: OpGraph, optimizer: str) -> dict[str, Any]:
+    source = graph.source or {}
+    return {
+        "model": str(source.get("model", graph.name)),
+        "batch": int(source.get("batch", graph.samples)),
+        "seq": int(source.get("seq", 1)),
+        "dtype": str(source.get("dtype", graph.capture.get("dtype", "float32"))),
+        "optimizer": optimizer,
+    }
+
+
+def _on_device(model: LoadedModel, device: torch.device) -> tuple[nn.Module, Any]:
+    """The model and its inputs there, with no weight left at zero: zeros save power and raise clocks."""
+    module = model.module.to(device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                parameter.normal_(0.0, 0.01, generator=generator)
+    inputs = torch.utils._pytree.tree_map(
+        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, model.example_inputs
+    )
+    return module, inputs
+
+
+def _run_steps(
+    walk: StepWalk,
+    module: nn.Module,
+    inputs: Any,
+    device: torch.device,
+    ops: bool,
+    step: bool,
+    repeats: int,
+    time_limit_s: float,
+) -> tuple[Samples, int | None]:
+    """Plain and marked steps in turn. Steps that lost the processor count only while there are too few others."""
+    kept, lost = Samples(), Samples()
+    end = time.monotonic() + time_limit_s
+    cuda = device.type == "cuda"
+    peak: int | None = None
+    for index in range(WARMUP_STEPS + 4 * repeats):
+        warm = index >= WARMUP_STEPS
+        done = min(len(kept.plain) if step else repeats, len(kept.marked) if ops else repeats)
+        late = time.monotonic() > end and index >= WARMUP_STEPS + MIN_REPEATS
+        if done >= repeats or late:
+            break
+        if step or not warm:
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(device)
+            busy, begin = time.thread_time(), time.perf_counter()
+            seconds = time_step(module, walk.optimizer, inputs, loss=walk.loss, devices=[device])
+            if cuda:
+                peak = max(peak or 0, int(torch.cuda.max_memory_allocated(device)))
+            if warm:
+                (lost if not cuda and _lost(busy, begin) else kept).plain.append(seconds)
+        if ops:
+            busy, begin = time.thread_time(), time.perf_counter()
+            times, issue = walk.run()
+            if warm:
+                target = lost if not cuda and _lost(busy, begin) else kept
+                target.marked.append(times)
+                if issue is not None:
+                    target.issue.append(issue)
+    kept.dropped = len(lost.plain) + len(lost.marked)
+    if step and len(kept.plain) < MIN_REPEATS:
+        kept.plain += sorted(lost.plain)[: MIN_REPEATS - len(kept.plain)]
+    if ops and len(kept.marked) < MIN_REPEATS:
+        kept.marked += sorted(lost.marked, key=lambda times: sum(times.values()))[: MIN_REPEATS - len(kept.marked)]
+    return kept, peak
+
+
+def _lost(busy: float, begin: float) -> bool:
+    """Whether the thread was off the processor for a noticeable part of the time since the two clock readings."""
+    elapsed = time.perf_counter() - begin
+    return elapsed - (time.thread_time() - busy) > _LOST * elapsed
+
+
+def _step_timing(plain: Sequence[float], marked: Sequence[float], peak: int | None) -> StepTiming:
+    low, middle, high = np.percentile(plain, (10, 50, 90)).tolist()
+    return StepTiming(
+        seconds=middle,
+        min_s=min(plain),
+        p10_s=low,
+        p90_s=high,
+        repeats=len(plain),
+        instrumented_s=statistics.median(marked) if marked else None,
+        peak_memory_bytes=peak,
+    )
+
+
+def _measured_ops(graph: OpGraph, walk: StepWalk, samples: Samples, optimizer: str) -> tuple[MeasuredOp, ...]:
+    """One record per distinct op."""
+    marked = [_with_updates(times, graph, walk) for times in samples.marked]
+    issue = [_with_updates(times, graph, walk) for times in samples.issue]
+    found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for index, name in enumerate(graph.op_names):
+        if name in marked[0]:
+            found[describe_op(graph, index, optimizer)].append(name)
+    named = set(graph.op_names)
+    for index in range(graph.num_ops):
+        # Autograd of a view is no op of the graph, but the host walks through it.
+        name = f"{graph.op_names[index]}.backward"
+        if graph.op_phase[index] == FORWARD and name in marked[0] and name not in named:
+            found[(graph.op_target[index], "view", graph.op_dtype[index], "backward", 0.0, 0, ())].append(name)
+    return tuple(_record(key, names, marked, issue) for key, names in found.items())
+
+
+def describe_op(graph: OpGraph, index: int, optimizer: str) -> tuple[Any, ...]:
+    """What tells an op from others: target, kind, dtype, direction, FLOPs, bytes and dims."""
+    phase, forward = int(graph.op_phase[index]), int(graph.op_forward[index])
+    dims = graph.op_dims.get(index) or (graph.op_dims.get(forward) if forward >= 0 else None) or {}
+    return (
+        optimizer if phase == UPDATE else graph.op_target[forward],
+        graph.op_kind[index],
+        graph.op_dtype[index],
+        "update" if phase == UPDATE else "backward" if phase in (BACKWARD, BACKWARD_WEIGHT) else "forward",
+        float(graph.op_flops[index]),
+        int(graph.op_bytes[index]),
+        tuple(sorted(dims.items())),
+    )
+
+
+def _with_updates(times: Times, graph: OpGraph, walk: StepWalk) -> Times:
+    """Adds to each update op its share of its optimizer group: an equal one, or by bytes where shapes are mixed."""
+    result = dict(times)
+    members: dict[int, list[int]] = defaultdict(list)
+    for index, name in enumerate(graph.op_names):
+        if graph.op_phase[index] == UPDATE and name in walk.group_of:
+            members[walk.group_of[name]].append(index)
+    empty = times.get((UPDATE_KEY, None), 0.0)
+    for group, indices in members.items():
+        total = max(0.0, times.get((UPDATE_KEY, group), 0.0) - empty)
+        weights = graph.op_bytes[indices].astype(np.float64)
+        for index, share in zip(indices, (weights / max(weights.sum(), 1.0)).tolist(), strict=True):
+            name = graph.op_names[index]
+            result[name] = result.get(name, 0.0) + total * share
+    return result
+
+
+def _record(key: tuple[Any, ...], names: list[str], marked: list[Times], issue: list[Times]) -> MeasuredOp:
+    target, kind, dtype, direction, flops, size, dims = key
+    each = np.array([[times.get(name, 0.0) for times in marked] for name in names])
+    low, high = np.percentile(each, (10, 90)).tolist()
+    host = np.array([[times.get(name, 0.0) for times in issue] for name in names]) if issue else None
+    return MeasuredOp(
+        target=target,
+        kind=kind,
+        dtype=dtype,
+        direction=direction,
+        flops=flops,
+        size_bytes=size,
+        dims=dict(dims),
+        count=len(names),
+        seconds=float(np.median(each, axis=1).mean()),
+        p10_s=low,
+        p90_s=high,
+        repeats=each.shape[1],
+        issue_s=None if host is None else float(np.median(host, axis=1).mean()),
+    )
+
+
+def unmeasured_ops(graph: OpGraph, measurement: Measurement) -> Mapping[str, int]:
+    """Ops of a graph that no record of a measurement of the same model stands for, counted by target."""
+    keys = {
+        (op.target, op.kind, op.dtype, op.direction, op.flops, op.size_bytes, tuple(sorted(op.dims.items())))
+        for op in measurement.ops
+    }
+    missing: dict[str, int] = defaultdict(int)
+    for index in range(graph.num_ops):
+        if describe_op(graph, index, str(measurement.model["optimizer"])) not in keys:
+            missing[graph.op_target[index]] += 1
+    return dict(missing)

@@ -1,0 +1,169 @@
+"""One real training step with a mark at every op: the exported forward node by node, autograd node by node, the optimizer.
+
+Ops have the names of the captured op graph, so that each time can be put beside what the graph knows of the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from rlplace.errors import CaptureError, InputError
+from rlplace.graph.export import export_training_graph
+from rlplace.graph.trace import LOSS_LABEL
+from rlplace.runtime.marks import Marks
+from rlplace.runtime.measure import loss_of
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-6),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-6, momentum=0.9),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=1e-6),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-6),
+}
+"""torch's optimizers with their defaults, by the names of `rlplace.capture`; the small rate keeps random weights random."""
+
+
+class StepWalk:
+    """Runs training steps of a module with marks.
+
+    Args:
+        module: Real module on its device.
+        inputs: Inputs on the same device, dict or tuple.
+        loss: As for `rlplace.capture`.
+        optimizer: Name in `OPTIMIZERS`.
+        marks: Where the marks go.
+
+    Attributes:
+        optimizer: The real one. On a processor it updates parameters one after the other, so a group for each shape changes
+            nothing and lets shapes be timed; elsewhere it has a single group.
+        group_of: Update op to its group.
+
+    Raises:
+        CaptureError: The module cannot be exported.
+    """
+
+    def __init__(
+        self, module: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, optimizer: str, marks: Marks
+    ) -> None:
+        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        try:
+            self.graph = export_training_graph(module, args, kwargs)
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            raise CaptureError(f"cannot time single ops of {type(module).__name__}: it cannot be exported: {text}") from error
+        self.leaves = self.graph.flatten_inputs(args, kwargs)
+        self.loss, self.marks = loss, marks
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise InputError(f"{type(module).__name__} has no trainable parameter; unfreeze one")
+        self._update_of = {id(parameter): f"{name}/update" for name, parameter in self.parameters.items()}
+        self.one_by_one = next(iter(self.parameters.values())).device.type == "cpu"
+        groups = _groups(self.parameters) if self.one_by_one else [list(self.parameters)]
+        self.group_of = {f"{name}/update": index for index, group in enumerate(groups) for name in group}
+        self.optimizer = OPTIMIZERS[optimizer]([{"params": [self.parameters[name] for name in group]} for group in groups])
+        self._owner_of_sequence: dict[int, str] = {}
+
+    def run(self) -> tuple[dict[Any, float], dict[Any, float] | None]:
+        """One step.
+
+        Returns:
+            Seconds by op name, None for what belongs to no op; and the host's issue seconds likewise, None on a processor.
+        """
+        marks = self.marks
+        marks.mark(None)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._owner_of_sequence = {}
+        value = self._forward()
+        handles = self._hook(value)
+        marks.mark(None)
+        value.backward()  # type: ignore[no-untyped-call]
+        marks.mark(None)
+        for handle in handles:
+            handle.remove()
+        del value
+        self._update()
+        return marks.finish()
+
+    def _forward(self) -> Tensor:
+        runner = _Runner(self.graph.module, self.graph.op_name_of_node, self.marks, self._claim)
+        flat = runner.run(*self.leaves, enable_io_processing=False)
+        self.marks.mark(None)
+        output = torch.utils._pytree.tree_unflatten(list(flat), self.graph.program.call_spec.out_spec)
+        begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        if self.loss is not None:
+            self.marks.mark(LOSS_LABEL)
+        value = loss_of(output, self.loss)
+        self.marks.mark(None)
+        self._claim(begin, LOSS_LABEL)
+        return value
+
+    def _claim(self, begin: int, name: str) -> None:
+        """Gives the autograd nodes made since `begin` to an op."""
+        for number in range(begin, torch.autograd._get_sequence_nr()):  # type: ignore[attr-defined]
+            self._owner_of_sequence[number] = name
+
+    def _hook(self, value: Tensor) -> list[Any]:
+        """A mark before every autograd node. Sums of gradients from several readers count for the node before them."""
+        handles, seen, pending = [], set(), [value.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+            if node.name().endswith("AccumulateGrad"):
+                key = self._update_of.get(id(node.variable))  # type: ignore[attr-defined]
+            else:
+                owner = self._owner_of_sequence.get(node._sequence_nr())
+                key = None if owner is None else f"{owner}.backward"
+            handles.append(node.register_prehook(lambda gradients, key=key: self.marks.mark(key)))
+        return handles
+
+    def _update(self) -> None:
+        """The optimizer group by group on a processor, as a whole where it joins parameters into shared kernels."""
+        groups = self.optimizer.param_groups
+        try:
+            for index, group in enumerate(groups):
+                self.optimizer.param_groups = [group]
+                self.marks.mark((UPDATE, index))
+                self.optimizer.step()
+            if self.one_by_one:
+                self.optimizer.param_groups = [{**groups[0], "params": []}]
+                self.marks.mark((UPDATE, None))
+                self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
+        self.marks.mark(None)
+
+
+UPDATE = "optimizer"
+"""First part of the keys of updates; the second is the number of the group, or None for a step without parameters."""
+
+
+class _Runner(fx.Interpreter):
+    def __init__(
+        self, module: fx.GraphModule, names: Mapping[str, str], marks: Marks, claim: Callable[[int, str], None]
+    ) -> None:
+        super().__init__(module)
+        self.names, self.marks, self.claim = names, marks, claim
+
+    def run_node(self, n: fx.Node) -> Any:
+        name = self.names.get(n.name)
+        if name is None:
+            return super().run_node(n)
+        begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self.marks.mark(name)
+        out = super().run_node(n)
+        self.claim(begin, name)
+        return out
+
+
+def _groups(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names by dtype and shape, in order of first appearance."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, parameter in parameters.items():
+        found.setdefault((parameter.dtype, *parameter.shape), []).append(name)
+    return list(found.values())

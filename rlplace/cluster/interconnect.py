@@ -1,21 +1,24 @@
-"""Links between devices: who can talk to whom, how fast, and over which shared channels.
+"""What joins the devices of preset clusters: the topology of every host and of the network, and its fabrics.
 
-A channel carries one transfer at a time. Every device has a port for each direction and fabric, so that one transfer leaves
-and one enters at a time; fabrics with a link of its own per pair (V100 cube mesh, MI300X) have a port for each peer. PCIe
-transfers also hold the bus of the host's socket; transfers between hosts hold the network card of either host.
+Inside a host: NVLink ports through a non-blocking switch, a direct link per peer (V100 cube mesh, MI300X xGMI), or PCIe: a port
+per device and direction, the uplink of a switch that several devices share, the bus between sockets, and host memory where
+copies are staged through it. Between hosts: one or several network cards. `rlplace.cluster.topology` lowers it to channels.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from rlplace.cluster.fabrics import FAMILIES
 from rlplace.cluster.presets import DeviceKind
+from rlplace.cluster.topology import Path, Resource, Topology, lower
 from rlplace.errors import InputError
 from rlplace.problem import Links
+from rlplace.problem.fabric import Fabric
 
 # Usable bytes per second of PCIe x16, one direction: gen 5 measured 55 of 63 GB/s, 88 %; the others in proportion.
 PCIE_BYTES_PER_S = {3: 12e9, 4: 26e9, 5: 55e9}
@@ -27,39 +30,46 @@ CPU_LATENCY_S = 5e-6
 NETWORK_EFFICIENCY = {"ib": 0.88, "eth": 0.85}
 NETWORK_LATENCY_S = {"ib": 25e-6, "eth": 50e-6}
 DEVICES_PER_SOCKET = 4
+# Between two sockets, by the PCIe generation of the host: NCCL's figures for Skylake and Sapphire Rapids (src/graph/topo.h),
+# and copies between sockets measured at 39 to 51 GB/s on gen 5 hosts.
+SOCKET_BYTES_PER_S = {3: 10e9, 4: 22e9, 5: 45e9}
+# What one socket's memory moves for copies, both directions together (our assumption: a quarter to a half of its channels).
+HOST_MEMORY_BYTES_PER_S = 60e9
 
 # NVLink2 links between the eight V100 of one host (hybrid cube mesh); 0 means PCIe.
 _CUBE = (
     (0, 1, 1, 2, 2, 0, 0, 0), (1, 0, 2, 1, 0, 2, 0, 0), (1, 2, 0, 2, 0, 0, 1, 0), (2, 1, 2, 0, 0, 0, 0, 1),
     (2, 0, 0, 0, 0, 1, 1, 2), (0, 2, 0, 0, 1, 0, 2, 1), (0, 0, 1, 0, 1, 2, 0, 2), (0, 0, 0, 1, 2, 1, 2, 0),
 )  # fmt: skip
-_NETWORK = re.compile(r"(ib|eth)=(\d+(?:\.\d+)?)g", re.IGNORECASE)
+_NETWORK = re.compile(r"(ib|eth)=(?:(\d{1,3})x)?(\d+(?:\.\d+)?)g", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Network:
-    """Network card of a host.
+    """Network cards of a host.
 
     Attributes:
         technology: ``"ib"`` or ``"eth"``.
-        bits_per_s: Line rate.
+        bits_per_s: Line rate of one card.
+        cards: How many; the devices of the host are dealt to them in order.
     """
 
     technology: str
     bits_per_s: float
+    cards: int = 1
 
     @property
     def bytes_per_s(self) -> float:
-        """Usable bytes per second in one direction."""
+        """Usable bytes per second of one card in one direction."""
         return self.bits_per_s / 8 * NETWORK_EFFICIENCY[self.technology]
 
 
 def parse_network(text: str) -> Network:
-    """Parses ``ib=400g`` or ``eth=25g``."""
+    """Parses ``ib=400g``, ``eth=25g`` or, with several cards in a host, ``ib=8x400g``."""
     match = _NETWORK.fullmatch(text)
-    if match is None or not 0 < float(match[2]) <= 100_000:
-        raise InputError(f"cluster: network {text[:40]!r} is not of the form eth=25g or ib=400g")
-    return Network(match[1].lower(), float(match[2]) * 1e9)
+    if match is None or not 0 < float(match[3]) <= 100_000 or match[2] == "0":
+        raise InputError(f"cluster: network {text[:40]!r} is not of the form eth=25g, ib=400g or ib=8x400g")
+    return Network(match[1].lower(), float(match[3]) * 1e9, int(match[2] or 1))
 
 
 @dataclass(frozen=True)
@@ -68,83 +78,156 @@ class Host:
 
     Attributes:
         fabric: ``"nvlink"`` (where the kind has it) or ``"pcie"``.
-        network: Its network card.
+        network: Its network cards.
     """
 
     fabric: str
     network: Network
 
 
-class _Channels:
-    """Hands out channel numbers by name, in order of first use."""
-
-    def __init__(self) -> None:
-        self._number: dict[tuple[object, ...], int] = {}
-
-    def __call__(self, *name: object) -> int:
-        return self._number.setdefault(name, len(self._number))
-
-
 def build_links(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> Links:
-    """Bandwidth, latency and channels of every ordered pair of devices.
+    """Bandwidth, latency, channels and fabrics of a cluster.
 
     Args:
         kinds: D device kinds.
         host_of: D host numbers.
         hosts: What joins the devices of each host.
     """
+    links = lower(build_topology(kinds, host_of, hosts))
+    return dataclasses.replace(links, fabrics=build_fabrics(kinds, host_of, hosts))
+
+
+def build_topology(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> Topology:
+    """The resources of these hosts and a path for every ordered pair of devices; arguments as in `build_links`."""
+    builder = _Builder(kinds, host_of, hosts)
     count = len(kinds)
-    bandwidth, latency = np.zeros((count, count)), np.zeros((count, count))
-    channel = _Channels()
-    # Position among the accelerators of its host decides the links of a cube mesh and the socket.
-    slot, filled = [], [0] * len(hosts)
+    paths = {(i, j): builder.path(i, j) for i in range(count) for j in range(count) if i != j}
+    return Topology(count, tuple(builder.resources), paths)
+
+
+def build_fabrics(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> tuple[Fabric, ...]:
+    """One fabric a host and interconnect generation, where collectives over it were measured by anyone."""
+    members: dict[tuple[int, str], list[int]] = {}
+    for device, (kind, host) in enumerate(zip(kinds, host_of, strict=True)):
+        if kind.fabric is not None and kind.nvlink is not None and hosts[host].fabric == "nvlink":
+            members.setdefault((host, kind.fabric), []).append(device)
+    fabrics = []
+    slots = _slots(kinds, host_of, len(hosts))[0]
+    for (_, name), devices in members.items():
+        cube = kinds[devices[0]].nvlink == "cube"
+        if len(devices) < 2 or (cube and max(slots[d] for d in devices) >= len(_CUBE)):
+            continue  # sixteen V100 on a switch: nobody's table
+        rate = kinds[devices[0]].nvlink_bytes_per_s
+        pairs = [(i, j, _CUBE[slots[i]][slots[j]] * rate) for i in devices for j in devices if i < j] if cube else []
+        fabrics.append(FAMILIES[name].join(devices, [pair for pair in pairs if pair[2] > 0]))
+    return tuple(fabrics)
+
+
+def _slots(kinds: Sequence[DeviceKind], host_of: Sequence[int], num_hosts: int) -> tuple[list[int], list[int]]:
+    """Position of each device among the accelerators of its host, and how many accelerators each host has.
+
+    The position decides the links of a cube mesh, the socket, the PCIe switch and the network card.
+    """
+    slots, filled = [], [0] * num_hosts
     for kind, host in zip(kinds, host_of, strict=True):
-        slot.append(filled[host])
+        slots.append(filled[host])
         filled[host] += not kind.host_processor
-    rows: list[tuple[tuple[int, ...], ...]] = []
-    for i in range(count):
-        row: list[tuple[int, ...]] = []
-        for j in range(count):
-            if i == j:
-                row.append(())
-            elif host_of[i] != host_of[j]:
-                a, b = hosts[host_of[i]].network, hosts[host_of[j]].network
-                technology = "ib" if a.technology == b.technology == "ib" else "eth"
-                bandwidth[i, j] = min(a.bytes_per_s, b.bytes_per_s)
-                latency[i, j] = NETWORK_LATENCY_S[technology]
-                row.append((channel("out", i), channel("nic out", host_of[i]), channel("nic in", host_of[j]), channel("in", j)))
-            else:
-                host = host_of[i]
-                size = filled[host]
-                bandwidth[i, j], latency[i, j], fabric = _inside(kinds[i], kinds[j], slot[i], slot[j], size, hosts[host].fabric)
-                if fabric == "switch":
-                    row.append((channel("nvlink out", i), channel("nvlink in", j)))
-                elif fabric == "mesh":
-                    row.append((channel("nvlink out", i, j), channel("nvlink in", j, i)))
-                else:
-                    buses = sorted(
-                        {(host, slot[d] // DEVICES_PER_SOCKET) for d in (i, j) if not kinds[d].host_processor} or {(host, 0)}
-                    )
-                    row.append((channel("out", i), *(channel("bus", *bus) for bus in buses), channel("in", j)))
-        rows.append(tuple(row))
-    return Links(bandwidth_bytes_per_s=bandwidth, latency_s=latency, channels=tuple(rows))
+    return slots, filled
 
 
-def _inside(a: DeviceKind, b: DeviceKind, slot_a: int, slot_b: int, size: int, fabric: str) -> tuple[float, float, str]:
-    """Bandwidth, latency and kind of fabric between two devices of one host that has `size` accelerators."""
-    if a.host_processor and b.host_processor:
-        return CPU_BYTES_PER_S, CPU_LATENCY_S, "bus"
-    if fabric == "nvlink" and a.nvlink is not None and a.nvlink == b.nvlink:
-        rate = min(a.nvlink_bytes_per_s, b.nvlink_bytes_per_s)
-        if a.nvlink == "switch":
-            return rate, NVLINK_LATENCY_S, "switch"
-        if a.nvlink == "mesh":
-            return rate, NVLINK_LATENCY_S, "mesh"
-        if size > len(_CUBE):  # sixteen V100 in one host sit on a switch with six links each
-            return 6 * rate, NVLINK_LATENCY_S, "switch"
-        if _CUBE[slot_a][slot_b]:
-            return _CUBE[slot_a][slot_b] * rate, NVLINK_LATENCY_S, "mesh"
-    rate = min(PCIE_BYTES_PER_S[d.pcie_generation] for d in (a, b) if not d.host_processor)
-    if a.host_processor or b.host_processor or (a.pcie_peer and b.pcie_peer):
-        return rate, PCIE_LATENCY_S, "bus"
-    return rate / 2, STAGED_LATENCY_S, "bus"
+class _Builder:
+    """Makes resources when a path first needs them, and the paths."""
+
+    def __init__(self, kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> None:
+        self.kinds, self.host_of, self.hosts = kinds, host_of, hosts
+        self.slots, self.filled = _slots(kinds, host_of, len(hosts))
+        self.resources: list[Resource] = []
+        self.numbers: dict[str, int] = {}
+
+    def resource(self, name: str, bytes_per_s: float) -> int:
+        if name not in self.numbers:
+            self.numbers[name] = len(self.resources)
+            self.resources.append(Resource(name, bytes_per_s))
+        return self.numbers[name]
+
+    def path(self, i: int, j: int) -> Path:
+        if self.host_of[i] != self.host_of[j]:
+            return self.network(i, j)
+        a, b = self.kinds[i], self.kinds[j]
+        if a.host_processor and b.host_processor:
+            over = (self.resource(f"copy out {i}", CPU_BYTES_PER_S), self.resource(f"copy in {j}", CPU_BYTES_PER_S))
+            return Path(over, CPU_LATENCY_S)
+        return self.nvlink(i, j) or self.pcie(i, j)
+
+    def nvlink(self, i: int, j: int) -> Path | None:
+        """Over the switch, or over the direct link of the pair if it has one."""
+        a, b, host = self.kinds[i], self.kinds[j], self.host_of[i]
+        if self.hosts[host].fabric != "nvlink" or a.nvlink is None or a.nvlink != b.nvlink:
+            return None
+        rate, fabric = min(a.nvlink_bytes_per_s, b.nvlink_bytes_per_s), a.nvlink
+        if fabric == "cube" and self.filled[host] > len(_CUBE):
+            rate, fabric = 6 * rate, "switch"  # sixteen V100 in one host sit on a switch with six links each
+        if fabric == "switch":
+            ends = (self.resource(f"nvlink out {i}", rate), self.resource(f"nvlink in {j}", rate))
+            return Path((ends[0], self.resource(f"nvswitch {host}", math.inf), ends[1]), NVLINK_LATENCY_S)
+        width = _CUBE[self.slots[i]][self.slots[j]] if fabric == "cube" else 1
+        if width == 0:
+            return None
+        over = (self.resource(f"link out {i}-{j}", width * rate), self.resource(f"link in {i}-{j}", width * rate))
+        return Path(over, NVLINK_LATENCY_S)
+
+    def pcie(self, i: int, j: int) -> Path:
+        """Over the PCIe tree: own port, switch uplinks and socket bus where they part ways, the other's port."""
+        a, b, host = self.kinds[i], self.kinds[j], self.host_of[i]
+        generation = min(d.pcie_generation for d in (a, b) if not d.host_processor)
+        switches = [self.switch(d) for d in (i, j)]
+        sockets = [self.slots[d] // DEVICES_PER_SOCKET for d in (i, j) if not self.kinds[d].host_processor]
+        over = [self.port("out", i)]
+        if switches[0] != switches[1]:
+            over += self.uplink("out", i)
+        staged = not (a.host_processor or b.host_processor or (a.pcie_peer and b.pcie_peer))
+        if staged:
+            over += [self.resource(f"memory {host}.{socket}", HOST_MEMORY_BYTES_PER_S) for socket in sockets]
+        if sockets[0] != sockets[-1]:  # a host processor stands for all sockets
+            bus = self.resource(f"sockets {host}.{sockets[0]}-{sockets[1]}", SOCKET_BYTES_PER_S[generation])
+            over.insert(len(over) - staged, bus)
+        if switches[0] != switches[1]:
+            over += self.uplink("in", j)
+        over.append(self.port("in", j))
+        return Path(tuple(over), STAGED_LATENCY_S, 0.5) if staged else Path(tuple(over), PCIE_LATENCY_S)
+
+    def network(self, i: int, j: int) -> Path:
+        """Over the card of either device; uplinks where a host has fewer cards than PCIe switches."""
+        over = [self.port("out", i), *self.to_card("out", i), self.card("out", i), self.card("in", j)]
+        over += [*self.to_card("in", j), self.port("in", j)]
+        a, b = self.hosts[self.host_of[i]].network, self.hosts[self.host_of[j]].network
+        return Path(tuple(over), NETWORK_LATENCY_S["ib" if a.technology == b.technology == "ib" else "eth"])
+
+    def port(self, way: str, device: int) -> int:
+        kind = self.kinds[device]
+        if kind.host_processor:
+            return self.resource(f"memory {way} {device}", HOST_MEMORY_BYTES_PER_S)
+        return self.resource(f"pcie {way} {device}", PCIE_BYTES_PER_S[kind.pcie_generation])
+
+    def card(self, way: str, device: int) -> int:
+        host = self.host_of[device]
+        network = self.hosts[host].network
+        number = min(self.slots[device] * network.cards // max(1, self.filled[host]), network.cards - 1)
+        return self.resource(f"nic {way} {host}.{number}", network.bytes_per_s)
+
+    def to_card(self, way: str, device: int) -> list[int]:
+        host, share = self.host_of[device], self.kinds[device].pcie_per_switch
+        switches = -(-self.filled[host] // share)
+        return self.uplink(way, device) if self.hosts[host].network.cards < switches else []
+
+    def uplink(self, way: str, device: int) -> list[int]:
+        """The shared uplink of a device's PCIe switch; none where every device has a root port of its own."""
+        kind = self.kinds[device]
+        if kind.host_processor or kind.pcie_per_switch == 1:
+            return []
+        rate = PCIE_BYTES_PER_S[kind.pcie_generation]
+        return [self.resource(f"uplink {way} {self.host_of[device]}.{self.slots[device] // kind.pcie_per_switch}", rate)]
+
+    def switch(self, device: int) -> int:
+        kind = self.kinds[device]
+        return -1 if kind.host_processor else self.slots[device] // kind.pcie_per_switch

@@ -45,7 +45,10 @@ class DeviceKind:
         nvlink: Fabric inside a host: ``"switch"`` (any pair at full rate), ``"cube"`` (V100 hybrid cube mesh), ``"mesh"`` (one
             link to every peer), or None.
         nvlink_bytes_per_s: Usable rate of one direction: of the port for a switch, of a single link for cube and mesh.
-        network: Default network between hosts of this kind, as in the CLUSTER option (``"ib=200g"``).
+        fabric: Measured collectives of that fabric: a name of `rlplace.cluster.fabrics.FAMILIES`, or None.
+        pcie_per_switch: Devices that share the uplink of a PCIe switch.
+        network: Default network between hosts of this kind, as in the CLUSTER option (``"ib=200g"``, or ``"ib=8x200g"`` for
+            eight cards a host).
         host_processor: The host's own processor: reached over PCIe by the accelerators of its host.
     """
 
@@ -63,6 +66,8 @@ class DeviceKind:
     pcie_peer: bool = True
     nvlink: str | None = None
     nvlink_bytes_per_s: float = 0.0
+    fabric: str | None = None
+    pcie_per_switch: int = 1
     network: str = "eth=25g"
     host_processor: bool = False
 
@@ -114,33 +119,36 @@ _KINDS = (
     # V100 SXM2 32 GB (datasheet). No bfloat16 and no tf32. fp32 0.88 (kernels). NVLink2: one link sustains 22.6 of 25 GB/s.
     _kind(
         "v100", {"float64": 7.8, "float32": 15.7, "float16": 125}, 900, 32, {"float32": 0.87, "float16": 0.70},
-        launch_s=7e-6, gemm_half_s=260e-6, pcie_generation=3, nvlink="cube", nvlink_bytes_per_s=22.6e9, network="ib=100g",
+        launch_s=7e-6, gemm_half_s=260e-6, pcie_generation=3, nvlink="cube", nvlink_bytes_per_s=22.6e9,
+        fabric="nvlink2", pcie_per_switch=2, network="ib=4x100g",
     ),
     # A100 SXM 40 GB (datasheet). fp32 0.79 to 0.81 (kernels, PCIe card). NVLink3: 300 GB/s each way, 88 % usable for copies.
     _kind(
         "a100-40g", {"float64": 9.7, "float32": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312}, 1555, 40,
         {"float32": 0.81, "tf32": 0.70, "float16": 0.87, "bfloat16": 0.87},
-        gemm_half_s=230e-6, nvlink="switch", nvlink_bytes_per_s=264e9, network="ib=200g",
+        gemm_half_s=230e-6, nvlink="switch", nvlink_bytes_per_s=264e9,
+        fabric="nvlink3", pcie_per_switch=2, network="ib=8x200g",
     ),
     # A100 SXM 80 GB (datasheet). fp32 0.90 to 0.91 (kernels); bf16 271 of 312 TFLOP/s (MAMF).
     _kind(
         "a100-80g", {"float64": 9.7, "float32": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312}, 2039, 80,
         {"float32": 0.91, "tf32": 0.70, "float16": 0.87, "bfloat16": 0.87},
-        gemm_half_s=128e-6, nvlink="switch", nvlink_bytes_per_s=264e9, network="ib=200g",
+        gemm_half_s=128e-6, nvlink="switch", nvlink_bytes_per_s=264e9,
+        fabric="nvlink3", pcie_per_switch=2, network="ib=8x200g",
     ),
     # H100 SXM (datasheet). fp32 0.76 (kernels); bf16 794 of 989 (MAMF). NVLink4: 396 of 450 GB/s measured for a copy.
     _kind(
         "h100", {"float64": 34, "float32": 67, "tf32": 494.5, "float16": 989, "bfloat16": 989}, 3350, 80,
         {"float32": 0.76, "tf32": 0.65, "float16": 0.80, "bfloat16": 0.80},
         launch_s=5e-6, reserved_bytes=700_000_000, gemm_half_s=150e-6, pcie_generation=5,
-        nvlink="switch", nvlink_bytes_per_s=396e9, network="ib=400g",
+        nvlink="switch", nvlink_bytes_per_s=396e9, fabric="nvlink4", network="ib=8x400g",
     ),
     # H200 SXM (datasheet): the compute of an H100 with faster and larger memory.
     _kind(
         "h200", {"float64": 34, "float32": 67, "tf32": 494.5, "float16": 989, "bfloat16": 989}, 4800, 141,
         {"float32": 0.76, "tf32": 0.65, "float16": 0.80, "bfloat16": 0.80},
         launch_s=5e-6, reserved_bytes=700_000_000, gemm_half_s=150e-6, pcie_generation=5,
-        nvlink="switch", nvlink_bytes_per_s=396e9, network="ib=400g",
+        nvlink="switch", nvlink_bytes_per_s=396e9, fabric="nvlink4", network="ib=8x400g",
     ),
     # L4 (datasheet, 72 W): power-limited, sustains 0.28 of its fp32 peak (kernels); tensor-core fractions scaled alike.
     _kind(
@@ -162,7 +170,7 @@ _KINDS = (
         "mi300x", {"float64": 81.7, "float32": 163.4, "tf32": 653.7, "float16": 1307, "bfloat16": 1307}, 5300, 192,
         {"float32": 0.60, "tf32": 0.45, "float16": 0.51, "bfloat16": 0.51},
         launch_s=9e-6, reserved_bytes=1_000_000_000, gemm_half_s=60e-6, pcie_generation=5,
-        nvlink="mesh", nvlink_bytes_per_s=48e9, network="ib=400g",
+        nvlink="mesh", nvlink_bytes_per_s=48e9, fabric="xgmi", network="ib=8x400g",
     ),
     cpu_kind(32, 256_000_000_000),
 )  # fmt: skip

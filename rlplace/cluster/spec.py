@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from rlplace.cluster.fabrics import FAMILIES
 from rlplace.cluster.presets import DTYPES, DeviceKind
-from rlplace.errors import InputError
+from rlplace.errors import InputError, unknown_name
 from rlplace.files import fingerprint
 from rlplace.problem import Device, Links
 from rlplace.problem.check import MAX_BYTES
+from rlplace.problem.fabric import check_fabrics
 
 MAX_DEVICES = 1024
 """Devices that one cluster may have; the link matrices grow with the square."""
@@ -110,6 +112,10 @@ def check_cluster(cluster: Cluster) -> None:
         check_kind(kind)
     if any(not 0 <= host < MAX_DEVICES for host in cluster.hosts):
         raise InputError(f"cluster: host numbers must be in 0..{MAX_DEVICES - 1}")
+    try:
+        check_fabrics(cluster.links.fabrics, count)
+    except InputError as error:
+        raise InputError(f"cluster: {error}") from None
 
 
 def check_kind(kind: DeviceKind) -> None:
@@ -133,8 +139,13 @@ def check_kind(kind: DeviceKind) -> None:
             raise InputError(f"{where}: {name} {getattr(kind, name)} is outside 0..{MAX_BYTES}")
     for name in ("launch_s", "gemm_half_s", "bandwidth_half_s"):
         _check_range(getattr(kind, name), 0.0, 1.0, f"{where}: {name}")
+    if not 1 <= kind.processors <= 1_000_000:
+        raise InputError(f"{where}: processors {kind.processors} is outside 1..1000000")
     if kind.nvlink is not None:
         _check_range(kind.nvlink_bytes_per_s, 1e3, 1e17, f"{where}: nvlink_bytes_per_s")
+    if kind.fabric is not None and kind.fabric not in FAMILIES:
+        raise InputError(f"{where}: {unknown_name('fabric', kind.fabric, FAMILIES)}")
+    _check_range(kind.pcie_per_switch, 1, 64, f"{where}: pcie_per_switch")
 
 
 def _check_range(value: float, low: float, high: float, where: str, dtype: str | None = None) -> None:

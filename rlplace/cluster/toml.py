@@ -17,9 +17,11 @@ from rlplace.cluster.interconnect import Host, build_links, parse_network
 from rlplace.cluster.parse import default_host
 from rlplace.cluster.presets import KINDS, DeviceKind
 from rlplace.cluster.spec import MAX_DEVICES, Cluster, check_kind
+from rlplace.cluster.topology_file import parse_topology
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_text, write_text
 from rlplace.problem import Device, Links
+from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
 
 FORMAT = "rlplace.cluster"
 VERSION = 1
@@ -27,9 +29,9 @@ VERSION = 1
 _KIND_FIELDS = {item.name for item in dataclasses.fields(DeviceKind)}
 _KIND_REQUIRED = {"name", "peak_flops", "memory_bandwidth_bytes_per_s", "memory_bytes"}
 _TABLES = ("peak_flops", "gemm_efficiency")
-_INTEGERS = ("memory_bytes", "reserved_bytes", "communication_bytes", "pcie_generation")
+_INTEGERS = ("memory_bytes", "reserved_bytes", "communication_bytes", "pcie_generation", "pcie_per_switch", "processors")
 _FLAGS = ("pcie_peer", "host_processor")
-_TEXTS = ("name", "nvlink", "network")
+_TEXTS = ("name", "nvlink", "fabric", "network")
 _FABRICS = ("switch", "cube", "mesh")
 _DEVICE_KEYS = {"name", "kind", "host", "memory_bytes", "reserved_bytes", *_KIND_FIELDS}
 
@@ -84,6 +86,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
             "latency_s": cluster.links.latency_s.tolist(),
             "channels": [[list(held) for held in row] for row in cluster.links.effective_channels],
         },
+        "fabric": [fabric_to_dict(fabric) for fabric in cluster.links.fabrics],
     }
 
 
@@ -97,7 +100,7 @@ def _kind_to_dict(kind: DeviceKind) -> dict[str, Any]:
 
 
 def _parse(data: dict[str, Any], path: str) -> Cluster:
-    check_keys(data, {"device"}, {"name", "kind", "links", "interconnect"}, "cluster")
+    check_keys(data, {"device"}, {"name", "kind", "links", "interconnect", "topology", "fabric"}, "cluster")
     name = _text(data.get("name", Path(path).stem), "name")
     kinds = _parse_kinds(data.get("kind", []))
     items = data["device"]
@@ -112,12 +115,17 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
         devices.append(device)
         device_kinds.append(kind)
         hosts.append(host)
+    given = [key for key in ("links", "interconnect", "topology") if key in data]
+    if len(given) > 1:
+        raise InputError(f"cluster: give either [{given[0]}] or [{given[1]}], not both")
     if "links" in data:
-        if "interconnect" in data:
-            raise InputError("cluster: give either [links] or [interconnect], not both")
         links = _parse_links(data["links"], len(devices))
+    elif "topology" in data:
+        links = parse_topology(data["topology"], [device.name for device in devices])
     else:
         links = _rule_links(device_kinds, hosts, data.get("interconnect", {}))
+    if "fabric" in data:
+        links = dataclasses.replace(links, fabrics=fabrics_from_list(data["fabric"], len(devices)))
     return Cluster(name, tuple(devices), tuple(device_kinds), links, tuple(hosts), text=path)
 
 
@@ -287,6 +295,11 @@ def _to_toml(data: Mapping[str, Any]) -> str:
     lines += ["", "[links]"]
     for name, rows in data["links"].items():
         lines += [f"{name} = [", *(f"  {_value(row)}," for row in rows), "]"]
+    for fabric in data["fabric"]:
+        lines += ["", "[[fabric]]"]
+        lines += [f"{name} = {_value(value)}" for name, value in fabric.items() if name != "curves"]
+        for curve in fabric["curves"]:
+            lines += ["", "[[fabric.curves]]", *(f"{name} = {_value(value)}" for name, value in curve.items())]
     return "\n".join(lines) + "\n"
 
 

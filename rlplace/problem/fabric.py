@@ -102,6 +102,33 @@ def bus_factor(kind: str, group_size: int) -> float:
     return (2.0 if kind == "all_reduce" else 1.0) * (group_size - 1) / group_size
 
 
+def joined_curve(
+    group_size: int,
+    latency_s: float,
+    stretches: Sequence[tuple[float, float]],
+    *,
+    kind: str = "all_reduce",
+    algorithm: str = "",
+) -> Curve:
+    """A curve without jumps.
+
+    Args:
+        group_size: Devices that take part.
+        latency_s: Time of an empty message.
+        stretches: (from_bytes, bus_bytes_per_s) of each piece; the latencies of later pieces follow.
+        kind: The collective.
+        algorithm: As in `Curve`.
+    """
+    pieces: list[Piece] = []
+    factor = bus_factor(kind, group_size)
+    for start, rate in stretches:
+        if pieces:
+            last = pieces[-1]
+            latency_s = last.latency_s + start * factor * (1 / last.bus_bytes_per_s - 1 / rate)
+        pieces.append(Piece(float(start), latency_s, float(rate)))
+    return Curve(group_size, tuple(pieces), kind, algorithm)
+
+
 def check_fabrics(fabrics: Sequence[Fabric], num_devices: int) -> None:
     """Checks every number of the fabrics of `num_devices` devices.
 

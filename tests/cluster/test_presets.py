@@ -52,7 +52,7 @@ def test_v100_cube_mesh_is_symmetric_with_six_links_each_and_pcie_for_the_rest()
 
 
 def test_host_network_card_is_one_channel_per_host_and_direction():
-    channels = Cluster.preset("h100:2x4").links.channels
+    channels = Cluster.preset("h100:2x4,ib=400g").links.channels
     outgoing = set(channels[0][4]) & set(channels[1][5])
     assert len(outgoing) == 2  # host 0's card out, host 1's card in
     assert set(channels[0][4]).isdisjoint(channels[4][0])
@@ -61,7 +61,7 @@ def test_host_network_card_is_one_channel_per_host_and_direction():
 def test_options_change_the_links():
     base, pcie = Cluster.preset("a100-80g:2"), Cluster.preset("a100-80g:2,pcie")
     assert pcie.links.bandwidth_bytes_per_s[0, 1] < base.links.bandwidth_bytes_per_s[0, 1] / 5
-    slow, fast = Cluster.preset("a100-80g:2x1,eth=25g"), Cluster.preset("a100-80g:2x1,ib=400g")
+    slow, fast = Cluster.preset("h100:2x1,eth=25g"), Cluster.preset("h100:2x1,ib=400g")
     assert slow.links.bandwidth_bytes_per_s[0, 1] == pytest.approx(25e9 / 8 * 0.85)
     assert fast.links.bandwidth_bytes_per_s[0, 1] == pytest.approx(400e9 / 8 * 0.88)
     assert slow.links.latency_s[0, 1] > fast.links.latency_s[0, 1]

@@ -13,10 +13,35 @@ from pathlib import Path
 import torch
 
 from rlplace.cost.measurement import Environment
+from rlplace.errors import InputError, MissingError
 
 _CONTROL_SIZE = {"cpu": 512, "cuda": 4096}
 _CONTROL_REPEATS = 15
 _FIELDS = ("clocks.sm", "power.limit", "temperature.gpu")
+
+
+def check_device(text: str) -> torch.device:
+    """The device that a text names.
+
+    Raises:
+        InputError: Not a device that ops can be timed on.
+        MissingError: This machine has no such device.
+    """
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise InputError(f"device {text[:80]!r}: expected cpu, cuda or cuda:N") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise InputError(f"device {text[:80]!r}: ops are timed on cpu and cuda devices")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    if index >= count:
+        raise MissingError(
+            f"device {text[:80]!r}: this machine has {count} CUDA devices; use --device cpu, or run it elsewhere"
+        )
+    return torch.device("cuda", index)
 
 
 def device_kind_of(device: torch.device) -> str:

@@ -116,6 +116,27 @@ def measure_model(
     )
 
 
+def load_and_measure(
+    spec: str,
+    *,
+    batch: int = 8,
+    seq: int = 512,
+    dtype: str = "fp32",
+    optimizer: str = "adam",
+    device: str | torch.device = "cpu",
+    **options: Any,
+) -> Measurement:
+    """Builds the model that a MODEL text names, captures its step and measures it; `options` go to `measure_model`."""
+    from rlplace.graph.capture import capture
+    from rlplace.zoo import load_model
+
+    source = {"model": spec, "batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer}
+    torch.manual_seed(0)
+    model = load_model(spec, batch=batch, seq=seq, dtype=dtype, device="cpu")
+    graph = capture(model.module, model.example_inputs, loss=model.loss, optimizer=optimizer, name=model.name, source=source)
+    return measure_model(model, graph, optimizer=optimizer, device=device, **options)
+
+
 def _model_of(graph: OpGraph, optimizer: str) -> dict[str, Any]:
     source = graph.source or {}
     return {

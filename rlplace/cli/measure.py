@@ -1,0 +1,96 @@
+"""``rlplace measure``: times the ops and steps of a model, or the links between devices, on real hardware."""
+
+from __future__ import annotations
+
+import argparse
+
+from rlplace.cli.common import add_model_options, milliseconds, positive, print_json, print_table, say, seconds
+from rlplace.errors import InputError
+
+HELP = "time ops, steps or links on real devices"
+EXAMPLE = "example: rlplace measure hf:gpt2 --ops --step --batch 4 --seq 128 --out gpt2.measure.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="hf:TYPE, zoo:NAME, package.module:function, file.py:function"
+    )
+    parser.add_argument("--ops", action="store_true", help="time every distinct op of the model inside real training steps")
+    parser.add_argument("--step", action="store_true", help="time whole training steps of the model")
+    parser.add_argument("--links", action="store_true", help="under torchrun: latency and bandwidth of every pair of devices")
+    parser.add_argument("--out", metavar="FILE", required=True, help="M.measure.json; for --links a cluster file C.toml")
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda:0")
+    parser.add_argument("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")
+    parser.add_argument("--repeats", type=positive, default=25, metavar="N", help="timed steps of each kind (25)")
+    parser.add_argument("--time-limit", type=seconds, default=120.0, metavar="S", help="seconds of timing (120)")
+    parser.add_argument("--json", action="store_true", help="print what the file holds")
+    add_model_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the verb."""
+    from rlplace.files import check_output
+
+    check_output(options.out)
+    if options.links:
+        if options.ops or options.step or options.model:
+            raise InputError("measure: --links takes no model; measure ops and links in two runs")
+        from rlplace.cli import measure_links
+
+        return measure_links.run(options)
+    if not options.ops and not options.step:
+        raise InputError("measure: say what to time: --ops, --step or --links")
+    if options.model is None:
+        raise InputError("measure: --ops and --step need a MODEL, for example hf:gpt2")
+    return _measure_model(options)
+
+
+def _measure_model(options: argparse.Namespace) -> int:
+    import torch
+
+    from rlplace.cost.measurementfile import measurement_to_dict
+    from rlplace.runtime.environment import check_device
+    from rlplace.runtime.measure_ops import load_and_measure
+
+    device = check_device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    say(f"timing {options.model} on {device}")
+    found = load_and_measure(
+        options.model,
+        batch=options.global_batch or options.batch,
+        seq=options.seq,
+        dtype=options.dtype,
+        optimizer=options.optimizer,
+        device=device,
+        ops=options.ops,
+        step=options.step,
+        repeats=options.repeats,
+        time_limit_s=options.time_limit,
+    )
+    found.save(options.out)
+    say(f"wrote {options.out}")
+    if options.json:
+        print_json(measurement_to_dict(found))
+        return 0
+    rows = []
+    for op in sorted(found.ops, key=lambda op: -op.seconds * op.count)[:15]:
+        spread = f"{milliseconds(op.p10_s)}..{milliseconds(op.p90_s)}"
+        rows.append(
+            [op.target, op.direction, str(op.count), milliseconds(op.seconds), spread, milliseconds(op.seconds * op.count)]
+        )
+    if rows:
+        print_table(["op", "direction", "count", "ms", "p10..p90", "ms a step"], rows)
+        print(
+            f"{len(found.ops)} distinct ops, {milliseconds(found.ops_s)} ms a step, {milliseconds(found.host_s)} ms beside them"
+        )
+    if found.step is not None:
+        step = found.step
+        print(
+            f"step time {milliseconds(step.seconds)} ms ({milliseconds(step.p10_s)}..{milliseconds(step.p90_s)}), {step.repeats} steps"
+        )
+        if step.peak_memory_bytes is not None:
+            print(f"peak memory {step.peak_memory_bytes / 1e9:.3f} GB")
+    print(f"control {found.control.shape}: {milliseconds(found.control.first_s)} ms, at the end x {found.control.drift:.3f}")
+    return 0

@@ -20,7 +20,8 @@ SCHEDULES = ("list", "gpipe", "1f1b", "interleaved", "zero_bubble")
 
 _REQUIRED = {"problem", "planner", "seed", "device_of_group"}
 _OPTIONAL = {
-    "priority", "order", "microbatches", "schedule", "stage_of_group", "replicas", "shards", "groups", "source", "predicted",
+    "priority", "order", "microbatches", "schedule", "stage_of_group", "replicas", "shards", "recompute",
+    "optimizer_sharding", "groups", "source", "predicted",
 }  # fmt: skip
 
 
@@ -41,6 +42,8 @@ class PlacementPlan:
         stage_of_group: Optional int32 [G]; a group's stage, default its device.
         replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; None is one replica, identity.
         shards: Optional ``{op name: {dim: parts}}``.
+        recompute: Optional segments (lists of group numbers) whose forward runs again before their backward.
+        optimizer_sharding: Each replica keeps and updates its share of the optimizer state only (ZeRO stage 1).
         groups: Per group ``{"name", "modules", "ops"}``: what of the model it holds.
         source: Where the problem came from, so that a verb can rebuild it.
         predicted: ``step_time_s``, ``samples_per_s``, ``peak_memory_bytes`` per device, ``feasible``, ``executor`` and the
@@ -58,6 +61,8 @@ class PlacementPlan:
     stage_of_group: NDArray[np.int32] | None = None
     replicas: Sequence[Sequence[int]] | None = None
     shards: Mapping[str, Mapping[str, int]] | None = None
+    recompute: Sequence[Sequence[int]] | None = None
+    optimizer_sharding: bool = False
     groups: Sequence[Mapping[str, Any]] | None = None
     source: Mapping[str, Any] | None = None
     predicted: Mapping[str, Any] = field(default_factory=dict)
@@ -106,6 +111,10 @@ class PlacementPlan:
             data["stage_of_group"] = [int(s) for s in self.stage_of_group]
         if self.replicas is not None:
             data["replicas"] = [[int(d) for d in row] for row in self.replicas]
+        if self.recompute:
+            data["recompute"] = [[int(g) for g in segment] for segment in self.recompute]
+        if self.optimizer_sharding:
+            data["optimizer_sharding"] = True
         for key in ("shards", "source"):
             if getattr(self, key) is not None:
                 data[key] = dict(getattr(self, key))
@@ -171,8 +180,26 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
         raise InputError(
             f"plan: stage_of_group has {len(plan.stage_of_group)} entries, the problem {problem.num_groups} groups"
         )
+    _check_replicas(plan, problem)
+    segments = [group for segment in plan.recompute or () for group in segment]
+    if len(set(segments)) < len(segments) or any(not 0 <= group < problem.num_groups for group in segments):
+        raise InputError(f"plan: recompute must hold distinct groups in 0..{problem.num_groups - 1}")
     if plan.order is not None:
         check_order(plan.order, plan.device_of_group, problem, plan.microbatches)
+
+
+def _check_replicas(plan: PlacementPlan, problem: Problem) -> None:
+    if plan.replicas is None:
+        if plan.optimizer_sharding:
+            raise InputError("plan: optimizer_sharding shares the optimizer state between replicas, but the plan has one")
+        return
+    rows = [list(row) for row in plan.replicas]
+    needed = int(plan.device_of_group.max(initial=-1)) + 1
+    if not rows or any(len(row) != len(rows[0]) for row in rows) or len(rows[0]) < needed:
+        raise InputError(f"plan: replicas must be lists of equal length, with at least the {needed} devices of the plan")
+    named = [device for row in rows for device in row]
+    if len(set(named)) < len(named) or any(not 0 <= device < problem.num_devices for device in named):
+        raise InputError(f"plan: replicas must name different devices in 0..{problem.num_devices - 1}")
 
 
 def check_order(
@@ -243,6 +270,8 @@ def _parse(data: dict[str, Any]) -> PlacementPlan:
         stage_of_group=None if stages is None else _whole_list(stages, "stage_of_group"),
         replicas=_parse_replicas(data.get("replicas")),
         shards=_parse_shards(data.get("shards")),
+        recompute=_parse_recompute(data.get("recompute")),
+        optimizer_sharding=_parse_flag(data.get("optimizer_sharding", False), "optimizer_sharding"),
         groups=_parse_groups(data.get("groups")),
         source=data.get("source"),
         predicted=data.get("predicted", {}),
@@ -265,6 +294,20 @@ def _parse_replicas(value: Any) -> list[list[int]] | None:
     if not isinstance(value, list) or not value:
         raise InputError("plan: replicas must be a non-empty list of device lists")
     return [_whole_list(row, "replicas").tolist() for row in value]
+
+
+def _parse_recompute(value: Any) -> list[list[int]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise InputError("plan: recompute must be a list of lists of groups")
+    return [_whole_list(row, "recompute").tolist() for row in value]
+
+
+def _parse_flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"plan: {where}: expected true or false, found {show(value)}")
+    return value
 
 
 def _parse_shards(value: Any) -> dict[str, dict[str, int]] | None:

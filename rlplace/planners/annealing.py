@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import math
 from random import Random
+from typing import Any
 
 from rlplace.plan import PlacementPlan
+from rlplace.planners.evaluate import Execution
 from rlplace.planners.floor import finish
 from rlplace.planners.moves import MoveMaker
 from rlplace.planners.search import Search, Start
@@ -35,6 +37,7 @@ def annealing(
     calls: int | None = None,
     start: Start = None,
     start_temperature: float | None = None,
+    **execution: Any,
 ) -> PlacementPlan:
     """Tuned simulated annealing.
 
@@ -45,13 +48,15 @@ def annealing(
         calls: Simulator calls after the floor; default 4096 when there is no time limit.
         start: Plan or assignment to start from; default the floor, `best`.
         start_temperature: Relative increase of step time that is accepted with probability 1/e at first; default by budget.
+        **execution: Fields of `rlplace.planners.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither the floor nor the search found a plan that fits.
     """
-    search = Search(problem, "annealing", start, calls=calls, time_limit_s=time_limit_s)
+    run = Execution(**execution)
+    search = Search(problem, "annealing", start, run, calls=calls, time_limit_s=time_limit_s)
     run_annealing(search, MoveMaker(problem, Random(seed)), start_temperature)
-    return finish(problem, search.answer(), planner="annealing", seed=seed)
+    return finish(problem, search.answer(), run, planner="annealing", seed=seed)
 
 
 def default_temperature(calls: int) -> float:

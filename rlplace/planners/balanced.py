@@ -23,6 +23,7 @@ only the order of `device_order` and its reverse are tried, and the split is exa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -44,9 +45,9 @@ SLACKS = (1.0, 1.1, 1.3, np.inf)
 """Segment times allowed, as multiples of the optimum, when traffic across cuts is minimised."""
 
 
-def balanced(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+def balanced(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
     """The best contiguous split; see the module docstring."""
-    return one_shot(problem, "balanced", candidates, seed=seed, time_limit_s=time_limit_s)
+    return one_shot(problem, "balanced", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

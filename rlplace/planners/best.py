@@ -10,22 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 from rlplace.plan import PlacementPlan
 from rlplace.planners import ONE_SHOT, PLANNERS
-from rlplace.planners.evaluate import Answer, Deadline, Evaluator
+from rlplace.planners.evaluate import Answer, Deadline, Evaluator, Execution
 from rlplace.planners.floor import REPAIRS, best_of, finish
 from rlplace.planners.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
 
-def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
-    """The best plan of all one-shot planners; see the module docstring."""
+def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
+    """The best plan of all one-shot planners; see the module docstring. `execution` holds the fields of `Execution`."""
     check_possible(problem)
     warm_up()
-    answer = best_answer(problem, Evaluator(problem), Deadline(time_limit_s))
-    return finish(problem, answer, planner="best", seed=seed)
+    run = Execution(**execution)
+    answer = best_answer(problem, Evaluator(problem, run), Deadline(time_limit_s))
+    return finish(problem, answer, run, planner="best", seed=seed)
 
 
 @cache

@@ -13,6 +13,7 @@ is the first of `device_order`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +27,9 @@ from rlplace.planners.subsets import device_order, device_subsets
 from rlplace.problem import Problem
 
 
-def critical_path(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+def critical_path(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
     """The best of the critical-path assignments; see the module docstring."""
-    return one_shot(problem, "critical_path", candidates, seed=seed, time_limit_s=time_limit_s)
+    return one_shot(problem, "critical_path", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

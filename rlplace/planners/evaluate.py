@@ -9,12 +9,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.errors import InputError, show, unknown_name
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator, Timeline, simulate
+
+SEARCHABLE = ("list", "gpipe", "1f1b")
+"""Schedules that run any assignment; the others need stages that form a chain in a given layout."""
 
 Assignment = NDArray[np.int32]
 """int32 [G], the device of every group."""
@@ -111,13 +116,48 @@ class Answer:
     peaks: NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Execution:
+    """How the steps that a planner compares are executed; every planner takes these as options.
+
+    Attributes:
+        microbatches: Passes over the forward and backward ops.
+        schedule: One of `SEARCHABLE`.
+
+    Raises:
+        InputError: Another schedule, or no micro-batch.
+    """
+
+    microbatches: int = 1
+    schedule: str = "list"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SEARCHABLE:
+            raise unknown_name("schedule", self.schedule, SEARCHABLE)
+        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise InputError(f"microbatches: expected a whole number from 1 up, found {show(self.microbatches)}")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of the simulator."""
+        if self == PLAIN:
+            return {}
+        return {"microbatches": self.microbatches, "schedule": self.schedule}
+
+
+PLAIN = Execution()
+"""One micro-batch, run by priority."""
+
+
 class Evaluator:
     """Simulates assignments of one problem and counts the calls."""
 
-    def __init__(self, problem: Problem, simulator: Simulator | None = None) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, execution: Execution = PLAIN, *, simulator: Simulator | None = None) -> None:
+        self.problem, self.execution = problem, execution
         self.calls = 0
-        self._simulator = Simulator(problem) if simulator is None else simulator
+        if simulator is None:
+            simulator = Simulator(problem, **execution.arguments)
+        self._simulator = simulator
 
     def score(self, devices: Assignment) -> Score:
         """Step time and memory overflow of an assignment."""
@@ -132,7 +172,7 @@ class Evaluator:
     def timeline(self, devices: Assignment) -> Timeline:
         """The whole timeline of an assignment; one call like any other."""
         self._count()
-        return simulate(self.problem, devices)
+        return simulate(self.problem, devices, **self.execution.arguments)
 
     def _count(self) -> None:
         self.calls += 1

@@ -7,9 +7,10 @@ best feasible one becomes the plan. Nothing here searches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from rlplace.plan import PlacementPlan, make_plan
-from rlplace.planners.evaluate import Answer, Assignment, Deadline, Evaluator
+from rlplace.planners.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution
 from rlplace.planners.repair import legalize, repair_answer
 from rlplace.planners.shortage import check_possible, raise_infeasible
 from rlplace.problem import Problem
@@ -67,22 +68,32 @@ def _limit(best: Answer) -> float:
     return best.score.step_time_s if best.score.feasible else float("inf")
 
 
-def finish(problem: Problem, answer: Answer | None, *, planner: str, seed: int) -> PlacementPlan:
+def finish(problem: Problem, answer: Answer | None, execution: Execution = PLAIN, *, planner: str, seed: int) -> PlacementPlan:
     """Builds the plan of an answer, with the simulator's prediction.
 
     Raises:
         InfeasibleError: There is no answer, or it does not fit.
     """
-    line = None if answer is None else simulate(problem, answer.devices)
+    line = None if answer is None else simulate(problem, answer.devices, **execution.arguments)
     if answer is None or line is None or not line.feasible:
         raise_infeasible(problem, line, planner=planner)
-    return make_plan(problem, answer.devices, planner=planner, seed=seed, predicted=line.predicted(problem))
+    return make_plan(
+        problem, answer.devices, planner=planner, seed=seed, predicted=line.predicted(problem), **execution.arguments
+    )
 
 
 def one_shot(
-    problem: Problem, planner: str, candidates: Candidates, *, seed: int, time_limit_s: float | None, repairs: int = REPAIRS
+    problem: Problem,
+    planner: str,
+    candidates: Candidates,
+    *,
+    seed: int,
+    time_limit_s: float | None,
+    repairs: int = REPAIRS,
+    **execution: Any,
 ) -> PlacementPlan:
-    """The whole of a planner that only builds candidates."""
+    """The whole of a planner that only builds candidates; `execution` holds the fields of `Execution`."""
     check_possible(problem)
-    answer = best_of(problem, candidates(problem, seed), Evaluator(problem), Deadline(time_limit_s), repairs=repairs)
-    return finish(problem, answer, planner=planner, seed=seed)
+    run = Execution(**execution)
+    answer = best_of(problem, candidates(problem, seed), Evaluator(problem, run), Deadline(time_limit_s), repairs=repairs)
+    return finish(problem, answer, run, planner=planner, seed=seed)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,9 @@ from rlplace.planners.subsets import device_subsets
 from rlplace.problem import Problem
 
 
-def heft(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+def heft(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
     """The best of HEFT's assignments; see the module docstring."""
-    return one_shot(problem, "heft", candidates, seed=seed, time_limit_s=time_limit_s)
+    return one_shot(problem, "heft", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

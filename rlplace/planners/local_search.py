@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import math
 from random import Random
+from typing import Any
 
 from rlplace.plan import PlacementPlan
 from rlplace.planners.bottleneck import propose
+from rlplace.planners.evaluate import Execution
 from rlplace.planners.floor import finish
 from rlplace.planners.moves import MoveMaker
 from rlplace.planners.search import Search, Start
@@ -40,6 +42,7 @@ def local_search(
     time_limit_s: float | None = None,
     calls: int | None = None,
     start: Start = None,
+    **execution: Any,
 ) -> PlacementPlan:
     """Bottleneck-guided descent with kicks.
 
@@ -49,13 +52,15 @@ def local_search(
         time_limit_s: Seconds, floor included.
         calls: Simulator calls after the floor; default 4096 when there is no time limit.
         start: Plan or assignment to start from; default the floor, `best`.
+        **execution: Fields of `rlplace.planners.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither the floor nor the search found a plan that fits.
     """
-    search = Search(problem, "local_search", start, calls=calls, time_limit_s=time_limit_s)
+    run = Execution(**execution)
+    search = Search(problem, "local_search", start, run, calls=calls, time_limit_s=time_limit_s)
     run_local_search(search, MoveMaker(problem, Random(seed)))
-    return finish(problem, search.answer(), planner="local_search", seed=seed)
+    return finish(problem, search.answer(), run, planner="local_search", seed=seed)
 
 
 def run_local_search(search: Search, moves: MoveMaker) -> None:

@@ -16,6 +16,7 @@ in the share of memory that may be planned (all of it, or 85 %).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +30,9 @@ from rlplace.planners.subsets import device_subsets
 from rlplace.problem import Problem
 
 
-def m_etf(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+def m_etf(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
     """The best of m-ETF's assignments; see the module docstring."""
-    return one_shot(problem, "m_etf", candidates, seed=seed, time_limit_s=time_limit_s)
+    return one_shot(problem, "m_etf", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

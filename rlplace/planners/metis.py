@@ -17,6 +17,7 @@ repair does the rest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +33,9 @@ IMBALANCES = (50, 300)
 """Allowed overweight of a part in thousandths; METIS's own default of 1 to 30 leaves it no freedom on few, unlike groups."""
 
 
-def metis(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+def metis(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
     """The best of METIS's partitions; see the module docstring."""
-    return one_shot(problem, "metis", candidates, seed=seed, time_limit_s=time_limit_s)
+    return one_shot(problem, "metis", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +21,13 @@ from rlplace.planners.groupgraph import group_graph
 from rlplace.problem import Problem
 
 
-def random(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, samples: int = 64) -> PlacementPlan:
+def random(
+    problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, samples: int = 64, **execution: Any
+) -> PlacementPlan:
     """The best of `samples` random plans."""
     if samples < 1:
         raise InputError(f"random: samples must be at least 1, found {samples}")
-    return one_shot(problem, "random", partial(candidates, samples=samples), seed=seed, time_limit_s=time_limit_s)
+    return one_shot(problem, "random", partial(candidates, samples=samples), seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int, *, samples: int = 64) -> Iterator[Assignment]:

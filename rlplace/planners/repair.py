@@ -65,7 +65,7 @@ def repair(
     Returns:
         int32 [G], feasible, or None when no feasible assignment was found.
     """
-    evaluator = simulator if isinstance(simulator, Evaluator) else Evaluator(problem, simulator)
+    evaluator = simulator if isinstance(simulator, Evaluator) else Evaluator(problem, simulator=simulator)
     answer = repair_answer(problem, legalize(problem, device_of_group), evaluator, Deadline(None), max_calls=max_calls)
     return answer.devices if answer.score.feasible else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +14,9 @@ from rlplace.planners.groupgraph import group_graph
 from rlplace.problem import Problem
 
 
-def round_robin(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+def round_robin(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
     """Device ``i mod D`` for the i-th group; repaired where that does not fit."""
-    return one_shot(problem, "round_robin", candidates, seed=seed, time_limit_s=time_limit_s)
+    return one_shot(problem, "round_robin", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.planners.best import best_answer, warm_up
-from rlplace.planners.evaluate import Answer, Assignment, Deadline, Evaluator, Score
+from rlplace.planners.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution, Score
 from rlplace.planners.repair import legalize
 from rlplace.planners.shortage import check_possible
 from rlplace.problem import Problem
@@ -32,13 +32,22 @@ class Search:
         best_score: Its score.
     """
 
-    def __init__(self, problem: Problem, planner: str, start: Start, *, calls: int | None, time_limit_s: float | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        planner: str,
+        start: Start,
+        execution: Execution = PLAIN,
+        *,
+        calls: int | None,
+        time_limit_s: float | None,
+    ) -> None:
         if calls is not None and calls < 0:
             raise InputError(f"{planner}: calls must not be negative, found {calls}")
         check_possible(problem)
         warm_up()
         self.deadline = Deadline(time_limit_s)
-        self.evaluator = Evaluator(problem)
+        self.evaluator = Evaluator(problem, execution)
         answer = self._start(problem, start)
         self.calls = CALLS if calls is None and time_limit_s is None else calls
         self._first = self.evaluator.calls

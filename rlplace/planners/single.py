@@ -6,6 +6,7 @@ Groups that are fixed elsewhere, or cannot run on the device, go to the nearest 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +20,9 @@ REPAIRS = 0
 """A repaired plan would use several devices."""
 
 
-def single(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+def single(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
     """The best single device that fits; see the module docstring and `rlplace.planners` for the contract."""
-    return one_shot(problem, "single", candidates, seed=seed, time_limit_s=time_limit_s, repairs=REPAIRS)
+    return one_shot(problem, "single", candidates, seed=seed, time_limit_s=time_limit_s, repairs=REPAIRS, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

@@ -226,7 +226,6 @@ def memory_tight_pair() -> Toy:
     """
     problem = build_problem(
         "memory_tight_pair",
-        "pipeline_chain",
         time_s=[[1.0, 1.0]] * 2,
         tensors=[TensorSpec(0, 3, [1])],
         memory_bytes=[10, 10],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,25 @@ class Timeline:
     task_op: NDArray[np.int32]
     task_microbatch: NDArray[np.int32]
     transfer_microbatch: NDArray[np.int32]
+
+    def last_microbatch(self) -> Timeline:
+        """The timeline cut down to the tasks of the last micro-batch, which has every op once: task k is op k.
+
+        Step time, peaks and busy times stay those of the whole step.
+        """
+        if self.microbatches == 1:
+            return self
+        ops = len(self.device_of_op)
+        kept = np.isin(self.transfer_microbatch, (-1, self.microbatches - 1))
+        transfers = {
+            name: getattr(self, name)[kept]
+            for name in (
+                "transfer_tensor", "transfer_source", "transfer_destination", "transfer_start_s", "transfer_end_s",
+                "transfer_microbatch",
+            )
+        }  # fmt: skip
+        tasks = {name: getattr(self, name)[-ops:] for name in ("start_s", "end_s", "task_op", "task_microbatch")}
+        return replace(self, **transfers, **tasks)
 
     def predicted(self, problem: Problem) -> dict[str, Any]:
         """The `predicted` entry of a plan file.

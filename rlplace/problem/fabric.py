@@ -1,7 +1,7 @@
 """Fabrics: devices joined by one interconnect, with the measured or fitted times of their collectives.
 
 A problem carries them in its links, so that collectives can be priced where the cluster is not at hand
-(`rlplace.cost.collectives`). The same plain data stands in problem files (JSON) and cluster files (TOML).
+(`rlplace.problem.collectives`). The same plain data stands in problem files (JSON) and cluster files (TOML).
 """
 
 from __future__ import annotations

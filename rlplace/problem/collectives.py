@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cost.rings import busiest_channel_s_per_byte, hops_of, ring_order, rounds_of
+from rlplace.problem.rings import busiest_channel_s_per_byte, hops_of, ring_order, rounds_of
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.problem import Links
 from rlplace.problem.fabric import COLLECTIVES, Curve, Fabric, bus_factor

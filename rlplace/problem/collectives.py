@@ -27,10 +27,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.problem.rings import busiest_channel_s_per_byte, hops_of, ring_order, rounds_of
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.problem import Links
 from rlplace.problem.fabric import COLLECTIVES, Curve, Fabric, bus_factor
+from rlplace.problem.rings import busiest_channel_s_per_byte, hops_of, ring_order, rounds_of
 
 COMPUTE_SLOWDOWN = 1.189
 """Factor on the time of compute that overlaps with a collective: 18.9 % on average, at most 40 %, over A100, H100, MI210 and

@@ -1,6 +1,7 @@
 """The executor: step time and peak memory of a plan."""
 
 from rlplace.simulator.api import PlanResult, Simulator, TimelineBatch, default_priority, simulate, simulate_many
+from rlplace.simulator.expand import expand
 from rlplace.simulator.timeline import EXECUTOR, Timeline
 from rlplace.simulator.trace import trace_events, write_trace
 
@@ -11,6 +12,7 @@ __all__ = [
     "Timeline",
     "TimelineBatch",
     "default_priority",
+    "expand",
     "simulate",
     "simulate_many",
     "trace_events",

@@ -59,7 +59,7 @@ class MeasuredOp:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Whole training steps: forward, loss, backward, update.
+    """Whole training steps: forward, loss, backward, update. Wall time, unless said otherwise.
 
     Attributes:
         seconds: Median.
@@ -67,6 +67,8 @@ class StepTiming:
         p10_s: 10th percentile.
         p90_s: 90th percentile.
         repeats: Timed steps.
+        undisturbed: How many of them kept the processor throughout; all of them where the host does not do the work.
+        busy_s: Median processor time of the thread, which other programs do not lengthen; None unless one thread does all work.
         instrumented_s: Median of the steps in which single ops were timed; None when they were not.
         peak_memory_bytes: Largest allocation of the device during a step; None where the device does not report it.
     """
@@ -76,6 +78,8 @@ class StepTiming:
     p10_s: float
     p90_s: float
     repeats: int
+    undisturbed: int
+    busy_s: float | None = None
     instrumented_s: float | None = None
     peak_memory_bytes: int | None = None
 

@@ -26,7 +26,7 @@ VERSION = 1
 MAX_SECONDS = 1e6
 _MAX_COUNT = 1 << 62
 _OP_OPTIONAL = ("dims", "issue_s")
-_STEP_OPTIONAL = ("instrumented_s", "peak_memory_bytes")
+_STEP_OPTIONAL = ("busy_s", "instrumented_s", "peak_memory_bytes")
 _ENVIRONMENT_OPTIONAL = ("clock_mhz", "clock_end_mhz", "power_limit_w", "temperature_c", "details")
 _MODEL_KEYS = {"model": str, "batch": int, "seq": int, "dtype": str, "optimizer": str}
 
@@ -96,8 +96,11 @@ def check_measurement(measurement: Measurement) -> None:
         for name in ("seconds", "min_s", "p10_s", "p90_s"):
             _check(getattr(step, name), f"step.{name}", positive=True)
         _check_whole(step.repeats, "step.repeats", least=1)
-        if step.instrumented_s is not None:
-            _check(step.instrumented_s, "step.instrumented_s", positive=True)
+        _check_whole(step.undisturbed, "step.undisturbed")
+        for name in ("busy_s", "instrumented_s"):
+            value = getattr(step, name)
+            if value is not None:
+                _check(value, f"step.{name}", positive=True)
         if step.peak_memory_bytes is not None:
             _check_whole(step.peak_memory_bytes, "step.peak_memory_bytes")
 
@@ -207,11 +210,14 @@ def _parse_op(item: Any, where: str) -> MeasuredOp:
 def _parse_step(item: Any) -> StepTiming:
     names = [field.name for field in dataclasses.fields(StepTiming)]
     check_keys(item, [name for name in names if name not in _STEP_OPTIONAL], _STEP_OPTIONAL, "measurement: step")
-    instrumented = item.get("instrumented_s")
     return StepTiming(
         **{name: _number(item[name], f"step.{name}") for name in ("seconds", "min_s", "p10_s", "p90_s")},
         repeats=item["repeats"],
-        instrumented_s=None if instrumented is None else _number(instrumented, "step.instrumented_s"),
+        undisturbed=item["undisturbed"],
+        **{
+            name: None if item.get(name) is None else _number(item[name], f"step.{name}")
+            for name in ("busy_s", "instrumented_s")
+        },
         peak_memory_bytes=item.get("peak_memory_bytes"),
     )
 

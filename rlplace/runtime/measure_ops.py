@@ -2,8 +2,8 @@
 
 Ops are timed inside real training steps, not alone: an op alone finds its inputs in the cache and its output's memory at hand,
 inside a step it finds what the ops before it left. On a processor the difference is up to a factor of three for element-wise
-ops. Plain steps and marked steps alternate, so that both see the same machine. A step during which the thread lost the
-processor to another one is dropped.
+ops. Plain steps and marked steps alternate, so that both see the same machine. Plain steps during which the thread lost the
+processor to another program are set aside.
 """
 
 from __future__ import annotations
@@ -39,19 +39,23 @@ Times = dict[Any, float]
 
 @dataclass
 class Samples:
-    """Raw times of the steps that were kept.
+    """Raw times.
 
     Attributes:
-        plain: Seconds of steps without marks.
+        plain: Wall seconds of steps without marks during which the thread kept the processor.
+        lost: Wall seconds of the others.
+        busy: Processor seconds of the thread in all of these steps; empty where ops run elsewhere.
         marked: Seconds by op name of each step with marks.
         issue: The host's seconds likewise; empty on a processor.
-        dropped: Steps that were thrown away because the thread lost the processor.
+        peak_memory_bytes: Of the steps without marks; None where the device does not tell.
     """
 
     plain: list[float] = dataclasses.field(default_factory=list)
+    lost: list[float] = dataclasses.field(default_factory=list)
+    busy: list[float] = dataclasses.field(default_factory=list)
     marked: list[Times] = dataclasses.field(default_factory=list)
     issue: list[Times] = dataclasses.field(default_factory=list)
-    dropped: int = 0
+    peak_memory_bytes: int | None = None
 
 
 def measure_model(
@@ -96,12 +100,12 @@ def measure_model(
     shape, first = time_control(place)
     module, inputs = _on_device(model, place)
     walk = StepWalk(module, inputs, model.loss, optimizer, marks_on(place))
-    samples, peak = _run_steps(walk, module, inputs, place, ops, step, repeats, time_limit_s)
+    samples = _run_steps(walk, module, inputs, place, ops, step, repeats, time_limit_s)
     _, last = time_control(place)
     environment = dataclasses.replace(
         before,
         clock_end_mhz=clock_mhz(place),
-        details={**before.details, "dropped_steps": samples.dropped},
+        details={**before.details, "disturbed_steps": len(samples.lost)},
     )
     marked = [sum(times.values()) for times in samples.marked]
     return Measurement(
@@ -110,7 +114,7 @@ def measure_model(
         environment=environment,
         cache="step",
         ops=_measured_ops(graph, walk, samples, optimizer) if ops else (),
-        step=_step_timing(samples.plain, marked, peak) if step else None,
+        step=_step_timing(samples, marked) if step else None,
         control=ControlTiming(shape, first, last),
         host_s=statistics.median([times.get(None, 0.0) for times in samples.marked]) if ops else 0.0,
     )
@@ -171,50 +175,45 @@ def _run_steps(
     step: bool,
     repeats: int,
     time_limit_s: float,
-) -> tuple[Samples, int | None]:
-    """Plain and marked steps in turn. Steps that lost the processor count only while there are too few others."""
-    kept, lost = Samples(), Samples()
+) -> Samples:
+    """Plain and marked steps in turn."""
+    samples = Samples()
     end = time.monotonic() + time_limit_s
-    cuda = device.type == "cuda"
-    peak: int | None = None
+    own = device.type == "cpu" and torch.get_num_threads() == 1
     for index in range(WARMUP_STEPS + 4 * repeats):
         warm = index >= WARMUP_STEPS
-        done = min(len(kept.plain) if step else repeats, len(kept.marked) if ops else repeats)
-        late = time.monotonic() > end and index >= WARMUP_STEPS + MIN_REPEATS
-        if done >= repeats or late:
+        enough = min(len(samples.plain) if step else repeats, len(samples.marked) if ops else repeats)
+        if enough >= repeats or (time.monotonic() > end and index >= WARMUP_STEPS + MIN_REPEATS):
             break
         if step or not warm:
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(device)
-            busy, begin = time.thread_time(), time.perf_counter()
-            seconds = time_step(module, walk.optimizer, inputs, loss=walk.loss, devices=[device])
-            if cuda:
-                peak = max(peak or 0, int(torch.cuda.max_memory_allocated(device)))
-            if warm:
-                (lost if not cuda and _lost(busy, begin) else kept).plain.append(seconds)
-        if ops:
-            busy, begin = time.thread_time(), time.perf_counter()
+            _plain_step(walk, module, inputs, device, samples if warm else Samples(), own)
+        if ops and len(samples.marked) < repeats:
             times, issue = walk.run()
             if warm:
-                target = lost if not cuda and _lost(busy, begin) else kept
-                target.marked.append(times)
+                samples.marked.append(times)
                 if issue is not None:
-                    target.issue.append(issue)
-    kept.dropped = len(lost.plain) + len(lost.marked)
-    if step and len(kept.plain) < MIN_REPEATS:
-        kept.plain += sorted(lost.plain)[: MIN_REPEATS - len(kept.plain)]
-    if ops and len(kept.marked) < MIN_REPEATS:
-        kept.marked += sorted(lost.marked, key=lambda times: sum(times.values()))[: MIN_REPEATS - len(kept.marked)]
-    return kept, peak
+                    samples.issue.append(issue)
+    return samples
 
 
-def _lost(busy: float, begin: float) -> bool:
-    """Whether the thread was off the processor for a noticeable part of the time since the two clock readings."""
-    elapsed = time.perf_counter() - begin
-    return elapsed - (time.thread_time() - busy) > _LOST * elapsed
+def _plain_step(walk: StepWalk, module: nn.Module, inputs: Any, device: torch.device, samples: Samples, own: bool) -> None:
+    """One step without marks; `own`: the thread that calls does all the work."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.thread_time()
+    seconds = time_step(module, walk.optimizer, inputs, loss=walk.loss, devices=[device])
+    busy = time.thread_time() - begin
+    if cuda:
+        samples.peak_memory_bytes = max(samples.peak_memory_bytes or 0, int(torch.cuda.max_memory_allocated(device)))
+    (samples.lost if own and seconds - busy > _LOST * seconds else samples.plain).append(seconds)
+    if own:
+        samples.busy.append(busy)
 
 
-def _step_timing(plain: Sequence[float], marked: Sequence[float], peak: int | None) -> StepTiming:
+def _step_timing(samples: Samples, marked: Sequence[float]) -> StepTiming:
+    missing = max(0, MIN_REPEATS - len(samples.plain))
+    plain = samples.plain + sorted(samples.lost)[:missing]  # the least disturbed ones, while there are too few others
     low, middle, high = np.percentile(plain, (10, 50, 90)).tolist()
     return StepTiming(
         seconds=middle,
@@ -222,14 +221,18 @@ def _step_timing(plain: Sequence[float], marked: Sequence[float], peak: int | No
         p10_s=low,
         p90_s=high,
         repeats=len(plain),
+        undisturbed=len(samples.plain),
+        busy_s=statistics.median(samples.busy) if samples.busy else None,
         instrumented_s=statistics.median(marked) if marked else None,
-        peak_memory_bytes=peak,
+        peak_memory_bytes=samples.peak_memory_bytes,
     )
 
 
 def _measured_ops(graph: OpGraph, walk: StepWalk, samples: Samples, optimizer: str) -> tuple[MeasuredOp, ...]:
     """One record per distinct op."""
-    marked = [_with_updates(times, graph, walk) for times in samples.marked]
+    cost = walk.mark_cost_s
+    counted = [{key: max(0.0, seconds - cost) for key, seconds in times.items()} for times in samples.marked]
+    marked = [_with_updates(times, graph, walk) for times in counted]
     issue = [_with_updates(times, graph, walk) for times in samples.issue]
     found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for index, name in enumerate(graph.op_names):

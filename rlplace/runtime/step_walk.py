@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from rlplace.errors import CaptureError, InputError
 from rlplace.graph.export import export_training_graph
 from rlplace.graph.trace import LOSS_LABEL
-from rlplace.runtime.marks import Marks
+from rlplace.runtime.marks import Marks, mark_cost_s
 from rlplace.runtime.measure import loss_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -65,6 +65,7 @@ class StepWalk:
         self.group_of = {f"{name}/update": index for index, group in enumerate(groups) for name in group}
         self.optimizer = OPTIMIZERS[optimizer]([{"params": [self.parameters[name] for name in group]} for group in groups])
         self._owner_of_sequence: dict[int, str] = {}
+        self.mark_cost_s = mark_cost_s(marks)
 
     def run(self) -> tuple[dict[Any, float], dict[Any, float] | None]:
         """One step.

@@ -143,6 +143,7 @@ class _Builder:
         self.slots, self.filled = _slots(kinds, host_of, len(hosts))
         self.resources: list[Resource] = []
         self.numbers: dict[str, int] = {}
+        self.halves: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def resource(self, name: str, bytes_per_s: float) -> int:
         if name not in self.numbers:
@@ -198,10 +199,15 @@ class _Builder:
 
     def network(self, i: int, j: int) -> Path:
         """Over the card of either device; uplinks where a host has fewer cards than PCIe switches."""
-        over = [self.port("out", i), *self.to_card("out", i), self.card("out", i), self.card("in", j)]
-        over += [*self.to_card("in", j), self.port("in", j)]
         a, b = self.hosts[self.host_of[i]].network, self.hosts[self.host_of[j]].network
-        return Path(tuple(over), NETWORK_LATENCY_S["ib" if a.technology == b.technology == "ib" else "eth"])
+        latency = NETWORK_LATENCY_S["ib" if a.technology == b.technology == "ib" else "eth"]
+        return Path(self.to_network("out", i) + self.to_network("in", j), latency)
+
+    def to_network(self, way: str, device: int) -> tuple[int, ...]:
+        if (way, device) not in self.halves:
+            half = (self.port(way, device), *self.to_card(way, device), self.card(way, device))
+            self.halves[way, device] = half if way == "out" else half[::-1]
+        return self.halves[way, device]
 
     def port(self, way: str, device: int) -> int:
         kind = self.kinds[device]

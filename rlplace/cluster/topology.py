@@ -6,10 +6,10 @@ which carries one transfer at a time, so capacity sharing is lowered to exclusiv
 * A transfer holds every resource on its path for its whole duration, at the rate of the slowest one.
 * A resource that one transfer can fill is one channel.
 * A resource of k times the capacity that any single transfer can use becomes k lanes, each a channel of its own; a pair's lane
-  follows from its sender or its receiver, whichever are fewer on that resource. Lanes are rounded down (one more when that
+  follows from its sender or its receiver, whichever are more on that resource. Lanes are rounded down (one more when that
   slows a lone transfer by at most a tenth), so that lanes together never move more than the resource can.
 * A resource without a capacity (a non-blocking switch) adds its latency and is no channel.
-* A lane in the middle of a path is dropped where an exclusive resource of the same path already keeps its users apart.
+* A lane in the middle of a path is dropped where another channel of the same paths already keeps its users apart.
 
 Sharing by max-min fairness would give two transfers half the rate each at the same time; one after the other, both end no
 later than the last would, and the mean is earlier. That is the price of channels (docs/cost-model/links.md).
@@ -18,10 +18,11 @@ later than the last would, and the mean is earlier. That is the price of channel
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.problem import Links
@@ -111,68 +112,116 @@ def lower(topology: Topology) -> Links:
     """
     count = topology.num_devices
     bandwidth, latency = np.zeros((count, count)), np.zeros((count, count))
-    capacity = [resource.bytes_per_s for resource in topology.resources]
-    delay = [resource.latency_s for resource in topology.resources]
-    users: dict[int, list[tuple[int, int]]] = {}
-    demand = [0.0] * len(capacity)
-    for (i, j), path in topology.paths.items():
-        rate = _lone_rate(path, capacity)
-        bandwidth[i, j] = rate
-        latency[i, j] = path.latency_s + sum(delay[r] for r in path.over)
-        for r in set(path.over):
-            if capacity[r] != math.inf:
-                users.setdefault(r, []).append((i, j))
-                demand[r] = max(demand[r], rate * path.over.count(r))
-    lanes = {r: _lanes(pairs, capacity[r], demand[r]) for r, pairs in users.items()}
-    idle = _redundant(topology, lanes, users)
-    numbers: dict[tuple[int, int], int] = {}
     rows: list[list[tuple[int, ...]]] = [[()] * count for _ in range(count)]
-    for i, j in sorted(topology.paths):
-        path = topology.paths[i, j]
-        held = []
-        for r in dict.fromkeys(path.over):
-            if r not in lanes:
-                continue
-            width, side, order = lanes[r]
-            if width > 1:
-                bandwidth[i, j] = min(bandwidth[i, j], capacity[r] / width / path.over.count(r))
-            if r in idle and r not in (path.over[0], path.over[-1]):
-                continue
-            lane = order[(i, j)[side]] % width
-            held.append(numbers.setdefault((r, lane), len(numbers)))
-        rows[i][j] = tuple(held)
+    if topology.paths:
+        pairs, over, crossings = _incidence(topology)
+        paths = [topology.paths[i, j] for i, j in pairs.tolist()]
+        # resource -1 stands for the end of a shorter path: it neither limits nor delays
+        capacity = np.array([*(resource.bytes_per_s for resource in topology.resources), math.inf])
+        delay = np.array([*(resource.latency_s for resource in topology.resources), 0.0])
+        rate = np.array([path.efficiency for path in paths]) * capacity[over].min(axis=1)
+        rate = np.minimum(rate, (capacity[over] / crossings).min(axis=1))
+        late = np.array([path.latency_s for path in paths])
+        width, side, position = _lanes(pairs, over, capacity, rate[:, None] * crossings)
+        rate = np.minimum(rate, (capacity / width)[over].min(axis=1, where=width[over] > 1, initial=math.inf))
+        bandwidth[pairs[:, 0], pairs[:, 1]] = rate
+        latency[pairs[:, 0], pairs[:, 1]] = late + delay[over].sum(axis=1)
+        key = over * MAX_LANES + position % width[over]
+        key[~_kept(over, np.isfinite(capacity), (capacity[over] / crossings).argmin(axis=1), width, side, position)] = -1
+        for (i, j), held in zip(pairs.tolist(), _number(key).tolist(), strict=True):
+            rows[i][j] = tuple([c for c in dict.fromkeys(held) if c >= 0])
     return Links(bandwidth, latency, tuple(tuple(row) for row in rows))
 
 
-_Lanes = tuple[int, int, dict[int, int]]  # how many, keyed by sender (0) or receiver (1), position of each such device
+def _incidence(topology: Topology) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs int [P, 2] in order; resources of their paths int [P, K], -1 after the end; how often each is crossed [P, K]."""
+    pairs = np.array(sorted(topology.paths), dtype=np.int64)
+    overs = [topology.paths[i, j].over for i, j in pairs.tolist()]
+    longest = max(len(over) for over in overs)
+    over = np.array([path + (-1,) * (longest - len(path)) for path in overs], dtype=np.int64)
+    crossings = np.zeros_like(over)
+    for column in range(longest):
+        crossings += over == over[:, [column]]
+    return pairs, over, crossings
 
 
-def _lone_rate(path: Path, capacity: Sequence[float]) -> float:
-    """Bytes per second of a transfer that has its path to itself."""
-    rate = path.efficiency * min(capacity[r] for r in path.over)
-    if len(set(path.over)) < len(path.over):
-        rate = min(rate, *(capacity[r] / path.over.count(r) for r in path.over))
-    return rate
+def _lanes(
+    pairs: NDArray[np.int64], over: NDArray[np.int64], capacity: NDArray[np.float64], demand: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """How each resource is divided.
+
+    Returns:
+        width: int [R + 1], lanes; side: int [R + 1], whether the sender (0) or the receiver (1) chooses the lane;
+        position: int [P, K], the number of the choosing device among those that use the resource.
+    """
+    most = np.zeros(len(capacity))
+    np.maximum.at(most, over, np.where(over >= 0, demand, 0.0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where((most > 0) & np.isfinite(capacity), capacity / most, 1.0)
+    lanes = np.floor(ratio + _LANE_SLACK)
+    ranks = [_rank(over, pairs[:, way], len(capacity)) for way in (0, 1)]
+    more = ranks[1][1] > ranks[0][1]
+    side = np.where(lanes > 1, more, ~more).astype(np.int64)  # one lane needs no choice: the fewer, see `_kept`
+    choosers = np.where(side == 1, ranks[1][1], ranks[0][1])
+    width = np.clip(lanes, 1, np.clip(choosers, 1, MAX_LANES)).astype(np.int64)
+    return width, side, np.where(side[over] == 1, ranks[1][0], ranks[0][0])
 
 
-def _lanes(pairs: Sequence[tuple[int, int]], capacity: float, demand: float) -> _Lanes:
-    width = min(MAX_LANES, max(1, math.floor(capacity / demand + _LANE_SLACK)))
-    senders, receivers = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
-    side = 0 if len(senders) <= len(receivers) else 1
-    return width, side, {device: position for position, device in enumerate((senders, receivers)[side])}
+def _rank(over: NDArray[np.int64], device: NDArray[np.int64], rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Number of each path's device among the distinct ones that use a resource [P, K], and how many those are [R + 1]."""
+    devices = int(device.max()) + 1
+    seen = np.zeros((rows, devices), dtype=bool)
+    seen[over, device[:, None]] = True
+    order = np.cumsum(seen, axis=1) - 1
+    return order[over, device[:, None]], seen.sum(axis=1)
 
 
-def _redundant(topology: Topology, lanes: Mapping[int, _Lanes], users: Mapping[int, Sequence[tuple[int, int]]]) -> set[int]:
-    """Resources of which no two transfers that could run together share a lane."""
-    found: set[int] = set()
-    for r, (width, side, order) in lanes.items():
-        if width < len(order):
-            continue
-        common: dict[int, set[int]] = {}  # by device: exclusive resources on all its paths over r
-        for pair in users[r]:
-            others = {o for o in topology.paths[pair].over if o != r and o not in found and o in lanes and lanes[o][0] == 1}
-            device = pair[side]
-            common[device] = common[device] & others if device in common else others
-        if all(common.values()):
-            found.add(r)
-    return found
+def _kept(
+    over: NDArray[np.int64],
+    limits: NDArray[np.bool_],
+    slowest: NDArray[np.int64],
+    width: NDArray[np.int64],
+    side: NDArray[np.int64],
+    position: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Which resources of each path become channels: bool [P, K].
+
+    The ends of a path always do, so that every transfer holds something of its sender and of its receiver. In the middle, a
+    resource with a lane for each device that chooses one is left out where all paths of such a device over it begin or end in
+    one exclusive port, or share one exclusive bottleneck of several devices: these keep them apart already.
+
+    Args:
+        over: [P, K] resources.
+        limits: [R + 1], whether a resource has a capacity.
+        slowest: [P], column of the slowest resource.
+        width: As `_lanes` returns it.
+        side: Likewise.
+        position: Likewise.
+    """
+    rows, count = np.arange(len(over)), len(limits)
+    last = (over >= 0).sum(axis=1) - 1
+    ends = np.zeros(over.shape, dtype=bool)
+    ends[:, 0] = ends[rows, last] = True
+    choosers = np.ones(count, dtype=np.int64)
+    np.maximum.at(choosers, over, position + 1)
+    covered = np.zeros((count, int(choosers.max())), dtype=bool)
+    single = limits & (width == 1)
+    for column, firm in ((np.zeros_like(last), single), (last, single), (slowest, single & (choosers > 1))):
+        cover = over[rows, column][:, None]
+        valid = firm[cover] & (cover != over)
+        low, high = np.full(covered.shape, count), np.full(covered.shape, -1)
+        np.minimum.at(low, (over, position), np.where(valid, cover, -1))
+        np.maximum.at(high, (over, position), np.where(valid, cover, count))
+        covered |= low == high
+    covered |= np.arange(covered.shape[1]) >= choosers[:, None]
+    needless = (width >= choosers) & covered.all(axis=1)
+    return limits[over] & (over >= 0) & (ends | ~needless[over])
+
+
+def _number(key: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Small channel numbers, in order of first use; -1 stays."""
+    values, first, index = np.unique(key, return_index=True, return_inverse=True)
+    first[values < 0] = -1
+    number = np.empty(len(values), dtype=np.int64)
+    number[np.argsort(first, kind="stable")] = np.arange(len(values)) - int(values[0] < 0)
+    return number[index].reshape(key.shape)

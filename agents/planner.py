@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
+from rlplace.planners.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
@@ -37,6 +39,7 @@ def agent(
     agent: str = "default",
     samples: int = 8,
     calls: int | None = None,
+    **execution: Any,
 ) -> PlacementPlan:
     """Places with a trained agent.
 
@@ -47,11 +50,12 @@ def agent(
         agent: Name of a shipped checkpoint, or a checkpoint folder.
         samples: Rollouts of the policy before the search.
         calls: Simulator calls after the floor; default no limit. With `calls` and no time limit the answer is deterministic.
+        **execution: Fields of `rlplace.planners.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither the classical planners nor the search find a plan that fits.
     """
-    return load_agent(agent).place(problem, seed=seed, time_limit_s=time_limit_s, samples=samples, calls=calls)
+    return load_agent(agent).place(problem, seed=seed, time_limit_s=time_limit_s, samples=samples, calls=calls, **execution)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +76,20 @@ class Agent:
         time_limit_s: float | None = None,
         samples: int = 8,
         calls: int | None = None,
+        **execution: Any,
     ) -> PlacementPlan:
         """Places one problem; see `agent` for the arguments."""
+        run = Execution(**execution)
         warm_up()
         begin = time.perf_counter()
         if time_limit_s is None and calls is None:
             time_limit_s = 5.0
-        floor, reason = _floor(problem, seed, time_limit_s)
+        floor, reason = _floor(problem, seed, time_limit_s, run)
         if problem.num_devices == 1 and floor is None:
             raise reason or InfeasibleError("the problem does not fit on its only device; use more devices or less memory")
-        instance = make_instance(problem, floor=None if floor is None else floor.device_of_group, compute_floor=False)
+        instance = make_instance(
+            problem, floor=None if floor is None else floor.device_of_group, compute_floor=False, execution=run
+        )
         search = Search(
             instance=instance,
             network=self.checkpoint.network,
@@ -94,10 +102,10 @@ class Agent:
         if self.checkpoint.environment == "rlplace/Refinement-v0" and problem.num_devices > 1:
             search.run_guided()
         best, priority = search.best_plan, None
-        timeline = simulate(problem, best)
+        timeline = simulate(problem, best, **run.arguments)
         if floor is not None and not (timeline.feasible and timeline.step_time_s <= floor.predicted["step_time_s"]):
             best, priority = floor.device_of_group, floor.priority
-            timeline = simulate(problem, best, priority=priority)
+            timeline = simulate(problem, best, priority=priority, **run.arguments)
         if not timeline.feasible:
             raise reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
         predicted = {
@@ -107,7 +115,7 @@ class Agent:
             "search_calls": search.calls,
             "agent": self.checkpoint.name,
         }
-        return make_plan(problem, best, planner="agent", seed=seed, predicted=predicted, priority=priority)
+        return make_plan(problem, best, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
 
     def finetune(self, problems: Sequence[Problem], *, steps: int = 20_000, seed: int = 0, out: str | Path) -> Agent:
         """Continues training on `problems` in the simulator and returns the new agent, saved in the folder `out`."""
@@ -146,9 +154,11 @@ def load_agent(name: str | Path = "default") -> Agent:
     return Agent(load_checkpoint(name))
 
 
-def _floor(problem: Problem, seed: int, time_limit_s: float | None) -> tuple[PlacementPlan | None, InfeasibleError | None]:
+def _floor(
+    problem: Problem, seed: int, time_limit_s: float | None, run: Execution
+) -> tuple[PlacementPlan | None, InfeasibleError | None]:
     try:
-        return get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s), None
+        return get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s, **run.arguments), None
     except InfeasibleError as error:
         return None, error
 

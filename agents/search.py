@@ -70,7 +70,7 @@ class Search:
     def __post_init__(self) -> None:
         self._begin = time.perf_counter()
         self._seen: dict[bytes, Score] = {}
-        self._simulator = Simulator(self.instance.problem)
+        self._simulator = Simulator(self.instance.problem, **self.instance.execution.arguments)
         with torch.no_grad():
             self._embedding = self.network.encode(graph_tensors(self.instance))
         self._evaluate(self.best_plan)
@@ -172,7 +172,7 @@ class Search:
         """Moves that provably fill no device beyond `fill` times its memory, and their logits."""
         instance = self.instance
         self.calls += 1
-        timeline = simulate(instance.problem, plan)
+        timeline = simulate(instance.problem, plan, **instance.execution.arguments)
         state = placed_state(instance, timeline, plan)
         moves = propose(instance, timeline, plan, state.tightness, self.rng, _MOVES)
         table = features(instance, state, moves)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
 from rlplace.plan.plan import PlacementPlan, make_plan
-from rlplace.problem import Problem
 from rlplace.simulator import Simulator, simulate
 from rlplace.simulator.timeline import Timeline
 
@@ -57,13 +56,13 @@ class SimulatedBackend:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._simulators: dict[int, tuple[Problem, Simulator]] = {}
+        self._simulators: dict[int, tuple[Instance, Simulator]] = {}
 
     def simulator(self, instance: Instance) -> Simulator:
         """The reusable simulator of the instance's problem."""
-        key = id(instance.problem)
+        key = id(instance)
         if key not in self._simulators:
-            self._simulators[key] = (instance.problem, Simulator(instance.problem))
+            self._simulators[key] = (instance, Simulator(instance.problem, **instance.execution.arguments))
         return self._simulators[key][1]
 
     def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
@@ -74,7 +73,7 @@ class SimulatedBackend:
 
     def timeline(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Timeline:
         """The simulated timeline."""
-        return simulate(instance.problem, device_of_group)
+        return simulate(instance.problem, device_of_group, **instance.execution.arguments)
 
 
 class MeasuredBackend(SimulatedBackend):
@@ -94,7 +93,7 @@ class MeasuredBackend(SimulatedBackend):
         simulated = super().evaluate(instance, device_of_group)
         if not simulated.feasible:
             return simulated
-        plan = make_plan(instance.problem, device_of_group, planner="measured")
+        plan = make_plan(instance.problem, device_of_group, planner="measured", **instance.execution.arguments)
         try:
             return Evaluation(float(self._measure(plan)), 0.0)
         except (MemoryError, RuntimeError) as error:

@@ -16,6 +16,7 @@ from rlplace.envs.reward import SHORTEST_S
 from rlplace.errors import InfeasibleError, unknown_name
 from rlplace.planners import get_planner
 from rlplace.planners.bounds import lower_bounds
+from rlplace.planners.evaluate import PLAIN, Execution
 from rlplace.planners.groupgraph import GroupGraph, finite_links, group_graph
 from rlplace.planners.shortage import check_possible
 from rlplace.problem import Problem
@@ -43,6 +44,7 @@ class Instance:
         ideal_s: Sum of mean times over the number of devices: the unit of all time features.
         criticality: float64 [G] in 0..1, longest path through the group over the longest path of all.
         depth: float64 [G] in 0..1, where in the step the group's forward starts.
+        execution: Micro-batches and schedule of the step whose time counts.
     """
 
     problem: Problem
@@ -61,6 +63,7 @@ class Instance:
     ideal_s: float
     criticality: NDArray[np.float64]
     depth: NDArray[np.float64]
+    execution: Execution = PLAIN
 
 
 def make_instance(
@@ -69,6 +72,7 @@ def make_instance(
     floor: NDArray[np.int32] | None = None,
     compute_floor: bool = True,
     order: str = "topological",
+    execution: Execution = PLAIN,
 ) -> Instance:
     """Prepares a problem for the environments.
 
@@ -77,6 +81,7 @@ def make_instance(
         floor: Plan of the best classical planner.
         compute_floor: Compute it with `best` when it is not given.
         order: One of `ORDERS`: in which order Placement-v0 asks for groups.
+        execution: Micro-batches and schedule of the step.
 
     Raises:
         InfeasibleError: A group may sit nowhere. (A problem without a plan that fits the memory is none to refuse.)
@@ -87,10 +92,10 @@ def make_instance(
         check_possible(problem)
     if floor is None and compute_floor:
         try:
-            floor = get_planner("best")(problem).device_of_group
+            floor = get_planner("best")(problem, **execution.arguments).device_of_group
         except InfeasibleError:
             floor = None
-    step_time = None if floor is None else simulate(problem, floor).step_time_s
+    step_time = None if floor is None else simulate(problem, floor, **execution.arguments).step_time_s
     graph = group_graph(problem)
     through, start = _paths(problem)
     longest = max(float(through.max()), 1e-30)
@@ -112,6 +117,7 @@ def make_instance(
         ideal_s=max(float(graph.mean_time_s.sum()) / problem.num_devices, 1e-30),
         criticality=through / longest,
         depth=np.where(np.isfinite(start), start, 0.0) / longest,
+        execution=execution,
     )
 
 

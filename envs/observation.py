@@ -71,8 +71,8 @@ def observation_space(max_groups: int, candidates: int, full: bool) -> spaces.Di
 
 
 def placed_state(instance: Instance, timeline: Timeline, device_of_group: NDArray[np.int32]) -> State:
-    """The state of a complete plan, with slack and idleness taken from its timeline."""
-    problem = instance.problem
+    """The state of a complete plan; slack and idleness are those of its last micro-batch."""
+    problem, timeline = instance.problem, timeline.last_microbatch()
     load, pinned = load_and_pinned(instance, device_of_group)
     if timeline.step_time_s is None:
         return State(

@@ -46,12 +46,12 @@ def render_rgb(instance: Instance, device_of_group: NDArray[np.int32]) -> NDArra
     image = np.full((devices * (_ROW + _GAP) + _GAP, _WIDTH, 3), 255, dtype=np.uint8)
     if (device_of_group < 0).any():
         return image
-    timeline = simulate(instance.problem, device_of_group)
+    timeline = simulate(instance.problem, device_of_group, **instance.execution.arguments)
     if timeline.step_time_s is None:
         return image
     scale = (_WIDTH - 1) / max(timeline.step_time_s, 1e-30)
-    for op, device in enumerate(timeline.device_of_op.tolist()):
-        top = _GAP + device * (_ROW + _GAP)
-        low, high = int(timeline.start_s[op] * scale), int(timeline.end_s[op] * scale)
+    for task, op in enumerate(timeline.task_op.tolist()):
+        top = _GAP + int(timeline.device_of_op[op]) * (_ROW + _GAP)
+        low, high = int(timeline.start_s[task] * scale), int(timeline.end_s[task] * scale)
         image[top : top + _ROW, low : max(high, low + 1)] = _PALETTE[instance.problem.op_group[op] % len(_PALETTE)]
     return image

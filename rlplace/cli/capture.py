@@ -44,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
         "ops": problem.num_ops,
         "groups": problem.num_groups,
         "devices": problem.num_devices,
+        "host": options.host_mode,
+        "op_times": (problem.source or {}).get("op_times", {}),
         "notes": list(loaded.graph.capture.get("notes", [])),
     }
     if options.json:

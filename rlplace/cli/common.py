@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("adam", "adamw", "momentum", "sgd")
+HOST_MODES = ("eager", "compiled")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--weight-gradients", action="store_true", help="gradients of weights as ops of their own, for zero-bubble pipelines"
     )
+    group.add_argument("--costs", metavar="FILE.cost.json", help="op times: a cost file over the built-in coefficients")
+    group.add_argument("--host-mode", choices=HOST_MODES, default="eager", help="how the host issues ops (eager)")
     group.add_argument(
         "--global-batch", type=positive, metavar="N", help="samples per step; with one micro-batch it replaces --batch"
     )
@@ -80,10 +83,26 @@ def load(model: str, cluster: str | None, options: argparse.Namespace, *, op_lev
             source=source,
         )
     split = options.weight_gradients
-    problem = price(graph, machine, groups=options.granularity, weight_gradients=split)
+    how: dict[str, Any] = {
+        "groups": options.granularity,
+        "weight_gradients": split,
+        "costs": options.costs,
+        "host": options.host_mode,
+    }
+    problem = price(graph, machine, **how)
     say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {problem.num_groups} groups")
-    op_problem = price(graph, machine, groups=options.granularity, level="op", weight_gradients=split) if op_level else None
+    say(f"op times ({options.host_mode}): {basis_summary(problem)}")
+    op_problem = price(graph, machine, level="op", **how) if op_level else None
     return Loaded(problem, op_problem, graph)
+
+
+def basis_summary(problem: Problem) -> str:
+    """What the op times of a problem rest on, for people: per device kind the share of the step by basis."""
+    kinds = (problem.source or {}).get("op_times", {})
+    return "; ".join(
+        f"{kind} " + ", ".join(f"{100 * share:.0f} % {basis}" for basis, share in shares.items())
+        for kind, shares in kinds.items()
+    )
 
 
 def check_agent(name: str) -> None:

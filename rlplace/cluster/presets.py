@@ -40,6 +40,7 @@ class DeviceKind:
         communication_bytes: Further bytes reserved when a cluster has several accelerators.
         gemm_half_s: A matrix product that takes this long at peak reaches 71 % of `gemm_efficiency` (see `rlplace.cost`).
         bandwidth_half_s: The same for memory traffic.
+        processors: Streaming multiprocessors, compute units or cores: how many tiles of a product run at a time.
         pcie_generation: Host link, x16.
         pcie_peer: Whether two devices of one host copy directly; otherwise every copy is staged through host memory.
         nvlink: Fabric inside a host: ``"switch"`` (any pair at full rate), ``"cube"`` (V100 hybrid cube mesh), ``"mesh"`` (one
@@ -62,6 +63,7 @@ class DeviceKind:
     communication_bytes: int = COMMUNICATION_BYTES
     gemm_half_s: float = 150e-6
     bandwidth_half_s: float = 30e-6
+    processors: int = 108
     pcie_generation: int = 4
     pcie_peer: bool = True
     nvlink: str | None = None
@@ -93,6 +95,7 @@ def cpu_kind(cores: int, memory_bytes: int, name: str = "cpu") -> DeviceKind:
         communication_bytes=0,
         gemm_half_s=20e-6,
         bandwidth_half_s=5e-6,
+        processors=cores,
         host_processor=True,
     )
 
@@ -119,7 +122,7 @@ _KINDS = (
     # V100 SXM2 32 GB (datasheet). No bfloat16 and no tf32. fp32 0.88 (kernels). NVLink2: one link sustains 22.6 of 25 GB/s.
     _kind(
         "v100", {"float64": 7.8, "float32": 15.7, "float16": 125}, 900, 32, {"float32": 0.87, "float16": 0.70},
-        launch_s=7e-6, gemm_half_s=260e-6, pcie_generation=3, nvlink="cube", nvlink_bytes_per_s=22.6e9,
+        launch_s=7e-6, gemm_half_s=260e-6, processors=80, pcie_generation=3, nvlink="cube", nvlink_bytes_per_s=22.6e9,
         fabric="nvlink2", pcie_per_switch=2, network="ib=4x100g",
     ),
     # A100 SXM 40 GB (datasheet). fp32 0.79 to 0.81 (kernels, PCIe card). NVLink3: 300 GB/s each way, 88 % usable for copies.
@@ -140,36 +143,37 @@ _KINDS = (
     _kind(
         "h100", {"float64": 34, "float32": 67, "tf32": 494.5, "float16": 989, "bfloat16": 989}, 3350, 80,
         {"float32": 0.76, "tf32": 0.65, "float16": 0.80, "bfloat16": 0.80},
-        launch_s=5e-6, reserved_bytes=700_000_000, gemm_half_s=150e-6, pcie_generation=5,
+        launch_s=5e-6, reserved_bytes=700_000_000, gemm_half_s=150e-6, processors=132, pcie_generation=5,
         nvlink="switch", nvlink_bytes_per_s=396e9, fabric="nvlink4", network="ib=8x400g",
     ),
     # H200 SXM (datasheet): the compute of an H100 with faster and larger memory.
     _kind(
         "h200", {"float64": 34, "float32": 67, "tf32": 494.5, "float16": 989, "bfloat16": 989}, 4800, 141,
         {"float32": 0.76, "tf32": 0.65, "float16": 0.80, "bfloat16": 0.80},
-        launch_s=5e-6, reserved_bytes=700_000_000, gemm_half_s=150e-6, pcie_generation=5,
+        launch_s=5e-6, reserved_bytes=700_000_000, gemm_half_s=150e-6, processors=132, pcie_generation=5,
         nvlink="switch", nvlink_bytes_per_s=396e9, fabric="nvlink4", network="ib=8x400g",
     ),
     # L4 (datasheet, 72 W): power-limited, sustains 0.28 of its fp32 peak (kernels); tensor-core fractions scaled alike.
     _kind(
         "l4", {"float32": 30.3, "tf32": 60, "float16": 121, "bfloat16": 121}, 300, 24,
-        {"float32": 0.28, "tf32": 0.40, "float16": 0.50, "bfloat16": 0.50}, gemm_half_s=26e-6,
+        {"float32": 0.28, "tf32": 0.40, "float16": 0.50, "bfloat16": 0.50}, gemm_half_s=26e-6, processors=58,
     ),
     # T4 (datasheet, 70 W, 15 GB usable): sustains 0.40 of its fp32 peak (kernels). No bfloat16 and no tf32.
     _kind(
         "t4", {"float32": 8.1, "float16": 65}, 320, 15, {"float32": 0.40, "float16": 0.40},
-        launch_s=7e-6, gemm_half_s=49e-6, pcie_generation=3,
+        launch_s=7e-6, gemm_half_s=49e-6, processors=40, pcie_generation=3,
     ),
     # RTX 4090 (datasheet; half precision with fp32 accumulation). The driver disables peer copies.
     _kind(
         "rtx4090", {"float32": 82.6, "tf32": 82.6, "float16": 165.2, "bfloat16": 165.2}, 1008, 24,
-        {"float32": 0.65, "tf32": 0.65, "float16": 0.85, "bfloat16": 0.85}, launch_s=5e-6, gemm_half_s=60e-6, pcie_peer=False,
+        {"float32": 0.65, "tf32": 0.65, "float16": 0.85, "bfloat16": 0.85}, launch_s=5e-6, gemm_half_s=60e-6,
+        processors=128, pcie_peer=False,
     ),
     # MI300X (datasheet). bf16 668 of 1300 TFLOP/s (MAMF, ROCm 6.3); fp32 fraction as MI210 (kernels). xGMI: 48 GB/s per peer.
     _kind(
         "mi300x", {"float64": 81.7, "float32": 163.4, "tf32": 653.7, "float16": 1307, "bfloat16": 1307}, 5300, 192,
         {"float32": 0.60, "tf32": 0.45, "float16": 0.51, "bfloat16": 0.51},
-        launch_s=9e-6, reserved_bytes=1_000_000_000, gemm_half_s=60e-6, pcie_generation=5,
+        launch_s=9e-6, reserved_bytes=1_000_000_000, gemm_half_s=60e-6, processors=304, pcie_generation=5,
         nvlink="mesh", nvlink_bytes_per_s=48e9, fabric="xgmi", network="ib=8x400g",
     ),
     cpu_kind(32, 256_000_000_000),

@@ -1,156 +1,172 @@
-"""Roofline op times.
+"""Op times of a device kind: curves, residuals and measured shapes of a cost table, and the host's issue time.
 
-    time = launches * floor + max(flops / (peak * e), bytes / (bandwidth * b))
-    e = e_max(class, dtype) * sqrt(flops / (flops + peak * half))        and b likewise with bytes
+    time = launches * floor + max(roofline, factor * max(flops / (e peak g(flops)), bytes / (e_b bandwidth g_b(bytes))))
 
-The floor is the smallest kernel with its share of host dispatch. Efficiency saturates with the size of a call: the square-root
-form follows the public fp32 kernel medians (0.25 / 0.58 / 0.75 of peak at 5e8 / 3e9 / 5e10 FLOP on an A100) within about ten
-points and lets tiny calls cost the floor. Views cost nothing. float32 matrix products run at the float32 rate and float32
-convolutions at the tf32 rate, as PyTorch's defaults have it (``matmul.allow_tf32=False``, ``cudnn.allow_tf32=True``).
+per kernel (`rlplace.cost.calls`), summed over the kernels of an op; a measured shape replaces the sum. Sources and errors:
+docs/cost-model/op-times.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster.presets import DeviceKind
-from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, OP_KINDS, OpGraph
+from rlplace.cost.calls import Calls, calls_of, op_codes, op_directions, op_launches, op_sizes
+from rlplace.cost.curve import kernel_seconds
+from rlplace.cost.host import fold_issue
+from rlplace.cost.scaled import base_name, find_curve, peak_of, precision_of
+from rlplace.cost.shipped import as_costs
+from rlplace.cost.table import BASES, DIRECTIONS, HOST_MODES, CostTable, Curve, KindCosts
+from rlplace.errors import unknown_name
+from rlplace.graph.opgraph import OP_KINDS, OpGraph
 
-VERSION = 1
-"""Of the cost model; part of a problem's source, so that a change of constants shows."""
+VERSION = 2
+"""Of the cost model; part of a problem's source, so that a change of formulas shows."""
+
+NO_BASIS = -1
 
 
-@dataclass(frozen=True)
-class OpClass:
-    """How an op kind uses a device.
+@dataclass(frozen=True, eq=False)
+class OpTimes:
+    """Seconds of every op on one device kind, and what they rest on.
 
     Attributes:
-        matrix: Runs on matrix units: `gemm_efficiency` and the dtype's peak apply; otherwise the float32 vector rate.
-        compute: Factor on `gemm_efficiency` (matrix), or fraction of the vector peak.
-        bandwidth: Largest fraction of memory bandwidth.
-        half: Factor on the kind's `gemm_half_s`; batched and fused kernels need more work to fill a device.
-        backward_launches: Kernels of its backward.
-        launches: Kernels of its forward or update.
+        device_s: float64 [N], device time alone.
+        seconds: float64 [N], with the host's issue time folded in.
+        basis: int8 [N], index into `BASES`, -1 for ops that cost the device nothing; of an op's dearest kernel.
+        curve: int64 [N], index into `curves` of that kernel, -1 for measured shapes and ops without kernels.
+        curves: The curves that were used, with their sources.
     """
 
-    matrix: bool
-    compute: float
-    bandwidth: float
-    half: float = 1.0
-    backward_launches: float = 1.0
-    launches: float = 1.0
+    device_s: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    basis: NDArray[np.int8]
+    curve: NDArray[np.int64]
+    curves: tuple[Curve, ...]
+
+    def shares(self) -> dict[str, float]:
+        """Share of the device time by basis; bases that occur only."""
+        total = float(self.device_s.sum())
+        parts = {name: float(self.device_s[self.basis == number].sum()) for number, name in enumerate(BASES)}
+        return {name: part / total for name, part in parts.items() if part > 0}
 
 
-# Fractions of bandwidth: medians at 0.3 to 1 GB of the public kernel timings (elementwise 0.84, softmax 0.63, layer norm 0.6).
-# Batched products: 0.84 against 0.81 of peak above 1e12 FLOP, reached later. Fused attention: 0.6 to 0.7 of the plain product.
-# Optimizers run as multi-tensor kernels, so a parameter costs a small share of a launch.
-CLASSES: dict[str, OpClass] = {
-    "gemm": OpClass(True, 1.0, 0.85, backward_launches=2),
-    "bmm": OpClass(True, 0.95, 0.80, half=2.5, backward_launches=2),
-    "attention": OpClass(True, 0.65, 0.80, half=2.5, backward_launches=2),
-    "conv": OpClass(True, 0.75, 0.75, backward_launches=2),
-    "recurrent": OpClass(True, 0.35, 0.60, half=2.0, launches=4, backward_launches=6),
-    "scan": OpClass(False, 0.20, 0.60),
-    "elementwise": OpClass(False, 0.50, 0.88),
-    "reduction": OpClass(False, 0.40, 0.75),
-    "norm": OpClass(False, 0.40, 0.62, backward_launches=2),
-    "softmax": OpClass(False, 0.40, 0.65),
-    "embedding": OpClass(False, 0.40, 0.60),
-    "gather": OpClass(False, 0.40, 0.60),
-    "copy": OpClass(False, 0.50, 0.85),
-    "view": OpClass(False, 0.50, 0.85, launches=0, backward_launches=0),
-    "random": OpClass(False, 0.40, 0.80),
-    "optimizer": OpClass(False, 0.50, 0.80, launches=0.2),
-    "module": OpClass(True, 0.70, 0.70, launches=4, backward_launches=6),
-    "other": OpClass(False, 0.30, 0.60),
-}
-
-_TF32_KINDS = ("conv", "recurrent")  # what cuDNN runs
-
-
-def op_times(graph: OpGraph, kind: DeviceKind) -> NDArray[np.float64]:
+def op_times(
+    graph: OpGraph, kind: DeviceKind, costs: CostTable | str | Path | None = None, *, host: str = "eager"
+) -> NDArray[np.float64]:
     """Seconds of every op on a device kind.
 
     Args:
         graph: N ops.
         kind: The device.
+        costs: Cost table or file, laid over the shipped one; None: the shipped one.
+        host: "eager" or "compiled": what it takes the host to issue an op.
 
     Returns:
         float64 [N].
     """
-    return times(
-        op_kind=_codes(graph.op_kind, OP_KINDS),
-        op_dtype=graph.op_dtype,
-        backward=(graph.op_phase == BACKWARD) | (graph.op_phase == BACKWARD_WEIGHT),
-        flops=graph.op_flops,
-        size_bytes=graph.op_bytes.astype(np.float64),
-        kind=kind,
+    return explain_times(graph, kind, costs, host=host).seconds
+
+
+def explain_times(
+    graph: OpGraph, kind: DeviceKind, costs: CostTable | str | Path | None = None, *, host: str = "eager"
+) -> OpTimes:
+    """Like `op_times`, and for every op where its time comes from."""
+    return times_with(as_costs(costs), graph, kind, calls_of(graph), host)
+
+
+def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls, host: str) -> OpTimes:
+    """`explain_times` with a complete table and the graph's calls at hand, for pricing several kinds."""
+    if host not in HOST_MODES:
+        raise unknown_name("host mode", host, HOST_MODES)
+    own = table.kinds.get(base_name(kind.name), KindCosts())
+    seconds, basis, which, curves = _call_seconds(calls, kind, table)
+    device = np.bincount(calls.op, weights=seconds, minlength=graph.num_ops)
+    op_basis = np.full(graph.num_ops, NO_BASIS, dtype=np.int8)
+    op_curve = np.full(graph.num_ops, -1, dtype=np.int64)
+    order = np.argsort(seconds, kind="stable")  # the dearest kernel of an op is written last
+    op_basis[calls.op[order]] = basis[order]
+    op_curve[calls.op[order]] = which[order]
+    if own.measured:
+        for op, found in _measured(graph, kind, own).items():
+            device[op], op_basis[op], op_curve[op] = found, BASES.index("measured"), -1
+    device *= own.step_factor
+    issue = issue_times(graph, own, host, kind)
+    return OpTimes(device, fold_issue(device, issue), op_basis, op_curve, curves)
+
+
+def issue_times(graph: OpGraph, costs: KindCosts, host: str, kind: DeviceKind) -> NDArray[np.float64]:
+    """float64 [N], host time to issue every op. A host processor issues to itself: its floor holds the dispatch of an op."""
+    if kind.host_processor:
+        return np.zeros(graph.num_ops)
+    launches = op_launches(graph)
+    if host == "compiled":
+        return launches * costs.compiled_issue_s
+    view = np.where(op_directions(graph) == 0, costs.eager_view_s, 0.0)  # autograd's own views cost next to nothing
+    result: NDArray[np.float64] = np.where(launches > 0, launches * costs.eager_issue_s, view)
+    return result
+
+
+def _call_seconds(
+    calls: Calls, kind: DeviceKind, table: CostTable
+) -> tuple[NDArray[np.float64], NDArray[np.int8], NDArray[np.int64], tuple[Curve, ...]]:
+    """Seconds [C], basis [C] and curve number [C] of every row, and the curves."""
+    seconds = np.zeros(len(calls.op))
+    basis = np.zeros(len(calls.op), dtype=np.int8)
+    which = np.zeros(len(calls.op), dtype=np.int64)
+    curves: list[Curve] = []
+    group = (calls.kind * len(DIRECTIONS) + calls.direction) * len(calls.dtypes) + calls.dtype
+    order = np.argsort(group, kind="stable")
+    values, starts = np.unique(group[order], return_index=True)
+    for value, rows in zip(values.tolist(), np.split(order, starts[1:]), strict=True):
+        rest, dtype = divmod(value, len(calls.dtypes))
+        number, direction = divmod(rest, len(DIRECTIONS))
+        op = OP_KINDS[number]
+        precision = precision_of(kind, op, calls.dtypes[dtype])
+        curve = find_curve(kind, table, op, precision, DIRECTIONS[direction])
+        seconds[rows] = _row_seconds(calls, rows, curve, precision, kind)
+        basis[rows], which[rows] = BASES.index(curve.basis), len(curves)
+        curves.append(curve)
+    return seconds, basis, which, tuple(curves)
+
+
+def _row_seconds(calls: Calls, rows: NDArray[np.int64], curve: Curve, precision: str, kind: DeviceKind) -> NDArray[np.float64]:
+    """Seconds of rows that share a curve."""
+    count = calls.count[rows]
+    one = kernel_seconds(
+        curve,
+        calls.flops[rows] / count,
+        calls.size_bytes[rows] / count,
+        {name: values[rows] for name, values in calls.sizes.items()},
+        peak_flops=peak_of(kind, precision),
+        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
+        processors=kind.processors,
     )
-
-
-def times(
-    *,
-    op_kind: NDArray[np.int64],
-    op_dtype: tuple[str, ...],
-    backward: NDArray[np.bool_],
-    flops: NDArray[np.float64],
-    size_bytes: NDArray[np.float64],
-    kind: DeviceKind,
-) -> NDArray[np.float64]:
-    """Seconds of ops given by their numbers; `op_kind` indexes `OP_KINDS`, all arrays are [N]."""
-    dtypes = sorted(set(op_dtype))
-    dtype = _codes(op_dtype, dtypes)
-    classes = [CLASSES[name] for name in OP_KINDS]
-    peak = np.array([[_peak(kind, name, d) for d in dtypes] for name in OP_KINDS])[op_kind, dtype]
-    efficiency = np.array([[_efficiency(kind, name, d) for d in dtypes] for name in OP_KINDS])[op_kind, dtype]
-    half_s = kind.gemm_half_s * np.array([c.half for c in classes])[op_kind]
-    bandwidth = kind.memory_bandwidth_bytes_per_s * np.array([c.bandwidth for c in classes])[op_kind]
-    launches = np.where(
-        backward,
-        np.array([c.backward_launches for c in classes])[op_kind],
-        np.array([c.launches for c in classes])[op_kind],
+    result: NDArray[np.float64] = (
+        calls.launches[rows] * (kind.launch_s if curve.floor_s is None else curve.floor_s) + count * one
     )
-    calls = np.maximum(launches, 1.0)
-    compute = _saturating(flops, calls, peak * half_s) / (peak * efficiency)
-    memory = _saturating(size_bytes, calls, kind.memory_bandwidth_bytes_per_s * kind.bandwidth_half_s) / bandwidth
-    result = launches * kind.launch_s + np.maximum(compute, memory)
-    result[(launches == 0) | ((flops == 0) & (size_bytes == 0))] = 0.0  # views, and backward ops that launch nothing
-    seconds: NDArray[np.float64] = result
-    return seconds
+    return result
 
 
-def _saturating(
-    amount: NDArray[np.float64], calls: NDArray[np.float64], half: NDArray[np.float64] | float
-) -> NDArray[np.float64]:
-    """`amount` divided by the saturation that calls of `amount / calls` reach; grows with the square root while small."""
-    scaled: NDArray[np.float64] = np.sqrt(amount) * np.sqrt(amount + calls * half)
-    return scaled
-
-
-def _codes(values: tuple[str, ...], names: tuple[str, ...] | list[str]) -> NDArray[np.int64]:
-    number = {name: index for index, name in enumerate(names)}
-    return np.fromiter((number[value] for value in values), dtype=np.int64, count=len(values))
-
-
-def _precision(kind: DeviceKind, op_kind: str, dtype: str) -> str:
-    """The entry of `peak_flops` that an op runs at."""
-    if dtype == "float32" and op_kind in _TF32_KINDS and "tf32" in kind.peak_flops:
-        return "tf32"
-    return dtype if dtype in kind.peak_flops else "float32"
-
-
-def _peak(kind: DeviceKind, op_kind: str, dtype: str) -> float:
-    if CLASSES[op_kind].matrix:
-        return kind.peak_flops[_precision(kind, op_kind, dtype)]
-    return kind.peak_flops["float64"] if dtype == "float64" and "float64" in kind.peak_flops else kind.peak_flops["float32"]
-
-
-def _efficiency(kind: DeviceKind, op_kind: str, dtype: str) -> float:
-    item = CLASSES[op_kind]
-    if not item.matrix:
-        return item.compute
-    base = kind.gemm_efficiency.get(_precision(kind, op_kind, dtype), kind.gemm_efficiency["float32"])
-    return item.compute * base
+def _measured(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> dict[int, float]:
+    """Measured seconds by op, for the ops whose dims equal those of a measured shape."""
+    sizes = {**op_sizes(graph), "flops": graph.op_flops, "bytes": graph.op_bytes.astype(np.float64)}
+    number, direction = op_codes(graph.op_kind), op_directions(graph)
+    precision = np.array([precision_of(kind, op, d) for op, d in zip(graph.op_kind, graph.op_dtype, strict=True)])
+    found: dict[int, float] = {}
+    for (op, dtype, way), shapes in costs.measured.items():
+        ops = np.flatnonzero((number == OP_KINDS.index(op)) & (direction == DIRECTIONS.index(way)) & (precision == dtype))
+        by_names: dict[tuple[str, ...], dict[tuple[float, ...], float]] = {}
+        for shape in shapes:
+            names = tuple(sorted(shape.dims))
+            by_names.setdefault(names, {})[tuple(float(shape.dims[name]) for name in names)] = shape.seconds
+        for names, table in by_names.items():
+            columns = np.stack([sizes[name][ops] for name in names], axis=1)
+            for index, row in zip(ops.tolist(), map(tuple, columns.tolist()), strict=True):
+                if row in table:
+                    found[index] = table[row]
+    return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rlplace.cost.residual import Sizes, residual_factor
 from rlplace.cost.table import Curve
 
 
@@ -23,9 +24,10 @@ def saturated(amount: ArrayLike, half: ArrayLike, saturation: ArrayLike) -> NDAr
         saturation: Exponent of g.
     """
     amount = np.asarray(amount, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        factor = (1.0 + np.asarray(half, dtype=np.float64) / amount) ** saturation
-    result: NDArray[np.float64] = np.where(amount > 0, amount * factor, 0.0)
+    safe = np.maximum(amount, 1e-30)
+    result: NDArray[np.float64] = np.where(
+        amount > 0, amount * (1.0 + np.asarray(half, dtype=np.float64) / safe) ** saturation, 0.0
+    )
     return result
 
 
@@ -54,3 +56,32 @@ def roofline_seconds(
     flops, size_bytes = np.asarray(flops, dtype=np.float64), np.asarray(size_bytes, dtype=np.float64)
     result: NDArray[np.float64] = np.maximum(flops / np.asarray(peak_flops), size_bytes / bandwidth_bytes_per_s)
     return result
+
+
+def kernel_seconds(
+    curve: Curve,
+    flops: ArrayLike,
+    size_bytes: ArrayLike,
+    sizes: Sizes,
+    *,
+    peak_flops: float,
+    bandwidth_bytes_per_s: float,
+    processors: float,
+) -> NDArray[np.float64]:
+    """Seconds [N] of single calls without launch: curve, residual and roofline.
+
+    Args:
+        curve: With or without a residual.
+        flops: [N] of one call.
+        size_bytes: [N] of one call.
+        sizes: Dims [N] by name, for the residual.
+        peak_flops: FLOP/s of the device at that precision.
+        bandwidth_bytes_per_s: Of the device.
+        processors: Streaming multiprocessors of the device, for the residual.
+    """
+    work = work_seconds(curve, flops, size_bytes, peak_flops=peak_flops, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    if curve.residual is None:
+        return work
+    known = {**sizes, "flops": np.asarray(flops, dtype=np.float64), "bytes": np.asarray(size_bytes, dtype=np.float64)}
+    least = roofline_seconds(flops, size_bytes, peak_flops=peak_flops, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    return np.maximum(work * residual_factor(curve.residual, known, processors), least)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cost.curve import roofline_seconds, work_seconds
+from rlplace.cost.curve import kernel_seconds, roofline_seconds, work_seconds
 from rlplace.cost.fit import OpTiming, levenberg_marquardt
 from rlplace.cost.residual import Sizes, feature_matrix
 from rlplace.cost.table import DIMS, Curve, Residual
@@ -30,9 +30,9 @@ def fit_residual(
     peak_flops: float,
     bandwidth_bytes_per_s: float,
     processors: float,
-    hidden: int = 12,
+    hidden: int = 8,
     bound: float = 4.0,
-    decay: float = 0.02,
+    decay: float = 0.1,
     seed: int = 0,
 ) -> Curve:
     """The curve with a residual fitted to timed ops of its class.
@@ -55,7 +55,9 @@ def fit_residual(
     names = RESIDUAL_FEATURES.get(op)
     if names is None or not rows:
         return curve
-    flops, size, seconds = (np.array([getattr(r, n) for r in rows], dtype=np.float64) for n in ("flops", "size_bytes", "seconds"))
+    flops, size, seconds = (
+        np.array([getattr(r, n) for r in rows], dtype=np.float64) for n in ("flops", "size_bytes", "seconds")
+    )
     device = {"peak_flops": peak_flops, "bandwidth_bytes_per_s": bandwidth_bytes_per_s}
     work = work_seconds(curve, flops, size, **device)
     least = roofline_seconds(flops, size, **device)
@@ -96,6 +98,58 @@ def fit_residual(
         bound=bound,
     )
     return dataclasses.replace(curve, residual=residual)
+
+
+def choose_residual(
+    curve: Curve,
+    rows: Sequence[OpTiming],
+    *,
+    op: str,
+    peak_flops: float,
+    bandwidth_bytes_per_s: float,
+    processors: float,
+    folds: int = 5,
+) -> Curve:
+    """The curve with the residual that does best on rows it was not fitted to, or without one.
+
+    Candidates are no residual, a linear one and networks of 4 and 8 hidden units; `folds`-fold cross-validation of the curve's
+    own rows decides, and a larger candidate must win by more than 3 %. Fewer than 12 rows get none.
+
+    Args:
+        curve: Fitted to `rows`.
+        rows: Timed ops with `dims`.
+        op: Op class.
+        peak_flops: As the curve was fitted.
+        bandwidth_bytes_per_s: As the curve was fitted.
+        processors: Streaming multiprocessors of the device.
+        folds: Parts of the cross-validation.
+    """
+    if op not in RESIDUAL_FEATURES or len(rows) < 12:
+        return curve
+    device = {"peak_flops": peak_flops, "bandwidth_bytes_per_s": bandwidth_bytes_per_s, "processors": processors}
+    part = np.random.default_rng(0).permutation(len(rows)) % folds
+
+    def score(hidden: int | None) -> float:
+        found = []
+        for fold in range(folds):
+            inside = [row for row, number in zip(rows, part, strict=True) if number != fold]
+            outside = [row for row, number in zip(rows, part, strict=True) if number == fold]
+            fitted = curve if hidden is None else fit_residual(curve, inside, op=op, hidden=hidden, **device)
+            work = kernel_seconds(
+                fitted, [r.flops for r in outside], [r.size_bytes for r in outside], sizes_of(outside), **device
+            )
+            fixed = (curve.floor_s or 0.0) + curve.overhead_s
+            found.append(np.abs(np.log((work + fixed) / np.array([r.seconds for r in outside]))))
+        return float(np.concatenate(found).mean())
+
+    best, best_score = None, score(None)
+    for hidden in (0, 4, 8):
+        if len(rows) < 6 * hidden:
+            break
+        now = score(hidden)
+        if now < 0.97 * best_score:
+            best, best_score = hidden, now
+    return curve if best is None else fit_residual(curve, rows, op=op, hidden=best, **device)
 
 
 def sizes_of(rows: Sequence[OpTiming]) -> Sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ from numpy.typing import NDArray
 from rlplace.cluster.parse import as_cluster
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cluster.spec import Cluster
-from rlplace.cost.compute import VERSION, op_times
+from rlplace.cost.calls import calls_of
+from rlplace.cost.compute import VERSION, OpTimes, times_with
 from rlplace.cost.contract import PricedOps, contract_tasks
+from rlplace.cost.shipped import as_costs
 from rlplace.cost.split import split_backward
+from rlplace.cost.table import CostTable
 from rlplace.errors import InputError, unknown_name
 from rlplace.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
 from rlplace.graph.modules import ModuleTree
@@ -34,6 +38,8 @@ def price(
     level: str = "task",
     name: str | None = None,
     weight_gradients: bool = False,
+    costs: CostTable | str | Path | None = None,
+    host: str = "eager",
 ) -> Problem:
     """Prices a captured step for a cluster.
 
@@ -46,24 +52,34 @@ def price(
         name: Of the problem; default the graph's.
         weight_gradients: Split every backward op into its input gradient (phase backward) and the gradients of its parameters
             (phase backward_weight), as zero-bubble pipelines need. Groups and times per group stay the same.
+        costs: A cost table or file, laid over the coefficients that come with rlplace; None: those alone.
+        host: How ops are issued: "eager", or "compiled" for a compiled graph; an op cannot start before it is issued.
 
     Returns:
         The problem, with `group_ops` and `group_modules` filled in. A group's resident bytes are the weights, gradients and
-        optimizer state of its parameters, and, counted as weights, the buffers and inputs that it reads first.
+        optimizer state of its parameters, and, counted as weights, the buffers and inputs that it reads first. Its `source`
+        says what the times of each device kind rest on (``source["op_times"]``: share of the step by basis).
     """
     if level not in LEVELS:
         raise unknown_name("level", level, LEVELS)
     if not isinstance(graph, OpGraph):
         raise InputError(f"price: expected a captured graph, found {type(graph).__name__}")
     cluster = as_cluster(cluster)
-    seconds = device_times(graph, cluster)
+    table = as_costs(costs)
+    by_kind = kind_times(graph, cluster, table, host=host)
+    seconds = np.stack([by_kind[kind.name].seconds for kind in cluster.kinds], axis=1)
     grouping = groups if isinstance(groups, Grouping) else coarsen(graph, groups, cost=seconds.mean(axis=1))
     if grouping.op_cluster.shape != (graph.num_ops,):
         raise InputError(f"price: the grouping is for {len(grouping.op_cluster)} ops, the graph has {graph.num_ops}")
     source = _source(graph, cluster, groups, grouping, level, weight_gradients)
+    source |= {
+        "costs": {"path": str(costs) if isinstance(costs, (str, Path)) else None, "fingerprint": table.fingerprint},
+        "host": host,
+        "op_times": {name: found.shares() for name, found in by_kind.items()},
+    }
     if weight_gradients:
         graph, origin = weight_split(graph)
-        seconds = part_times(seconds, device_times(graph, cluster), origin)
+        seconds = part_times(seconds, device_times(graph, cluster, costs=table, host=host), origin)
         grouping = dataclasses.replace(grouping, op_cluster=grouping.op_cluster[origin])
     parameter_group, tensor_owner = owners(graph, grouping)
     ops = _priced_ops(graph, grouping, seconds, parameter_group, tensor_owner)
@@ -100,13 +116,19 @@ def price(
     )
 
 
-def device_times(graph: OpGraph, cluster: Cluster) -> NDArray[np.float64]:
+def device_times(
+    graph: OpGraph, cluster: Cluster, *, costs: CostTable | str | Path | None = None, host: str = "eager"
+) -> NDArray[np.float64]:
     """float64 [N, D], seconds of every captured op on every device."""
-    by_kind: dict[str, NDArray[np.float64]] = {}
+    by_kind = kind_times(graph, cluster, as_costs(costs), host=host)
+    return np.stack([by_kind[kind.name].seconds for kind in cluster.kinds], axis=1)
+
+
+def kind_times(graph: OpGraph, cluster: Cluster, table: CostTable, *, host: str = "eager") -> dict[str, OpTimes]:
+    """Times of every captured op, and what they rest on, by the name of each device kind of the cluster."""
     kinds: dict[str, DeviceKind] = {kind.name: kind for kind in cluster.kinds}
-    for kind_name, kind in kinds.items():
-        by_kind[kind_name] = op_times(graph, kind)
-    return np.stack([by_kind[kind.name] for kind in cluster.kinds], axis=1)
+    calls = calls_of(graph)
+    return {name: times_with(table, graph, kind, calls, host) for name, kind in kinds.items()}
 
 
 def owners(graph: OpGraph, grouping: Grouping) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -42,9 +42,9 @@ COMPILED_ISSUE_S = 1.5e-6
 class Residual:
     """A small network that corrects a curve by a bounded factor.
 
-    The part of a time above the floor is multiplied by ``bound ** tanh(net(x))``, where x are the features, clamped to the range
-    that the network was fitted on and standardised, and net has tanh layers and one linear output. A net with one layer is a
-    linear model.
+    The part of a time above the floor is multiplied by ``bound ** tanh(net(x))``, where x are the features, clamped to the
+    range that the network was fitted on and standardised, and net has tanh layers and one linear output. A net with one layer
+    is a linear model.
 
     Attributes:
         features: F names, see `rlplace.cost.residual.FEATURES`.

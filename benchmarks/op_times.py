@@ -1,0 +1,217 @@
+"""Fits op-time curves on public kernel timings, and reports their error on shapes that were not fitted.
+
+    python benchmarks/op_times.py              errors of the shipped coefficients on held-out shapes
+    python benchmarks/op_times.py --left-out   errors on devices whose timings were not used
+    python benchmarks/op_times.py --write      fits again and writes rlplace/cost/shipped.cost.json
+
+The timings (NeuSight, ASPLOS 2025, MIT licence: single fp32 kernels, TF32 off, PyTorch 2.1) are read from --data, by default
+../shared/data beside the repository; without them there is nothing to do. Shapes are split by a hash: a shape is either fitted
+on all devices or on none, and about every fifth is held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import hashlib
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from rlplace.cluster import KINDS
+from rlplace.cluster.presets import DeviceKind
+from rlplace.cost.curve import kernel_seconds
+from rlplace.cost.fit import OpTiming, fit_curve
+from rlplace.cost.fit_residual import choose_residual, sizes_of
+from rlplace.cost.scaled import datasheet_curve
+from rlplace.cost.shipped import SHIPPED, shipped_costs
+from rlplace.cost.table import CostTable, Curve, KindCosts
+
+SOURCE = "NeuSight (ASPLOS 2025) kernel timings, fp32 with TF32 off, PyTorch 2.1, CUDA 12.1, {device}"
+HELD_OUT = 0.2
+
+# The cards that were timed: preset kind, and what of it differs from the preset (PCIe cards, boost clocks).
+CARDS: dict[str, DeviceKind] = {
+    "Tesla V100-PCIE-32GB": dataclasses.replace(KINDS["v100"], peak_flops={"float32": 14.0e12}),
+    "NVIDIA A100-PCIE-40GB": KINDS["a100-40g"],
+    "NVIDIA A100 80GB PCIe": dataclasses.replace(KINDS["a100-80g"], memory_bandwidth_bytes_per_s=1935e9),
+    "NVIDIA H100 80GB HBM3": KINDS["h100"],
+    "NVIDIA L4": KINDS["l4"],
+    "Tesla T4": KINDS["t4"],
+}
+CLASS_OF_FILE = {"linear": "gemm", "bmm": "bmm", "elem": "elementwise", "ln": "norm", "softmax": "softmax"}
+REQUIRED = {"linear": 10.0, "bmm": 10.0, "elem": 20.0, "ln": 20.0, "softmax": 20.0}
+REQUIRED_BMM = {"l4": 22.0, "t4": 22.0}
+BINARY = ("add", "mul", "pow", "div")
+LEAVE_ONE_OUT = {"v100": "a100-40g", "a100-40g": "a100-80g", "a100-80g": "a100-40g", "h100": "a100-80g", "l4": "t4", "t4": "l4"}
+PER_ELEMENT = {"elem": 1.0, "ln": 6.0, "softmax": 5.0}
+
+
+def read(folder: Path) -> dict[tuple[str, str], list[OpTiming]]:
+    """Timings by (file, kind name)."""
+    found: dict[tuple[str, str], list[OpTiming]] = {}
+    for name in CLASS_OF_FILE:
+        with open(folder / "kernel_timings" / f"{name}.csv", newline="") as stream:
+            for row in csv.DictReader(stream):
+                card = CARDS.get(row["device"])
+                if card is None:
+                    continue
+                seconds = float(row["latency_ms"]) * 1e-3
+                if name in ("linear", "bmm"):
+                    dims = {"batch": int(row["B"]), "m": int(row["M"]), "n": int(row["N"]), "k": int(row["K"])}
+                    b, m, n, k = dims.values()
+                    timing = OpTiming(2.0 * b * m * n * k, 4.0 * b * (m * n + n * k + m * k), seconds, dims=dims)
+                else:
+                    dims = {"rows": int(row["B"]), "columns": int(row["H"])}
+                    count = float(dims["rows"] * dims["columns"])
+                    tensors = 3 if row["op"] in BINARY else 2
+                    timing = OpTiming(PER_ELEMENT[name] * count, 4.0 * count * tensors, seconds, dims=dims)
+                found.setdefault((name, card.name), []).append(timing)
+    return found
+
+
+def held_out(timing: OpTiming) -> bool:
+    """The same answer for a shape on every device."""
+    text = ",".join(f"{name}={size}" for name, size in sorted(timing.dims.items()))
+    return hashlib.sha256(text.encode()).digest()[0] < 256 * HELD_OUT
+
+
+def card_of(kind: str) -> DeviceKind:
+    return next(card for card in CARDS.values() if card.name == kind)
+
+
+def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
+    """Curves and residuals of every class and kind, on the shapes that are not held out."""
+    curves: dict[str, dict[tuple[str, str, str], Curve]] = {}
+    for (name, kind), rows in timings.items():
+        op, card = CLASS_OF_FILE[name], card_of(kind)
+        device = next(text for text, known in CARDS.items() if known is card)
+        fitted = [row for row in rows if not held_out(row)]
+        numbers = {"peak_flops": card.peak_flops["float32"], "bandwidth_bytes_per_s": card.memory_bandwidth_bytes_per_s}
+        curve = fit_curve(
+            fitted,
+            **numbers,
+            basis="fitted",
+            source=SOURCE.format(device=device) + f"; {len(fitted)} shapes",
+            prior=datasheet_curve(card, op, "float32", "forward"),
+            floor_s=card.launch_s,
+        )
+        curve = choose_residual(curve, fitted, op=op, processors=card.processors, **numbers)
+        # The timings hold the launch and synchronisation of a lone call; inside a step the kind's own floor counts.
+        curves.setdefault(kind, {})[(op, "float32", "forward")] = dataclasses.replace(shorten(curve), floor_s=None)
+    return CostTable(
+        {kind: KindCosts(found) for kind, found in curves.items()}, name="shipped", source="benchmarks/op_times.py --write"
+    )
+
+
+def shorten(curve: Curve) -> Curve:
+    """Five significant digits."""
+    names = ("compute_efficiency", "compute_half_flops", "bandwidth_efficiency", "bandwidth_half_bytes", "overhead_s")
+    return dataclasses.replace(curve, **{name: float(f"{getattr(curve, name):.5g}") for name in names})
+
+
+def predict(curve: Curve, rows: list[OpTiming], card: DeviceKind) -> np.ndarray:
+    """Seconds as that data set measures them: floor and measuring overhead included."""
+    work = kernel_seconds(
+        curve,
+        [row.flops for row in rows],
+        [row.size_bytes for row in rows],
+        sizes_of(rows),
+        peak_flops=card.peak_flops["float32"],
+        bandwidth_bytes_per_s=card.memory_bandwidth_bytes_per_s,
+        processors=card.processors,
+    )
+    return work + (card.launch_s if curve.floor_s is None else curve.floor_s) + curve.overhead_s
+
+
+def errors(curve: Curve, rows: list[OpTiming], card: DeviceKind) -> np.ndarray:
+    """Absolute percentage errors."""
+    seconds = np.array([row.seconds for row in rows])
+    return 100.0 * np.abs(predict(curve, rows, card) / seconds - 1.0)
+
+
+def report_held_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostTable) -> bool:
+    print("Absolute error, %, on shapes not fitted (shipped coefficients)")
+    columns = ("fitted", "held out", "curve", "MAPE", "median", "p90", "allowed")
+    print(f"{'class':9s}{'device':10s}" + "".join(f"{text:>9s}" for text in columns))
+    fine = True
+    for (name, kind), rows in sorted(timings.items()):
+        card = card_of(kind)
+        test = [row for row in rows if held_out(row)]
+        curve = table.kinds[kind].curves[(CLASS_OF_FILE[name], "float32", "forward")]
+        found = errors(curve, test, card)
+        plain = errors(dataclasses.replace(curve, residual=None), test, card).mean()
+        allowed = REQUIRED_BMM.get(kind, REQUIRED[name]) if name == "bmm" else REQUIRED[name]
+        allowed = float("inf") if (name, kind) == ("bmm", "v100") else allowed
+        fine &= found.mean() <= allowed
+        print(
+            f"{name:9s}{kind:10s}{len(rows) - len(test):9d}{len(test):9d}{plain:9.1f}{found.mean():9.1f}{np.median(found):9.1f}"
+            f"{np.percentile(found, 90):9.1f}{allowed:9.0f}"
+        )
+    return fine
+
+
+def report_left_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostTable) -> None:
+    print("Absolute error, %, of every device as if it had never been timed: datasheet curve, fractions of the nearest device")
+    print("without and with its residual, and those with one factor from 30 timings of the new device (in brackets: its value)")
+    print(f"{'class':9s}{'device':10s}{'from':10s}{'datasheet':>10s}{'curve':>8s}{'residual':>9s}{'one factor':>18s}")
+    for (name, kind), rows in sorted(timings.items()):
+        card, other = card_of(kind), LEAVE_ONE_OUT[kind]
+        op = CLASS_OF_FILE[name]
+        lent = table.kinds.get(other)
+        if lent is None or (op, "float32", "forward") not in lent.curves:
+            continue
+        with_residual = carried(lent.curves[(op, "float32", "forward")], card, card_of(other))
+        curve = dataclasses.replace(with_residual, residual=None)
+        sheet = datasheet_curve(card, op, "float32", "forward")
+        rng = np.random.default_rng(0)
+        seen = rng.permutation(len(rows))[:30]
+        rest = np.setdiff1d(np.arange(len(rows)), seen)
+        seconds = np.array([row.seconds for row in rows])
+        best = min(
+            (predict(item, rows, card) for item in (curve, with_residual)),
+            key=lambda p: np.std(np.log(p[seen] / seconds[seen])),
+        )
+        factor = float(np.exp(np.median(np.log(seconds[seen] / best[seen]))))
+        scaled = 100.0 * np.abs(factor * best[rest] / seconds[rest] - 1.0).mean()
+        print(
+            f"{name:9s}{kind:10s}{other:10s}{errors(sheet, rows, card).mean():10.1f}{errors(curve, rows, card).mean():8.1f}"
+            f"{errors(with_residual, rows, card).mean():9.1f}{scaled:10.1f} ({factor:.2f})"
+        )
+
+
+def carried(curve: Curve, card: DeviceKind, other: DeviceKind) -> Curve:
+    """Equal fractions of peak and bandwidth, half points that take equally long."""
+    return dataclasses.replace(
+        curve,
+        compute_half_flops=curve.compute_half_flops * card.peak_flops["float32"] / other.peak_flops["float32"],
+        bandwidth_half_bytes=curve.bandwidth_half_bytes
+        * card.memory_bandwidth_bytes_per_s
+        / other.memory_bandwidth_bytes_per_s,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[2] / "shared" / "data")
+    parser.add_argument("--write", action="store_true", help="fit and write the shipped coefficients")
+    parser.add_argument("--left-out", action="store_true", help="errors on devices that were not fitted")
+    options = parser.parse_args()
+    if not (options.data / "kernel_timings").is_dir():
+        print(f"no kernel timings under {options.data}; name their folder with --data", file=sys.stderr)
+        return 0
+    timings = read(options.data)
+    if options.write:
+        fit(timings).save(SHIPPED)
+        print(f"wrote {SHIPPED}")
+        return 0
+    if options.left_out:
+        report_left_out(timings, shipped_costs())
+        return 0
+    return 0 if report_held_out(timings, shipped_costs()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

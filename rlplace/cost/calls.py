@@ -1,0 +1,163 @@
+"""The kernels that the ops of a graph consist of, as flat rows: what curves price.
+
+A matrix product is a row with its m, n and k. The backward of a product is two rows, dX = dY W^T (m, k, n) and dW = X^T dY
+(k, n, m), or the one of them that autograd ran. What such an op does beside its products (bias sums, casts, accumulation) is
+an element-wise row. Every other op is one row of equal kernels. Views and ops that move nothing have no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cost.scaled import CLASSES
+from rlplace.cost.table import DIMS
+from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, OP_KINDS, UPDATE, OpGraph
+
+PRODUCT_CLASSES = ("gemm", "bmm")
+
+_ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
+_SIZES = tuple(name for name in DIMS if name not in ("flops", "bytes"))
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """Rows [C] of equal kernels; several rows may belong to one op.
+
+    Attributes:
+        op: int64 [C], the op.
+        kind: int64 [C], index into `OP_KINDS`.
+        dtype: int64 [C], index into `dtypes`.
+        dtypes: Names.
+        direction: int64 [C], index into `rlplace.cost.table.DIRECTIONS`.
+        flops: float64 [C], of the row.
+        size_bytes: float64 [C], of the row.
+        count: float64 [C], equal kernels that the row is split into, at least 1.
+        launches: float64 [C], launch floors that the row pays; below 1 for a share of a fused kernel.
+        sizes: float64 [C] by name of `DIMS`, of one kernel; 1 where unknown.
+    """
+
+    op: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    dtype: NDArray[np.int64]
+    dtypes: tuple[str, ...]
+    direction: NDArray[np.int64]
+    flops: NDArray[np.float64]
+    size_bytes: NDArray[np.float64]
+    count: NDArray[np.float64]
+    launches: NDArray[np.float64]
+    sizes: Mapping[str, NDArray[np.float64]]
+
+
+def op_directions(graph: OpGraph) -> NDArray[np.int64]:
+    """int64 [N], index into `DIRECTIONS`."""
+    backward = (graph.op_phase == BACKWARD) | (graph.op_phase == BACKWARD_WEIGHT)
+    result: NDArray[np.int64] = np.where(graph.op_phase == UPDATE, 2, np.where(backward, 1, 0)).astype(np.int64)
+    return result
+
+
+def op_sizes(graph: OpGraph) -> dict[str, NDArray[np.float64]]:
+    """float64 [N] by name: dims of every op, those of its forward op where it has none, 0 where unknown."""
+    sizes = {name: np.zeros(graph.num_ops) for name in _SIZES}
+    for op, dims in graph.op_dims.items():
+        for name, size in dims.items():
+            if name in sizes:
+                sizes[name][op] = size
+    given = np.zeros(graph.num_ops, dtype=bool)
+    given[list(graph.op_dims)] = True
+    borrow = np.flatnonzero(~given & (graph.op_forward >= 0))
+    for values in sizes.values():
+        values[borrow] = values[graph.op_forward[borrow]]
+    return sizes
+
+
+def op_launches(graph: OpGraph) -> NDArray[np.float64]:
+    """float64 [N], kernels that every op launches on an accelerator; 0 for views, a share for updates."""
+    classes = [CLASSES[name] for name in OP_KINDS]
+    kind = op_codes(graph.op_kind)
+    backward = op_directions(graph) == 1
+    usual = np.where(
+        backward, np.array([c.backward_kernels for c in classes])[kind], np.array([c.kernels for c in classes])[kind]
+    )
+    if graph.op_launches is not None:
+        # A recorded op counts as one, also where an accelerator runs several kernels for it; products were counted one by one.
+        product = np.isin(kind, [OP_KINDS.index(name) for name in PRODUCT_CLASSES])
+        counted = graph.op_launches + np.where(product, 0.0, usual - 1.0)
+        usual = np.where(usual < 1.0, usual, np.maximum(counted, 0.0))
+    usual = np.where((graph.op_flops == 0) & (graph.op_bytes == 0), 0.0, usual)
+    result: NDArray[np.float64] = usual
+    return result
+
+
+def op_codes(op_kind: tuple[str, ...]) -> NDArray[np.int64]:
+    """int64 [N], index into `OP_KINDS`."""
+    number = {name: index for index, name in enumerate(OP_KINDS)}
+    return np.fromiter((number[name] for name in op_kind), dtype=np.int64, count=len(op_kind))
+
+
+def calls_of(graph: OpGraph) -> Calls:
+    """Lists the kernels of all ops, vectorised; independent of the device."""
+    kind, direction, launches = op_codes(graph.op_kind), op_directions(graph), op_launches(graph)
+    dtypes = tuple(sorted(set(graph.op_dtype)))
+    number = {name: index for index, name in enumerate(dtypes)}
+    dtype = np.fromiter((number[name] for name in graph.op_dtype), dtype=np.int64, count=graph.num_ops)
+    element = np.array([_ELEMENT_BYTES.get(name, 1) for name in dtypes], dtype=np.float64)[dtype]
+    sizes = op_sizes(graph)
+    flops, size = graph.op_flops.astype(np.float64), graph.op_bytes.astype(np.float64)
+    # Fused attention skips the tiles above the diagonal; a graph counts the whole score matrix.
+    flops = np.where(sizes["causal"] > 0, flops * (0.5 + 0.5 / np.maximum(sizes["keys"], 1.0)), flops)
+    works = ((flops > 0) | (size > 0)) & (launches > 0)
+
+    m, n, k, batch = (sizes[name] for name in ("m", "n", "k", "batch"))
+    depth = np.maximum(batch, 1.0)
+    one = 2.0 * depth * m * n * k
+    product = works & np.isin(kind, [OP_KINDS.index(name) for name in PRODUCT_CLASSES]) & (one > 0)
+    product &= flops >= 0.9 * one
+    two = product & (direction == 1) & (flops >= 1.9 * one)
+    own = np.zeros(graph.num_ops, dtype=bool)
+    own[list(graph.op_dims)] = True
+    forwardlike = product & ~two & ((direction == 0) | (own & (graph.op_phase != BACKWARD_WEIGHT)))
+    by_input = two | (product & ~two & ~forwardlike & (graph.op_phase == BACKWARD))
+    by_weight = two | (product & ~two & ~forwardlike & (graph.op_phase == BACKWARD_WEIGHT))
+
+    rows: list[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]] = []
+    for mask, order in ((forwardlike, (m, n, k)), (by_input, (m, k, n)), (by_weight, (k, n, m))):
+        rows.append((np.flatnonzero(mask), *(values[mask] for values in order)))
+    product_op = np.concatenate([row[0] for row in rows])
+    pm, pn, pk = (np.concatenate([row[index] for row in rows]) for index in (1, 2, 3))
+    product_bytes = element[product_op] * depth[product_op] * (pm * pk + pk * pn + pm * pn)
+
+    # What is left of an op beside its products, and ops without products.
+    used_flops, used_bytes, used_launches = (
+        np.bincount(product_op, weights=weight, minlength=graph.num_ops)
+        for weight in (one[product_op], product_bytes, np.ones(len(product_op)))
+    )
+    rest_launches = np.where(product, np.maximum(launches - used_launches, 0.0), launches)
+    rest = np.flatnonzero(works & (rest_launches > 0))
+    plain = ~product[rest]
+    elementwise = OP_KINDS.index("elementwise")
+    op = np.concatenate([product_op, rest])
+    ones = np.ones(len(product_op))
+    return Calls(
+        op=op,
+        kind=np.concatenate([kind[product_op], np.where(plain, kind[rest], elementwise)]),
+        dtype=dtype[op],
+        dtypes=dtypes,
+        direction=direction[op],
+        flops=np.concatenate([one[product_op], np.where(plain, flops[rest], np.maximum(flops - used_flops, 0.0)[rest])]),
+        size_bytes=np.concatenate([product_bytes, np.where(plain, size[rest], np.maximum(size - used_bytes, 0.0)[rest])]),
+        count=np.concatenate([ones, np.maximum(rest_launches[rest], 1.0)]),
+        launches=np.concatenate([ones, rest_launches[rest]]),
+        sizes={
+            name: np.concatenate(
+                [
+                    {"m": pm, "n": pn, "k": pk}.get(name, np.maximum(values[product_op], 1.0)),
+                    np.where(plain, np.maximum(values[rest], 1.0), 1.0),
+                ]
+            )
+            for name, values in sizes.items()
+        },
+    )

@@ -1,0 +1,170 @@
+"""Curves of devices and dtypes that nobody has fitted: class constants on datasheet numbers, and curves of related devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlplace.cluster.presets import DeviceKind
+from rlplace.cost.table import CostTable, Curve, Key
+
+
+@dataclass(frozen=True)
+class OpClass:
+    """How an op class uses a device.
+
+    Attributes:
+        matrix: Runs on matrix units: `gemm_efficiency` and the dtype's peak apply; otherwise the float32 vector rate.
+        compute: Factor on `gemm_efficiency` (matrix), or fraction of the vector peak.
+        bandwidth: Largest fraction of memory bandwidth.
+        half: Factor on the kind's `gemm_half_s`; batched and fused kernels need more work to fill a device.
+        kernels: Kernels of one forward or update op.
+        backward_kernels: Kernels of one backward op.
+        backward_compute: Factor on `compute` in backward.
+    """
+
+    matrix: bool
+    compute: float
+    bandwidth: float
+    half: float = 1.0
+    kernels: float = 1.0
+    backward_kernels: float = 1.0
+    backward_compute: float = 1.0
+
+
+# Fractions of bandwidth: medians at 0.3 to 1 GB of the public kernel timings (elementwise 0.84, softmax 0.63, layer norm 0.6).
+# Batched products: 0.84 against 0.81 of peak above 1e12 FLOP, reached later. Fused attention: 0.6 to 0.7 of the plain product,
+# backward 0.86 of forward (63 % against 73 % of an A100's peak, FlashAttention-2). Optimizers run as multi-tensor kernels, so a
+# parameter costs a small share of a launch.
+CLASSES: dict[str, OpClass] = {
+    "gemm": OpClass(True, 1.0, 0.85, backward_kernels=2),
+    "bmm": OpClass(True, 0.95, 0.80, half=2.5, backward_kernels=2),
+    "attention": OpClass(True, 0.75, 0.80, half=2.5, backward_kernels=3, backward_compute=0.86),
+    "conv": OpClass(True, 0.75, 0.75, backward_kernels=2, backward_compute=0.9),
+    "recurrent": OpClass(True, 0.35, 0.60, half=2.0, kernels=4, backward_kernels=6),
+    "scan": OpClass(False, 0.20, 0.60),
+    "elementwise": OpClass(False, 0.50, 0.88),
+    "reduction": OpClass(False, 0.40, 0.75),
+    "norm": OpClass(False, 0.40, 0.62, backward_kernels=2),
+    "softmax": OpClass(False, 0.40, 0.65),
+    "embedding": OpClass(False, 0.40, 0.60),
+    "gather": OpClass(False, 0.40, 0.60),
+    "copy": OpClass(False, 0.50, 0.85),
+    "view": OpClass(False, 0.50, 0.85, kernels=0, backward_kernels=0),
+    "random": OpClass(False, 0.40, 0.80),
+    "optimizer": OpClass(False, 0.50, 0.80, kernels=0.2),
+    "module": OpClass(True, 0.70, 0.70, kernels=4, backward_kernels=6),
+    "other": OpClass(False, 0.30, 0.60),
+}
+
+TF32_CLASSES = ("conv", "recurrent")
+"""What cuDNN runs; its tf32 is on by default, that of matrix products is off."""
+
+RELATED: Mapping[str, str] = {"h200": "h100", "h100": "a100-80g"}
+"""Whose fitted fractions a kind borrows where it has none of its own: the same chip, or the nearest one with a full power
+budget. Leaving one device out (docs/cost-model/op-times.md) shows what that is worth; power-limited cards lend to nobody."""
+
+_HOPPER_ATTENTION = 0.58  # of the plain product: FlashAttention-2 reaches 35 to 40 % of an H100's peak less causal waste
+_ATTENTION = {"h100": _HOPPER_ATTENTION, "h200": _HOPPER_ATTENTION}
+
+
+def precision_of(kind: DeviceKind, op: str, dtype: str) -> str:
+    """What an op's arithmetic runs in: float32 convolutions in tf32 where there is one, dtypes without units in float32."""
+    if not CLASSES[op].matrix:
+        return "float64" if dtype == "float64" and "float64" in kind.peak_flops else "float32"
+    if dtype == "float32" and op in TF32_CLASSES and "tf32" in kind.peak_flops:
+        return "tf32"
+    return dtype if dtype in kind.peak_flops else "float32"
+
+
+def peak_of(kind: DeviceKind, precision: str) -> float:
+    """FLOP/s that `Curve.compute_efficiency` of that precision is a fraction of."""
+    return kind.peak_flops.get(precision, kind.peak_flops["float32"])
+
+
+def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -> Curve:
+    """A curve from the class constants and the numbers of the device kind."""
+    item = CLASSES[op]
+    efficiency = item.compute
+    if op == "attention":
+        efficiency = _ATTENTION.get(base_name(kind.name), efficiency)
+    if item.matrix:
+        efficiency *= kind.gemm_efficiency.get(precision, kind.gemm_efficiency["float32"])
+    if direction == "backward":
+        efficiency *= item.backward_compute
+    peak = peak_of(kind, precision)
+    return Curve(
+        compute_efficiency=min(max(efficiency, 1e-6), 1.0),
+        compute_half_flops=min(peak * kind.gemm_half_s * item.half, 1e18),
+        bandwidth_efficiency=item.bandwidth,
+        bandwidth_half_bytes=kind.memory_bandwidth_bytes_per_s * kind.bandwidth_half_s,
+        saturation=0.5,
+        basis="scaled",
+        source="datasheet peaks, class constants",
+    )
+
+
+def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, direction: str, *, related: bool = True) -> Curve:
+    """The best curve that there is for a device kind: its own, that of a related direction, precision or device, or datasheet.
+
+    A product of a backward pass is the same kernel as one of a forward pass and keeps the basis of the forward curve. Every
+    other loan is "scaled", whatever the curve was where it comes from.
+
+    Args:
+        kind: The device.
+        costs: Curves by the name of the kind; a kind called "name/..." takes those of "name".
+        op: Op class.
+        precision: See `precision_of`.
+        direction: "forward", "backward" or "update".
+        related: Whether to look at related devices.
+    """
+    name = base_name(kind.name)
+    own = costs.kinds[name].curves if name in costs.kinds else {}
+    for key in _own_keys(op, precision, direction):
+        curve = own.get(key)
+        if curve is None:
+            continue
+        if key == (op, precision, direction) or (op in ("gemm", "bmm") and key[1] == precision):
+            return curve
+        return dataclasses.replace(curve, basis="scaled", source=f"{'/'.join(key)} curve: {curve.source}")
+    if related and name in RELATED:
+        other = RELATED[name]
+        while other not in costs.kinds and other in RELATED:
+            other = RELATED[other]
+        lent = costs.kinds[other].curves if other in costs.kinds else {}
+        for key in _own_keys(op, precision, direction):
+            if key in lent:
+                return _carried(lent[key], kind, other)
+    return datasheet_curve(kind, op, precision, direction)
+
+
+def base_name(name: str) -> str:
+    """The kind that a device with numbers of its own was derived from."""
+    return name.partition("/")[0]
+
+
+def _own_keys(op: str, precision: str, direction: str) -> list[Key]:
+    keys = [(op, precision, direction)]
+    if direction == "backward" and (op in ("gemm", "bmm") or not CLASSES[op].matrix):
+        keys.append((op, precision, "forward"))
+    if not CLASSES[op].matrix and precision != "float32":
+        keys += [(op, "float32", direction), (op, "float32", "forward")]
+    if op == "copy":  # reads and writes as an elementwise op does
+        keys.append(("elementwise", "float32", "forward"))
+    return keys
+
+
+def _carried(curve: Curve, kind: DeviceKind, other: str) -> Curve:
+    """The curve of another device at this one's peaks: equal fractions, half points that take equally long."""
+    from rlplace.cluster.presets import KINDS
+
+    if other in KINDS:
+        bandwidth = kind.memory_bandwidth_bytes_per_s / KINDS[other].memory_bandwidth_bytes_per_s
+        compute = peak_of(kind, "float32") / peak_of(KINDS[other], "float32")
+        curve = dataclasses.replace(
+            curve,
+            compute_half_flops=min(curve.compute_half_flops * compute, 1e18),
+            bandwidth_half_bytes=min(curve.bandwidth_half_bytes * bandwidth, 1e18),
+        )
+    return dataclasses.replace(curve, floor_s=None, basis="scaled", source=f"fractions of {other}: {curve.source}")

@@ -176,7 +176,8 @@ class _Work:
                 self.outputs.setdefault(row.producer, []).append(row)
             if 0 <= row.producer < self.problem.num_ops and self.phase[row.producer] in (BACKWARD, BACKWARD_WEIGHT):
                 home, count = self.segment[row.producer], self.problem.num_ops
-                ends = {self.group(op) for op in row.consumers if op < count and 0 <= self.segment[op] != home}
+                readers = [op for op in row.consumers if op < count and self.phase[op] in (BACKWARD, BACKWARD_WEIGHT)]
+                ends = {self.group(op) for op in readers if 0 <= self.segment[op] != home}
                 for group in sorted(ends):
                     entering[self.segment_of_group[group]].append((group, row))
         clones: list[list[int]] = [[] for _ in range(num_segments)]
@@ -198,7 +199,7 @@ class _Work:
             here = [op for op in roots if self.group(op) == group]
             away = [op for op in roots if self.group(op) != group]
             if away:
-                start = self.new_op(next(op for op in rows[0].consumers if self.group(op) == group))
+                start = self.new_op(next(op for op in rows[0].consumers if self.group(op) == group))  # may run where it may
                 self.starts[start] = None
                 self._add(_Row(start, -1, 0, away))
                 here.append(start)

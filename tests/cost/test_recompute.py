@@ -13,8 +13,9 @@ from rlplace.cost.recompute import recompute
 from rlplace.cost.segments import layer_segments
 from rlplace.errors import InputError
 from rlplace.graph.synthetic import random_graph, transformer_graph
-from rlplace.problem import BACKWARD, FORWARD, Device, Links, Problem
+from rlplace.problem import BACKWARD, FORWARD, UPDATE, Device, Links, Problem
 from rlplace.problem.generate import random_problem
+from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator.reference import simulate_reference
 
 ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")
@@ -229,6 +230,30 @@ def test_wrong_segments():
     with pytest.raises(InputError, match="all segments at once"):
         recompute(once, [[1, 2]])
     assert recompute(problem, []).num_ops == problem.num_ops
+
+
+def test_gradients_that_only_an_update_reads_hold_nothing_back():
+    """Group 1 updates a weight that group 2 also uses; the slow gradient from there does not enter group 1's backward."""
+    phases = [FORWARD, FORWARD, FORWARD, BACKWARD, BACKWARD, BACKWARD, BACKWARD, UPDATE]
+    problem = build_problem(
+        "tied",
+        time_s=[[1.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2, [100.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2],
+        tensors=[
+            TensorSpec(0, 8, [1, 2, 6]),  # group 0 feeds groups 1 and 2
+            TensorSpec(1, 8, [3, 5]),  # group 1 keeps this for its backward, op 5; group 3 is the loss, op 3
+            TensorSpec(2, 8, [4]),
+            TensorSpec(3, 8, [5]),
+            TensorSpec(4, 8, [7]),
+            TensorSpec(5, 8, [6, 7]),
+        ],
+        memory_bytes=[None, None],
+        group=[0, 1, 2, 3, 2, 1, 0, 1],
+        phase=phases,
+    )
+    again = recompute(problem, [[1]])
+    line = simulate_reference(again, [0, 0, 1, 0])
+    assert again.op_names[8:] == ("op1.recompute",)
+    assert line.start_s[8] == line.end_s[3] < 100
 
 
 def test_layer_segments_follow_numbered_modules():

@@ -32,13 +32,13 @@ def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.files import check_output
 
-    check_output(options.out)
     if options.links:
         if options.ops or options.step or options.model:
             raise InputError("measure: --links takes no model; measure ops and links in two runs")
         from rlplace.cli import measure_links
 
         return measure_links.run(options)
+    check_output(options.out)
     if not options.ops and not options.step:
         raise InputError("measure: say what to time: --ops, --step or --links")
     if options.model is None:

@@ -36,12 +36,16 @@ def detect() -> Cluster:
             properties = torch.cuda.get_device_properties(index)
             kinds.append(kind_from_name(properties.name, int(properties.total_memory)))
         return _one_host(kinds)
-    cores = _usable_cores()
-    memory = _host_memory_bytes()
+    cores, memory = host_processor()
     if memory <= 0:
         raise MissingError("no accelerator found and the size of host memory is unknown; describe the cluster in a TOML file")
     kind = cpu_kind(cores, memory)
     return assemble([kind], [0], [default_host(kind)], name=f"{platform.node() or 'host'}: cpu", text="host")
+
+
+def host_processor() -> tuple[int, int]:
+    """Cores that this process may use, and bytes of host memory (0 where unknown)."""
+    return _usable_cores(), _host_memory_bytes()
 
 
 def kind_from_name(name: str, memory_bytes: int) -> DeviceKind:

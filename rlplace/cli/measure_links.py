@@ -1,0 +1,102 @@
+"""``rlplace measure --links``: under torchrun; rank 0 prints and writes, the others stay silent."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+from typing import TYPE_CHECKING, Any
+
+from rlplace.cli.common import print_json, print_table, say
+
+if TYPE_CHECKING:
+    from rlplace.runtime.measure_links import LinkTimes
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the verb on this rank."""
+    from rlplace.files import check_output
+    from rlplace.runtime.measure_links import measure_links
+
+    if os.environ.get("RANK", "0") == "0":  # other hosts may not have the folder
+        check_output(options.out)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
+    times = measure_links(repeats=options.repeats, time_limit_s=options.time_limit, progress=say)
+    if times is None:
+        return 0
+    from rlplace.runtime.measured_cluster import cluster_from
+
+    cluster = cluster_from(times)
+    cluster.save(options.out)
+    say(f"wrote {options.out}; use it with: rlplace place MODEL --cluster {options.out}")
+    facts = _facts(times, [device.name for device in cluster.devices])
+    if options.json:
+        print_json(facts)
+        return 0
+    print(_tables(facts), end="")
+    return 0
+
+
+def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
+    """What was measured, and the fits, as plain data."""
+    from rlplace.runtime.measured_cluster import fit_pairs
+
+    latency, bandwidth, error = fit_pairs(times)
+    pairs = [
+        {
+            "from": names[i],
+            "to": names[j],
+            "latency_s": float(latency[i, j]),
+            "bandwidth_bytes_per_s": float(bandwidth[i, j]),
+            "fit_error": float(error[i, j]),
+            "seconds": [float(value) for value in times.pair_s[i, j]],
+        }
+        for i in range(len(names))
+        for j in range(len(names))
+        if i != j
+    ]
+    groups = [
+        {"devices": [names[rank] for rank in ranks], "seconds": [float(value) for value in seconds]}
+        for ranks, seconds in zip(times.groups, times.group_s, strict=True)
+    ]
+    devices = [
+        {"name": name, "host": host, "driver": driver}
+        for name, host, driver in zip(names, times.hosts, times.drivers, strict=True)
+    ]
+    return {
+        "backend": times.backend,
+        "devices": devices,
+        "pair_bytes": list(times.pair_bytes),
+        "pairs": pairs,
+        "all_reduce_bytes": list(times.group_bytes),
+        "all_reduce": groups,
+    }
+
+
+def _tables(facts: dict[str, Any]) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        rows = [
+            [
+                f"{pair['from']} -> {pair['to']}",
+                f"{pair['latency_s'] * 1e6:.1f}",
+                f"{pair['bandwidth_bytes_per_s'] / 1e9:.2f}",
+                f"{pair['fit_error'] * 100:.0f}",
+            ]
+            for pair in facts["pairs"]
+        ]
+        print_table(["pair", "latency us", "GB/s", "fit error %"], rows)
+        print()
+        sizes = facts["all_reduce_bytes"]
+        rows = [
+            [f"{len(group['devices'])}: {', '.join(group['devices'][:4])}{', ...' if len(group['devices']) > 4 else ''}"]
+            + [f"{value * 1e3:.3f}" for value in group["seconds"]]
+            for group in facts["all_reduce"]
+        ]
+        print_table(["all-reduce, ms", *(_size(size) for size in sizes)], rows)
+    return text.getvalue()
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"

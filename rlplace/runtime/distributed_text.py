@@ -1,0 +1,34 @@
+"""Small texts between the processes of a job, as tensors; nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def gather_texts(data: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """The JSON objects of all ranks, in order, on every rank.
+
+    Args:
+        data: What this rank tells.
+        device: Where the backend wants its tensors.
+    """
+    payload = torch.tensor(list(json.dumps(data).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(payload)] = payload
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, padded.to(device))
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """The first sentence of a torch.distributed error, without its stack of native frames."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,93 @@
+"""From measured link times to a cluster: pairs as latency and bandwidth, groups as the curves of fabrics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster.detect import kind_from_name
+from rlplace.cluster.parse import assemble, default_host
+from rlplace.cluster.presets import DeviceKind, cpu_kind
+from rlplace.cluster.spec import Cluster
+from rlplace.cost.fit_curve import fit_curve
+from rlplace.errors import MissingError
+from rlplace.problem.fabric import Curve, Fabric
+from rlplace.runtime.measure_links import LinkTimes
+
+BREAKS = (0, 1 << 18, 1 << 23)
+"""Where small, medium and large messages begin: latency, protocol, bandwidth."""
+
+
+def cluster_from(times: LinkTimes) -> Cluster:
+    """The cluster that was measured.
+
+    Devices of all hosts in the order of their ranks; the numbers of their kinds are those of presets, only their links are
+    measured. Which transfers share a channel follows the topology of the preset: pairs were timed alone.
+
+    Raises:
+        MissingError: A device of unknown kind, or unknown memory.
+    """
+    kinds = _kinds(times)
+    names = list(dict.fromkeys(times.hosts))
+    host_of = [names.index(host) for host in times.hosts]
+    hosts = [default_host(kinds[host_of.index(number)]) for number in range(len(names))]
+    title = f"{'+'.join(names)}: links measured over {times.backend}"
+    drawn = assemble(kinds, host_of, hosts, name=title)
+    latency, bandwidth, _ = fit_pairs(times)
+    links = dataclasses.replace(
+        drawn.links, bandwidth_bytes_per_s=bandwidth, latency_s=latency, fabrics=fabrics_from(times, host_of)
+    )
+    return dataclasses.replace(drawn, links=links)
+
+
+def fit_pairs(times: LinkTimes) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Latency, bandwidth and mean relative error of the fit of every ordered pair.
+
+    Returns:
+        Three float64 [W, W]: least squares of the relative error of ``latency + bytes / bandwidth``; 0 on the diagonal.
+    """
+    count = len(times.hosts)
+    latency, bandwidth, error = (np.zeros((count, count)) for _ in range(3))
+    size = np.array(times.pair_bytes, dtype=np.float64)
+    for i in range(count):
+        for j in range(count):
+            if i != j:
+                seconds = times.pair_s[i, j]
+                curve = fit_curve(size, seconds, kind="broadcast", group_size=2)
+                latency[i, j] = curve.pieces[0].latency_s
+                bandwidth[i, j] = curve.pieces[0].bus_bytes_per_s
+                error[i, j] = float(np.abs(curve.seconds(size) / seconds - 1).mean())
+    return latency, bandwidth, error
+
+
+def fabrics_from(times: LinkTimes, host_of: list[int]) -> tuple[Fabric, ...]:
+    """A fabric for every host with several devices, and one for all of them together where there are several hosts."""
+    source = f"rlplace measure --links over {times.backend}"
+    curves: dict[tuple[int, ...], list[Curve]] = {}
+    hosts = sorted(set(host_of))
+    members = {host: tuple(rank for rank, h in enumerate(host_of) if h == host) for host in hosts}
+    for ranks, seconds in zip(times.groups, times.group_s, strict=True):
+        inside = {host_of[rank] for rank in ranks}
+        key = members[inside.pop()] if len(inside) == 1 else ranks
+        curves.setdefault(key, []).append(
+            fit_curve(times.group_bytes, seconds, kind="all_reduce", group_size=len(ranks), breaks=BREAKS)
+        )
+    return tuple(Fabric(devices, tuple(found), "measured", source) for devices, found in curves.items())
+
+
+def _kinds(times: LinkTimes) -> list[DeviceKind]:
+    """A kind per device; kinds of one name and different numbers get names of their own."""
+    kinds: list[DeviceKind] = []
+    known: dict[str, list[DeviceKind]] = {}
+    for driver, memory, cores in zip(times.drivers, times.memory_bytes, times.cores, strict=True):
+        if memory <= 0:
+            raise MissingError("measure --links: the size of host memory is unknown; describe the cluster in a TOML file")
+        kind = cpu_kind(cores, memory) if cores else kind_from_name(driver, memory)
+        variants = known.setdefault(kind.name, [])
+        if kind not in variants:
+            variants.append(kind)
+        number = variants.index(kind)
+        kinds.append(kind if number == 0 else dataclasses.replace(kind, name=f"{kind.name}-{number + 1}"))
+    return kinds

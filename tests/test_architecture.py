@@ -27,6 +27,7 @@ LEVEL = {
     "agents": 8,
     "checkpoints": 8,
     "cli": 9,
+    "__main__": 10,
 }
 # Conveniences on records that reach up at call time only, inside a function or for type checkers.
 LATE = {("problem", "cluster")}

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from rlplace.cluster import Cluster
 from rlplace.cost import price
-from rlplace.cost.recompute import recompute
-from rlplace.cost.segments import layer_segments
 from rlplace.errors import InputError
 from rlplace.graph.synthetic import random_graph, transformer_graph
+from rlplace.plan.recompute import recompute
+from rlplace.plan.segments import layer_segments
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Device, Links, Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.toys import TensorSpec, build_problem

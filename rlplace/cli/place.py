@@ -18,6 +18,7 @@ from rlplace.cli.common import (
     say,
     seconds,
 )
+from rlplace.cli.memory import add_memory_options, show_memory, with_memory
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--agent", default="default", metavar="NAME", help="checkpoint name or folder (default)")
     parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner (5)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
-    parser.add_argument("--memory", action="store_true", help="show what fills the memory of every device")
+    add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     parser.add_argument("--json", action="store_true", help="print what the plan file holds")
     add_model_options(parser)
@@ -58,17 +59,23 @@ def run(options: argparse.Namespace) -> int:
     plan = planner(loaded.problem, seed=options.seed, time_limit_s=options.time_limit, **extra)
     if loaded.op_problem is not None:
         plan = with_op_level(plan, loaded.problem, loaded.op_problem)
+    footprints = None
+    if options.memory:
+        plan, footprints = with_memory(plan, loaded, options)
     if options.out:
         plan.save(options.out)
         say(f"wrote {options.out}")
     if options.json:
         print_json(plan.to_dict())
     else:
-        _show(plan, loaded.problem, options.memory)
+        _show(plan, loaded.problem)
+        if footprints is not None:
+            print()
+            show_memory(footprints)
     return 0
 
 
-def _show(plan: PlacementPlan, problem: Problem, memory: bool) -> None:
+def _show(plan: PlacementPlan, problem: Problem) -> None:
     predicted = plan.predicted
     peaks = predicted["peak_memory_bytes"]
     counts = np.bincount(plan.device_of_group, minlength=problem.num_devices)
@@ -81,8 +88,6 @@ def _show(plan: PlacementPlan, problem: Problem, memory: bool) -> None:
         )
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
-    if memory:
-        _show_memory(plan, problem)
     print(f"planner {plan.planner}, problem {problem.name}, executor {predicted['executor']}, one micro-batch, simulated")
     print(f"step time {milliseconds(predicted['step_time_s'])} ms, {predicted['samples_per_s']:.2f} samples/s")
     if predicted.get("floor_step_time_s"):
@@ -90,19 +95,3 @@ def _show(plan: PlacementPlan, problem: Problem, memory: bool) -> None:
     if "op_level" in predicted:
         op_level = predicted["op_level"]
         print(f"simulated op by op {milliseconds(op_level['step_time_s'])} ms, feasible {op_level['feasible']}")
-
-
-def _show_memory(plan: PlacementPlan, problem: Problem) -> None:
-    """Weights, gradients and optimizer state are exact; activations are what the simulated peak holds beside them."""
-    held = (problem.weight_bytes, problem.gradient_bytes, problem.optimizer_bytes)
-    rows = []
-    for index, device in enumerate(problem.devices):
-        here = plan.device_of_group == index
-        parts = [int(np.maximum(part[here], 0).sum()) for part in held]
-        resident = int(problem.resident_bytes[here].sum())
-        peak = plan.predicted["peak_memory_bytes"][index]
-        live = peak - resident - device.reserved_bytes
-        cells = [*parts, resident - sum(parts), live, device.reserved_bytes, peak]
-        rows.append([device.name, *(gigabytes(cell) for cell in cells)])
-    print_table(["GB", "weights", "gradients", "optimizer", "other resident", "activations", "reserved", "peak"], rows)
-    print()

@@ -1,0 +1,66 @@
+"""``rlplace place --memory``: does it fit, as a table per device."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rlplace.cli.common import Loaded, gigabytes, print_table
+from rlplace.plan.plan import PlacementPlan
+
+if TYPE_CHECKING:
+    from rlplace.cost.footprint import Footprint
+
+KERNELS = ("foreach", "fused", "single")
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    """``--memory`` and what it depends on."""
+    parser.add_argument("--memory", action="store_true", help="show what fills the memory of every device")
+    parser.add_argument(
+        "--alloc-conf",
+        default="",
+        metavar="TEXT",
+        help="with --memory: PYTORCH_CUDA_ALLOC_CONF, as in expandable_segments:True",
+    )
+    parser.add_argument(
+        "--optimizer-kernel", choices=KERNELS, default="foreach", help="with --memory: how the optimizer updates (foreach)"
+    )
+
+
+def with_memory(plan: PlacementPlan, loaded: Loaded, options: argparse.Namespace) -> tuple[PlacementPlan, list[Footprint]]:
+    """The plan with ``predicted["memory"]``, and what that entry holds.
+
+    Op by op where the graph is known, else task by task.
+    """
+    from rlplace.cost.allocator import AllocatorOptions
+    from rlplace.cost.footprint import MemoryOptions, footprint
+
+    settings = MemoryOptions(allocator=AllocatorOptions.parse(options.alloc_conf), optimizer_kernel=options.optimizer_kernel)
+    problem, whole = loaded.problem, plan
+    if loaded.op_problem is not None:
+        problem = loaded.op_problem
+        # Priority and order number tasks, not ops.
+        whole = dataclasses.replace(plan, problem=problem.fingerprint, priority=None, order=None)
+    graph = None if loaded.op_problem is None else loaded.graph
+    found = footprint(problem, whole, graph=graph, options=settings)
+    entry: list[dict[str, Any]] = [item.to_dict() for item in found]
+    return plan.with_predicted({**plan.predicted, "memory": entry}), found
+
+
+def show_memory(footprints: list[Footprint]) -> None:
+    """One row per device; parts that are zero everywhere are left out. The parts add up to the total."""
+    from rlplace.cost.footprint import PARTS
+
+    shown = [part for part in PARTS if any(item.parts[part] for item in footprints)]
+    rows = []
+    for item in footprints:
+        cells = [gigabytes(item.parts[part]) for part in shown]
+        fits = ("yes" if not item.retries else "barely") if item.fits else "no"
+        rows.append([item.device, *cells, gigabytes(item.total_bytes), gigabytes(item.capacity_bytes), fits])
+    print_table(["GB", *shown, "total", "memory", "fits"], rows)
+    print("at each device's worst moment in two replayed steps; slack is what the allocator holds beyond what was asked of it")
+    if any(item.retries and item.fits for item in footprints):
+        print("barely: only after giving back cached segments")
+    print()

@@ -1,0 +1,272 @@
+"""torch's CUDA caching allocator as a pure function of a sequence of allocations and frees.
+
+What a process holds of a device is not what its tensors need: the allocator rounds requests, cuts them out of segments, keeps
+segments when tensors die, and can only reuse what is free in one piece. `replay` follows c10/cuda/CUDACachingAllocator.cpp of
+torch 2.11 to 2.13 on one stream:
+
+1. A request is rounded up to 512 bytes (or to a fraction of the next power of two, `roundup_power2_divisions`).
+2. Up to 1 MiB it belongs to the small pool (segments of 2 MiB), else to the large one (20 MiB segments below 10 MiB, from there its
+   size rounded up to 2 MiB).
+3. The smallest cached block that fits is taken, the lowest address among equals. What is left over is split off if it has 512 bytes
+   (small pool) or more than 1 MiB (large pool). A freed block merges with free neighbours of its segment.
+4. Without a fitting block a segment is made. If the device has no room: cached oversize blocks go first (with a split limit),
+   then all cached whole segments, then it is out of memory.
+5. `max_split_size` and `max_non_split_rounding` keep big blocks whole; `expandable_segments` grows one segment per pool by
+   pages (2 MiB small, 20 MiB large); `garbage_collection_threshold` gives back segments that were not used for long.
+
+Departures: one stream (no events, no private pools of CUDA graphs); a new segment's address is above all earlier ones; an expandable
+segment's address space has no end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rlplace.errors import InputError, show, unknown_name
+
+MIB = 1 << 20
+_UNLIMITED = np.iinfo(np.int64).max
+_INTERVALS = 16  # powers of two from 1 MiB to 64 GiB
+
+
+@dataclass(frozen=True)
+class AllocatorOptions:
+    """The settings of ``PYTORCH_CUDA_ALLOC_CONF`` that change what is reserved.
+
+    Attributes:
+        roundup_power2_divisions: Steps between powers of two that requests are rounded up to; 0 or 1: round to 512 bytes. One
+            number, or one per power of two from 1 MiB to 64 GiB.
+        max_split_size_bytes: Blocks of this size or more are not split; None: all are.
+        max_non_split_rounding_bytes: How much larger than the request a block that may not be split can be.
+        large_segment_bytes: Segment for requests from 1 to 10 MiB, and page of the large expandable segment.
+        expandable_segments: One growing segment per pool.
+        garbage_collection_threshold: Share of the capacity above which unused segments are given back; 0: never.
+    """
+
+    roundup_power2_divisions: int | tuple[int, ...] = 0
+    max_split_size_bytes: int | None = None
+    max_non_split_rounding_bytes: int = 20 * MIB
+    large_segment_bytes: int = 20 * MIB
+    expandable_segments: bool = False
+    garbage_collection_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        divisions = self.divisions
+        if len(divisions) != _INTERVALS or any(n < 0 or n & (n - 1) for n in divisions):
+            raise InputError(
+                f"roundup_power2_divisions: expected a power of two, or {_INTERVALS} of them, "
+                f"found {show(self.roundup_power2_divisions)}"
+            )
+        if self.max_split_size_bytes is not None and self.max_split_size_bytes <= 20 * MIB:
+            raise InputError(f"max_split_size: must be above 20 MiB, found {self.max_split_size_bytes} bytes")
+        if self.max_non_split_rounding_bytes < 20 * MIB:
+            raise InputError(f"max_non_split_rounding: must be 20 MiB or more, found {self.max_non_split_rounding_bytes} bytes")
+        if self.large_segment_bytes < 20 * MIB or self.large_segment_bytes % (2 * MIB):
+            raise InputError(
+                f"large_segment_size: must be a multiple of 2 MiB from 20 MiB up, found {self.large_segment_bytes} bytes"
+            )
+        if not 0.0 <= self.garbage_collection_threshold < 1.0:
+            raise InputError(f"garbage_collection_threshold: must be in 0..1, found {self.garbage_collection_threshold}")
+
+    @property
+    def divisions(self) -> tuple[int, ...]:
+        """`roundup_power2_divisions`, one number per interval."""
+        value = self.roundup_power2_divisions
+        return (value,) * _INTERVALS if isinstance(value, int) else tuple(value)
+
+    @staticmethod
+    def parse(text: str) -> AllocatorOptions:
+        """Reads the text of ``PYTORCH_CUDA_ALLOC_CONF``, for example ``"expandable_segments:True,max_split_size_mb:128"``."""
+        values: dict[str, object] = {}
+        for part in _split(text):
+            key, colon, value = part.partition(":")
+            key, value = key.strip(), value.strip()
+            if not colon or not value:
+                raise InputError(f"allocator options: expected key:value, found {show(part)}")
+            if key not in _PARSERS:
+                raise unknown_name("allocator option", key, _PARSERS)
+            name, read = _PARSERS[key]
+            try:
+                values[name] = read(value)
+            except ValueError:
+                raise InputError(f"allocator option {key}: cannot read {show(value)}") from None
+        return AllocatorOptions(**values)  # type: ignore[arg-type]
+
+
+def _split(text: str) -> list[str]:
+    """Parts between the commas that are outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part for part in parts if part.strip()]
+
+
+def _truth(text: str) -> bool:
+    if text not in ("True", "False", "true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+def _mebibytes(text: str) -> int:
+    return int(text) * MIB
+
+
+def _divisions(text: str) -> int | tuple[int, ...]:
+    """``4`` or ``[64:8,128:2,>:1]``: sizes in MiB, ``>`` for all above the last."""
+    if not text.startswith("["):
+        return int(text)
+    table, last = [0] * _INTERVALS, -1
+    for part in text.strip("[]").split(","):
+        bound, _, value = part.partition(":")
+        if bound.strip() == ">":
+            table[last + 1 :] = [int(value)] * (_INTERVALS - last - 1)
+            continue
+        index = min(int(bound).bit_length() - 1, _INTERVALS - 1)
+        if index < 0 or int(bound) & (int(bound) - 1):
+            raise ValueError(part)
+        if last < 0:
+            table[:index] = [int(value)] * index
+        table[index], last = int(value), index
+    return tuple(table)
+
+
+_PARSERS = {
+    "roundup_power2_divisions": ("roundup_power2_divisions", _divisions),
+    "max_split_size_mb": ("max_split_size_bytes", _mebibytes),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mebibytes),
+    "large_segment_size_mb": ("large_segment_bytes", _mebibytes),
+    "expandable_segments": ("expandable_segments", _truth),
+    "garbage_collection_threshold": ("garbage_collection_threshold", float),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What the allocator did with a sequence of E events.
+
+    Attributes:
+        allocated_bytes: int64 [E], bytes of all used blocks after each event (``torch.cuda.memory_allocated``); up to the event that
+            ran out of memory.
+        reserved_bytes: int64 [E], bytes of all segments (``torch.cuda.memory_reserved``).
+        segments: Segments at the end.
+        segments_peak: Most segments at one time.
+        retries: How often everything cached was given back to make room (``num_alloc_retries``).
+        out_of_memory: Number of the event that failed, None when all succeeded.
+        blocks: int64 [B, 4] at the end: pool (0 small, 1 large), address, bytes, and 1 where in use; by address.
+    """
+
+    allocated_bytes: NDArray[np.int64]
+    reserved_bytes: NDArray[np.int64]
+    segments: int
+    segments_peak: int
+    retries: int
+    out_of_memory: int | None
+    blocks: NDArray[np.int64] = field(repr=False)
+
+    @property
+    def allocated_peak_bytes(self) -> int:
+        """``torch.cuda.max_memory_allocated``."""
+        return int(self.allocated_bytes.max(initial=0))
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """``torch.cuda.max_memory_reserved``."""
+        return int(self.reserved_bytes.max(initial=0))
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved peak that no tensor used when the most was in use."""
+        return 1.0 - self.allocated_peak_bytes / self.reserved_peak_bytes if self.reserved_peak_bytes else 0.0
+
+
+def replay(
+    ids: ArrayLike | Sequence[int],
+    sizes: ArrayLike | Sequence[int],
+    *,
+    options: AllocatorOptions | None = None,
+    capacity_bytes: int | None = None,
+) -> Replay:
+    """Runs allocations and frees through the allocator.
+
+    Args:
+        ids: int [E], which allocation an event is about; a number may be used again after its free.
+        sizes: int [E], bytes that are asked for, -1 for a free. Zero bytes take no memory, as in torch.
+        options: Settings of the allocator.
+        capacity_bytes: What all segments together may take; None: no limit.
+
+    Raises:
+        InputError: An event allocates what is live, or frees what is not.
+    """
+    from rlplace.cost import allocator_kernel as kernel
+
+    options = options or AllocatorOptions()
+    number = np.asarray(ids, dtype=np.int64)
+    size = np.asarray(sizes, dtype=np.int64)
+    if number.ndim != 1 or number.shape != size.shape:
+        raise InputError(f"replay: expected as many ids as sizes, found shapes {number.shape} and {size.shape}")
+    if len(size) and (size.min() < -1 or size.max() > 1 << 50):
+        raise InputError("replay: sizes must be -1 (free) or from 0 to 2^50 bytes")
+    if len(number) and (number.min() < 0 or number.max() >= 4 * len(number)):
+        number = np.unique(number, return_inverse=True)[1].astype(np.int64)
+    heap = _new_heap(3 * int((size > 0).sum()) + 8, options, capacity_bytes)
+    block_of = np.full(int(number.max(initial=-1)) + 1, -1, dtype=np.int32)
+    allocated, reserved = np.zeros(len(size), dtype=np.int64), np.zeros(len(size), dtype=np.int64)
+    divisions = np.array(options.divisions, dtype=np.int64)
+    outcome, event = kernel.run_events(
+        heap, divisions, options.garbage_collection_threshold, number, size, block_of, allocated, reserved
+    )
+    if outcome == kernel.ALREADY_LIVE:
+        raise InputError(f"replay: event {event} allocates {int(np.asarray(ids)[event])}, which is live")
+    if outcome == kernel.NOT_LIVE:
+        raise InputError(f"replay: event {event} frees {int(np.asarray(ids)[event])}, which is not live")
+    used = heap.count[kernel.NEXT_SLOT]
+    state = heap.state[:used]
+    kept = np.flatnonzero((state == kernel.FREE) | (state == kernel.USED))
+    blocks = np.stack([heap.pool[kept], heap.address[kept], heap.size[kept], state[kept] == kernel.USED], axis=1)
+    return Replay(
+        allocated_bytes=allocated[:event],
+        reserved_bytes=reserved[:event],
+        segments=int(heap.count[kernel.SEGMENTS]),
+        segments_peak=int(heap.count[kernel.SEGMENTS_PEAK]),
+        retries=int(heap.count[kernel.RETRIES]),
+        out_of_memory=int(event) if outcome == kernel.OUT_OF_MEMORY else None,
+        blocks=blocks[np.argsort(heap.address[kept])].astype(np.int64),
+    )
+
+
+def _new_heap(slots: int, options: AllocatorOptions, capacity_bytes: int | None) -> tuple:  # type: ignore[type-arg]
+    from rlplace.cost.allocator_kernel import Heap
+
+    limit = _UNLIMITED if options.max_split_size_bytes is None else options.max_split_size_bytes
+    option = (
+        options.large_segment_bytes,
+        limit,
+        options.max_non_split_rounding_bytes,
+        int(options.expandable_segments),
+        -1 if capacity_bytes is None else max(0, capacity_bytes),
+    )
+    return Heap(
+        address=np.empty(slots, dtype=np.int64),
+        size=np.empty(slots, dtype=np.int64),
+        previous=np.empty(slots, dtype=np.int32),
+        next=np.empty(slots, dtype=np.int32),
+        state=np.full(slots, -1, dtype=np.int8),
+        pool=np.empty(slots, dtype=np.int8),
+        born=np.empty(slots, dtype=np.int64),
+        spare=np.empty(slots, dtype=np.int32),
+        cached=np.empty((2, slots), dtype=np.int32),
+        cached_count=np.zeros(2, dtype=np.int64),
+        unmapped=np.empty((2, slots), dtype=np.int32),
+        unmapped_count=np.zeros(2, dtype=np.int64),
+        searches=np.zeros(2, dtype=np.int64),
+        count=np.zeros(8, dtype=np.int64),
+        option=np.array(option, dtype=np.int64),
+    )

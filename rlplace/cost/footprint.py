@@ -1,0 +1,322 @@
+"""Does it fit: what every device holds at its worst moment, part by part, with the allocator's segments around it.
+
+`footprint` replays two training steps as torch runs them: weights are there from the start; gradients appear in the backward
+and go with ``zero_grad``; optimizer state appears with the first update; activations, temporaries and received copies come and
+go as the simulator says. All of it goes through the caching allocator (`rlplace.cost.allocator`). The planners' rule is coarser: it
+counts gradients and optimizer state for the whole step and knows neither updates nor segments. Both peaks are reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster.presets import KINDS
+from rlplace.cost.allocator import AllocatorOptions, replay
+from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, Holding, holdings
+from rlplace.cost.lifetimes import ACTIVATION, RECEIVED, Lifetimes, lifetimes
+from rlplace.errors import InputError, unknown_name
+from rlplace.graph.opgraph import OpGraph
+from rlplace.graph.optimizers import KERNELS, OPTIMIZERS
+from rlplace.plan import PlacementPlan
+from rlplace.problem import Problem
+from rlplace.simulator.expand import expand
+from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
+
+PARTS = (
+    "weights", "gradients", "optimizer", "activations", "temporaries", "received", "buckets", "workspace", "slack",
+    "context", "communication",
+)  # fmt: skip
+"""Parts of a device's memory. Received: copies of what other devices made. Buckets: flat copies of gradients that replicas
+exchange. Workspace: cuBLAS. Slack: what the allocator holds beyond what was asked of it. The last two are outside the allocator."""
+
+WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+"""cuBLAS workspace per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp); it comes from the caching allocator."""
+
+WORKSPACE_BYTES_OF_KIND = {"h100": 32 << 20, "h200": 32 << 20, "mi300x": 128 << 20, "cpu": 0}
+"""Where it differs: compute capability 9.0, gfx94x; a host processor has none."""
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """How the training script runs, as far as memory depends on it.
+
+    Attributes:
+        allocator: Settings of the caching allocator.
+        optimizer_kernel: "foreach" (torch's choice on GPUs), "fused" or "single"; decides what an update holds for a moment.
+        gradient_as_bucket_view: Of DistributedDataParallel: gradients live in the buckets instead of being copied into them.
+        workspace_bytes: Replaces the cuBLAS workspace.
+        context_bytes: Replaces what the CUDA context takes.
+        communication_bytes: Replaces what the collective library takes.
+        steps: Training steps that are replayed; optimizer state exists from the second one's start.
+    """
+
+    allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
+    optimizer_kernel: str = "foreach"
+    gradient_as_bucket_view: bool = False
+    workspace_bytes: int | None = None
+    context_bytes: int | None = None
+    communication_bytes: int | None = None
+    steps: int = 2
+
+    def __post_init__(self) -> None:
+        if self.optimizer_kernel not in KERNELS:
+            raise unknown_name("optimizer kernel", self.optimizer_kernel, KERNELS)
+        if self.steps < 1:
+            raise InputError(f"memory: steps must be 1 or more, found {self.steps}")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of one device.
+
+    Attributes:
+        device: Name.
+        parts: Bytes by entry of `PARTS` when the most is allocated; they add up to `total_bytes`.
+        allocated_peak_bytes: Most that tensors take, rounding included (``torch.cuda.max_memory_allocated``).
+        reserved_peak_bytes: Most that the allocator holds (``torch.cuda.max_memory_reserved``).
+        total_bytes: `reserved_peak_bytes`, context and communication: what a monitor of the device shows.
+        first_step_bytes: Most that is allocated in the first step, before there is optimizer state.
+        simulated_peak_bytes: Peak by the planners' rule.
+        capacity_bytes: Of the device; None: no limit.
+        fits: Whether both steps run without running out of memory; giving back cached segments counts as fitting.
+        retries: How often cached segments had to be given back for that.
+    """
+
+    device: str
+    parts: dict[str, int]
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    total_bytes: int
+    first_step_bytes: int
+    simulated_peak_bytes: int
+    capacity_bytes: int | None
+    fits: bool
+    retries: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {key: dict(value) if isinstance(value, dict) else value for key, value in vars(self).items()}
+
+
+def footprint(
+    problem: Problem,
+    plan: PlacementPlan | Sequence[int] | NDArray[Any],
+    *,
+    graph: OpGraph | None = None,
+    options: MemoryOptions | None = None,
+) -> list[Footprint]:
+    """What every device holds at its worst moment.
+
+    Args:
+        problem: The priced graph, at any level.
+        plan: A plan for it, with replicas and micro-batches or not; or a device number per group, int [G].
+        graph: The captured graph, if `problem` is its op level: allocations are then single parameters.
+        options: How the training script runs.
+
+    Returns:
+        One entry per device of the problem.
+
+    Raises:
+        InputError: The step does not complete, or the problem does not say what its resident bytes are.
+    """
+    options = options or MemoryOptions()
+    replicas = len(plan.replicas or ()) if isinstance(plan, PlacementPlan) else 0
+    if isinstance(plan, PlacementPlan):
+        problem, plan = expand(problem, plan)
+        devices = np.asarray(plan.device_of_group, dtype=np.int32)
+    else:
+        devices = np.asarray(plan, dtype=np.int32)
+    life = lifetimes(problem, plan)
+    held = holdings(problem, graph)
+    temporaries = _update_temporaries(problem, graph, options)
+    return [
+        _Device(
+            problem, life, [h for h in held if devices[h.group] == index], index, options, replicas > 1, temporaries
+        ).footprint()
+        for index in range(problem.num_devices)
+    ]
+
+
+def _update_temporaries(problem: Problem, graph: OpGraph | None, options: MemoryOptions) -> float:
+    """Copies that an update holds, in sizes of the optimizer state of the same parameter."""
+    capture = graph.capture if graph is not None else (problem.source or {}).get("capture") or {}
+    known = OPTIMIZERS.get(str(capture.get("optimizer")))
+    if known is None or not known.moments:
+        return 0.0
+    copies = known.moments + bool(capture.get("master_weights"))
+    return known.temporaries(options.optimizer_kernel) / copies
+
+
+class _Device:
+    """Builds one device's events, in order, and reads the result."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        life: Lifetimes,
+        held: list[Holding],
+        index: int,
+        options: MemoryOptions,
+        replicated: bool,
+        temporaries: float,
+    ) -> None:
+        self.device, self.options, self.index, self.life = problem.devices[index], options, index, life
+        self.simulated = int(life.peak_memory_bytes[index])
+        self.held, self.replicated, self.temporaries = held, replicated, temporaries
+        self.ids: list[int] = []
+        self.sizes: list[int] = []
+        self.part: list[int] = []  # of every id, index into PARTS
+        self.size_of: list[int] = []
+
+    def new(self, part: str, size: int) -> int:
+        """A further allocation, not made yet."""
+        self.part.append(PARTS.index(part))
+        self.size_of.append(size)
+        return len(self.part) - 1
+
+    def take(self, number: int) -> None:
+        self.ids.append(number)
+        self.sizes.append(self.size_of[number])
+
+    def give(self, number: int) -> None:
+        self.ids.append(number)
+        self.sizes.append(-1)
+
+    def footprint(self) -> Footprint:
+        first_step = self._run_steps()
+        device, options = self.device, self.options
+        context, communication = _outside(device, options)
+        capacity = None if device.memory_bytes is None else device.memory_bytes - context - communication
+        result = replay(self.ids, self.sizes, options=options.allocator, capacity_bytes=capacity)
+        fits = result.out_of_memory is None
+        if not fits:  # what it would take without a limit
+            result = replay(self.ids, self.sizes, options=options.allocator)
+        reserved = result.reserved_peak_bytes
+        parts = dict.fromkeys(PARTS, 0)
+        if self.ids:
+            peak = int(result.allocated_bytes.argmax())
+            live = np.zeros(len(self.part), dtype=bool)
+            for number, size in zip(self.ids[: peak + 1], self.sizes[: peak + 1], strict=True):
+                live[number] = size >= 0
+            totals = np.bincount(np.array(self.part)[live], np.array(self.size_of)[live], minlength=len(PARTS))
+            parts.update({name: int(total) for name, total in zip(PARTS, totals.tolist(), strict=True)})
+        parts["slack"] = reserved - sum(parts.values())
+        parts |= {"context": context, "communication": communication}
+        return Footprint(
+            device=device.name,
+            parts=parts,
+            allocated_peak_bytes=result.allocated_peak_bytes,
+            reserved_peak_bytes=reserved,
+            total_bytes=reserved + context + communication,
+            first_step_bytes=int(result.allocated_bytes[:first_step].max(initial=0)),
+            simulated_peak_bytes=self.simulated,
+            capacity_bytes=device.memory_bytes,
+            fits=fits,
+            retries=result.retries,
+        )
+
+    def _run_steps(self) -> int:
+        """Fills in the events of all steps; returns the number of events of the first."""
+        options = self.options
+        for item in self.held:
+            if item.part == WEIGHTS:
+                self.take(self.new("weights", item.bytes))
+        workspace = WORKSPACE_BYTES_OF_KIND.get(self.device.kind or "cpu", WORKSPACE_BYTES)
+        workspace = workspace if options.workspace_bytes is None else options.workspace_bytes
+        if workspace and (self.held or (self.life.device == self.index).any()):
+            self.take(self.new("workspace", workspace))
+        gradients = [item for item in self.held if item.part == GRADIENTS]
+        view = self.replicated and options.gradient_as_bucket_view
+        if self.replicated:
+            for size in _buckets([item.bytes for item in reversed(gradients)]):
+                self.take(self.new("gradients" if view else "buckets", size))
+        numbers = [] if view else [self.new("gradients", item.bytes) for item in gradients]
+        appear: dict[int, list[int]] = {}  # events of the step before an appearance -> gradients
+        start = self._first_start()
+        for number, item in zip(numbers, gradients, strict=not view):
+            at = min((start[op] for op in item.makers if op in start), default=len(self.life.item))
+            appear.setdefault(at, []).append(number)
+        body = self._body(appear)
+        states = [self.new("optimizer", item.bytes) for item in self.held if item.part == OPTIMIZER]
+        scratch = [self.new("temporaries", int(self.temporaries * self.size_of[number])) for number in states]
+        ends = []
+        for step in range(options.steps):
+            if step:
+                for number in numbers:  # zero_grad(set_to_none=True)
+                    self.give(number)
+            for number, starts in body:
+                (self.take if starts else self.give)(number)
+            if not step:
+                for number in states:
+                    self.take(number)
+            self._update(scratch)
+            ends.append(len(self.ids))
+        return ends[0]
+
+    def _first_start(self) -> dict[int, int]:
+        """Per op the number of events before it first starts."""
+        first: dict[int, int] = {}
+        for op, at in zip(self.life.task_op.tolist(), self.life.task_start.tolist(), strict=True):
+            first[op] = min(at, first.get(op, at))
+        return first
+
+    def _body(self, appear: dict[int, list[int]]) -> list[tuple[int, bool]]:
+        """This device's events of one step: (allocation, whether it starts)."""
+        life = self.life
+        mine = life.device == self.index
+        number_of: dict[int, int] = {}
+        for item in np.flatnonzero(mine).tolist():
+            kind = life.kind[item]
+            part = "activations" if kind == ACTIVATION else "received" if kind == RECEIVED else "temporaries"
+            number_of[item] = self.new(part, int(life.bytes[item]))
+        moments = sorted(appear)
+        body: list[tuple[int, bool]] = []
+        position = 0
+        for event in np.flatnonzero(mine[life.item]).tolist():
+            while position < len(moments) and moments[position] <= event:
+                body += [(number, True) for number in appear[moments[position]]]
+                position += 1
+            body.append((number_of[int(life.item[event])], bool(life.starts[event])))
+        for moment in moments[position:]:
+            body += [(number, True) for number in appear[moment]]
+        return body
+
+    def _update(self, scratch: list[int]) -> None:
+        """What `optimizer.step()` holds for a moment: for all parameters at once, or one by one."""
+        if self.options.optimizer_kernel == "foreach":
+            for number in scratch:
+                self.take(number)
+            for number in scratch:
+                self.give(number)
+            return
+        for number in scratch:
+            self.take(number)
+            self.give(number)
+
+
+def _outside(device: Any, options: MemoryOptions) -> tuple[int, int]:
+    """Bytes of a device that the allocator never sees: context and communication buffers."""
+    kind = KINDS.get(device.kind or "")
+    context = device.reserved_bytes if kind is None else min(device.reserved_bytes, kind.reserved_bytes)
+    communication = device.reserved_bytes - context
+    if options.context_bytes is not None:
+        context = options.context_bytes
+    if options.communication_bytes is not None:
+        communication = options.communication_bytes
+    return context, communication
+
+
+def _buckets(sizes: Sequence[int]) -> list[int]:
+    """Sizes of the flat buckets that gradients of these sizes fill."""
+    found, filled, limit = [], 0, FIRST_BUCKET_BYTES
+    for size in sizes:
+        filled += size
+        if filled >= limit:
+            found.append(filled)
+            filled, limit = 0, BUCKET_BYTES
+    return found + ([filled] if filled else [])

@@ -1,0 +1,130 @@
+"""What a device keeps between steps, allocation by allocation: weights, gradients and optimizer state.
+
+A problem knows them as sums per group. With the captured graph at hand every parameter is an allocation of its own, as in
+torch, and a gradient is known to appear with the backward op that makes it. Without the graph each part of a group is one allocation,
+and its gradients appear with its first backward op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlplace.errors import InputError
+from rlplace.graph.opgraph import BUFFER, GRADIENT, INPUT, PARAMETER, OpGraph
+from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, Problem
+
+WEIGHTS, GRADIENTS, OPTIMIZER = range(3)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One allocation that outlives the step.
+
+    Attributes:
+        group: Group that holds it.
+        part: `WEIGHTS`, `GRADIENTS` or `OPTIMIZER`.
+        bytes: Size, above 0.
+        makers: Ops of which the first one to run allocates it; only for gradients.
+    """
+
+    group: int
+    part: int
+    bytes: int
+    makers: tuple[int, ...] = ()
+
+
+def holdings(problem: Problem, graph: OpGraph | None = None) -> list[Holding]:
+    """The allocations behind a problem's resident bytes; per group and part they add up to what the problem says.
+
+    Args:
+        problem: At op level where `graph` is given; expanded for replicas or not.
+        graph: The graph that it was priced from.
+
+    Raises:
+        InputError: The problem does not say what its resident bytes are, or is not the op level of `graph`.
+    """
+    parts = (problem.weight_bytes, problem.gradient_bytes, problem.optimizer_bytes)
+    unknown = np.flatnonzero((np.minimum.reduce(parts) < 0) & (problem.resident_bytes > 0))
+    if len(unknown):
+        raise InputError(
+            f"memory: group {problem.group_names[unknown[0]]!r} does not say what its resident bytes are; give weight_bytes, "
+            "gradient_bytes and optimizer_bytes"
+        )
+    makers: list[list[int]] = [[] for _ in problem.group_names]
+    for op in np.flatnonzero((problem.op_phase == BACKWARD) | (problem.op_phase == BACKWARD_WEIGHT)).tolist():
+        makers[problem.op_group[op]].append(op)
+    known = [] if graph is None else _from_graph(problem, graph)
+    found: list[Holding] = []
+    by_group: dict[tuple[int, int], list[Holding]] = {}
+    for item in known:
+        by_group.setdefault((item.group, item.part), []).append(item)
+    for part, sizes in enumerate(parts):
+        for group, size in enumerate(sizes.tolist()):
+            if size > 0:
+                own = tuple(makers[group]) if part == GRADIENTS else ()
+                found += _fitted(by_group.get((group, part), []), Holding(group, part, size, own))
+    return found
+
+
+def _fitted(items: list[Holding], whole: Holding) -> list[Holding]:
+    """Items that add up to `whole`: scaled down (a replica's share of the state), or with one more for what they leave out."""
+    total = sum(item.bytes for item in items)
+    if total <= whole.bytes:
+        rest = whole.bytes - total
+        return items + ([Holding(whole.group, whole.part, rest, whole.makers)] if rest else [])
+    ends = [0]
+    for item in items:
+        ends.append(ends[-1] + item.bytes)
+    cuts = [end * whole.bytes // total for end in ends]
+    return [
+        Holding(item.group, item.part, stop - start, item.makers)
+        for item, start, stop in zip(items, cuts, cuts[1:], strict=False)
+        if stop > start
+    ]
+
+
+def _from_graph(problem: Problem, graph: OpGraph) -> list[Holding]:
+    number = {name: op for op, name in enumerate(problem.op_names)}
+    copies = sorted({name[len(graph.op_names[0]) :] for name in problem.op_names if name.startswith(graph.op_names[0] + "@")})
+    found: list[Holding] = []
+    for copy in copies or [""]:
+        ops = [number.get(name + copy) for name in graph.op_names]
+        if None in ops:
+            raise InputError(
+                f"memory: the problem has no op {graph.op_names[ops.index(None)]!r}; give the graph with its op-level problem only"
+            )
+        found += _copy_of_graph(problem, graph, [op for op in ops if op is not None])
+    return found
+
+
+def _copy_of_graph(problem: Problem, graph: OpGraph, ops: list[int]) -> list[Holding]:
+    """Holdings of one replica; `ops` are the problem's numbers of the graph's ops."""
+    group_of = [int(problem.op_group[op]) for op in ops]
+    split = {name: op for op, name in enumerate(problem.op_names) if problem.op_phase[op] == BACKWARD_WEIGHT}
+    home: dict[int, int] = {}
+    makers: dict[int, list[int]] = {}
+    inputs: list[Holding] = []
+    for op, parameter in enumerate(graph.op_parameter.tolist()):
+        if parameter >= 0:
+            home[parameter] = group_of[op]
+    for tensor, role in enumerate(graph.tensor_role.tolist()):
+        readers = graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]].tolist()
+        if role in (PARAMETER, BUFFER) and readers:
+            home.setdefault(int(graph.tensor_parameter[tensor]), group_of[readers[0]])
+        elif role == INPUT and readers and graph.tensor_bytes[tensor]:
+            inputs.append(Holding(group_of[readers[0]], WEIGHTS, int(graph.tensor_bytes[tensor])))
+        elif role == GRADIENT and graph.tensor_producer[tensor] >= 0:
+            op = ops[graph.tensor_producer[tensor]]
+            weight_op = split.get(problem.op_names[op].replace(".backward", ".backward_weight"))
+            makers.setdefault(int(graph.tensor_parameter[tensor]), []).append(op if weight_op is None else weight_op)
+    found = []
+    for index, parameter in enumerate(graph.parameters):
+        if index in home:
+            sizes = (parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes)
+            for part, size in enumerate(sizes):
+                if size:
+                    own = tuple(makers.get(index, ())) if part == GRADIENTS else ()
+                    found.append(Holding(home[index], part, size, own))
+    return found + inputs

@@ -1,0 +1,162 @@
+"""When every byte of a simulated step comes and goes: the executor's memory rule as a list of allocations and frees.
+
+The simulators keep a running sum per device. The allocator, and a table of what a peak is made of, need the single allocations
+in the order in which they happen. `lifetimes` runs the reference simulator and notes them, so that the running sum over its list
+has the simulator's peak by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.plan import PlacementPlan
+from rlplace.plan.plan import check_order
+from rlplace.problem import FORWARD, Problem
+from rlplace.simulator.reference import STUCK_ORDER, _Run, default_priority
+from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
+from rlplace.simulator.tasks import task_graph
+from rlplace.simulator.timeline import placement_violations
+
+ACTIVATION, BACKWARD_VALUE, TEMPORARY, RECEIVED = range(4)
+"""What an allocation is: the output of a forward op, of a backward or update op, an op's temporary, a copy that a transfer brings."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lifetimes:
+    """Allocations of one step beside the resident bytes, none of them empty. Axes: E events in order, A allocations, K tasks.
+
+    Attributes:
+        item: int64 [E], the allocation that an event starts or ends; each starts and ends once.
+        starts: bool [E], true where it starts.
+        device: int32 [A].
+        bytes: int64 [A].
+        kind: int8 [A], one of `ACTIVATION`, `BACKWARD_VALUE`, `TEMPORARY`, `RECEIVED`.
+        tensor: int32 [A], -1 for temporaries.
+        task_op: int32 [K].
+        task_start, task_end: int64 [K], per task the number of events before it starts and before it ends.
+        peak_memory_bytes: int64 [D], of the simulation, with resident and reserved bytes.
+    """
+
+    item: NDArray[np.int64]
+    starts: NDArray[np.bool_]
+    device: NDArray[np.int32]
+    bytes: NDArray[np.int64]
+    kind: NDArray[np.int8]
+    tensor: NDArray[np.int32]
+    task_op: NDArray[np.int32]
+    task_start: NDArray[np.int64]
+    task_end: NDArray[np.int64]
+    peak_memory_bytes: NDArray[np.int64]
+
+    def live_bytes(self, device: int) -> NDArray[np.int64]:
+        """int64 [E], bytes on a device after every event."""
+        here = self.device[self.item] == device
+        change = np.where(self.starts, 1, -1) * self.bytes[self.item]
+        result: NDArray[np.int64] = np.cumsum(np.where(here, change, 0))
+        return result
+
+
+def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[Any]) -> Lifetimes:
+    """Lists the allocations of one step.
+
+    Args:
+        problem: The priced graph.
+        plan: A plan for `problem` on one replica (see `expand` for others), or just a device number per group, int [G].
+
+    Raises:
+        InputError: The step does not complete.
+    """
+    devices = np.asarray(plan.device_of_group if isinstance(plan, PlacementPlan) else plan, dtype=np.int32)
+    priority, order, stages, count, schedule = None, None, None, 1, "list"
+    if isinstance(plan, PlacementPlan):
+        priority, order, stages = plan.priority, plan.order, plan.stage_of_group
+        count, schedule = plan.microbatches, plan.schedule
+    reasons = placement_violations(problem, devices)
+    if reasons:
+        raise InputError("memory: the step does not complete: " + "; ".join(reasons))
+    if schedule in ACTION_SCHEDULES:
+        key = default_priority(problem) if priority is None else priority
+        order = schedule_order(problem, devices, schedule, count, stages, key)
+    elif order is not None:
+        check_order(order, devices, problem, count)
+    run = _Recorder(problem, task_graph(problem, count), devices, priority, order, schedule, stages)
+    run.run()
+    if run.done < len(run.op):
+        raise InputError(f"memory: the step does not complete: {STUCK_ORDER}")
+    return Lifetimes(
+        item=np.array(run.item, dtype=np.int64),
+        starts=np.array(run.starts, dtype=bool),
+        device=np.array(run.item_device, dtype=np.int32),
+        bytes=np.array(run.item_bytes, dtype=np.int64),
+        kind=np.array(run.item_kind, dtype=np.int8),
+        tensor=np.array(run.item_tensor, dtype=np.int32),
+        task_op=run.tasks.op,
+        task_start=np.array(run.task_start, dtype=np.int64),
+        task_end=np.array(run.task_end, dtype=np.int64),
+        peak_memory_bytes=np.array(run.peak, dtype=np.int64),
+    )
+
+
+class _Recorder(_Run):
+    """The reference simulator, noting what takes memory."""
+
+    def __init__(self, problem: Problem, *rest: Any) -> None:
+        super().__init__(problem, *rest)
+        self.value_tensor = self.tasks.tensor.tolist()
+        self.scratch_bytes = problem.temporary_bytes[self.tasks.op].tolist()
+        self.made_as = np.where(problem.op_phase[self.tasks.op] == FORWARD, ACTIVATION, BACKWARD_VALUE).tolist()
+        self.copies: dict[tuple[int, int], int] = {}  # (value, device) -> allocation
+        self.scratch: dict[int, int] = {}  # task -> allocation
+        self.item: list[int] = []
+        self.starts: list[bool] = []
+        self.item_device: list[int] = []
+        self.item_bytes: list[int] = []
+        self.item_kind: list[int] = []
+        self.item_tensor: list[int] = []
+        self.task_start, self.task_end = [0] * len(self.op), [0] * len(self.op)
+
+    def occupy(self, task: int, time: float) -> None:
+        self.task_start[task] = len(self.item)
+        device = self.device[task]
+        for value in self.outputs[task]:
+            if value not in self.started and self.size[value]:
+                self.copies[value, device] = self._begin(device, self.size[value], self.made_as[task], self.value_tensor[value])
+        if self.scratch_bytes[task]:
+            self.scratch[task] = self._begin(device, self.scratch_bytes[task], TEMPORARY, -1)
+        super().occupy(task, time)
+
+    def finish_task(self, task: int) -> None:
+        self.task_end[task] = len(self.item)
+        if task in self.scratch:
+            self._finish(self.scratch.pop(task))
+        super().finish_task(task)
+
+    def start_transfer(self, value: int, source: int, destination: int) -> None:
+        if self.size[value]:
+            self.copies[value, destination] = self._begin(destination, self.size[value], RECEIVED, self.value_tensor[value])
+        super().start_transfer(value, source, destination)
+
+    def release(self, value: int, device: int) -> None:
+        if (value, device) in self.copies:
+            self._finish(self.copies.pop((value, device)))
+        super().release(value, device)
+
+    def _begin(self, device: int, size: int, kind: int, tensor: int) -> int:
+        number = len(self.item_device)
+        self.item_device.append(device)
+        self.item_bytes.append(size)
+        self.item_kind.append(kind)
+        self.item_tensor.append(tensor)
+        self.item.append(number)
+        self.starts.append(True)
+        return number
+
+    def _finish(self, number: int) -> None:
+        self.item.append(number)
+        self.starts.append(False)

@@ -1,0 +1,55 @@
+"""What optimizers of `torch.optim` compute and hold: FLOPs, traffic, state and the memory that one update takes for a moment.
+
+State has the dtype of the parameter, as in torch (`zeros_like(parameter)`), unless there are master weights: a float32 copy of
+the parameter, and state in float32 (what Megatron and DeepSpeed call mixed-precision Adam, 16 bytes per parameter in all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+KERNELS = ("foreach", "fused", "single")
+"""Implementations of an update in torch: `foreach` (all parameters at once, torch's choice on GPUs), `fused` (one kernel, no
+temporaries) and `single` (parameter by parameter)."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One optimizer.
+
+    Attributes:
+        flops: Per element.
+        weight_traffic: Sizes of the parameter read and written: the parameter twice, the gradient once.
+        moments: Copies of the parameter that it keeps.
+        foreach_temporaries: Copies of all parameters that a foreach update holds at once, in the state's dtype.
+        single_temporaries: Copies of one parameter that a single update holds at once.
+    """
+
+    flops: float
+    weight_traffic: float
+    moments: int
+    foreach_temporaries: int
+    single_temporaries: int
+
+    def state_bytes(self, elements: int, element_bytes: int, master_weights: bool) -> int:
+        """State of a parameter."""
+        if master_weights:
+            return 4 * elements * (1 + self.moments)
+        return element_bytes * elements * self.moments
+
+    def temporaries(self, kernel: str) -> int:
+        """Copies that an update holds, of all parameters for foreach, of one for the others."""
+        return {"foreach": self.foreach_temporaries, "single": self.single_temporaries, "fused": 0}[kernel]
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
+    {
+        # torch/optim/adam.py: foreach takes the square roots of all second moments; single holds a root and its quotient.
+        "sgd": Optimizer(2.0, 3.0, 0, 0, 0),
+        "momentum": Optimizer(4.0, 3.0, 1, 0, 0),
+        "adam": Optimizer(12.0, 3.0, 2, 1, 2),
+        "adamw": Optimizer(13.0, 3.0, 2, 1, 2),
+    }
+)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cost.fusion import fused_traffic
 from rlplace.cost.scaled import CLASSES
 from rlplace.cost.table import DIMS
 from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, OP_KINDS, UPDATE, OpGraph
@@ -74,8 +75,8 @@ def op_sizes(graph: OpGraph) -> dict[str, NDArray[np.float64]]:
     return sizes
 
 
-def op_launches(graph: OpGraph) -> NDArray[np.float64]:
-    """float64 [N], kernels that every op launches on an accelerator; 0 for views, a share for updates."""
+def op_launches(graph: OpGraph, host: str = "eager") -> NDArray[np.float64]:
+    """float64 [N], kernels that every op launches on an accelerator: 0 for views and what is fused, a share for updates."""
     classes = [CLASSES[name] for name in OP_KINDS]
     kind = op_codes(graph.op_kind)
     backward = op_directions(graph) == 1
@@ -88,6 +89,8 @@ def op_launches(graph: OpGraph) -> NDArray[np.float64]:
         counted = graph.op_launches + np.where(product, 0.0, usual - 1.0)
         usual = np.where(usual < 1.0, usual, np.maximum(counted, 0.0))
     usual = np.where((graph.op_flops == 0) & (graph.op_bytes == 0), 0.0, usual)
+    if host == "compiled":
+        usual = np.minimum(usual, fused_traffic(graph)[1])
     result: NDArray[np.float64] = usual
     return result
 
@@ -98,18 +101,25 @@ def op_codes(op_kind: tuple[str, ...]) -> NDArray[np.int64]:
     return np.fromiter((number[name] for name in op_kind), dtype=np.int64, count=len(op_kind))
 
 
-def calls_of(graph: OpGraph) -> Calls:
-    """Lists the kernels of all ops, vectorised; independent of the device."""
-    kind, direction, launches = op_codes(graph.op_kind), op_directions(graph), op_launches(graph)
+def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
+    """Lists the kernels of all ops, vectorised; independent of the device.
+
+    Args:
+        graph: N ops.
+        host: "compiled" fuses what a compiler fuses.
+    """
+    kind, direction, launches = op_codes(graph.op_kind), op_directions(graph), op_launches(graph, host)
     dtypes = tuple(sorted(set(graph.op_dtype)))
     number = {name: index for index, name in enumerate(dtypes)}
     dtype = np.fromiter((number[name] for name in graph.op_dtype), dtype=np.int64, count=graph.num_ops)
     element = np.array([_ELEMENT_BYTES.get(name, 1) for name in dtypes], dtype=np.float64)[dtype]
     sizes = op_sizes(graph)
     flops, size = graph.op_flops.astype(np.float64), graph.op_bytes.astype(np.float64)
+    if host == "compiled":
+        size = fused_traffic(graph)[0]
     # Fused attention skips the tiles above the diagonal; a graph counts the whole score matrix.
     flops = np.where(sizes["causal"] > 0, flops * (0.5 + 0.5 / np.maximum(sizes["keys"], 1.0)), flops)
-    works = ((flops > 0) | (size > 0)) & (launches > 0)
+    works = (graph.op_flops > 0) | (graph.op_bytes > 0)
 
     m, n, k, batch = (sizes[name] for name in ("m", "n", "k", "batch"))
     depth = np.maximum(batch, 1.0)
@@ -136,7 +146,8 @@ def calls_of(graph: OpGraph) -> Calls:
         for weight in (one[product_op], product_bytes, np.ones(len(product_op)))
     )
     rest_launches = np.where(product, np.maximum(launches - used_launches, 0.0), launches)
-    rest = np.flatnonzero(works & (rest_launches > 0))
+    view = kind == OP_KINDS.index("view")
+    rest = np.flatnonzero(works & ~view & ((rest_launches > 0) | ~product))
     plain = ~product[rest]
     elementwise = OP_KINDS.index("elementwise")
     op = np.concatenate([product_op, rest])

@@ -75,14 +75,23 @@ def op_times(
 def explain_times(
     graph: OpGraph, kind: DeviceKind, costs: CostTable | str | Path | None = None, *, host: str = "eager"
 ) -> OpTimes:
-    """Like `op_times`, and for every op where its time comes from."""
-    return times_with(as_costs(costs), graph, kind, calls_of(graph), host)
+    """Like `op_times`, and for every op where its time comes from.
+
+    Raises:
+        InputError: An unknown host mode, or a cost file that cannot be used.
+    """
+    check_host(host)
+    return times_with(as_costs(costs), graph, kind, calls_of(graph, host), host)
+
+
+def check_host(host: str) -> None:
+    """Refuses an unknown host mode."""
+    if host not in HOST_MODES:
+        raise unknown_name("host mode", host, HOST_MODES)
 
 
 def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls, host: str) -> OpTimes:
-    """`explain_times` with a complete table and the graph's calls at hand, for pricing several kinds."""
-    if host not in HOST_MODES:
-        raise unknown_name("host mode", host, HOST_MODES)
+    """`explain_times` with a complete table and the graph's calls in that host mode at hand, for pricing several kinds."""
     own = table.kinds.get(base_name(kind.name), KindCosts())
     seconds, basis, which, curves = _call_seconds(calls, kind, table)
     device = np.bincount(calls.op, weights=seconds, minlength=graph.num_ops)
@@ -103,7 +112,7 @@ def issue_times(graph: OpGraph, costs: KindCosts, host: str, kind: DeviceKind) -
     """float64 [N], host time to issue every op. A host processor issues to itself: its floor holds the dispatch of an op."""
     if kind.host_processor:
         return np.zeros(graph.num_ops)
-    launches = op_launches(graph)
+    launches = op_launches(graph, host)
     if host == "compiled":
         return launches * costs.compiled_issue_s
     view = np.where(op_directions(graph) == 0, costs.eager_view_s, 0.0)  # autograd's own views cost next to nothing

@@ -13,7 +13,7 @@ from rlplace.cluster.parse import as_cluster
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cluster.spec import Cluster
 from rlplace.cost.calls import calls_of
-from rlplace.cost.compute import VERSION, OpTimes, times_with
+from rlplace.cost.compute import VERSION, OpTimes, check_host, times_with
 from rlplace.cost.contract import PricedOps, contract_tasks
 from rlplace.cost.shipped import as_costs
 from rlplace.cost.split import split_backward
@@ -127,7 +127,8 @@ def device_times(
 def kind_times(graph: OpGraph, cluster: Cluster, table: CostTable, *, host: str = "eager") -> dict[str, OpTimes]:
     """Times of every captured op, and what they rest on, by the name of each device kind of the cluster."""
     kinds: dict[str, DeviceKind] = {kind.name: kind for kind in cluster.kinds}
-    calls = calls_of(graph)
+    check_host(host)
+    calls = calls_of(graph, host)
     return {name: times_with(table, graph, kind, calls, host) for name, kind in kinds.items()}
 
 

@@ -1,0 +1,162 @@
+import copy
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlplace.cost import CostTable
+from rlplace.cost.shipped import SHIPPED, as_costs, shipped_costs
+from rlplace.cost.table import Curve, KindCosts, MeasuredShape, Residual
+from rlplace.cost.tablefile import table_from_dict, table_to_dict
+from rlplace.errors import InputError
+
+KEY = ("gemm", "float32", "forward")
+RESIDUAL = Residual(
+    features=("log_m", "log_k"), mean=(1.0, 2.0), scale=(1.0, 1.0), low=(0.0, 0.0), high=(9.0, 9.0),
+    weights=(((0.1, 0.2), (0.3, 0.4)), ((1.0, 1.0),)), bias=((0.0, 0.0), (0.0,)), bound=2.0,
+)  # fmt: skip
+CURVE = Curve(
+    0.8, 1e9, 0.7, 1e6, floor_s=4e-6, saturation=0.5, overhead_s=1e-5, basis="calibrated", source="x", residual=RESIDUAL
+)
+TABLE = CostTable(
+    {
+        "a100-80g": KindCosts(
+            {KEY: CURVE}, {KEY: (MeasuredShape({"m": 8, "n": 8, "k": 8}, 1e-5),)}, eager_issue_s=9e-6, step_factor=1.1
+        ),
+        "cpu": KindCosts(),
+    },
+    name="lab",
+    source="here",
+)
+
+
+def test_a_table_survives_its_file(tmp_path):
+    TABLE.save(tmp_path / "lab.cost.json")
+    again = CostTable.load(tmp_path / "lab.cost.json")
+    assert again == TABLE
+    assert again.fingerprint == TABLE.fingerprint
+    renamed = dataclasses.replace(TABLE, name="other", source="there")
+    assert renamed.fingerprint == TABLE.fingerprint != shipped_costs().fingerprint
+
+
+def test_the_shipped_file_is_canonical():
+    assert table_to_dict(CostTable.load(SHIPPED)) == json.loads(SHIPPED.read_text())
+    assert as_costs(None) is shipped_costs()
+
+
+def test_a_table_over_another():
+    other = Curve(0.5, 0, 0.5, 0)
+    merged = CostTable({"a100-80g": KindCosts({("bmm", "float32", "forward"): other}, step_factor=2.0)}).over(TABLE)
+    assert merged.kinds["a100-80g"].curves == {KEY: CURVE, ("bmm", "float32", "forward"): other}
+    assert merged.kinds["a100-80g"].step_factor == 2.0
+    assert merged.kinds["a100-80g"].measured[KEY][0].seconds == 1e-5
+    assert "cpu" in merged.kinds
+    assert as_costs(TABLE).kinds["v100"] == shipped_costs().kinds["v100"]
+
+
+def edited(path, value):
+    data = copy.deepcopy(table_to_dict(TABLE))
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return data
+
+
+CURVES = ("kinds", "a100-80g", "curves")
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("version",), 2, "upgrade"),
+        (("format",), "rlplace.plan", "expected format"),
+        (("kind",), {}, "did you mean 'kinds'"),
+        (("kinds",), [], "object by device kind"),
+        (("kinds", ""), {"curves": []}, "needs a name"),
+        (("kinds", "a100-80g", "curve"), [], "did you mean 'curves'"),
+        ((*CURVES[:2], "step_factor"), 0, "step_factor"),
+        ((*CURVES[:2], "eager_issue_s"), -1.0, "eager_issue_s"),
+        ((*CURVES[:2], "eager_issue_s"), True, "expected a number"),
+        (CURVES, {}, "expected a list"),
+        ((*CURVES, 0, "op"), "gem", "did you mean 'gemm'"),
+        ((*CURVES, 0, "dtype"), "fp32", "dtype"),
+        ((*CURVES, 0, "direction"), "forwards", "did you mean 'forward'"),
+        ((*CURVES, 0, "basis"), "guess", "basis"),
+        ((*CURVES, 0, "compute_efficiency"), 1.5, "compute_efficiency"),
+        ((*CURVES, 0, "compute_efficiency"), 0.0, "compute_efficiency"),
+        ((*CURVES, 0, "compute_efficiency"), "0.5", "expected a number"),
+        ((*CURVES, 0, "compute_half_flops"), float("nan"), "finite"),
+        ((*CURVES, 0, "bandwidth_half_bytes"), -1, "bandwidth_half_bytes"),
+        ((*CURVES, 0, "floor_s"), 10**400, "too large"),
+        ((*CURVES, 0, "saturation"), 2, "saturation"),
+        ((*CURVES, 0, "overhead_s"), -1e-9, "overhead_s"),
+        ((*CURVES, 0, "source"), 1, "expected text"),
+        ((*CURVES, 0, "residual", "features"), ["log_m", "log_q"], "did you mean"),
+        ((*CURVES, 0, "residual", "mean"), [1.0], "one number per feature"),
+        ((*CURVES, 0, "residual", "scale"), [0.0, 1.0], "scale"),
+        ((*CURVES, 0, "residual", "low"), [10.0, 1.0], "above its high"),
+        ((*CURVES, 0, "residual", "weights"), [[[1.0]]], "bias per layer"),
+        ((*CURVES, 0, "residual", "weights"), [[[1.0], [1.0]], [[1.0, 1.0]]], "does not fit"),
+        ((*CURVES, 0, "residual", "bias"), [[0.0, 0.0], [1e9]], "outside"),
+        ((*CURVES, 0, "residual", "bound"), 0.5, "bound"),
+        (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {"m": 8}, "seconds": -1}], "seconds"),
+        (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {}, "seconds": 1}], "needs dims"),
+        (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {"q": 1}, "seconds": 1}], "unknown dim"),
+        (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {"m": 1.5}, "seconds": 1}], "not a size"),
+        (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": [], "seconds": 1}], "object of sizes"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_one_line(path, value, message):
+    with pytest.raises(InputError, match=message) as caught:
+        table_from_dict(edited(path, value))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_curve_given_twice_is_refused():
+    data = table_to_dict(TABLE)
+    curves = data["kinds"]["a100-80g"]["curves"]
+    with pytest.raises(InputError, match="given twice"):
+        table_from_dict({**data, "kinds": {"a100-80g": {"curves": curves * 2}}})
+
+
+def test_a_table_in_memory_is_checked_too():
+    with pytest.raises(InputError, match="compute_efficiency"):
+        CostTable({"cpu": KindCosts({KEY: dataclasses.replace(CURVE, compute_efficiency=float("inf"))})})
+    with pytest.raises(InputError, match="unknown op"):
+        CostTable({"cpu": KindCosts({("conv2", "float32", "forward"): CURVE})})
+
+
+def test_a_missing_or_broken_file(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        CostTable.load(tmp_path / "none.cost.json")
+    (tmp_path / "half.cost.json").write_text('{"format": "rlplace.cost", "version": 1, "kinds": {')
+    with pytest.raises(InputError, match="not valid JSON"):
+        CostTable.load(tmp_path / "half.cost.json")
+
+
+VALUES = st.sampled_from([None, True, 0, -1, 1e400, float("nan"), 10**5000, "", "x", [], {}, [[]], [0], {"a": 1}, 0.5, 1 << 63])
+
+
+def places(data):
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield data, key
+        yield from places(value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**6), VALUES)
+def test_a_mutated_table_loads_or_is_refused_with_one_line(index, value):
+    data = copy.deepcopy(table_to_dict(TABLE))
+    found = list(places(data))
+    holder, key = found[index % len(found)]
+    holder[key] = value
+    try:
+        table = table_from_dict(data)
+    except InputError as error:
+        assert "\n" not in str(error)
+    else:
+        assert table_from_dict(json.loads(json.dumps(table_to_dict(table)))) == table

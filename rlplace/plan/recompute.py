@@ -155,7 +155,8 @@ class _Work:
         """Gives clones their inputs and outputs, and the segments' own backward what the clones make."""
         for row in list(self.rows):
             home = self.segment[row.producer] if row.producer in self.twin else -1
-            kept, again = [], []
+            kept: list[int] = []
+            again: list[int] = []
             for op in row.consumers:
                 own = home >= 0 and self.own_backward(op, home)
                 (again if own else kept).append(op)

@@ -154,9 +154,17 @@ def report_held_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostT
 
 
 def report_left_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostTable) -> None:
-    print("Absolute error, %, of every device as if it had never been timed: datasheet curve, fractions of the nearest device")
-    print("without and with its residual, and those with one factor from 30 timings of the new device (in brackets: its value)")
-    print(f"{'class':9s}{'device':10s}{'from':10s}{'datasheet':>10s}{'curve':>8s}{'residual':>9s}{'one factor':>18s}")
+    print(
+        "Absolute error, %, of every device as if it had never been timed: peaks alone with default fractions; fractions of the"
+    )
+    print(
+        "nearest device without and with its residual; the better of both with one factor from 30 timings of the new device (in"
+    )
+    print(
+        "brackets: its value). 'preset' are the constants of the preset, which were read off public medians of that very device."
+    )
+    columns = ("peaks alone", "curve", "residual", "one factor", "", "preset")
+    print(f"{'class':9s}{'device':10s}{'from':10s}" + "".join(f"{text:>12s}" for text in columns))
     for (name, kind), rows in sorted(timings.items()):
         card, other = card_of(kind), LEAVE_ONE_OUT[kind]
         op = CLASS_OF_FILE[name]
@@ -166,6 +174,8 @@ def report_left_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostT
         with_residual = carried(lent.curves[(op, "float32", "forward")], card, card_of(other))
         curve = dataclasses.replace(with_residual, residual=None)
         sheet = datasheet_curve(card, op, "float32", "forward")
+        unknown = DeviceKind("unknown", card.peak_flops, card.memory_bandwidth_bytes_per_s, card.memory_bytes)
+        blank = datasheet_curve(unknown, op, "float32", "forward")
         rng = np.random.default_rng(0)
         seen = rng.permutation(len(rows))[:30]
         rest = np.setdiff1d(np.arange(len(rows)), seen)
@@ -177,8 +187,9 @@ def report_left_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostT
         factor = float(np.exp(np.median(np.log(seconds[seen] / best[seen]))))
         scaled = 100.0 * np.abs(factor * best[rest] / seconds[rest] - 1.0).mean()
         print(
-            f"{name:9s}{kind:10s}{other:10s}{errors(sheet, rows, card).mean():10.1f}{errors(curve, rows, card).mean():8.1f}"
-            f"{errors(with_residual, rows, card).mean():9.1f}{scaled:10.1f} ({factor:.2f})"
+            f"{name:9s}{kind:10s}{other:10s}{errors(blank, rows, card).mean():12.1f}{errors(curve, rows, card).mean():12.1f}"
+            f"{errors(with_residual, rows, card).mean():12.1f}{scaled:12.1f}{f'({factor:.2f})':>12s}"
+            f"{errors(sheet, rows, card).mean():12.1f}"
         )
 
 

@@ -21,6 +21,7 @@ from rlplace.cost.host import fold_issue
 from rlplace.cost.scaled import base_name, find_curve, peak_of, precision_of
 from rlplace.cost.shipped import as_costs
 from rlplace.cost.table import BASES, DIRECTIONS, HOST_MODES, CostTable, Curve, KindCosts
+from rlplace.cost.targets import target_times
 from rlplace.errors import unknown_name
 from rlplace.graph.opgraph import OP_KINDS, OpGraph
 
@@ -94,7 +95,7 @@ def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls,
     """`explain_times` with a complete table and the graph's calls in that host mode at hand, for pricing several kinds."""
     own = table.kinds.get(base_name(kind.name), KindCosts())
     seconds, basis, which, curves = _call_seconds(calls, kind, table)
-    device = np.bincount(calls.op, weights=seconds, minlength=graph.num_ops)
+    device: NDArray[np.float64] = np.bincount(calls.op, weights=seconds, minlength=graph.num_ops).astype(np.float64)
     op_basis = np.full(graph.num_ops, NO_BASIS, dtype=np.int8)
     op_curve = np.full(graph.num_ops, -1, dtype=np.int64)
     order = np.argsort(seconds, kind="stable")  # the dearest kernel of an op is written last
@@ -103,6 +104,15 @@ def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls,
     if own.measured:
         for op, found in _measured(graph, kind, own).items():
             device[op], op_basis[op], op_curve[op] = found, BASES.index("measured"), -1
+    if own.targets and host == "eager":  # compiled code runs other kernels than those that were timed
+        known = target_times(graph, kind, own)
+        device[known.op] = known.seconds
+        op_basis[known.op] = [
+            BASES.index("measured" if exact else known.curves[number].basis)
+            for exact, number in zip(known.measured.tolist(), known.curve.tolist(), strict=True)
+        ]
+        op_curve[known.op] = np.where(known.measured, -1, known.curve + len(curves))
+        curves = (*curves, *known.curves)
     device *= own.step_factor
     issue = issue_times(graph, own, host, kind)
     return OpTimes(device, fold_issue(device, issue), op_basis, op_curve, curves)

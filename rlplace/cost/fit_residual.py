@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +127,11 @@ def choose_residual(
     """
     if op not in RESIDUAL_FEATURES or len(rows) < 12:
         return curve
-    device = {"peak_flops": peak_flops, "bandwidth_bytes_per_s": bandwidth_bytes_per_s, "processors": processors}
+    device: dict[str, Any] = {
+        "peak_flops": peak_flops,
+        "bandwidth_bytes_per_s": bandwidth_bytes_per_s,
+        "processors": processors,
+    }
     part = np.random.default_rng(0).permutation(len(rows)) % folds
 
     def score(hidden: int | None) -> float:

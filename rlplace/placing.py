@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, show
@@ -27,8 +29,11 @@ def place(
     example_inputs: Any = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: str = "adam",
-    groups: int = 200,
     global_batch: int | None = None,
+    groups: int = 200,
+    weight_gradients: bool = False,
+    costs: Any = None,
+    host: str = "eager",
     **options: Any,
 ) -> PlacementPlan:
     """Plans where every group of a training step runs.
@@ -42,9 +47,14 @@ def place(
         example_inputs: For a module: its arguments as a tuple, or a dict of keyword arguments.
         loss: For a module: maps its output to the scalar loss; default ``output.loss``.
         optimizer: For a module: decides the optimizer state.
+        global_batch: Samples per step, to be split over replicas and micro-batches (`rlplace.planners.batches`). A module is
+            priced for every micro-batch size that divides it, a graph or problem is taken at its own. Default: one
+            micro-batch as given, one replica.
         groups: Target number of groups.
-        global_batch: Samples per step. One micro-batch is planned, so it must be the captured batch.
-        **options: Options of the planner, for example ``calls=256``.
+        weight_gradients: See `rlplace.price`; so are `costs` and `host`.
+        costs: See `weight_gradients`.
+        host: See `weight_gradients`.
+        **options: Options of the planner, for example ``calls=256`` or ``microbatches=4, schedule="1f1b"``.
 
     Returns:
         A feasible plan. When the graph is known, ``predicted["op_level"]`` holds the same plan simulated op by op.
@@ -52,33 +62,181 @@ def place(
     Raises:
         InfeasibleError: No plan fits.
     """
-    function = get_planner(planner)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed: expected a whole number from 0 up, found {show(seed)}")
     if isinstance(target, Problem):
         if cluster is not None:
             raise InputError("a problem has its own devices; leave cluster out, or place the model")
-        _check_batch(global_batch, target.samples_per_microbatch)
-        return function(target, seed=seed, time_limit_s=time_limit_s, **options)
-    from rlplace.cluster.parse import as_cluster
-    from rlplace.cost.price import price
-    from rlplace.graph.opgraph import OpGraph
-
-    if cluster is None:
-        raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
-    machine = as_cluster(cluster)
-    if isinstance(target, OpGraph):
-        graph = target
+        priced = Priced.problem(target)
     else:
-        from rlplace.graph.capture import capture
+        from rlplace.cluster.parse import as_cluster
+        from rlplace.graph.opgraph import OpGraph
 
-        if example_inputs is None:
+        if cluster is None:
+            raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
+        machine = as_cluster(cluster)
+        pricing = {"groups": groups, "weight_gradients": weight_gradients, "costs": costs, "host": host}
+        if isinstance(target, OpGraph):
+            priced = Priced.graph(target, machine, **pricing)
+        elif example_inputs is None:
             raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
-        graph = capture(target, example_inputs, loss=loss, optimizer=optimizer)
-    _check_batch(global_batch, graph.samples)
-    problem = price(graph, machine, groups=groups)
-    plan = function(problem, seed=seed, time_limit_s=time_limit_s, **options)
-    return with_op_level(plan, problem, price(graph, machine, groups=groups, level="op"))
+        else:
+            from rlplace.graph.capture import capture
+
+            whole = capture(target, example_inputs, loss=loss, optimizer=optimizer)
+
+            def capture_at(samples: int) -> OpGraph:
+                inputs = resize_batch(example_inputs, whole.samples, samples)
+                return capture(target, inputs, loss=loss, optimizer=optimizer)
+
+            priced = Priced.model(whole, capture_at, machine, **pricing)
+    return place_priced(
+        priced, planner=planner, seed=seed, time_limit_s=time_limit_s, global_batch=global_batch, **options
+    ).plan
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A plan and the problem that it solves.
+
+    Attributes:
+        problem: At task level.
+        plan: The plan.
+        op_problem: The problem at op level; None when only a problem was given.
+        graph: The graph of one micro-batch; likewise.
+    """
+
+    problem: Problem
+    plan: PlacementPlan
+    op_problem: Problem | None
+    graph: OpGraph | None
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """What is placed: a problem, or a graph that can be priced for one or for any micro-batch size.
+
+    Attributes:
+        first: The problem as given, at task level.
+        samples: The only micro-batch size there is, None where any can be priced.
+        graph_of: The graph for a micro-batch size; None when only a problem was given.
+        build: Prices a graph at a level.
+    """
+
+    first: Problem
+    samples: int | None
+    graph_of: Callable[[int], OpGraph] | None = None
+    build: Callable[[OpGraph, str], Problem] | None = None
+    _kept: dict[int, Problem] = field(default_factory=dict)
+
+    @staticmethod
+    def problem(problem: Problem) -> Priced:
+        """A problem without its graph."""
+        return Priced(problem, problem.samples_per_microbatch)
+
+    @staticmethod
+    def graph(graph: OpGraph, cluster: Cluster, **pricing: Any) -> Priced:
+        """One captured graph; its batch is the micro-batch. `pricing` holds arguments of `rlplace.price`."""
+        return _priced(graph, graph.samples, lambda samples: graph, cluster, pricing)
+
+    @staticmethod
+    def model(whole: OpGraph, capture_at: Callable[[int], OpGraph], cluster: Cluster, **pricing: Any) -> Priced:
+        """A model that can be captured at any batch size.
+
+        Captured twice, it is known at all sizes (`rlplace.graph.rescale`); the second capture is made when it is needed. A
+        model whose two captures differ in structure is captured at every size.
+
+        Args:
+            whole: The model, captured.
+            capture_at: Captures it with so many samples.
+            cluster: The devices and links.
+            **pricing: Arguments of `rlplace.price`.
+        """
+        return _priced(whole, None, _Graphs(whole, capture_at), cluster, pricing)
+
+    def at(self, samples: int) -> Problem:
+        """The problem at task level for a micro-batch of so many samples."""
+        if samples == self.first.samples_per_microbatch or self.build is None or self.graph_of is None:
+            return self.first
+        if samples not in self._kept:
+            self._kept[samples] = self.build(self.graph_of(samples), "task")
+        return self._kept[samples]
+
+
+def _priced(
+    first: OpGraph, samples: int | None, graph_of: Callable[[int], OpGraph], cluster: Cluster, pricing: dict[str, Any]
+) -> Priced:
+    from rlplace.cost.price import price
+
+    def build(graph: OpGraph, level: str) -> Problem:
+        return price(graph, cluster, level=level, **pricing)
+
+    return Priced(build(first, "task"), samples, graph_of, build)
+
+
+class _Graphs:
+    """The graphs of a model by batch size."""
+
+    def __init__(self, whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> None:
+        self._capture_at = capture_at
+        self._kept = {whole.samples: whole}
+        self._pair: tuple[OpGraph, OpGraph] | None = None
+        self._whole = whole
+
+    def __call__(self, samples: int) -> OpGraph:
+        if samples not in self._kept:
+            self._kept[samples] = self._graph(samples)
+        return self._kept[samples]
+
+    def _graph(self, samples: int) -> OpGraph:
+        from rlplace.graph.rescale import rescale
+
+        if samples == 1:  # a batch of one takes paths of its own: dimensions of size one broadcast
+            return self._capture_at(1)
+        if self._pair is None:
+            whole = self._whole if self._whole.samples > 1 else self._capture_at(2)
+            other = self._capture_at(whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples)
+            self._pair = (other, whole) if other.samples < whole.samples else (whole, other)
+        try:
+            return rescale(*self._pair, samples)
+        except InputError:
+            return self._capture_at(samples)
+
+
+def plan_priced(
+    priced: Priced,
+    *,
+    planner: str = "agent",
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    global_batch: int | None = None,
+    **options: Any,
+) -> tuple[Problem, PlacementPlan]:
+    """Runs a planner on what is priced; the problem at the micro-batch size that was chosen, and its plan. See `place`."""
+    function = get_planner(planner)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed: expected a whole number from 0 up, found {show(seed)}")
+    if global_batch is None:
+        return priced.first, function(priced.first, seed=seed, time_limit_s=time_limit_s, **options)
+    from rlplace.planners.batches import place_batches
+
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+        raise InputError(f"global_batch: expected a whole number from 1 up, found {show(global_batch)}")
+    fixed = sorted({"microbatches", "schedule"} & set(options))
+    if fixed:
+        raise InputError(f"a global batch chooses {' and '.join(fixed)} itself; leave one of them out")
+    return place_batches(
+        priced.at, global_batch, samples=priced.samples, first=priced.first, planner=planner, seed=seed,
+        time_limit_s=time_limit_s, **options,
+    )  # fmt: skip
+
+
+def place_priced(priced: Priced, **arguments: Any) -> Placed:
+    """`plan_priced`, and its answer simulated op by op where the graph is known."""
+    problem, plan = plan_priced(priced, **arguments)
+    if priced.build is None or priced.graph_of is None:
+        return Placed(problem, plan, None, None)
+    graph = priced.graph_of(problem.samples_per_microbatch)
+    op_problem = priced.build(graph, "op")
+    return Placed(problem, with_op_level(plan, problem, op_problem), op_problem, graph)
 
 
 def with_op_level(plan: PlacementPlan, problem: Problem, op_problem: Problem) -> PlacementPlan:
@@ -94,14 +252,30 @@ def with_op_level(plan: PlacementPlan, problem: Problem, op_problem: Problem) ->
     check_plan(plan, problem)
     if op_problem.group_names != problem.group_names:
         raise InputError("the op-level problem has other groups than the plan's problem")
-    predicted = simulate(op_problem, plan.device_of_group).predicted(op_problem)
+    # Priorities and orders name tasks, so op by op the default priority decides.
+    fine = dataclasses.replace(plan, problem=op_problem.fingerprint, priority=None, order=None)
+    predicted = simulate(op_problem, fine).predicted(op_problem)
     kept = {key: predicted[key] for key in ("step_time_s", "peak_memory_bytes", "feasible")}
     return plan.with_predicted({**plan.predicted, "op_level": kept})
 
 
-def _check_batch(global_batch: int | None, samples: int) -> None:
-    if global_batch is not None and global_batch != samples:
-        raise InputError(
-            f"global batch {global_batch} differs from the captured batch of {samples} samples; this version plans one "
-            f"micro-batch per step: capture the model at batch {global_batch}"
-        )
+def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
+    """Example inputs with another batch size: every tensor whose first dimension is `samples` is cut or repeated.
+
+    Args:
+        inputs: Tensors in tuples, lists and dicts.
+        samples: Batch size of `inputs`.
+        wanted: Batch size of the result.
+    """
+    import torch
+
+    if isinstance(inputs, torch.Tensor):
+        if inputs.dim() == 0 or inputs.shape[0] != samples:
+            return inputs
+        repeats = -(-wanted // samples)
+        return inputs.repeat(repeats, *([1] * (inputs.dim() - 1)))[:wanted]
+    if isinstance(inputs, dict):
+        return {key: resize_batch(value, samples, wanted) for key, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return type(inputs)(resize_batch(value, samples, wanted) for value in inputs)
+    return inputs

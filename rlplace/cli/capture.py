@@ -30,9 +30,11 @@ def run(options: argparse.Namespace) -> int:
     check_output(options.out)
     if options.model.endswith(".problem.json"):
         raise InputError(f"{options.model} is a problem already; capture takes a model")
-    loaded = load(options.model, options.cluster, options, op_level=options.level == "op")
-    problem = loaded.op_problem if options.level == "op" else loaded.problem
-    assert problem is not None and loaded.graph is not None
+    if options.global_batch is not None:
+        raise InputError("a problem file holds one micro-batch; give its size with --batch, and --global-batch to place")
+    loaded = load(options.model, options.cluster, options)
+    assert loaded.graph is not None and loaded.priced.build is not None
+    problem = loaded.priced.build(loaded.graph, "op") if options.level == "op" else loaded.problem
     problem.save(options.out)
     summary = {
         "problem": options.out,

@@ -14,6 +14,7 @@ from rlplace.errors import InputError
 
 if TYPE_CHECKING:
     from rlplace.graph.opgraph import OpGraph
+    from rlplace.placing import Priced
     from rlplace.problem import Problem
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -26,20 +27,23 @@ class Loaded:
     """A MODEL argument, ready to place.
 
     Attributes:
-        problem: At task level, unless asked otherwise.
-        op_problem: At op level; None when MODEL was a problem file.
+        priced: What is placed.
         graph: The captured graph; None when MODEL was a problem file.
     """
 
-    problem: Problem
-    op_problem: Problem | None
+    priced: Priced
     graph: OpGraph | None
+
+    @property
+    def problem(self) -> Problem:
+        """The problem at task level."""
+        return self.priced.first
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options that every verb with a MODEL takes."""
     group = parser.add_argument_group("model options")
-    group.add_argument("--batch", type=positive, default=8, metavar="N", help="samples per step (8)")
+    group.add_argument("--batch", type=positive, default=8, metavar="N", help="samples of a micro-batch (8)")
     group.add_argument("--seq", type=positive, default=512, metavar="N", help="sequence length (512)")
     group.add_argument("--dtype", choices=DTYPES, default="fp32", help="parameters and compute (fp32)")
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="decides the optimizer state (adam)")
@@ -50,50 +54,53 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--costs", metavar="FILE.cost.json", help="op times: a cost file over the built-in coefficients")
     group.add_argument("--host-mode", choices=HOST_MODES, default="eager", help="how the host issues ops (eager)")
     group.add_argument(
-        "--global-batch", type=positive, metavar="N", help="samples per step; with one micro-batch it replaces --batch"
+        "--global-batch", type=positive, metavar="N", help="samples per step, split over replicas and micro-batches"
     )
 
 
-def load(model: str, cluster: str | None, options: argparse.Namespace, *, op_level: bool = False) -> Loaded:
+def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded:
     """Loads a problem file, or captures a model and prices it for `cluster` (default: this machine)."""
+    from rlplace.placing import Priced
     from rlplace.problem import Problem
 
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
-        return Loaded(Problem.load(model), None, None)
+        return Loaded(Priced.problem(Problem.load(model)), None)
     from rlplace.cluster.parse import parse
-    from rlplace.cost.price import price
     from rlplace.graph.capture import capture
     from rlplace.zoo import load_model
 
     machine = parse(cluster or "host")
-    batch = options.global_batch or options.batch
-    source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
-    with contextlib.redirect_stdout(sys.stderr):  # what a person's model prints is no result
-        say(f"building {model}")
-        loaded = load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
-        say("capturing one training step")
-        graph = capture(
-            loaded.module,
-            loaded.example_inputs,
-            loss=loaded.loss,
-            optimizer=options.optimizer,
-            name=loaded.name,
-            source=source,
-        )
-    split = options.weight_gradients
-    how: dict[str, Any] = {
-        "groups": options.granularity,
-        "weight_gradients": split,
-        "costs": options.costs,
-        "host": options.host_mode,
-    }
-    problem = price(graph, machine, **how)
-    say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {problem.num_groups} groups")
-    say(f"op times ({options.host_mode}): {basis_summary(problem)}")
-    op_problem = price(graph, machine, level="op", **how) if op_level else None
-    return Loaded(problem, op_problem, graph)
+
+    def capture_at(batch: int) -> OpGraph:
+        source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
+        with contextlib.redirect_stdout(sys.stderr):  # what a person's model prints is no result
+            say(f"building {model}")
+            loaded = load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
+            say(f"capturing one training step of {batch} samples")
+            return capture(
+                loaded.module,
+                loaded.example_inputs,
+                loss=loaded.loss,
+                optimizer=options.optimizer,
+                name=loaded.name,
+                source=source,
+            )
+
+    graph = capture_at(options.batch)
+    priced = Priced.model(
+        graph,
+        capture_at,
+        machine,
+        groups=options.granularity,
+        weight_gradients=options.weight_gradients,
+        costs=options.costs,
+        host=options.host_mode,
+    )
+    say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {priced.first.num_groups} groups")
+    say(f"op times ({options.host_mode}): {basis_summary(priced.first)}")
+    return Loaded(priced, graph)
 
 
 def basis_summary(problem: Problem) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import (
     add_model_options,
@@ -19,10 +19,13 @@ from rlplace.cli.common import (
     seconds,
 )
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.problem import Problem
+
+if TYPE_CHECKING:
+    from rlplace.placing import Priced
 
 HELP = "compare planners on models"
 EXAMPLE = "example: rlplace compare hf:gpt2 zoo:inception --cluster a100-80g:4 --planners best,annealing,agent"
+METRIC = "makespan of one step"
 DEFAULT = "single,round_robin,balanced,heft,m_etf,metis,best,annealing,local_search,agent"
 
 
@@ -54,46 +57,55 @@ def run(options: argparse.Namespace) -> int:
         check_agent(options.agent)
     rows: list[dict[str, Any]] = []
     for model in options.models:
-        problem = load(model, None if model.endswith(".problem.json") else options.cluster, options).problem
+        priced = load(model, None if model.endswith(".problem.json") else options.cluster, options).priced
         for name in names:
             say(f"{model}: {name}")
-            rows.append(_row(name, model, problem, options))
+            rows.append(_row(name, model, priced, options))
     if options.json:
-        print_json({"executor": "list", "metric": "makespan of one step", "microbatches": 1, "rows": rows})
+        print_json({"executor": "list", "metric": METRIC, "global_batch": options.global_batch, "rows": rows})
         return 0
     table = []
     for row in rows:
         spread = "" if row["spread_s"] is None else f"{row['spread_s'] * 1e3:.3f}"
         note = "" if row["feasible"] else "no feasible plan"
-        table.append([row["model"], row["planner"], milliseconds(row["step_time_s"]), spread, f"{row['seconds']:.2f}", note])
-    print_table(["problem", "planner", "step ms", "spread ms", "seconds", ""], table)
-    print(
-        "\nmakespan of one step, executor list, one micro-batch, simulated; spread is the largest minus the smallest over seeds"
-    )
+        rate = "-" if row["samples_per_s"] is None else f"{row['samples_per_s']:.2f}"
+        cells = [row["model"], row["planner"], milliseconds(row["step_time_s"]), spread, rate]
+        if options.global_batch is not None:
+            cells.append("-" if row["replicas"] is None else f"{row['replicas']} x {row['microbatches']}")
+        table.append([*cells, f"{row['seconds']:.2f}", note])
+    split = ["replicas x micro-batches"] if options.global_batch is not None else []
+    print_table(["problem", "planner", "step ms", "spread ms", "samples/s", *split, "seconds", ""], table)
+    print(f"\n{METRIC}, executor list, simulated; spread is the largest minus the smallest over seeds")
     return 0
 
 
-def _row(name: str, model: str, problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
+def _row(name: str, model: str, priced: Priced, options: argparse.Namespace) -> dict[str, Any]:
+    from rlplace.placing import plan_priced
     from rlplace.planners import get_planner
 
-    planner = get_planner(name)
-    accepted = inspect.signature(planner).parameters
+    accepted = inspect.signature(get_planner(name)).parameters
     extra: dict[str, Any] = {"agent": options.agent} if name == "agent" else {}
     if options.calls is not None and "calls" in accepted:
         extra["calls"] = options.calls
     limit = None if "calls" in extra else options.time_limit
-    steps, begin, reason = [], time.perf_counter(), None
+    plans, begin, reason = [], time.perf_counter(), None
     for seed in range(options.seeds):
         try:
-            steps.append(planner(problem, seed=seed, time_limit_s=limit, **extra).predicted["step_time_s"])
+            found = plan_priced(priced, planner=name, seed=seed, time_limit_s=limit, global_batch=options.global_batch, **extra)
         except InfeasibleError as error:
             reason = str(error)
+        else:
+            plans.append(found[1])
+    steps = [plan.predicted["step_time_s"] for plan in plans]
     return {
         "model": model,
         "planner": name,
         "feasible": len(steps) == options.seeds,
         "step_time_s": sum(steps) / len(steps) if steps else None,
         "spread_s": max(steps) - min(steps) if len(steps) > 1 else None,
+        "samples_per_s": sum(plan.predicted["samples_per_s"] for plan in plans) / len(plans) if plans else None,
+        "replicas": len(plans[0].replicas or [0]) if plans else None,
+        "microbatches": plans[0].microbatches if plans else None,
         "seeds": options.seeds,
         "seconds": (time.perf_counter() - begin) / options.seeds,
         "reason": reason,

@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import Loaded, gigabytes, print_table
+from rlplace.cli.common import gigabytes, print_table
 from rlplace.plan.plan import PlacementPlan
 
 if TYPE_CHECKING:
     from rlplace.cost.footprint import Footprint
+    from rlplace.placing import Placed
 
 KERNELS = ("foreach", "fused", "single")
 
@@ -29,7 +30,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_memory(plan: PlacementPlan, loaded: Loaded, options: argparse.Namespace) -> tuple[PlacementPlan, list[Footprint]]:
+def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementPlan, list[Footprint]]:
     """The plan with ``predicted["memory"]``, and what that entry holds.
 
     Op by op where the graph is known, else task by task.
@@ -38,13 +39,13 @@ def with_memory(plan: PlacementPlan, loaded: Loaded, options: argparse.Namespace
     from rlplace.cost.footprint import MemoryOptions, footprint
 
     settings = MemoryOptions(allocator=AllocatorOptions.parse(options.alloc_conf), optimizer_kernel=options.optimizer_kernel)
-    problem, whole = loaded.problem, plan
-    if loaded.op_problem is not None:
-        problem = loaded.op_problem
+    plan, problem = placed.plan, placed.problem
+    whole = plan
+    if placed.op_problem is not None:
+        problem = placed.op_problem
         # Priority and order number tasks, not ops.
         whole = dataclasses.replace(plan, problem=problem.fingerprint, priority=None, order=None)
-    graph = None if loaded.op_problem is None else loaded.graph
-    found = footprint(problem, whole, graph=graph, options=settings)
+    found = footprint(problem, whole, graph=placed.graph, options=settings)
     entry: list[dict[str, Any]] = [item.to_dict() for item in found]
     return plan.with_predicted({**plan.predicted, "memory": entry}), found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +14,14 @@ from rlplace.cli.common import (
     load,
     milliseconds,
     natural,
+    positive,
     print_json,
     print_table,
     say,
     seconds,
 )
 from rlplace.cli.memory import add_memory_options, show_memory, with_memory
-from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
 from rlplace.problem import Problem
 
 HELP = "plan where every part of a model runs"
@@ -36,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--agent", default="default", metavar="NAME", help="checkpoint name or folder (default)")
     parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner (5)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
+    parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of --batch samples (1)")
+    parser.add_argument("--schedule", choices=FREE_SCHEDULES, default="list", help="how micro-batches take turns (list)")
     add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     parser.add_argument("--json", action="store_true", help="print what the plan file holds")
@@ -45,30 +49,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.files import check_output
-    from rlplace.placing import with_op_level
+    from rlplace.placing import place_priced
     from rlplace.planners import get_planner
 
     if options.out:
         check_output(options.out)
-    planner = get_planner(options.planner)
+    get_planner(options.planner)
     if options.planner == "agent":
         check_agent(options.agent)
-    loaded = load(options.model, options.cluster, options, op_level=True)
-    extra = {"agent": options.agent} if options.planner == "agent" else {}
+    loaded = load(options.model, options.cluster, options)
+    extra: dict[str, Any] = {"agent": options.agent} if options.planner == "agent" else {}
+    if options.microbatches > 1 or options.schedule != "list":
+        extra |= {"microbatches": options.microbatches, "schedule": options.schedule}
     say(f"planning with {options.planner}")
-    plan = planner(loaded.problem, seed=options.seed, time_limit_s=options.time_limit, **extra)
-    if loaded.op_problem is not None:
-        plan = with_op_level(plan, loaded.problem, loaded.op_problem)
-    footprints = None
+    placed = place_priced(
+        loaded.priced,
+        planner=options.planner,
+        seed=options.seed,
+        time_limit_s=options.time_limit,
+        global_batch=options.global_batch,
+        **extra,
+    )
+    plan, footprints = placed.plan, None
     if options.memory:
-        plan, footprints = with_memory(plan, loaded, options)
+        plan, footprints = with_memory(placed, options)
     if options.out:
         plan.save(options.out)
         say(f"wrote {options.out}")
     if options.json:
         print_json(plan.to_dict())
     else:
-        _show(plan, loaded.problem)
+        _show(plan, placed.problem)
         if footprints is not None:
             print()
             show_memory(footprints)
@@ -78,7 +89,10 @@ def run(options: argparse.Namespace) -> int:
 def _show(plan: PlacementPlan, problem: Problem) -> None:
     predicted = plan.predicted
     peaks = predicted["peak_memory_bytes"]
-    counts = np.bincount(plan.device_of_group, minlength=problem.num_devices)
+    rows_of = plan.replicas or [list(range(problem.num_devices))]
+    counts = np.zeros(problem.num_devices, dtype=np.int64)
+    for row in rows_of:
+        counts += np.bincount(np.asarray(row)[plan.device_of_group], minlength=problem.num_devices)
     rows = []
     for index, device in enumerate(problem.devices):
         limit = device.memory_bytes
@@ -88,10 +102,30 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
         )
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
-    print(f"planner {plan.planner}, problem {problem.name}, executor {predicted['executor']}, one micro-batch, simulated")
+    if predicted.get("choices"):
+        _show_choices(predicted["choices"])
+    print(f"planner {plan.planner}, problem {problem.name}, executor {predicted['executor']}, simulated")
+    samples = problem.samples_per_microbatch
+    print(
+        f"{samples * plan.microbatches * len(rows_of)} samples a step: {_count(len(rows_of), 'replica')} x "
+        f"{_count(plan.microbatches, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}"
+    )
     print(f"step time {milliseconds(predicted['step_time_s'])} ms, {predicted['samples_per_s']:.2f} samples/s")
-    if predicted.get("floor_step_time_s"):
+    if predicted.get("floor_step_time_s") and len(rows_of) == 1:
         print(f"best classical planner {milliseconds(predicted['floor_step_time_s'])} ms")
     if "op_level" in predicted:
         op_level = predicted["op_level"]
         print(f"simulated op by op {milliseconds(op_level['step_time_s'])} ms, feasible {op_level['feasible']}")
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}" + (plural if number != 1 else "")
+
+
+def _show_choices(choices: list[dict[str, Any]]) -> None:
+    rows = [
+        [str(c["replicas"]), str(c["microbatches"]), str(c["samples"]), milliseconds(c["step_time_s"])]
+        for c in sorted(choices, key=lambda c: (c["step_time_s"] is None, c["step_time_s"]))
+    ]
+    print_table(["replicas", "micro-batches", "samples each", "floor ms"], rows)
+    print("ways to split the global batch that were tried, with the best classical plan of each; - does not fit\n")

@@ -17,6 +17,8 @@ from rlplace.problem import UPDATE, Problem
 FORMAT = "rlplace.plan"
 VERSION = 1
 SCHEDULES = ("list", "gpipe", "1f1b", "interleaved", "zero_bubble")
+FREE_SCHEDULES = ("list", "gpipe", "1f1b")
+"""Schedules that run any plan; the others need stages that form a chain in a given layout."""
 
 _REQUIRED = {"problem", "planner", "seed", "device_of_group"}
 _OPTIONAL = {

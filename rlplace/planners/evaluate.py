@@ -15,11 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, unknown_name
+from rlplace.plan.plan import FREE_SCHEDULES
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator, Timeline, simulate
-
-SEARCHABLE = ("list", "gpipe", "1f1b")
-"""Schedules that run any assignment; the others need stages that form a chain in a given layout."""
 
 Assignment = NDArray[np.int32]
 """int32 [G], the device of every group."""
@@ -122,7 +120,7 @@ class Execution:
 
     Attributes:
         microbatches: Passes over the forward and backward ops.
-        schedule: One of `SEARCHABLE`.
+        schedule: One of `FREE_SCHEDULES`.
 
     Raises:
         InputError: Another schedule, or no micro-batch.
@@ -132,8 +130,8 @@ class Execution:
     schedule: str = "list"
 
     def __post_init__(self) -> None:
-        if self.schedule not in SEARCHABLE:
-            raise unknown_name("schedule", self.schedule, SEARCHABLE)
+        if self.schedule not in FREE_SCHEDULES:
+            raise unknown_name("schedule", self.schedule, FREE_SCHEDULES)
         if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise InputError(f"microbatches: expected a whole number from 1 up, found {show(self.microbatches)}")
 

@@ -154,15 +154,11 @@ def report_held_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostT
 
 
 def report_left_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostTable) -> None:
+    print("Absolute error, %, of every device as if it had never been timed: peaks alone with default fractions; fractions of")
     print(
-        "Absolute error, %, of every device as if it had never been timed: peaks alone with default fractions; fractions of the"
+        "the nearest device without and with its residual; the better of both with one factor from 30 timings of the new device"
     )
-    print(
-        "nearest device without and with its residual; the better of both with one factor from 30 timings of the new device (in"
-    )
-    print(
-        "brackets: its value). 'preset' are the constants of the preset, which were read off public medians of that very device."
-    )
+    print("(in brackets: its value). 'preset': the preset's constants, which were read off public medians of that very device.")
     columns = ("peaks alone", "curve", "residual", "one factor", "", "preset")
     print(f"{'class':9s}{'device':10s}{'from':10s}" + "".join(f"{text:>12s}" for text in columns))
     for (name, kind), rows in sorted(timings.items()):

@@ -87,9 +87,10 @@ def _measure_model(options: argparse.Namespace) -> int:
         )
     if found.step is not None:
         step = found.step
-        print(
-            f"step time {milliseconds(step.seconds)} ms ({milliseconds(step.p10_s)}..{milliseconds(step.p90_s)}), {step.repeats} steps"
-        )
+        spread = f"{milliseconds(step.p10_s)}..{milliseconds(step.p90_s)}"
+        print(f"step time {milliseconds(step.seconds)} ms ({spread}), {step.undisturbed} of {step.repeats} steps undisturbed")
+        if step.busy_s is not None:
+            print(f"processor time of a step {milliseconds(step.busy_s)} ms")
         if step.peak_memory_bytes is not None:
             print(f"peak memory {step.peak_memory_bytes / 1e9:.3f} GB")
     print(f"control {found.control.shape}: {milliseconds(found.control.first_s)} ms, at the end x {found.control.drift:.3f}")

@@ -118,12 +118,27 @@ Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
+class TargetCosts:
+    """Costs of whole ops of one target on one device: all kernels of the op, launches included, as one curve.
+
+    Attributes:
+        curve: Over the FLOPs and bytes that the op graph counts for the op.
+        measured: Timed shapes, which override the curve.
+    """
+
+    curve: Curve
+    measured: tuple[MeasuredShape, ...] = ()
+
+
+@dataclass(frozen=True)
 class KindCosts:
     """Costs of one device kind.
 
     Attributes:
         curves: By key.
         measured: Timed shapes by key.
+        targets: Whole ops by (target, dtype, direction), with targets as `rlplace.cost.targets.target_names` has them; an entry
+            replaces curves and measured shapes of the op's class.
         eager_issue_s: Host time to issue one kernel in eager mode.
         eager_view_s: Host time of an op that launches nothing, in eager mode.
         compiled_issue_s: Host time to issue one kernel of a compiled graph.
@@ -132,6 +147,7 @@ class KindCosts:
 
     curves: Mapping[Key, Curve] = field(default_factory=lambda: MappingProxyType({}))
     measured: Mapping[Key, tuple[MeasuredShape, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    targets: Mapping[Key, TargetCosts] = field(default_factory=lambda: MappingProxyType({}))
     eager_issue_s: float = EAGER_ISSUE_S
     eager_view_s: float = EAGER_VIEW_S
     compiled_issue_s: float = COMPILED_ISSUE_S
@@ -172,7 +188,12 @@ class CostTable:
         kinds = dict(base.kinds)
         for name, own in self.kinds.items():
             other = base.kinds.get(name, KindCosts())
-            kinds[name] = replace(own, curves={**other.curves, **own.curves}, measured={**other.measured, **own.measured})
+            kinds[name] = replace(
+                own,
+                curves={**other.curves, **own.curves},
+                measured={**other.measured, **own.measured},
+                targets={**other.targets, **own.targets},
+            )
         return CostTable(kinds, name=self.name, source=self.source)
 
     def save(self, path: str | Path) -> None:

@@ -20,6 +20,7 @@ from rlplace.cost.table import (
     KindCosts,
     MeasuredShape,
     Residual,
+    TargetCosts,
 )
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_json, write_json
@@ -34,6 +35,7 @@ MAX_WEIGHTS = 10_000
 MAX_BOUND = 20.0
 
 _KEY = ("op", "dtype", "direction")
+_TARGET_KEY = ("target", "dtype", "direction")
 _CURVE_NUMBERS = ("compute_efficiency", "compute_half_flops", "bandwidth_efficiency", "bandwidth_half_bytes")
 _CURVE_OPTIONAL = ("floor_s", "saturation", "overhead_s", "source", "residual")
 _ISSUE = {"eager_issue_s": EAGER_ISSUE_S, "eager_view_s": EAGER_VIEW_S, "compiled_issue_s": COMPILED_ISSUE_S}
@@ -90,6 +92,13 @@ def check_table(table: CostTable) -> None:
         for key, shapes in costs.measured.items():
             at = f"{where}, measured {_check_key(key, where)}"
             for shape in shapes:
+                _check_shape(shape, at)
+        for key, target in costs.targets.items():
+            at = f"{where}, target {'/'.join(key)[:120]}"
+            if len(key) != 3 or not key[0] or not key[1] or key[2] not in DIRECTIONS:
+                raise InputError(f"cost table: {at}: expected a target, a dtype and one of {', '.join(DIRECTIONS)}")
+            _check_curve(target.curve, at)
+            for shape in target.measured:
                 _check_shape(shape, at)
 
 
@@ -177,6 +186,15 @@ def _kind_to_dict(costs: KindCosts) -> dict[str, Any]:
             }
             for key in sorted(costs.measured)
         ]
+    if costs.targets:
+        data["targets"] = [
+            {
+                **dict(zip(_TARGET_KEY, key, strict=True)),
+                **_curve_to_dict(costs.targets[key].curve),
+                "shapes": [{"dims": dict(shape.dims), "seconds": shape.seconds} for shape in costs.targets[key].measured],
+            }
+            for key in sorted(costs.targets)
+        ]
     return data
 
 
@@ -215,7 +233,7 @@ def _parse(data: dict[str, Any], default_name: str) -> CostTable:
 
 
 def _parse_kind(item: Any, where: str) -> KindCosts:
-    check_keys(item, (), {"curves", "measured", "step_factor", *_ISSUE}, f"cost table: {where}")
+    check_keys(item, (), {"curves", "measured", "targets", "step_factor", *_ISSUE}, f"cost table: {where}")
     curves: dict[Key, Curve] = {}
     for index, entry in enumerate(_list(item.get("curves", []), f"{where}.curves")):
         at = f"{where}.curves[{index}]"
@@ -227,12 +245,21 @@ def _parse_kind(item: Any, where: str) -> KindCosts:
         check_keys(entry, {*_KEY, "shapes"}, (), f"cost table: {at}")
         key = _key(entry, measured, at)
         measured[key] = tuple(_parse_shape(shape, f"{at}.shapes") for shape in _list(entry["shapes"], f"{at}.shapes"))
+    targets: dict[Key, TargetCosts] = {}
+    for index, entry in enumerate(_list(item.get("targets", []), f"{where}.targets")):
+        at = f"{where}.targets[{index}]"
+        check_keys(entry, {*_TARGET_KEY, *_CURVE_NUMBERS, "basis"}, {*_CURVE_OPTIONAL, "shapes"}, f"cost table: {at}")
+        key = _key(entry, targets, at, _TARGET_KEY)
+        shapes = tuple(_parse_shape(shape, f"{at}.shapes") for shape in _list(entry.get("shapes", []), f"{at}.shapes"))
+        targets[key] = TargetCosts(_parse_curve(entry, at), shapes)
     numbers = {name: _number(item.get(name, default), f"{where}.{name}") for name, default in _ISSUE.items()}
-    return KindCosts(curves, measured, step_factor=_number(item.get("step_factor", 1.0), f"{where}.step_factor"), **numbers)
+    return KindCosts(
+        curves, measured, targets, step_factor=_number(item.get("step_factor", 1.0), f"{where}.step_factor"), **numbers
+    )
 
 
-def _key(entry: dict[str, Any], seen: dict[Key, Any], where: str) -> Key:
-    key = (_text(entry["op"], where), _text(entry["dtype"], where), _text(entry["direction"], where))
+def _key(entry: dict[str, Any], seen: dict[Key, Any], where: str, names: tuple[str, str, str] = _KEY) -> Key:
+    key = (_text(entry[names[0]], where), _text(entry[names[1]], where), _text(entry[names[2]], where))
     if key in seen:
         raise InputError(f"cost table: {where}: {'/'.join(key)[:80]} is given twice")
     return key

@@ -64,6 +64,8 @@ def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpG
         shapes = [event.dims for i in op.events if (event := assembly.events[i]).dims]
         if len(shapes) == 1 and shapes[0]:  # the two products of a backward op follow from the dims of its forward op
             dims[index] = shapes[0]
+        if kind == FORWARD_OF and label.dims:
+            dims[index] = {**dims.get(index, {}), **label.dims}
     rows = tensors.rows(inputs, number)
     return OpGraph(
         op_names=tuple(names),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Args = Sequence[Any]
@@ -25,6 +25,24 @@ def dims_of(name: str, args: Args) -> dict[str, int] | None:
     if name.startswith("_scaled_dot_product") and "attention" in name:
         return _attention(args, 1 if name.endswith("_backward") else 0)
     return None
+
+
+def argument_dims(target: Any, args: Args, kwargs: Mapping[str, Any]) -> dict[str, int]:
+    """What the arguments of an exported op change in how eager code runs it.
+
+    Attention with dropout: dropout = 1, since capture replaces it by the fused kernel. Grouped convolutions: groups.
+    """
+    found: dict[str, int] = {}
+    schema = getattr(target, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name not in ("dropout_p", "groups"):
+            continue
+        value = kwargs.get(argument.name, args[position] if position < len(args) else None)
+        if argument.name == "dropout_p" and isinstance(value, float) and value > 0:
+            found["dropout"] = 1
+        elif argument.name == "groups" and isinstance(value, int) and value > 1:
+            found["groups"] = value
+    return found
 
 
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}

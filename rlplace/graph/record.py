@@ -41,12 +41,14 @@ class Label:
         target: Op as torch knows it.
         module: Path of its module.
         whole: Whether it is a submodule kept as one op.
+        dims: What its arguments say beyond the ATen ops that it runs while captured, see `rlplace.graph.dims.argument_dims`.
     """
 
     name: str
     target: str
     module: str
     whole: bool = False
+    dims: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rlplace.graph.dims import argument_dims
 from rlplace.graph.export import TrainingGraph, export_training_graph, flatten_inputs, module_path
 from rlplace.graph.neutral import REPLACED_TARGETS, NeutralFunctions
 from rlplace.graph.record import Label, Recorder, tensors_in
@@ -60,7 +61,8 @@ class _Runner(fx.Interpreter):
         name = self.names.get(node.name) if node is not None else None
         if node is None or name is None:
             return super().call_function(target, args, kwargs)
-        with self.recorder.label(name, str(target), module_path(node)):
+        with self.recorder.label(name, str(target), module_path(node)) as label:
+            label.dims = argument_dims(target, args, kwargs)
             before = len(self.recorder.events)
             out = _call(target, args, kwargs)
             if len(self.recorder.events) == before:

@@ -20,10 +20,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from rlplace.cost.calls import op_directions
 from rlplace.cost.measurement import ControlTiming, MeasuredOp, Measurement, StepTiming
+from rlplace.cost.table import DIRECTIONS
+from rlplace.cost.targets import op_dims_of, target_names
 from rlplace.errors import InputError
-from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
+from rlplace.graph.opgraph import UPDATE, OpGraph
 from rlplace.runtime.environment import clock_mhz, device_kind_of, read_environment, time_control
+from rlplace.runtime.host_memory import keep_freed_memory, page_faults
 from rlplace.runtime.marks import marks_on
 from rlplace.runtime.measure import time_step
 from rlplace.runtime.step_walk import UPDATE as UPDATE_KEY
@@ -48,6 +52,8 @@ class Samples:
         marked: Seconds by op name of each step with marks.
         issue: The host's seconds likewise; empty on a processor.
         peak_memory_bytes: Of the steps without marks; None where the device does not tell.
+        page_faults: Of all steps without marks.
+        steps: Their number.
     """
 
     plain: list[float] = dataclasses.field(default_factory=list)
@@ -56,6 +62,8 @@ class Samples:
     marked: list[Times] = dataclasses.field(default_factory=list)
     issue: list[Times] = dataclasses.field(default_factory=list)
     peak_memory_bytes: int | None = None
+    page_faults: int = 0
+    steps: int = 0
 
 
 def measure_model(
@@ -68,6 +76,7 @@ def measure_model(
     step: bool = True,
     repeats: int = 25,
     time_limit_s: float = 120.0,
+    keep_memory: bool = True,
 ) -> Measurement:
     """Times a model on a device.
 
@@ -79,6 +88,9 @@ def measure_model(
         ops: Whether to time single ops.
         step: Whether to time whole steps.
         repeats: Timed steps of each kind.
+        keep_memory: On a processor, tell the C library to keep freed memory instead of handing it back and getting it again
+            page by page: whether it does so by itself depends on the history of its heap and changes step times by up to a
+            third.
         time_limit_s: After this long no more steps are timed, but at least `MIN_REPEATS` of each kind are.
 
     Returns:
@@ -96,6 +108,7 @@ def measure_model(
         )
     place = torch.device(device)
     kind = device_kind_of(place)
+    allocator = keep_freed_memory() if place.type == "cpu" and keep_memory else "default"
     before = read_environment(place, kind)
     shape, first = time_control(place)
     module, inputs = _on_device(model, place)
@@ -105,7 +118,12 @@ def measure_model(
     environment = dataclasses.replace(
         before,
         clock_end_mhz=clock_mhz(place),
-        details={**before.details, "disturbed_steps": len(samples.lost)},
+        details={
+            **before.details,
+            "disturbed_steps": len(samples.lost),
+            "allocator": allocator,
+            "page_faults_a_step": samples.page_faults // max(1, samples.steps),
+        },
     )
     marked = [sum(times.values()) for times in samples.marked]
     return Measurement(
@@ -113,7 +131,7 @@ def measure_model(
         model=_model_of(graph, optimizer),
         environment=environment,
         cache="step",
-        ops=_measured_ops(graph, walk, samples, optimizer) if ops else (),
+        ops=_measured_ops(graph, walk, samples) if ops else (),
         step=_step_timing(samples, marked) if step else None,
         control=ControlTiming(shape, first, last),
         host_s=statistics.median([times.get(None, 0.0) for times in samples.marked]) if ops else 0.0,
@@ -201,11 +219,13 @@ def _plain_step(walk: StepWalk, module: nn.Module, inputs: Any, device: torch.de
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    begin = time.thread_time()
+    faults, begin = page_faults(), time.thread_time()
     seconds = time_step(module, walk.optimizer, inputs, loss=walk.loss, devices=[device])
     busy = time.thread_time() - begin
     if cuda:
         samples.peak_memory_bytes = max(samples.peak_memory_bytes or 0, int(torch.cuda.max_memory_allocated(device)))
+    samples.page_faults += page_faults() - faults
+    samples.steps += 1
     (samples.lost if own and seconds - busy > _LOST * seconds else samples.plain).append(seconds)
     if own:
         samples.busy.append(busy)
@@ -228,38 +248,32 @@ def _step_timing(samples: Samples, marked: Sequence[float]) -> StepTiming:
     )
 
 
-def _measured_ops(graph: OpGraph, walk: StepWalk, samples: Samples, optimizer: str) -> tuple[MeasuredOp, ...]:
+def _measured_ops(graph: OpGraph, walk: StepWalk, samples: Samples) -> tuple[MeasuredOp, ...]:
     """One record per distinct op."""
     cost = walk.mark_cost_s
     counted = [{key: max(0.0, seconds - cost) for key, seconds in times.items()} for times in samples.marked]
     marked = [_with_updates(times, graph, walk) for times in counted]
     issue = [_with_updates(times, graph, walk) for times in samples.issue]
     found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-    for index, name in enumerate(graph.op_names):
+    described = describe_ops(graph)
+    for name, key in zip(graph.op_names, described, strict=True):
         if name in marked[0]:
-            found[describe_op(graph, index, optimizer)].append(name)
+            found[key].append(name)
     named = set(graph.op_names)
-    for index in range(graph.num_ops):
+    for index, (target, _, dtype, direction, *_) in enumerate(described):
         # Autograd of a view is no op of the graph, but the host walks through it.
         name = f"{graph.op_names[index]}.backward"
-        if graph.op_phase[index] == FORWARD and name in marked[0] and name not in named:
-            found[(graph.op_target[index], "view", graph.op_dtype[index], "backward", 0.0, 0, ())].append(name)
+        if direction == "forward" and name in marked[0] and name not in named:
+            found[(target, "view", dtype, "backward", 0.0, 0, ())].append(name)
     return tuple(_record(key, names, marked, issue) for key, names in found.items())
 
 
-def describe_op(graph: OpGraph, index: int, optimizer: str) -> tuple[Any, ...]:
-    """What tells an op from others: target, kind, dtype, direction, FLOPs, bytes and dims."""
-    phase, forward = int(graph.op_phase[index]), int(graph.op_forward[index])
-    dims = graph.op_dims.get(index) or (graph.op_dims.get(forward) if forward >= 0 else None) or {}
-    return (
-        optimizer if phase == UPDATE else graph.op_target[forward],
-        graph.op_kind[index],
-        graph.op_dtype[index],
-        "update" if phase == UPDATE else "backward" if phase in (BACKWARD, BACKWARD_WEIGHT) else "forward",
-        float(graph.op_flops[index]),
-        int(graph.op_bytes[index]),
-        tuple(sorted(dims.items())),
-    )
+def describe_ops(graph: OpGraph) -> list[tuple[Any, ...]]:
+    """What tells each op from others: target, kind, dtype, direction, FLOPs, bytes and dims."""
+    directions = [DIRECTIONS[number] for number in op_directions(graph).tolist()]
+    dims = [tuple(sorted(item.items())) for item in op_dims_of(graph)]
+    flops, size = graph.op_flops.tolist(), graph.op_bytes.tolist()
+    return list(zip(target_names(graph), graph.op_kind, graph.op_dtype, directions, flops, size, dims, strict=True))
 
 
 def _with_updates(times: Times, graph: OpGraph, walk: StepWalk) -> Times:
@@ -308,7 +322,7 @@ def unmeasured_ops(graph: OpGraph, measurement: Measurement) -> Mapping[str, int
         for op in measurement.ops
     }
     missing: dict[str, int] = defaultdict(int)
-    for index in range(graph.num_ops):
-        if describe_op(graph, index, str(measurement.model["optimizer"])) not in keys:
-            missing[graph.op_target[index]] += 1
+    for key in describe_ops(graph):
+        if key not in keys:
+            missing[key[0]] += 1
     return dict(missing)

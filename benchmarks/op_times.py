@@ -25,7 +25,7 @@ from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.curve import kernel_seconds
 from rlplace.cost.fit import OpTiming, fit_curve
 from rlplace.cost.fit_residual import choose_residual, sizes_of
-from rlplace.cost.scaled import datasheet_curve
+from rlplace.cost.scaled import CLASSES, datasheet_curve
 from rlplace.cost.shipped import SHIPPED, shipped_costs
 from rlplace.cost.table import CostTable, Curve, KindCosts
 
@@ -85,10 +85,13 @@ def card_of(kind: str) -> DeviceKind:
 def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
     """Curves and residuals of every class and kind, on the shapes that are not held out."""
     curves: dict[str, dict[tuple[str, str, str], Curve]] = {}
+    overhead_s = overhead(timings)
     for (name, kind), rows in timings.items():
         op, card = CLASS_OF_FILE[name], card_of(kind)
         device = next(text for text, known in CARDS.items() if known is card)
         fitted = [row for row in rows if not held_out(row)]
+        if not CLASSES[op].matrix:  # memory decides, at any dtype: leave the few FLOPs an element to the prior
+            fitted = [dataclasses.replace(row, flops=0.0) for row in fitted]
         numbers = {"peak_flops": card.peak_flops["float32"], "bandwidth_bytes_per_s": card.memory_bandwidth_bytes_per_s}
         curve = fit_curve(
             fitted,
@@ -97,6 +100,7 @@ def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
             source=SOURCE.format(device=device) + f"; {len(fitted)} shapes",
             prior=datasheet_curve(card, op, "float32", "forward"),
             floor_s=card.launch_s,
+            overhead_s=overhead_s,
         )
         curve = choose_residual(curve, fitted, op=op, processors=card.processors, **numbers)
         # The timings hold the launch and synchronisation of a lone call; inside a step the kind's own floor counts.
@@ -104,6 +108,24 @@ def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
     return CostTable(
         {kind: KindCosts(found) for kind, found in curves.items()}, name="shipped", source="benchmarks/op_times.py --write"
     )
+
+
+def overhead(timings: dict[tuple[str, str], list[OpTiming]]) -> float:
+    """What a lone call takes beyond the launch floor: the time of element-wise calls at no size, median of the cards.
+
+    Their work is known best (a fixed time plus bytes over bandwidth explains them to 2 %). Other classes cannot tell the
+    overhead from the time that it takes to fill the device.
+    """
+    found = []
+    for (name, kind), rows in timings.items():
+        if name != "elem":
+            continue
+        card = card_of(kind)
+        numbers = {"peak_flops": card.peak_flops["float32"], "bandwidth_bytes_per_s": card.memory_bandwidth_bytes_per_s}
+        fitted = [dataclasses.replace(row, flops=0.0) for row in rows if not held_out(row)]
+        curve = fit_curve(fitted, **numbers, basis="fitted", source="", floor_s=card.launch_s, saturations=(1.0,))
+        found.append(curve.overhead_s)
+    return float(f"{np.median(found):.2g}")
 
 
 def shorten(curve: Curve) -> Curve:

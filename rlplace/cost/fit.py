@@ -16,7 +16,7 @@ from rlplace.errors import InputError
 
 DEFAULT_PRIOR = Curve(0.7, 1e9, 0.8, 1e6, floor_s=6e-6)
 
-_SATURATIONS = (1.0, 0.75, 0.5, 0.35)
+SATURATIONS = (1.0, 0.75, 0.5, 0.35)
 _HUBER = 0.15  # log units: rows further off than about 15 % count linearly
 _PRIOR_WEIGHT = 0.02  # of one row per log unit
 _MAX_EFFICIENCY = 0.999
@@ -50,6 +50,8 @@ def fit_curve(
     source: str,
     prior: Curve = DEFAULT_PRIOR,
     floor_s: float | None = None,
+    overhead_s: float | None = None,
+    saturations: Sequence[float] = SATURATIONS,
 ) -> Curve:
     """Fits floor, two efficiencies, their half points and the saturation to timed ops of one class, dtype and direction.
 
@@ -62,6 +64,8 @@ def fit_curve(
         prior: Where coefficients go that the rows do not determine.
         floor_s: None: the fitted fixed time of a call is the floor. Given: that is the floor of the curve, and what the rows
             need beyond it is kept as `overhead_s` (for timings that include launch and synchronisation of a single call).
+        overhead_s: With `floor_s`: that overhead where it is known, which the rows then do not decide.
+        saturations: Exponents to try.
 
     Returns:
         The curve, without residual.
@@ -90,11 +94,14 @@ def fit_curve(
         return calls * (np.exp(values[0]) + work)
 
     def residuals(values: NDArray[np.float64], saturation: float) -> NDArray[np.float64]:
+        if known is not None:
+            values = np.concatenate([[known], values[1:]])
         errors = np.log(predict(values, saturation) / seconds)
         return np.concatenate([_huber_root(errors), _PRIOR_WEIGHT * (values - start)])
 
     best: tuple[float, NDArray[np.float64], float] | None = None
-    for saturation in _SATURATIONS:
+    known = None if overhead_s is None or floor_s is None else np.log(floor_s + overhead_s)
+    for saturation in saturations:
 
         def cost_terms(values: NDArray[np.float64], saturation: float = saturation) -> NDArray[np.float64]:
             return residuals(values, saturation)
@@ -109,7 +116,7 @@ def fit_curve(
                 best = (cost, values, saturation)
     assert best is not None
     curve = _unpack(best[1], best[2])
-    fixed = float(np.exp(best[1][0]))
+    fixed = float(np.exp(best[1][0] if known is None else known))
     if floor_s is None:
         return dataclasses.replace(curve, floor_s=fixed, basis=basis, source=source)
     return dataclasses.replace(curve, floor_s=floor_s, overhead_s=max(0.0, fixed - floor_s), basis=basis, source=source)

@@ -2,7 +2,7 @@
 
 The cheapest of the algorithms that the devices' links allow:
 
-* Inside one fabric: its measured or fitted curve, between measured group sizes a mean of the neighbours at equal bus volume.
+* Inside one fabric: its measured or fitted curves (`rlplace.problem.fabric_times`).
 * Over any links: a ring, ``alpha + rounds (n-1)/n S/B`` with S the whole tensor and two rounds for an all-reduce, one for
   all-gather and reduce-scatter; a broadcast passes S once through the ring. For all-reduce and broadcast also a tree, whose
   latency grows with log2(n) and whose bandwidth is half. All-to-all takes what its busiest channel takes. Sources: nccl-tests,
@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import overload
 from weakref import WeakKeyDictionary
 
@@ -29,7 +27,8 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.problem import Links
-from rlplace.problem.fabric import COLLECTIVES, Curve, Fabric, bus_factor
+from rlplace.problem.fabric import COLLECTIVES, Fabric, bus_factor
+from rlplace.problem.fabric_times import Phase, inside, line, phase_s, serves
 from rlplace.problem.rings import busiest_channel_s_per_byte, hops_of, ring_order, rounds_of
 
 COMPUTE_SLOWDOWN = 1.189
@@ -44,23 +43,8 @@ HOP_LATENCY_SHARE = 1 / 3
 NCCL charges 3.4 us a hop over NVLink and 5.7 us over PCIe (tuning.cc, Simple protocol), a copy with its launch 10 and 15."""
 
 
-@dataclass(frozen=True)
-class _Term:
-    """``latency + slope * size * scale`` by stretches of ``size * scale``."""
-
-    starts: NDArray[np.float64]
-    latency_s: NDArray[np.float64]
-    slope: NDArray[np.float64]
-    scale: float = 1.0
-    weight: float = 1.0
-
-    def seconds(self, size: NDArray[np.float64]) -> NDArray[np.float64]:
-        scaled = size * self.scale
-        at = np.searchsorted(self.starts, scaled, side="right") - 1
-        return self.weight * (self.latency_s[at] + self.slope[at] * scaled)
-
-
-_Algorithm = tuple[_Term, ...]  # times of its phases add up
+_LARGE = float(1 << 30)  # bytes: where the slowest of several fabrics is looked for
+_Algorithm = tuple[Phase, ...]  # times of its phases add up
 _KEPT: WeakKeyDictionary[Links, dict[tuple[str, tuple[int, ...]], tuple[_Algorithm, ...]]] = WeakKeyDictionary()
 
 
@@ -95,8 +79,8 @@ def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: fl
     else:
         choices = _algorithms(links, kind, group)
         seconds = np.full(size.shape, np.inf)
-        for terms in choices:
-            seconds = np.minimum(seconds, sum(term.seconds(size) for term in terms))
+        for phases in choices:
+            seconds = np.minimum(seconds, sum(phase_s(phase, size) for phase in phases))
     return seconds if isinstance(size_bytes, np.ndarray) else float(seconds)
 
 
@@ -132,8 +116,11 @@ def _algorithms(links: Links, kind: str, group: tuple[int, ...]) -> tuple[_Algor
     found = kept.get((kind, group))
     if found is None:
         parts = _parts(links, group)
-        inside = None if len(parts) > 1 or parts[0][0] is None else _inside(parts[0][0], kind, group)
-        found = (inside,) if inside is not None else (*_over_links(links, kind, group), *_across(links, kind, parts))
+        fabric = parts[0][0] if len(parts) == 1 else None
+        if fabric is not None:
+            found = ((inside(fabric, kind, group),),)
+        else:
+            found = (*_over_links(links, kind, group), *_across(links, kind, parts))
         kept[kind, group] = found
     return found
 
@@ -150,7 +137,7 @@ def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tu
         for fabric in links.fabrics:
             joined = set(fabric.devices)
             members = tuple(d for d in left if d in joined)
-            if len(members) > 1 and _width(fabric, members) > 0 and _serves(fabric, len(members)):
+            if len(members) > 1 and serves(fabric, members):
                 rank = (-len(members), len(fabric.devices))
                 if best is None or rank < best[0]:
                     best = rank, fabric, members
@@ -162,70 +149,6 @@ def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tu
     return parts
 
 
-def _serves(fabric: Fabric, group_size: int) -> bool:
-    sizes = [curve.group_size for curve in fabric.curves if curve.kind == "all_reduce"]
-    return bool(sizes) and min(sizes) <= group_size <= max(sizes)
-
-
-def _width(fabric: Fabric, members: tuple[int, ...]) -> float:
-    """Bandwidth of these devices, relative to as many of the fabric's first ones, which its curves are of; 0 where unjoined.
-
-    Rings are as many as the device with the fewest links can take part in: on V100 cube meshes that gives 1, 4 and 6 links
-    for the first 2, 4 and 8 devices, where measured bus bandwidths are 1.0, 3.8 and 6.0 times a link.
-    """
-    if not fabric.links:
-        return 1.0
-    return _degree(fabric, members) / (_degree(fabric, fabric.devices[: len(members)]) or math.inf)
-
-
-@lru_cache(maxsize=4096)
-def _degree(fabric: Fabric, members: tuple[int, ...]) -> float:
-    rate = dict.fromkeys(members, 0.0)
-    peers: dict[int, list[int]] = {d: [] for d in members}
-    for i, j, bandwidth in fabric.links:
-        if i in rate and j in rate:
-            rate[i] += bandwidth
-            rate[j] += bandwidth
-            peers[i].append(j)
-            peers[j].append(i)
-    reached, stack = {members[0]}, [members[0]]
-    while stack:
-        for peer in peers[stack.pop()]:
-            if peer not in reached:
-                reached.add(peer)
-                stack.append(peer)
-    return min(rate.values()) if len(reached) == len(members) else 0.0
-
-
-def _inside(fabric: Fabric, kind: str, members: tuple[int, ...], weight: float = 1.0) -> _Algorithm:
-    """The fabric's curve of this collective, or that of a like one at equal bus volume."""
-    size = len(members)
-    wanted = {"all_reduce": ("all_reduce",), "all_gather": ("all_gather", "reduce_scatter", "all_reduce")}
-    order = wanted.get(kind, (kind, "reduce_scatter", "all_gather", "all_reduce"))
-    for name in order:
-        curves = sorted((c for c in fabric.curves if c.kind == name), key=lambda c: c.group_size)
-        if curves and curves[0].group_size <= size <= curves[-1].group_size:
-            break
-    low = max((c for c in curves if c.group_size <= size), key=lambda c: c.group_size)
-    high = min((c for c in curves if c.group_size >= size), key=lambda c: c.group_size)
-    volume = bus_factor(kind, size) / _width(fabric, members)
-    if low is high:
-        return (_term(low, volume, weight),)
-    part = (size - low.group_size) / (high.group_size - low.group_size)
-    return (_term(low, volume, weight * (1 - part)), _term(high, volume, weight * part))
-
-
-def _term(curve: Curve, volume: float, weight: float) -> _Term:
-    starts = np.array([piece.from_bytes for piece in curve.pieces])
-    latency = np.array([piece.latency_s for piece in curve.pieces])
-    scale = volume / bus_factor(curve.kind, curve.group_size)
-    return _Term(starts, latency, curve.seconds_per_byte, scale, weight)
-
-
-def _line(latency_s: float, s_per_byte: float) -> _Term:
-    return _Term(np.zeros(1), np.array([latency_s]), np.array([s_per_byte]))
-
-
 def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algorithm]:
     """Ring, and tree where it can win, over the pair matrices."""
     size = len(group)
@@ -233,7 +156,7 @@ def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algori
         pairs = [(i, j) for i in group for j in group if i != j]
         s_per_byte = busiest_channel_s_per_byte(links, pairs) / size
         launch = max(float(links.latency_s[i, j]) for i, j in pairs)
-        return [(_line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
+        return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
     hops = hops_of(ring_order(links, group))
     s_per_byte = busiest_channel_s_per_byte(links, hops)
     if s_per_byte == math.inf:
@@ -241,11 +164,11 @@ def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algori
     launch = max(float(links.latency_s[i, j]) for i, j in hops)
     hop = HOP_LATENCY_SHARE * float(np.mean([links.latency_s[i, j] for i, j in hops]))
     steps = rounds_of(kind) * (size - 1)
-    found = [(_line(launch + (steps - 1) * hop, bus_factor(kind, size) * s_per_byte),)]
+    found = [(line(launch + (steps - 1) * hop, bus_factor(kind, size) * s_per_byte),)]
     if kind in ("all_reduce", "broadcast"):
         depth = rounds_of(kind) * math.ceil(math.log2(size))
         volume = 2 * bus_factor("broadcast", size) * rounds_of(kind)
-        found.append((_line(launch + (depth - 1) * hop, volume * s_per_byte),))
+        found.append((line(launch + (depth - 1) * hop, volume * s_per_byte),))
     return found
 
 
@@ -270,29 +193,27 @@ def _across(links: Links, kind: str, parts: list[tuple[Fabric | None, tuple[int,
     launch = max(float(links.latency_s[i, j]) for i, j in hops)
     hop = HOP_LATENCY_SHARE * launch
     steps = rounds_of(kind) * (hosts - 1)
-    rail = _line(launch + (steps - 1) * hop, bus_factor(kind, hosts) / share * s_per_byte)
+    rail = line(launch + (steps - 1) * hop, bus_factor(kind, hosts) / share * s_per_byte)
     pipelined = _pipelined(kind, parts, rail, hosts * share, s_per_byte / share)
     if kind == "broadcast":
         return [pipelined]
     inner = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
-    phases: list[_Term] = [rail]
+    phases: list[Phase] = [rail]
     for name in inner:  # the fabrics work side by side; the slowest by its largest message counts
-        choices = [_inside(fabric, name, members) for fabric, members in parts if fabric is not None]
-        probe = np.array([float(1 << 30)])
-        phases += max(choices, key=lambda terms: float(sum(term.seconds(probe) for term in terms)[0]))
+        choices = [inside(fabric, name, members) for fabric, members in parts if fabric is not None]
+        phases.append(max(choices, key=lambda phase: float(phase_s(phase, np.array(_LARGE)))))
     return [tuple(phases), pipelined]
 
 
 def _pipelined(
-    kind: str, parts: list[tuple[Fabric | None, tuple[int, ...]]], rail: _Term, size: int, rail_s_per_byte: float
+    kind: str, parts: list[tuple[Fabric | None, tuple[int, ...]]], rail: Phase, size: int, rail_s_per_byte: float
 ) -> _Algorithm:
     """One ring over all devices and rails: the latencies of both levels, the bandwidth of the slower one."""
-    latency = float(rail.latency_s[0])
-    slowest = rail_s_per_byte
-    probe = np.array([0.0, float(1 << 30), float(1 << 31)])
+    launch = float(rail[0].latency_s[0])
+    latency, slowest = launch, rail_s_per_byte
     for fabric, members in parts:
         if fabric is not None:
-            times = sum(term.seconds(probe) for term in _inside(fabric, kind, members))
-            slowest = max(slowest, float(times[2] - times[1]) / float(1 << 30) / bus_factor(kind, len(members)))
-            latency = max(latency, float(rail.latency_s[0] + times[0]))
-    return (_line(latency, bus_factor(kind, size) * slowest),)
+            empty, large, larger = phase_s(inside(fabric, kind, members), np.array([0.0, _LARGE, 2 * _LARGE])).tolist()
+            slowest = max(slowest, (larger - large) / _LARGE / bus_factor(kind, len(members)))
+            latency = max(latency, launch + empty)
+    return (line(latency, bus_factor(kind, size) * slowest),)

@@ -125,9 +125,9 @@ def test_inside_a_fabric_its_curve_holds():
     assert collective_s(links, "all_reduce", range(4), size) == pytest.approx(four)
     # all-gather at the bus volume of an all-reduce of half the size
     assert collective_s(links, "all_gather", range(4), 2 * size) == pytest.approx(four)
-    # three devices: half way between two and four at equal bus volume
-    volume = 4 / 3 * size
-    expected = (1e-5 + volume / 1e9) / 2 + (3e-5 + 1.5 * MIB / 2e9 + (volume - 1.5 * MIB) / 4e9) / 2
+    # three devices: between two and four at equal bus volume, by the logarithm of the size
+    volume, part = 4 / 3 * size, math.log2(3 / 2)
+    expected = (1e-5 + volume / 1e9) ** (1 - part) * (3e-5 + 1.5 * MIB / 2e9 + (volume - 1.5 * MIB) / 4e9) ** part
     assert collective_s(links, "all_reduce", [0, 1, 3], size) == pytest.approx(expected)
     # six devices: more than the fabric joins, so the links decide
     assert collective_s(links, "all_reduce", range(6), 1e12) == pytest.approx(5 / 3 * 1e3, rel=1e-3)
@@ -197,6 +197,15 @@ def test_cube_mesh_bandwidth_depends_on_who_talks():
     assert bus_bandwidth("v100:8", "all_reduce", (0, 1, 6, 7)) < 0.5 * single  # two pairs without a link between them
     assert bus_bandwidth("v100:8", "all_reduce", (4, 5, 6, 7)) == pytest.approx(
         bus_bandwidth("v100:8", "all_reduce", (0, 1, 2, 3))
+    )
+
+
+def test_group_sizes_between_measured_ones():
+    """The curve of four V100 from that of eight alone: 4 of 6 links; measured 85.5 GB/s."""
+    links = Cluster.preset("v100:8").links
+    fabric = dataclasses.replace(links.fabrics[0], curves=tuple(c for c in links.fabrics[0].curves if c.group_size != 4))
+    assert 1.5 * 8 * GIB / collective_s(dataclasses.replace(links, fabrics=(fabric,)), "all_reduce", range(4), 8 * GIB) == (
+        pytest.approx(85.5e9, rel=0.07)
     )
 
 

@@ -5,17 +5,17 @@ segments when tensors die, and can only reuse what is free in one piece. `replay
 torch 2.11 to 2.13 on one stream:
 
 1. A request is rounded up to 512 bytes (or to a fraction of the next power of two, `roundup_power2_divisions`).
-2. Up to 1 MiB it belongs to the small pool (segments of 2 MiB), else to the large one (20 MiB segments below 10 MiB, from there its
-   size rounded up to 2 MiB).
-3. The smallest cached block that fits is taken, the lowest address among equals. What is left over is split off if it has 512 bytes
-   (small pool) or more than 1 MiB (large pool). A freed block merges with free neighbours of its segment.
+2. Up to 1 MiB it belongs to the small pool (segments of 2 MiB), else to the large one (20 MiB segments below 10 MiB, from there
+   its size rounded up to 2 MiB).
+3. The smallest cached block that fits is taken, the lowest address among equals. What is left over is split off if it has 512
+   bytes (small pool) or more than 1 MiB (large pool). A freed block merges with free neighbours of its segment.
 4. Without a fitting block a segment is made. If the device has no room: cached oversize blocks go first (with a split limit),
    then all cached whole segments, then it is out of memory.
 5. `max_split_size` and `max_non_split_rounding` keep big blocks whole; `expandable_segments` grows one segment per pool by
    pages (2 MiB small, 20 MiB large); `garbage_collection_threshold` gives back segments that were not used for long.
 
-Departures: one stream (no events, no private pools of CUDA graphs); a new segment's address is above all earlier ones; an expandable
-segment's address space has no end.
+Departures: one stream (no events, no private pools of CUDA graphs); a new segment's address is above all earlier ones; an
+expandable segment's address space has no end.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class Replay:
     """What the allocator did with a sequence of E events.
 
     Attributes:
-        allocated_bytes: int64 [E], bytes of all used blocks after each event (``torch.cuda.memory_allocated``); up to the event that
-            ran out of memory.
+        allocated_bytes: int64 [E], bytes of all used blocks after each event (``torch.cuda.memory_allocated``); up to the event
+            that ran out of memory.
         reserved_bytes: int64 [E], bytes of all segments (``torch.cuda.memory_reserved``).
         segments: Segments at the end.
         segments_peak: Most segments at one time.

@@ -1,8 +1,8 @@
 """The compiled part of `rlplace.cost.allocator`: blocks, pools and segments of torch's caching allocator as flat arrays.
 
 Everything numba compiles for the allocator lives in this one file, because numba's on-disk cache only notices changes of the
-file that holds the compiled function. Names of functions follow c10/cuda/CUDACachingAllocator.cpp, so that the two can be read side
-by side. A pool's cached blocks are a sorted array (by size, then address) instead of a tree: they are few.
+file that holds the compiled function. Names of functions follow c10/cuda/CUDACachingAllocator.cpp, so that the two can be read
+side by side. A pool's cached blocks are a sorted array (by size, then address) instead of a tree: they are few.
 """
 
 # mypy: allow-untyped-defs

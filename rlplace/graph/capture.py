@@ -13,13 +13,16 @@ The first that succeeds is used; why the earlier ones failed is in ``capture["no
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import CaptureError, InputError, show, unknown_name
 from rlplace.graph.opgraph import OpGraph, Parameter
+from rlplace.graph.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     import torch
@@ -29,17 +32,6 @@ if TYPE_CHECKING:
     from rlplace.graph.record import Recorder
 
 METHODS = ("export", "dispatch", "module")
-
-OPTIMIZERS: dict[str, tuple[float, float, float, int]] = {
-    "sgd": (2.0, 3.0, 0.0, 0),
-    "momentum": (4.0, 3.0, 1.0, 0),
-    "adam": (12.0, 3.0, 0.0, 8),
-    "adamw": (13.0, 3.0, 0.0, 8),
-}
-"""Per optimizer: FLOPs per element, weight sizes read and written, state in weight sizes, state in bytes per element.
-
-SGD keeps nothing, momentum one copy of the weights in their dtype, Adam and AdamW two float32 moments.
-"""
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
@@ -53,6 +45,9 @@ def capture(
     loss: Loss | None = None,
     optimizer: str = "adam",
     dtype: str | torch.dtype | None = None,
+    autocast: str | torch.dtype | None = None,
+    autocast_device: str = "cuda",
+    master_weights: bool = False,
     method: str | None = None,
     name: str | None = None,
     source: Mapping[str, Any] | None = None,
@@ -65,8 +60,13 @@ def capture(
             Only shapes and dtypes matter. The batch is the first dimension of the first tensor.
         loss: Called with the model's output, returns a scalar tensor. None: the output's `loss` (attribute or key), or the
             output itself if it is a scalar tensor.
-        optimizer: "sgd" (no state), "momentum" (one copy of the weights), "adam" or "adamw" (two float32 moments).
+        optimizer: "sgd" (no state), "momentum" (one copy of the weights), "adam" or "adamw" (two). State has the dtype of its
+            weight, as in torch.
         dtype: Floating-point weights and inputs are cast to it, for example ``"bf16"``; None leaves them.
+        autocast: Forward and loss run under `torch.autocast` in this dtype, "bfloat16" or "float16": weights, gradients and
+            optimizer state keep their dtype, matrix products cast what they read.
+        autocast_device: Whose list of ops autocast follows, "cuda" or "cpu".
+        master_weights: The optimizer keeps a float32 copy of every weight, and its state in float32.
         method: "export", "dispatch" or "module" to allow only that one; None tries them in this order.
         name: Name of the graph; default the class name of the module.
         source: What the graph was made from, kept for later verbs.
@@ -84,11 +84,12 @@ def capture(
         raise unknown_name("capture method", method, METHODS)
     _check_model(model, loss)
     args, kwargs = _split_inputs(example_inputs)
+    settings = _Settings(optimizer, _dtype(dtype), _autocast(autocast, autocast_device), autocast_device, bool(master_weights))
     notes: list[str] = []
     failures: dict[str, Exception] = {}
     for attempt in METHODS if method is None else (method,):
         try:
-            return _capture_with(attempt, model, args, kwargs, loss, optimizer, dtype, name, source, notes)
+            return _capture_with(attempt, model, args, kwargs, loss, settings, name, source, notes)
         except InputError:
             raise
         except Exception as error:
@@ -98,14 +99,24 @@ def capture(
     raise CaptureError(_explain(model, shown)) from shown
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """How the step is run; see `capture`."""
+
+    optimizer: str
+    dtype: torch.dtype | None
+    autocast: torch.dtype | None
+    autocast_device: str
+    master_weights: bool
+
+
 def _capture_with(
     method: str,
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Loss | None,
-    optimizer: str,
-    dtype: str | torch.dtype | None,
+    settings: _Settings,
     name: str | None,
     source: Mapping[str, Any] | None,
     earlier: list[str],
@@ -113,34 +124,39 @@ def _capture_with(
     import torch
 
     from rlplace.graph.assemble import Assembly
+    from rlplace.graph.autocast import autocast_region
     from rlplace.graph.build import build_graph
+    from rlplace.graph.checkpointing import run_backward
     from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
     from rlplace.graph.quiet import quiet_logs
     from rlplace.graph.record import Recorder
     from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
 
-    cast = _dtype(dtype)
     mode = new_fake_mode()
-    fake = fake_copy(model, mode, cast)
-    fake_args, fake_kwargs = fake_inputs((args, kwargs), mode, cast)
+    fake = fake_copy(model, mode, settings.dtype)
+    fake_args, fake_kwargs = fake_inputs((args, kwargs), mode, settings.dtype)
     recorder: Recorder = Recorder() if method == "export" else EagerRecorder(by_module=method == "module")
     tensors = _state(fake)
     for index, (tensor, _, _) in enumerate(tensors):
         recorder.parameter_of_storage[recorder.storage(tensor)] = index
     inputs = recorder.storages_of((fake_args, fake_kwargs))
 
+    region = contextlib.ExitStack()
+
     def finish(output: Any) -> None:
         value = _loss_of(output, loss, recorder)
-        value.backward()  # type: ignore[no-untyped-call]
+        region.close()  # the backward runs outside of autocast
+        run_backward(value)
 
-    with mode, any_dtype_grouped_mm(), torch.enable_grad(), quiet_logs():
+    with mode, any_dtype_grouped_mm(), torch.enable_grad(), quiet_logs(), region:
+        region.enter_context(autocast_region(settings.autocast, settings.autocast_device))
         if isinstance(recorder, EagerRecorder):
             trace_eager(fake, fake_args, fake_kwargs, recorder, finish)
         else:
             trace_export(fake, fake_args, fake_kwargs, recorder, finish)
-    leaves = _leaves(tensors, recorder, optimizer)
-    flops, traffic, _, _ = OPTIMIZERS[optimizer]
-    assembly = Assembly(recorder, leaves, (flops, traffic))
+    leaves = _leaves(tensors, recorder, settings)
+    rule = OPTIMIZERS[settings.optimizer]
+    assembly = Assembly(recorder, leaves, (rule.flops, rule.weight_traffic))
     notes = [*earlier, *_notes(tensors, assembly.unattributed)]
     if isinstance(recorder, EagerRecorder) and recorder.guesses:
         counts = ", ".join(f"{op} x{count}" for op, count in sorted(recorder.guesses.items()))
@@ -152,8 +168,10 @@ def _capture_with(
         samples=_samples(args, kwargs),
         capture={
             "method": method,
-            "optimizer": optimizer,
+            "optimizer": settings.optimizer,
             "dtype": _main_dtype(leaves),
+            "autocast": None if settings.autocast is None else str(settings.autocast).removeprefix("torch."),
+            "master_weights": settings.master_weights,
             "training": model.training,
             "torch": torch.__version__,
             "notes": notes,
@@ -211,6 +229,14 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
+def _autocast(dtype: str | torch.dtype | None, device: str) -> torch.dtype | None:
+    from rlplace.graph.autocast import DEVICES, autocast_dtype
+
+    if device not in DEVICES:
+        raise unknown_name("autocast device", device, DEVICES)
+    return autocast_dtype(dtype)
+
+
 def _loss_of(output: Any, loss: Loss | None, recorder: Recorder) -> torch.Tensor:
     """The scalar to differentiate."""
     import torch
@@ -254,15 +280,15 @@ def _state(fake: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:
     return list(found.values())
 
 
-def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: Recorder, optimizer: str) -> list[Leaf]:
+def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: Recorder, settings: _Settings) -> list[Leaf]:
     from rlplace.graph.assemble import Leaf
 
-    _, _, copies, per_element = OPTIMIZERS[optimizer]
+    rule = OPTIMIZERS[settings.optimizer]
     leaves = []
     for tensor, names, is_buffer in tensors:
         size = tensor.numel() * tensor.element_size()
         gradient = None if is_buffer else tensor.grad
-        state = 0 if gradient is None else int(copies * size) + per_element * tensor.numel()
+        state = 0 if gradient is None else rule.state_bytes(tensor.numel(), tensor.element_size(), settings.master_weights)
         record = Parameter(
             name=names[0],
             aliases=tuple(names[1:]),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rlplace.graph.checkpointing import refuse_checkpoints
 from rlplace.graph.fake import any_dtype_grouped_mm
 from rlplace.graph.quiet import quiet_logs, quiet_prints
 from rlplace.graph.recurrent import quick_recurrent_shapes
@@ -56,11 +57,14 @@ def export_training_graph(
 
     Returns:
         The graph. Shapes are those of the example inputs.
+
+    Raises:
+        CheckpointedError: The model checkpoints activations.
     """
     with any_dtype_grouped_mm(), quick_recurrent_shapes(), whole_scans(), warnings.catch_warnings():
         # nn.LSTM and nn.GRU re-list their own weights while they are traced; export warns about that.
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        with quiet_logs(), quiet_prints():
+        with quiet_logs(), quiet_prints(), refuse_checkpoints():
             program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
     module = program.module(check_guards=False)
     names = {node.name: op_name(module_path(node), node.name) for node in module.graph.nodes if is_op(node)}

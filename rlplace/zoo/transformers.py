@@ -31,6 +31,9 @@ _NO_POSITION_LIMIT = {"t5", "mt5", "umt5", "longt5", "switch_transformers"}
 
 _SMALL_IMAGE = 224
 
+_CHECKPOINTING = "gradient_checkpointing"
+"""Option that is no part of the configuration: every layer runs its forward again in the backward."""
+
 
 def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any]]:
     """Builds ``TYPE[,key=value...]``.
@@ -57,6 +60,9 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
     if kind not in CONFIG_MAPPING_NAMES:
         raise unknown_name("transformers model type", kind, CONFIG_MAPPING_NAMES)
     with _quiet():
+        checkpointing = parse_options(
+            {key: options.pop(key) for key in (_CHECKPOINTING,) if key in options}, {_CHECKPOINTING: False}, f"hf:{kind}"
+        )
         config = _configure(CONFIG_MAPPING[kind], kind, options)
         task = next((task for task, name in _MAPPINGS if type(config) in getattr(modeling_auto, name)), None)
         if task is None:
@@ -71,7 +77,19 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
         module = _build(model_class, config, kind, device)
         # The library warns once per process when the loss is looked up; do that while it is quiet.
         getattr(module, "loss_function", None)
+        if checkpointing.get(_CHECKPOINTING):
+            _enable_checkpointing(module, kind)
     return module.train(), _inputs(config, kind, task, batch, _length(config, kind, task, seq))
+
+
+def _enable_checkpointing(module: Any, kind: str) -> None:
+    try:
+        enable = (
+            getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+        )  # the older name
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise InputError(f"hf:{kind}: {_CHECKPOINTING}: {_last_line(error)}") from None
 
 
 @contextlib.contextmanager

@@ -115,7 +115,9 @@ def test_optimizer_states():
         assert sum(p.gradient_bytes for p in graph.parameters) == 4 * elements
     graph = two_layers(dtype="bf16")
     assert sum(p.size_bytes for p in graph.parameters) == 2 * elements
-    assert sum(p.optimizer_bytes for p in graph.parameters) == 8 * elements
+    assert sum(p.optimizer_bytes for p in graph.parameters) == 4 * elements  # torch: state in the parameter's dtype
+    master = two_layers(dtype="bf16", master_weights=True)
+    assert sum(p.optimizer_bytes for p in master.parameters) == 12 * elements
     assert graph.capture["dtype"] == "bfloat16"
     assert graph.op_dtype[0] == "bfloat16"
 

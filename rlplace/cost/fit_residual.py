@@ -22,6 +22,10 @@ RESIDUAL_FEATURES: dict[str, tuple[str, ...]] = {
 }
 """Features by op class; other classes have no residual."""
 
+_LIMITS = {"gemm": (2.0, 0.3), "bmm": (4.0, 0.1), "norm": (3.0, 0.1), "softmax": (3.0, 0.1)}
+"""Largest factor and weight decay by op class. Plain products stay close to their curve, so that they keep growing with their
+sizes; batched ones stray further, because narrow operands leave tiles empty."""
+
 
 def fit_residual(
     curve: Curve,
@@ -32,8 +36,8 @@ def fit_residual(
     bandwidth_bytes_per_s: float,
     processors: float,
     hidden: int = 8,
-    bound: float = 4.0,
-    decay: float = 0.1,
+    bound: float | None = None,
+    decay: float | None = None,
     seed: int = 0,
 ) -> Curve:
     """The curve with a residual fitted to timed ops of its class.
@@ -46,8 +50,8 @@ def fit_residual(
         bandwidth_bytes_per_s: As the curve was fitted.
         processors: Streaming multiprocessors of the device.
         hidden: Hidden units; 0 makes the correction linear in the features.
-        bound: Largest factor.
-        decay: Weight of the squared parameters against one row.
+        bound: Largest factor; None: the class's.
+        decay: Weight of the parameters against the log error of one row; None: the class's.
         seed: Of the first parameters.
 
     Returns:
@@ -56,6 +60,8 @@ def fit_residual(
     names = RESIDUAL_FEATURES.get(op)
     if names is None or not rows:
         return curve
+    bound = _LIMITS[op][0] if bound is None else bound
+    weight = _LIMITS[op][1] if decay is None else decay
     flops, size, seconds = (
         np.array([getattr(r, n) for r in rows], dtype=np.float64) for n in ("flops", "size_bytes", "seconds")
     )
@@ -75,7 +81,7 @@ def fit_residual(
     def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
         factor = np.exp(log_bound * np.tanh(net.output(values, inputs)[0]))
         predicted = fixed + np.maximum(work * factor, least)
-        return np.concatenate([np.log(predicted / seconds), decay * values])
+        return np.concatenate([np.log(predicted / seconds), weight * values])
 
     def jacobian(values: NDArray[np.float64]) -> NDArray[np.float64]:
         output, slope = net.output(values, inputs)
@@ -84,7 +90,7 @@ def fit_residual(
         chain = above / (fixed + above) * log_bound * (1 - squashed**2)
         # Below the roofline the prediction does not move; keep a small slope so that such rows can leave it.
         chain = np.where(above <= least, 0.1 * chain, chain)
-        return np.concatenate([chain[:, None] * slope, decay * np.eye(len(values))])
+        return np.concatenate([chain[:, None] * slope, weight * np.eye(len(values))])
 
     values, _ = levenberg_marquardt(errors, start, jacobian=jacobian, iterations=200)
     weights, bias = net.layers(values)

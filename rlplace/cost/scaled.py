@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlplace.cluster.presets import DeviceKind
+from rlplace.cluster.presets import KINDS, DeviceKind
 from rlplace.cost.table import CostTable, Curve, Key
 
 
@@ -109,7 +109,8 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
     """The best curve that there is for a device kind: its own, that of a related direction, precision or device, or datasheet.
 
     A product of a backward pass is the same kernel as one of a forward pass and keeps the basis of the forward curve. Every
-    other loan is "scaled", whatever the curve was where it comes from.
+    other loan is "scaled", whatever the curve was where it comes from. A kind whose efficiencies or half points a cluster file
+    has changed keeps what the person wrote: published fits are then left aside.
 
     Args:
         kind: The device.
@@ -121,6 +122,8 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
     """
     name = base_name(kind.name)
     own = costs.kinds[name].curves if name in costs.kinds else {}
+    if _given_by_hand(kind, name):
+        own, related = {key: curve for key, curve in own.items() if curve.basis != "fitted"}, False
     for key in _own_keys(op, precision, direction):
         curve = own.get(key)
         if curve is None:
@@ -137,6 +140,13 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
             if key in lent:
                 return _carried(lent[key], kind, other)
     return datasheet_curve(kind, op, precision, direction)
+
+
+def _given_by_hand(kind: DeviceKind, name: str) -> bool:
+    """Whether a preset's constants of op times were replaced."""
+    preset = KINDS.get(name)
+    fields = ("gemm_efficiency", "gemm_half_s", "bandwidth_half_s")
+    return preset is not None and any(getattr(kind, field) != getattr(preset, field) for field in fields)
 
 
 def base_name(name: str) -> str:
@@ -157,8 +167,6 @@ def _own_keys(op: str, precision: str, direction: str) -> list[Key]:
 
 def _carried(curve: Curve, kind: DeviceKind, other: str) -> Curve:
     """The curve of another device at this one's peaks: equal fractions, half points that take equally long."""
-    from rlplace.cluster.presets import KINDS
-
     if other in KINDS:
         bandwidth = kind.memory_bandwidth_bytes_per_s / KINDS[other].memory_bandwidth_bytes_per_s
         compute = peak_of(kind, "float32") / peak_of(KINDS[other], "float32")

@@ -300,3 +300,24 @@ def test_compiled_is_never_slower_than_eager():
         eager, compiled = (explain_times(graph, kind, host=host) for host in ("eager", "compiled"))
         assert (compiled.device_s <= eager.device_s * (1 + 1e-12)).all()
         assert compiled.seconds.sum() < eager.seconds.sum()
+
+
+def test_constants_of_a_cluster_file_win_over_published_fits():
+    graph = one_op("gemm", flops=1e13)
+    by_hand = dataclasses.replace(A100, gemm_efficiency={**A100.gemm_efficiency, "float32": 0.5})
+    found = explain_times(graph, by_hand)
+    assert BASES[found.basis[0]] == "scaled"
+    assert found.device_s[0] == pytest.approx(1e13 / (0.5 * 19.5e12), rel=0.01)
+    slower = dataclasses.replace(A100, peak_flops={**A100.peak_flops, "float32": 19.5e12 / 2})
+    found = explain_times(graph, slower)  # other peaks keep the fitted fractions
+    assert BASES[found.basis[0]] == "fitted"
+    assert found.device_s[0] == pytest.approx(2 * explain_times(graph, A100).device_s[0], rel=0.05)
+    slow_launch = dataclasses.replace(A100, launch_s=1e-3)
+    assert explain_times(one_op(size_bytes=8), slow_launch).device_s[0] == pytest.approx(1e-3, rel=0.01)
+
+
+def test_golden_times():
+    """What the shipped coefficients say of a few products, in seconds; changes when they are fitted again."""
+    golden = {("a100-80g", 4096): 7.8087e-3, ("h100", 4096): 2.9465e-3, ("v100", 2048): 1.22247e-3, ("l4", 2048): 1.8950e-3}
+    for (name, side), seconds in golden.items():
+        assert product(side, side, side, kind=KINDS[name])[0][0] == pytest.approx(seconds, rel=1e-3)

@@ -83,6 +83,11 @@ class StepTiming:
     instrumented_s: float | None = None
     peak_memory_bytes: int | None = None
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds of a step on a machine that does nothing else: the median, or processor time if most steps were disturbed."""
+        return self.busy_s if self.busy_s is not None and 2 * self.undisturbed < self.repeats else self.seconds
+
 
 @dataclass(frozen=True)
 class ControlTiming:

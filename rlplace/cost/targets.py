@@ -19,8 +19,8 @@ from rlplace.cost.scaled import peak_of, precision_of
 from rlplace.cost.table import DIRECTIONS, Curve, Key, KindCosts
 from rlplace.graph.opgraph import UPDATE, OpGraph
 
-_VARIANTS = (("dropout", 0), ("groups", 1))
-"""Dims that change what the library runs when they are above this: attention with dropout, grouped convolutions."""
+_VARIANTS = ("dropout", "groups", "depthwise")
+"""Dims that change what the library runs: attention with dropout, grouped convolutions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class TargetTimes:
 
 
 def target_names(graph: OpGraph) -> list[str]:
-    """N targets: of the forward op, also for its backward, with ``+dropout`` or ``+groups``; the optimizer for updates."""
+    """N targets: of the forward op, also for its backward, with ``+`` and the `_VARIANTS` that it has; the optimizer for updates."""
     optimizer = str(graph.capture.get("optimizer", "adam"))
     names = []
     for phase, forward in zip(graph.op_phase.tolist(), graph.op_forward.tolist(), strict=True):
@@ -51,7 +51,7 @@ def target_names(graph: OpGraph) -> list[str]:
             names.append(optimizer)
             continue
         dims = graph.op_dims.get(forward, {})
-        variants = [name for name, least in _VARIANTS if dims.get(name, 0) > least]
+        variants = [name for name in _VARIANTS if dims.get(name)]
         names.append("+".join([graph.op_target[forward], *variants]))
     return names
 

@@ -30,7 +30,8 @@ def dims_of(name: str, args: Args) -> dict[str, int] | None:
 def argument_dims(target: Any, args: Args, kwargs: Mapping[str, Any]) -> dict[str, int]:
     """What the arguments of an exported op change in how eager code runs it.
 
-    Attention with dropout: dropout = 1, since capture replaces it by the fused kernel. Grouped convolutions: groups.
+    Attention with dropout: dropout = 1, since capture replaces it by the fused kernel. Grouped convolutions: groups and,
+    with one input channel each, depthwise = 1.
     """
     found: dict[str, int] = {}
     schema = getattr(target, "_schema", None)
@@ -42,6 +43,8 @@ def argument_dims(target: Any, args: Args, kwargs: Mapping[str, Any]) -> dict[st
             found["dropout"] = 1
         elif argument.name == "groups" and isinstance(value, int) and value > 1:
             found["groups"] = value
+            if len(args) > 1 and args[1].shape[1] == 1:
+                found["depthwise"] = 1
     return found
 
 

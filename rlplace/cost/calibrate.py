@@ -1,0 +1,372 @@
+"""Fits a cost table to measurements of one device kind, and says how good it is on what it has not seen.
+
+* A curve for each target, dtype and direction that was timed (`rlplace.cost.targets`), with its timed shapes beside it.
+* A curve for each op class, dtype and direction, for targets that were not timed.
+* `step_factor`: measured over summed time of whole steps, from the steps of the models that were fitted on and no others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlplace.cluster.presets import DeviceKind
+from rlplace.cost.curve import kernel_seconds
+from rlplace.cost.fit import OpTiming, fit_curve
+from rlplace.cost.measurement import MeasuredOp, Measurement
+from rlplace.cost.scaled import CLASSES, peak_of, precision_of
+from rlplace.cost.table import CostTable, Curve, Key, KindCosts, MeasuredShape, TargetCosts
+from rlplace.cost.targets import shape_dims
+from rlplace.errors import InputError
+
+_LEAST_S = 1e-8  # times below are clock noise
+_MOST_FACTOR = 2.0
+_HEADROOM = 1.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """A distinct op over all measurements.
+
+    Attributes:
+        op: As one of the measurements has it.
+        seconds: Mean over all of them, weighted by count.
+        count: Ops that it stands for.
+    """
+
+    op: MeasuredOp
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True)
+class FitError:
+    """How far predictions are off on ops that were not fitted on.
+
+    Attributes:
+        label: Op class and direction, or the name of a model.
+        ops: Distinct ops.
+        mean: Mean absolute relative error, every distinct op counting alike.
+        weighted: Mean absolute relative error, every op counting by its measured time in a step.
+        measured_s: Seconds of all of them, each as often as it occurs.
+        predicted_s: The same, predicted.
+        loaned: Share of the predicted time from curves of the op class, because the target was not among the fitted ones.
+    """
+
+    label: str
+    ops: int
+    mean: float
+    weighted: float
+    measured_s: float
+    predicted_s: float
+    loaned: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Relative error of the sum."""
+        return self.predicted_s / self.measured_s - 1.0 if self.measured_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted table and its errors.
+
+    Attributes:
+        table: Costs of one device kind, to be laid over the shipped ones.
+        device_kind: The kind.
+        ops: Distinct ops that were fitted on.
+        by_shape: Errors on held-out shapes, per op class and direction.
+        by_model: Errors on each model by a fit on the others.
+    """
+
+    table: CostTable
+    device_kind: str
+    ops: int
+    by_shape: tuple[FitError, ...]
+    by_model: tuple[FitError, ...]
+
+
+def calibrate(
+    measurements: Sequence[Measurement],
+    kind: DeviceKind,
+    *,
+    holdout: float = 0.25,
+    by_model: bool = True,
+    seed: int = 0,
+    name: str = "calibrated",
+) -> Calibration:
+    """Fits a cost table.
+
+    Args:
+        measurements: With ops, all of one device kind, dtype setting and number of threads.
+        kind: That device kind, as `rlplace.Cluster.detect()` has it: curves are fractions of its peak and bandwidth.
+        holdout: Share of the distinct shapes of a target that are held out to state the error by shape; 0 leaves that out.
+            The table that is returned is fitted on everything.
+        by_model: Whether to state the error on each model by a fit on the others; needs two models.
+        seed: Of the choice of held-out shapes.
+        name: Of the table.
+
+    Returns:
+        Table and errors.
+
+    Raises:
+        InputError: No ops, or measurements that do not belong together.
+    """
+    _check(measurements, kind, holdout)
+    rows = pool(measurements)
+    scale = _time_scale(rows, kind)
+    fitted = fit(rows, kind, _source(measurements), scale)
+    costs = KindCosts(
+        curves=fitted.classes,
+        targets={key: TargetCosts(curve, _shapes(rows, key, scale, fitted)) for key, curve in fitted.targets.items()},
+        eager_issue_s=_issue(measurements),
+        step_factor=step_factor(measurements) / scale,
+    )
+    shapes = _shape_errors(rows, kind, scale, holdout, seed) if holdout > 0 else ()
+    models = _model_errors(measurements, kind, scale) if by_model and len(measurements) > 1 else ()
+    return Calibration(
+        CostTable({kind.name: costs}, name=name, source=_source(measurements)), kind.name, len(rows), shapes, models
+    )
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Curves by target key and by class key; `passed_on` is the host time of a view's backward, by forward key."""
+
+    targets: Mapping[Key, Curve]
+    classes: Mapping[Key, Curve]
+    passed_on: Mapping[Key, float]
+
+
+def pool(measurements: Iterable[Measurement]) -> list[Row]:
+    """The distinct ops of several measurements."""
+    found: dict[tuple[object, ...], list[MeasuredOp]] = defaultdict(list)
+    for measurement in measurements:
+        for op in measurement.ops:
+            found[(_key(op), op.kind, op.flops, op.size_bytes, tuple(sorted(op.dims.items())))].append(op)
+    rows = []
+    for ops in found.values():
+        count = sum(op.count for op in ops)
+        rows.append(Row(ops[0], max(sum(op.seconds * op.count for op in ops) / count, _LEAST_S), count))
+    return rows
+
+
+def fit(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float = 1.0, wanted: Sequence[Row] | None = None) -> Fitted:
+    """Curves by target and by op class.
+
+    Args:
+        rows: Distinct ops.
+        kind: Their device.
+        source: Of the curves.
+        scale: Factor on all times, see `_time_scale`.
+        wanted: Only what it takes to predict these; None: everything.
+    """
+    by_target: dict[Key, list[Row]] = defaultdict(list)
+    by_class: dict[Key, list[Row]] = defaultdict(list)
+    views: dict[Key, list[Row]] = defaultdict(list)
+    for row in rows:
+        op = row.op
+        if op.kind == "view" and op.direction == "backward" and not op.size_bytes:
+            views[(op.target, op.dtype, "forward")].append(row)
+            continue
+        by_target[_key(op)].append(row)
+        if op.size_bytes:
+            by_class[_class_key(op, kind)].append(row)
+    if wanted is not None:
+        keys = {_key(row.op) for row in wanted}
+        loans = {_class_key(row.op, kind) for row in wanted if _key(row.op) not in by_target}
+        by_target = {key: items for key, items in by_target.items() if key in keys}
+        by_class = {key: items for key, items in by_class.items() if key in loans}
+    passed_on = {key: _mean(items) * scale for key, items in views.items()}
+    targets = {key: _fit_rows(items, kind, source, scale, passed_on.get(key, 0.0)) for key, items in by_target.items()}
+    classes = {key: _fit_class(items, kind, source, scale) for key, items in by_class.items()}
+    return Fitted(targets, classes, passed_on)
+
+
+def predict(op: MeasuredOp, fitted: Fitted, kind: DeviceKind) -> tuple[float, bool]:
+    """Seconds of an op by a fit, without its scale, and whether the curve is that of its class."""
+    curve = fitted.targets.get(_key(op))
+    if curve is not None:
+        return _seconds(curve, op, kind, 1.0), False
+    if op.kind == "view" and not op.size_bytes:
+        return 0.0, True  # unknown views and their autograd
+    curve = fitted.classes.get(_class_key(op, kind))
+    return (0.0 if curve is None else _seconds(curve, op, kind, _kernels(op))), True
+
+
+def step_factor(measurements: Iterable[Measurement]) -> float:
+    """Median of measured over summed time of whole steps; 1 where no measurement has both."""
+    ratios = [m.step.quiet_s / m.ops_s for m in measurements if m.step is not None and m.ops_s > 0]
+    if not ratios:
+        return 1.0
+    return float(np.clip(statistics.median(ratios), 1 / _MOST_FACTOR, _MOST_FACTOR))
+
+
+def _key(op: MeasuredOp) -> Key:
+    return op.target, op.dtype, op.direction
+
+
+def _class_key(op: MeasuredOp, kind: DeviceKind) -> Key:
+    return op.kind, precision_of(kind, op.kind, op.dtype), op.direction
+
+
+def _check(measurements: Sequence[Measurement], kind: DeviceKind, holdout: float) -> None:
+    if not any(m.ops for m in measurements):
+        raise InputError("calibrate: no timed ops; measure some with: rlplace measure MODEL --ops --out m.measure.json")
+    if not 0 <= holdout < 1:
+        raise InputError(f"calibrate: the held-out share must be from 0 to below 1, found {holdout:g}")
+    for m in measurements:
+        if m.environment.device_kind != kind.name:
+            raise InputError(
+                f"calibrate: {m.name} was measured on {m.environment.device_kind}, expected {kind.name}; one table a kind"
+            )
+    first = measurements[0]
+    for m in measurements[1:]:
+        for what in ("device", "threads"):
+            here, there = getattr(first.environment, what), getattr(m.environment, what)
+            if here != there:
+                raise InputError(f"calibrate: {first.name} has {what} {here}, {m.name} has {there}; calibrate them apart")
+
+
+def _time_scale(rows: Sequence[Row], kind: DeviceKind) -> float:
+    """Factor that makes every time long enough for the peaks of the kind, whose presets may be below what a chip does.
+
+    Efficiencies may not exceed 1; times are fitted larger by this factor and `step_factor` takes it back.
+    """
+    worst = 1.0
+    for row in rows:
+        op = row.op
+        if row.seconds * row.count < 1e-5 or op.kind == "view":
+            continue
+        peak = peak_of(kind, precision_of(kind, op.kind, op.dtype))
+        least = max(op.flops / peak, op.size_bytes / kind.memory_bandwidth_bytes_per_s)
+        worst = max(worst, _HEADROOM * least / row.seconds)
+    return min(worst, 50.0)
+
+
+def _fit_rows(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float, more_s: float = 0.0) -> Curve:
+    """The curve of one target. Ops without work cost the host's time alone."""
+    op = rows[0].op
+    if all(row.op.size_bytes == 0 and row.op.flops == 0 for row in rows):
+        return Curve(1.0, 0.0, 1.0, 0.0, floor_s=min(1.0, _mean(rows) * scale + more_s), basis="calibrated", source=source)
+    return fit_curve(
+        [OpTiming(row.op.flops, row.op.size_bytes, row.seconds * scale + more_s, dims=row.op.dims) for row in rows],
+        peak_flops=peak_of(kind, precision_of(kind, op.kind, op.dtype)),
+        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
+        basis="calibrated",
+        source=source,
+    )
+
+
+def _fit_class(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float) -> Curve:
+    op = rows[0].op
+    calls = _kernels(op)
+    return fit_curve(
+        [OpTiming(row.op.flops, row.op.size_bytes, row.seconds * scale, calls=calls, dims=row.op.dims) for row in rows],
+        peak_flops=peak_of(kind, precision_of(kind, op.kind, op.dtype)),
+        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
+        basis="calibrated",
+        source=source,
+    )
+
+
+def _kernels(op: MeasuredOp) -> float:
+    item = CLASSES[op.kind]
+    return max(1.0, item.backward_kernels if op.direction == "backward" else item.kernels)
+
+
+def _seconds(curve: Curve, op: MeasuredOp, kind: DeviceKind, calls: float) -> float:
+    work = kernel_seconds(
+        curve,
+        [op.flops / calls],
+        [op.size_bytes / calls],
+        {},
+        peak_flops=peak_of(kind, precision_of(kind, op.kind, op.dtype)),
+        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
+        processors=kind.processors,
+    )
+    return calls * ((curve.floor_s or 0.0) + float(work[0]))
+
+
+def _mean(rows: Sequence[Row]) -> float:
+    return sum(row.seconds * row.count for row in rows) / sum(row.count for row in rows)
+
+
+def _shapes(rows: Sequence[Row], key: Key, scale: float, fitted: Fitted) -> tuple[MeasuredShape, ...]:
+    """Timed shapes of a target; several rows may look alike to an op graph, then their mean counts."""
+    found: dict[frozenset[tuple[str, int]], list[Row]] = defaultdict(list)
+    for row in rows:
+        if _key(row.op) == key and (row.op.size_bytes or row.op.flops):
+            dims = shape_dims(row.op.dims, row.op.flops, row.op.size_bytes)
+            found[frozenset(dims.items())].append(row)
+    more = fitted.passed_on.get(key, 0.0)
+    return tuple(MeasuredShape(dict(sorted(dims)), _mean(same) * scale + more) for dims, same in found.items())
+
+
+def _issue(measurements: Sequence[Measurement]) -> float:
+    """Host seconds to issue an op, where host and device run side by side."""
+    known = [(op.issue_s, op.count) for m in measurements for op in m.ops if op.issue_s is not None and op.kind != "view"]
+    if not known:
+        return 0.0
+    return min(1.0, sum(seconds * count for seconds, count in known) / sum(count for _, count in known))
+
+
+def _source(measurements: Sequence[Measurement]) -> str:
+    environment = measurements[0].environment
+    models = ", ".join(str(m.model["model"]).partition(",")[0] for m in measurements)
+    return f"measured on {environment.device}, torch {environment.torch}, {environment.threads} threads: {models}"[:500]
+
+
+def _shape_errors(rows: Sequence[Row], kind: DeviceKind, scale: float, holdout: float, seed: int) -> tuple[FitError, ...]:
+    """Each target with at least four shapes loses a share of them; the others predict it."""
+    rng = np.random.default_rng(seed)
+    by_key: dict[Key, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.op.size_bytes:
+            by_key[_key(row.op)].append(row)
+    kept: list[Row] = [row for row in rows if not row.op.size_bytes]
+    out: list[Row] = []
+    for items in by_key.values():
+        number = round(holdout * len(items)) if len(items) >= 4 else 0
+        chosen = set(rng.permutation(len(items))[:number].tolist())
+        for index, row in enumerate(items):
+            (out if index in chosen else kept).append(row)
+    fitted = fit(kept, kind, "", scale, wanted=out)
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in out:
+        groups[f"{row.op.kind} {row.op.direction}"].append(row)
+    return tuple(_error(label, groups[label], fitted, kind, scale) for label in sorted(groups))
+
+
+def _model_errors(measurements: Sequence[Measurement], kind: DeviceKind, scale: float) -> tuple[FitError, ...]:
+    """Each model by a fit on the others."""
+    errors = []
+    for left_out in measurements:
+        others = [m for m in measurements if m is not left_out]
+        if left_out.ops and any(m.ops for m in others):
+            wanted = pool([left_out])
+            fitted = fit(pool(others), kind, "", scale, wanted=wanted)
+            errors.append(_error(str(left_out.model["model"]), wanted, fitted, kind, scale))
+    return tuple(errors)
+
+
+def _error(label: str, rows: Sequence[Row], fitted: Fitted, kind: DeviceKind, scale: float) -> FitError:
+    measured = np.array([row.seconds for row in rows])
+    predictions = [predict(row.op, fitted, kind) for row in rows]
+    predicted = np.array([seconds for seconds, _ in predictions]) / scale
+    count = np.array([row.count for row in rows])
+    loaned = np.array([loan for _, loan in predictions])
+    total = float((predicted * count).sum())
+    return FitError(
+        label=label,
+        ops=len(rows),
+        mean=float(np.abs(predicted / measured - 1.0).mean()),
+        weighted=float((np.abs(predicted - measured) * count).sum() / (measured * count).sum()),
+        measured_s=float((measured * count).sum()),
+        predicted_s=total,
+        loaned=float((predicted * count)[loaned].sum()) / total if total > 0 else 0.0,
+    )

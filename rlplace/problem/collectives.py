@@ -164,7 +164,7 @@ def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algori
     launch = max(float(links.latency_s[i, j]) for i, j in hops)
     hop = HOP_LATENCY_SHARE * float(np.mean([links.latency_s[i, j] for i, j in hops]))
     steps = rounds_of(kind) * (size - 1)
-    found = [(line(launch + (steps - 1) * hop, bus_factor(kind, size) * s_per_byte),)]
+    found: list[_Algorithm] = [(line(launch + (steps - 1) * hop, bus_factor(kind, size) * s_per_byte),)]
     if kind in ("all_reduce", "broadcast"):
         depth = rounds_of(kind) * math.ceil(math.log2(size))
         volume = 2 * bus_factor("broadcast", size) * rounds_of(kind)

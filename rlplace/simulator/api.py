@@ -6,19 +6,25 @@ All three run the compiled executor; numba is imported by the first call, not by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show, unknown_name
 from rlplace.plan import PlacementPlan, check_plan
-from rlplace.plan.plan import check_order
+from rlplace.plan.plan import SCHEDULES, check_order
 from rlplace.problem import Problem
+from rlplace.simulator.expand import lower_plan
 from rlplace.simulator.reference import STUCK_ORDER
-from rlplace.simulator.tasks import task_graph
+from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
+from rlplace.simulator.stages import stage_numbers
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, unfinished
+
+if TYPE_CHECKING:
+    from rlplace.simulator.lowering import Lowered, Ranks
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
@@ -27,9 +33,9 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
     Returns:
         float64 [N] seconds, read-only.
     """
-    from rlplace.simulator.lowering import lower
+    from rlplace.simulator import lowering
 
-    return lower(problem).priority
+    return lowering.default_priority(problem)
 
 
 def simulate(
@@ -37,52 +43,76 @@ def simulate(
     plan: PlacementPlan | Sequence[int] | NDArray[Any],
     *,
     priority: Sequence[float] | NDArray[Any] | None = None,
-    order: Sequence[Sequence[int]] | None = None,
+    order: Sequence[Sequence[Any]] | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    stage_of_group: Sequence[int] | NDArray[Any] | None = None,
 ) -> Timeline:
     """Simulates one training step.
 
     Args:
         problem: The priced graph.
-        plan: A plan for `problem`, with its own priority or order, or just a device number per group, int [G].
-        priority: float [N], higher starts first; default `default_priority`. Replaces what the plan says.
-        order: Per device the exact sequence of its ops; excludes `priority`. Replaces what the plan says.
+        plan: A plan for `problem`, or just a device number per group, int [G]. What a plan says about order, micro-batches
+            and stages holds unless the other arguments replace it; replicas and the like are lowered first (`expand`), and
+            the timeline is then of the lowered problem.
+        priority: float [N], higher starts first; default `default_priority`.
+        order: Per device the exact sequence of its ops, or of its (op, micro-batch) pairs when there are several; excludes
+            `priority` and `schedule`.
+        microbatches: Passes over the forward and backward ops, default 1.
+        schedule: One of `rlplace.plan.plan.SCHEDULES`, default ``"list"``.
+        stage_of_group: int [G], default the device; only for schedules.
 
     Raises:
-        InputError: The plan is for another problem or needs another executor, or an argument has the wrong shape.
+        InputError: The plan is for another problem or cannot be lowered, or an argument has the wrong shape.
     """
-    from rlplace.simulator import fast
+    from rlplace.simulator import fast, records
     from rlplace.simulator.lowering import lower
 
     if isinstance(plan, PlacementPlan):
-        _check_supported(plan, problem)
-        if priority is None and order is None:
-            priority, order = plan.priority, plan.order
-        devices = np.array(plan.device_of_group, dtype=np.int32, order="C")
+        check_plan(plan, problem)
+        plain = lower_plan(problem, plan)
+        problem, devices = plain.problem, np.array(plain.device_of_group, dtype=np.int32, order="C")
+        if priority is None and order is None and schedule is None:
+            priority, order = plain.priority, plain.order
+        if schedule is None and order is None:
+            schedule = plan.schedule
+        microbatches = plan.microbatches if microbatches is None else microbatches
+        stage_of_group = plain.stage_of_group if stage_of_group is None else stage_of_group
     else:
         devices = _check_devices(plan, (problem.num_groups,), problem)
-    device_of_op = devices[problem.op_group]
-    tasks = task_graph(problem)
-    lowered = lower(problem)
+    microbatches, schedule = 1 if microbatches is None else microbatches, "list" if schedule is None else schedule
+    if schedule not in SCHEDULES:
+        raise unknown_name("schedule", schedule, SCHEDULES)
+    if order is not None and (priority is not None or schedule != "list"):
+        raise InputError("simulate: order excludes priority and schedule; give one of them")
+    stage = _check_stages(stage_of_group, problem)
+    lowered = lower(problem, microbatches, schedule)
+    tasks = lowered.tasks
+    if schedule in ACTION_SCHEDULES:
+        key = default_priority(problem) if priority is None else _check_priority(priority, problem)
+        order = schedule_order(problem, devices, schedule, microbatches, stage, key)
+    elif order is not None:
+        check_order(order, devices, problem, microbatches)
+    position = np.zeros(0, dtype=np.uint32)
     if order is not None:
-        if priority is not None:
-            raise InputError("simulate: order excludes priority; give one of them")
-        check_order(order, devices, problem)
-        rank_of_op, op_of_rank = _order_ranks(order)
+        ranks, position = _order_ranks(order, lowered)
     else:
-        rank_of_op, op_of_rank = _priority_ranks(problem, priority)
-    outcome, step = np.zeros(1, dtype=np.int8), np.zeros(1)
-    peak, busy = np.zeros((1, problem.num_devices), dtype=np.int64), np.zeros((1, problem.num_devices))
-    work = lowered.take_work()
-    _, _, count = fast.simulate_plans(
-        tuple(lowered.graph), tuple(work), rank_of_op, op_of_rank, order is not None, devices[None], outcome, step, peak, busy
-    )
+        ranks = _priority_ranks(problem, lowered, priority)
+    results = _results(1, problem.num_devices)
+    outcome, step, peak, busy = results
+    stage_words, stages = _stages(stage, lowered)
+    work = lowered.take_work(timeline=True) if stages is None else lowered.new_work(timeline=True, stages=stages)
+    inputs = (*ranks, position, devices[None].view(np.uint32), stage_words)
+    fast.simulate_plans(tuple(lowered.graph), tuple(work), *inputs, *results)
     moved = fixed_violations(problem, devices)
+    device_of_op = devices[problem.op_group]
     if outcome[0] != fast.DONE:
-        reasons = [STUCK_ORDER] if outcome[0] == fast.STUCK else placement_violations(problem, devices)
-        lowered.give_work(work)
+        if stages is None:
+            lowered.give_work(work, timeline=True)
+        reasons = placement_violations(problem, devices) or [STUCK_ORDER]
         return unfinished(problem, devices, device_of_op, reasons + moved, tasks)
-    slots = work.transfer_slot[:count]
-    tensors = lowered.graph.edge_tensor[slots]
+    transfers = work.transfer[: work.clock[records.TRANSFERS]]
+    value = transfers["value"]
     violations = memory_violations(problem, peak[0]) + moved
     line = Timeline(
         step_time_s=float(step[0]),
@@ -93,18 +123,19 @@ def simulate(
         device_of_op=device_of_op,
         start_s=work.start_s.copy(),
         end_s=work.end_s.copy(),
-        transfer_tensor=tensors,
-        transfer_source=work.source[tensors],
-        transfer_destination=work.copy_device[slots],
-        transfer_start_s=work.transfer_start_s[:count].copy(),
-        transfer_end_s=work.transfer_end_s[:count].copy(),
-        microbatches=1,
-        samples=problem.samples_per_microbatch,
+        transfer_tensor=tasks.tensor[value],
+        transfer_source=transfers["source"].copy(),
+        transfer_destination=transfers["destination"].copy(),
+        transfer_start_s=transfers["start_s"].copy(),
+        transfer_end_s=transfers["end_s"].copy(),
+        microbatches=microbatches,
+        samples=problem.samples_per_microbatch * microbatches,
         task_op=tasks.op,
         task_microbatch=tasks.microbatch,
-        transfer_microbatch=tasks.value_microbatch[tensors],
+        transfer_microbatch=tasks.value_microbatch[value],
     )
-    lowered.give_work(work)
+    if stages is None:
+        lowered.give_work(work, timeline=True)
     return line
 
 
@@ -152,6 +183,9 @@ def simulate_many(
     device_of_group: Sequence[Sequence[int]] | NDArray[Any],
     *,
     priority: Sequence[float] | NDArray[Any] | None = None,
+    microbatches: int = 1,
+    schedule: str = "list",
+    threads: int = 1,
 ) -> TimelineBatch:
     """Simulates K plans of one problem.
 
@@ -159,20 +193,33 @@ def simulate_many(
         problem: The priced graph.
         device_of_group: int [K, G].
         priority: float [N], for all of them; default `default_priority`.
+        microbatches: Passes over the forward and backward ops.
+        schedule: One of `rlplace.plan.plan.SCHEDULES`; a group's stage is its device. ``"interleaved"`` and
+            ``"zero_bubble"`` make an order for every plan, which takes longer than to simulate it.
+        threads: Threads to spread the plans over.
     """
     from rlplace.simulator import fast
-    from rlplace.simulator.lowering import lower
 
     devices = _check_devices(device_of_group, (-1, problem.num_groups), problem)
-    rank_of_op, op_of_rank = _priority_ranks(problem, priority)
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise InputError(f"simulate_many: threads must be a whole number from 1 up, found {show(threads)}")
     count = len(devices)
-    outcome, step = np.zeros(count, dtype=np.int8), np.zeros(count)
-    peak, busy = np.zeros((count, problem.num_devices), dtype=np.int64), np.zeros((count, problem.num_devices))
-    lowered = lower(problem)
-    work = lowered.take_work()
-    fast.simulate_plans(tuple(lowered.graph), tuple(work), rank_of_op, op_of_rank, False, devices, outcome, step, peak, busy)
-    lowered.give_work(work)
-    limit, fixed = lowered.graph.limit_bytes, problem.group_device
+    results = _results(count, problem.num_devices)
+    runner = _Runner(problem, priority, microbatches, schedule)
+
+    def run(first: int, end: int) -> None:
+        work = runner.lowered.take_work()
+        runner.run(work, devices[first:end], *(array[first:end] for array in results))
+        runner.lowered.give_work(work)
+
+    bounds = np.linspace(0, count, min(threads, max(1, count)) + 1).astype(int).tolist()
+    if len(bounds) == 2:
+        run(0, count)
+    else:
+        with ThreadPoolExecutor(len(bounds) - 1) as pool:
+            list(pool.map(run, bounds[:-1], bounds[1:]))
+    outcome, step, peak, busy = results
+    limit, fixed = runner.lowered.graph.bytes[-problem.num_devices :], problem.group_device
     fits = ((limit < 0) | (peak <= limit)).all(axis=1)
     at_home = ((fixed < 0) | (devices == fixed)).all(axis=1)
     return TimelineBatch(step, peak, busy, (outcome == fast.DONE) & fits & at_home)
@@ -185,24 +232,35 @@ class Simulator:
         calls: Evaluations so far.
     """
 
-    def __init__(self, problem: Problem, *, priority: Sequence[float] | NDArray[Any] | None = None) -> None:
-        from rlplace.simulator import fast
-        from rlplace.simulator.lowering import lower
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        priority: Sequence[float] | NDArray[Any] | None = None,
+        microbatches: int = 1,
+        schedule: str = "list",
+    ) -> None:
+        """Prepares.
 
-        lowered = lower(problem)
+        Args:
+            problem: The priced graph.
+            priority: float [N], higher starts first; default `default_priority`.
+            microbatches: Passes over the forward and backward ops.
+            schedule: One of `rlplace.plan.plan.SCHEDULES`; a group's stage is its device.
+        """
+        from rlplace.simulator import fast
+
+        runner = _Runner(problem, priority, microbatches, schedule)
         self.calls = 0
         self._groups = problem.num_groups
         self._devices = np.zeros((1, problem.num_groups), dtype=np.int32)
         self._row = self._devices[0]
-        self._outcome = np.zeros(1, dtype=np.int8)
-        peak, busy = np.zeros((1, problem.num_devices), dtype=np.int64), np.zeros((1, problem.num_devices))
-        self.peak_memory_bytes, self.busy_s = peak[0], busy[0]
-        rank_of_op, op_of_rank = _priority_ranks(problem, priority)
+        self._runner, self._work = runner, runner.lowered.new_work()
+        self._results = _results(1, problem.num_devices)
+        self._outcome = self._results[0]
+        self.peak_memory_bytes, self.busy_s = self._results[2][0], self._results[3][0]
         self._run = fast.simulate_plans
-        self._arguments = (
-            tuple(lowered.graph), tuple(lowered.new_work()), rank_of_op, op_of_rank, False,
-            self._devices, self._outcome, np.zeros(1), peak, busy,
-        )  # fmt: skip
+        self._arguments = () if runner.ordered else runner.arguments(self._work, self._devices, *self._results)
 
     def evaluate(self, device_of_group: Sequence[int] | NDArray[Any]) -> tuple[float, float]:
         """Step time and memory overflow of a plan.
@@ -221,23 +279,59 @@ class Simulator:
             raise InputError(f"device_of_group has {len(device_of_group)} entries, the problem {self._groups} groups")
         self.calls += 1
         self._row[:] = device_of_group
-        step, overflow, _ = self._run(*self._arguments)
+        if self._runner.ordered:
+            return self._runner.run(self._work, self._devices, *self._results)
+        step, overflow = self._run(*self._arguments)
         if self._outcome[0] == 3:
             raise InputError(f"device_of_group names a device outside 0..{len(self.busy_s) - 1}")
         return step, overflow
 
 
-def _check_supported(plan: PlacementPlan, problem: Problem) -> None:
-    check_plan(plan, problem)
-    one_step = "this version simulates one micro-batch with the list schedule on one replica"
-    if plan.microbatches != 1:
-        raise InputError(f"plan: {plan.microbatches} microbatches; {one_step}")
-    if plan.schedule != "list":
-        raise InputError(f"plan: schedule {plan.schedule!r}; {one_step}")
-    if plan.replicas is not None and [list(row) for row in plan.replicas] != [list(range(problem.num_devices))]:
-        raise InputError(f"plan: replicas other than the plan's own devices; {one_step}")
-    if any(parts != 1 for dims in (plan.shards or {}).values() for parts in dims.values()):
-        raise InputError(f"plan: sharded ops; {one_step}")
+class _Runner:
+    """Compiled runs of many plans under one schedule.
+
+    Attributes:
+        lowered: The problem's arrays.
+        ordered: Every plan needs an order of its own.
+    """
+
+    def __init__(
+        self, problem: Problem, priority: Sequence[float] | NDArray[Any] | None, microbatches: int, schedule: str
+    ) -> None:
+        from rlplace.simulator.lowering import lower
+
+        if schedule not in SCHEDULES:
+            raise unknown_name("schedule", schedule, SCHEDULES)
+        self.lowered = lower(problem, microbatches, schedule)
+        self.ordered = schedule in ACTION_SCHEDULES
+        self._problem, self._schedule = problem, schedule
+        self._ranks = _priority_ranks(problem, self.lowered, priority)
+        self._key = self.lowered.priority if priority is None else _check_priority(priority, problem)
+
+    def arguments(self, work: Any, devices: NDArray[np.int32], *results: NDArray[Any]) -> tuple[Any, ...]:
+        """What `fast.simulate_plans` takes for the rows of `devices`, or for the only row when the plans are ordered."""
+        none = np.zeros(0, dtype=np.uint32)
+        ranks, position = self._ranks, none
+        if self.ordered:
+            count = self.lowered.tasks.microbatches
+            order = schedule_order(self._problem, devices[0], self._schedule, count, None, self._key)
+            ranks, position = _order_ranks(order, self.lowered)
+        return (tuple(self.lowered.graph), tuple(work), *ranks, position, devices.view(np.uint32), none, *results)
+
+    def run(self, work: Any, devices: NDArray[np.int32], *results: NDArray[Any]) -> tuple[float, float]:
+        """Simulates the rows of `devices`; returns step time and memory overflow of the last one."""
+        from rlplace.simulator import fast
+
+        last = (float("inf"), 0.0)
+        rows = [slice(row, row + 1) for row in range(len(devices))] if self.ordered else [slice(None)]
+        for part in rows:
+            last = fast.simulate_plans(*self.arguments(work, devices[part], *(array[part] for array in results)))
+        return last
+
+
+def _results(rows: int, devices: int) -> tuple[NDArray[Any], ...]:
+    """Arrays for outcome, step time, peak memory and busy seconds of some plans."""
+    return np.zeros(rows, dtype=np.int8), np.zeros(rows), np.zeros((rows, devices), dtype=np.int64), np.zeros((rows, devices))
 
 
 def _check_devices(value: Any, shape: tuple[int, ...], problem: Problem) -> NDArray[np.int32]:
@@ -259,24 +353,54 @@ def _check_devices(value: Any, shape: tuple[int, ...], problem: Problem) -> NDAr
     return np.array(devices, dtype=np.int32, order="C")
 
 
-def _priority_ranks(
-    problem: Problem, priority: Sequence[float] | NDArray[Any] | None
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    from rlplace.simulator.lowering import lower, ranks
-
-    if priority is None:
-        lowered = lower(problem)
-        return lowered.rank_of_op, lowered.op_of_rank
+def _check_priority(priority: Sequence[float] | NDArray[Any], problem: Problem) -> NDArray[np.float64]:
     values = np.asarray(priority, dtype=np.float64)
     if values.shape != (problem.num_ops,):
         raise InputError(f"priority: expected {problem.num_ops} numbers, found shape {values.shape}")
     if not np.isfinite(values).all():
         raise InputError("priority: every number must be finite")
-    return ranks(values)
+    return values
 
 
-def _order_ranks(order: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    op_of_rank = np.array([op for row in order for op in row], dtype=np.int32)
-    rank_of_op = np.empty_like(op_of_rank)
-    rank_of_op[op_of_rank] = np.arange(len(op_of_rank), dtype=np.int32)
-    return rank_of_op, op_of_rank
+def _check_stages(stage_of_group: Sequence[int] | NDArray[Any] | None, problem: Problem) -> NDArray[np.int32] | None:
+    if stage_of_group is None:
+        return None
+    stages = np.asarray(stage_of_group)
+    if stages.shape != (problem.num_groups,) or (stages.size and stages.dtype.kind not in "iu"):
+        raise InputError(f"stage_of_group: expected a whole number for each of {problem.num_groups} groups")
+    return stages.astype(np.int32)
+
+
+def _stages(stage: NDArray[np.int32] | None, lowered: Lowered) -> tuple[NDArray[np.uint32], int | None]:
+    """Stages as the compiled simulator numbers them, and how many there are; none and None where they are the devices."""
+    if stage is None or lowered.schedule == "list":
+        return np.zeros(0, dtype=np.uint32), None
+    numbers = stage_numbers(stage, None).astype(np.uint32)
+    return numbers, int(numbers.max(initial=0)) + 1
+
+
+def _priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float] | NDArray[Any] | None) -> Ranks:
+    from rlplace.simulator.lowering import ranks
+
+    if priority is None:
+        return lowered.ranks
+    return ranks(problem, lowered.tasks, lowered.schedule, _check_priority(priority, problem))
+
+
+def _order_ranks(order: Sequence[Sequence[Any]], lowered: Lowered) -> tuple[Ranks, NDArray[np.uint32]]:
+    """Ranks that number the tasks of device 0 in the order given, then of device 1, and so on; and each one's first rank."""
+    from rlplace.simulator.lowering import inverse
+
+    tasks = lowered.tasks
+    if tasks.microbatches == 1:
+        listed = np.array([op for row in order for op in row], dtype=np.int64)
+    else:
+        number = {key: task for task, key in enumerate(zip(tasks.op.tolist(), tasks.microbatch.tolist(), strict=True))}
+        once = tasks.microbatches - 1  # what runs once belongs to the last micro-batch and is listed with 0
+        pairs = [tuple(pair) for row in order for pair in row]
+        listed = np.array([number[op, m] if (op, m) in number else number[op, once] for op, m in pairs], dtype=np.int64)
+    others = np.ones(tasks.num_tasks, dtype=bool)  # tasks of collectives are in no order
+    others[listed] = False
+    task_of_rank = np.concatenate([listed, np.flatnonzero(others)]).astype(np.uint32)
+    position = np.cumsum([0] + [len(row) for row in order[:-1]]).astype(np.uint32)
+    return (inverse(task_of_rank), task_of_rank), position

@@ -1,17 +1,18 @@
 """The compiled twin of `rlplace.simulator.reference`: the same step, bit for bit, some hundred times quicker.
 
-Everything numba compiles lives in this one file, because numba's on-disk cache only notices changes of the file that holds
-the compiled function. `rlplace.simulator.lowering` builds the arrays, `rlplace.simulator.api` is what people call.
+`rlplace.simulator.records` says what the arrays hold, `lowering` builds them, `queues` and `gates` hold parts of the code, and
+`rlplace.simulator.api` is what people call.
 
 Where this differs in form, not in result, from the reference:
-    * A ready task is known by its *rank* (position in the order of highest priority, then smaller number), so that a
-      device's ready heap compares one integer. With an explicit order, ranks number the ops of device 0, then of device 1,
-      and so on, each in the order given, and a device starts nothing but its next rank.
-    * A tensor's copies on other devices occupy *slots* ``consumer_ptr[t], consumer_ptr[t] + 1, ...`` in order of device
-      (there are never more than consumers). Slot order is therefore the order (tensor number, destination) in which
-      transfers that end together are processed, and ``N + 1 + slot`` is the key of their events, after all tasks.
-    * Every channel has a queue of transfers, the running one at its head. "All its channels are free and no earlier waiting
+    * A ready task is known by its *rank* (`reference.task_ranks`). With an explicit order, ranks number the tasks of device 0,
+      then of device 1, and so on, each in the order given, and a device starts nothing but its next rank.
+    * Where a value's readers sit is looked up when the value is made, not before; its copies then take the next free slots, in
+      order of device. Slots are therefore in the order in which they join the queues.
+    * The key of an event is its place among those that end with it: a task's number, or K + 1 plus the number of the value
+      that arrives; the lower half holds the slot. Key K is the first event, when the step begins.
+    * Every channel has a queue of slots, the running one at its head. "All its channels are free and no earlier waiting
       transfer wants any of them" is the same as "it heads the queue of each of its channels"; `blocked` counts the others.
+    * A null time or a missing link shows when the task or transfer would start, and ends the run.
 
 Sums run left to right in float64; no fast-math, so the compiler may neither reorder nor contract them.
 """
@@ -20,448 +21,491 @@ Sums run left to right in float64; no fast-math, so the compiler may neither reo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import zlib
+from pathlib import Path
 
 import numpy as np
 from numba import njit
 
+from rlplace.simulator import gates, queues
+from rlplace.simulator import records as r
+from rlplace.simulator.gates import next_stage, prepare_gates
+from rlplace.simulator.queues import (
+    INNER,
+    add_ready,
+    first_ready,
+    is_ready,
+    join_queues,
+    leave_queues,
+    levels,
+    part,
+    pop_event,
+    push_event,
+    remove_ready,
+)
+
 DONE, CANNOT_RUN, STUCK, BAD_DEVICE = range(4)
 """Outcome of a simulation; CANNOT_RUN: a null time or missing link; BAD_DEVICE: `device_of_group` is out of range."""
-
 
 IDLE, RUNNING, DUE = range(3)
 """State of a device; DUE: idle, and in the list of those that may have something to start."""
 
-# A division by zero cannot happen, so no code for its error; only `simulate_plans` and `bottom_levels` are called from outside,
-# so the others need no wrappers. Both shorten the first start, when all of this is compiled.
-_SHARED = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+# numba's cache only looks at the file of the function that is called from outside, and at its bytecode and constants.
+_SOURCES = (Path(str(module.__file__)) for module in (r, queues, gates))
+_STAMP = zlib.crc32(b"".join(source.read_bytes() for source in _SOURCES))
+_ENTRY = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+_OWNED = 1 << 30  # uses of what a group owns: its bytes there are never freed
 
 
-class Graph(NamedTuple):
-    """A problem as flat arrays; the axes are those of `Problem`, and C is the number of channels."""
-
-    time_s: Any  # float64 [N, D]
-    op_group: Any  # int32 [N]
-    num_inputs: Any  # int32 [N]
-    alloc_bytes: Any  # int64 [N], outputs and temporaries
-    free_bytes: Any  # int64 [N], temporaries and outputs that nobody consumes
-    input_ptr: Any  # int32 [N + 1]
-    inputs: Any  # int32 [E], tensors
-    output_ptr: Any  # int32 [N + 2]
-    outputs: Any  # int32 [.], tensors with consumers that an op makes; the last row: that groups own
-    tensor_producer: Any  # int32 [T]
-    tensor_owner: Any  # int32 [T]
-    tensor_bytes: Any  # int64 [T]
-    tensor_table: Any  # int32 [T], index into table_s, -1 where latency + bytes / bandwidth applies
-    table_s: Any  # float64 [., D, D]
-    consumer_ptr: Any  # int32 [T + 1]
-    consumers: Any  # int32 [E]
-    edge_tensor: Any  # int32 [E]
-    bandwidth: Any  # float64 [D, D]
-    latency: Any  # float64 [D, D]
-    channel_ptr: Any  # int32 [D * D + 1]
-    channels: Any  # int32 [.]
-    width: Any  # int32 [1], most channels that a transfer holds, at least 1
-    resident_bytes: Any  # int64 [G]
-    reserved_bytes: Any  # int64 [D]
-    limit_bytes: Any  # int64 [D], -1 where there is no limit
-
-
-class Work(NamedTuple):
-    """Buffers of one simulation, reused by the next."""
-
-    device_of_op: Any  # int32 [N]
-    duration_s: Any  # float64 [N]
-    missing: Any  # int32 [N], inputs not yet present
-    source: Any  # int32 [T], device that holds the tensor first
-    source_uses: Any  # int32 [T], consumers and sends that still need the copy there
-    copies: Any  # int32 [T], other devices that host a consumer
-    copy_device: Any  # int32 [E], by slot
-    copy_uses: Any  # int32 [E], by slot
-    blocked: Any  # int32 [E], by slot: channels whose queue it does not head
-    joined: Any  # int32 [E], by slot: when it joined the queues
-    following: Any  # int32 [E * width], next slot in a channel's queue, by slot and position in its list of channels
-    head: Any  # int32 [C], slot at the head of a channel's queue, -1 when empty
-    tail: Any  # int32 [C], index into `following` of the last entry
-    startable: Any  # int32 [E + width], slots that an event lets start
-    ready: Any  # int32 [N], ready heaps of the devices one after another
-    ready_ptr: Any  # int32 [D + 1]
-    ready_size: Any  # int32 [D]
-    state: Any  # int8 [D], IDLE, RUNNING or DUE
-    due: Any  # int32 [D], devices that may have something to start
-    position: Any  # int32 [D], rank that comes next when an order is given
-    heap_s: Any  # float64 [D + E], ends of running tasks and transfers
-    heap_key: Any  # int32 [D + E]
-    memory: Any  # int64 [D]
-    peak: Any  # int64 [D]
-    busy_s: Any  # float64 [D]
-    start_s: Any  # float64 [N]
-    end_s: Any  # float64 [N]
-    transfer_slot: Any  # int32 [E], in order of start
-    transfer_start_s: Any  # float64 [E]
-    transfer_end_s: Any  # float64 [E]
-
-
-@njit(forceinline=True, **_INNER)
-def _push_event(heap_s, heap_key, size, time, key):
-    """Adds to a binary heap ordered by (time, key)."""
-    i = size
-    while i > 0:
-        parent = (i - 1) >> 1
-        if heap_s[parent] < time or (heap_s[parent] == time and heap_key[parent] < key):
-            break
-        heap_s[i], heap_key[i] = heap_s[parent], heap_key[parent]
-        i = parent
-    heap_s[i], heap_key[i] = time, key
-
-
-@njit(forceinline=True, **_INNER)
-def _pop_event(heap_s, heap_key, size):
-    """Removes the first event and returns its key; `size` counts it."""
-    first = heap_key[0]
-    size -= 1
-    time, key = heap_s[size], heap_key[size]
-    i = 0
-    while True:
-        child = 2 * i + 1
-        if child >= size:
-            break
-        right = child + 1
-        if right < size and (
-            heap_s[right] < heap_s[child] or (heap_s[right] == heap_s[child] and heap_key[right] < heap_key[child])
-        ):
-            child = right
-        if time < heap_s[child] or (time == heap_s[child] and key < heap_key[child]):
-            break
-        heap_s[i], heap_key[i] = heap_s[child], heap_key[child]
-        i = child
-    heap_s[i], heap_key[i] = time, key
-    return first
-
-
-@njit(forceinline=True, **_INNER)
-def _add_ready(ready, base, size, rank):
-    """Adds a rank to the ready heap of `size` entries that starts at `base`."""
-    i = size
-    while i > 0:
-        parent = (i - 1) >> 1
-        if ready[base + parent] < rank:
-            break
-        ready[base + i] = ready[base + parent]
-        i = parent
-    ready[base + i] = rank
-
-
-@njit(forceinline=True, **_INNER)
-def _take_ready(ready, base, size):
-    """Removes and returns the lowest rank of the ready heap that starts at `base`; `size` counts it."""
-    size -= 1
-    first, last = ready[base], ready[base + size]
-    i = 0
-    while True:
-        child = 2 * i + 1
-        if child >= size:
-            break
-        if child + 1 < size and ready[base + child + 1] < ready[base + child]:
-            child += 1
-        if last < ready[base + child]:
-            break
-        ready[base + i] = ready[base + child]
-        i = child
-    ready[base + i] = last
-    return first
-
-
-@njit(**_INNER)
-def _prepare(g, w, device_of_group):
-    """Fills `w` for a plan: where each op and copy sits, who uses them, resident bytes; returns an outcome."""
-    time_s, op_group, num_inputs, reserved_bytes, resident_bytes = (
-        g.time_s, g.op_group, g.num_inputs, g.reserved_bytes, g.resident_bytes
-    )  # fmt: skip
-    tensor_producer, tensor_owner, consumer_ptr, consumers, bandwidth = (
-        g.tensor_producer, g.tensor_owner, g.consumer_ptr, g.consumers, g.bandwidth
-    )  # fmt: skip
-    device_of_op, duration_s, missing, ready_ptr, ready_size = (
-        w.device_of_op,
-        w.duration_s,
-        w.missing,
-        w.ready_ptr,
-        w.ready_size,
-    )
-    source_of, source_uses, copies, copy_device, copy_uses = w.source, w.source_uses, w.copies, w.copy_device, w.copy_uses
-    state, due, position, head, memory, peak, busy_s = w.state, w.due, w.position, w.head, w.memory, w.peak, w.busy_s
-
-    num_ops, num_devices = time_s.shape
-    outcome = DONE
-    for device in range(num_devices):
-        memory[device] = reserved_bytes[device]
-        busy_s[device] = 0.0
-        ready_size[device] = 0
-        state[device] = DUE
-        due[device] = device
-        ready_ptr[device + 1] = 0
-    for group in range(len(device_of_group)):
-        device = device_of_group[group]
-        if device < 0 or device >= num_devices:
+@njit(**INNER)
+def _reset(g, w, device_of_group):
+    """Empties all queues and fills the devices with what is resident; returns an outcome."""
+    device, channel, value, clock, ready = w.device, w.channel, w.value, w.clock, w.ready
+    sizes, batches, num_devices, num_groups = g.bytes, g.numbers[r.BATCHES], len(device), len(device_of_group)
+    for d in range(num_devices):
+        device[d].memory = sizes[num_groups + d]
+        device[d].busy_s = 0.0
+        device[d].ready = 0
+        device[d].state = DUE
+    for group in range(num_groups):
+        d = device_of_group[group]
+        if d >= num_devices:
             return BAD_DEVICE
-        memory[device] += resident_bytes[group]
-    for device in range(num_devices):
-        peak[device] = memory[device]
-    for channel in range(len(head)):
-        head[channel] = -1
-    for op in range(num_ops):
-        device = device_of_group[op_group[op]]
-        device_of_op[op] = device
-        ready_ptr[device + 1] += 1
-        time = time_s[op, device]
-        duration_s[op] = time
-        missing[op] = num_inputs[op]
+        device[d].memory += sizes[group]
+    due, waits, missing = part(w, r.DUE_DEVICES), part(w, r.WAITS), part(g, r.MISSING)
+    for d in range(num_devices):
+        device[d].peak = device[d].memory
+        due[d] = d
+        for i in range(ready.shape[1]):
+            ready[d, i] = 0
+    for c in range(len(channel)):
+        channel[c].head = r.NONE
+    for t in range(len(waits)):
+        waits[t] = missing[t]
+    gathered = part(g, r.GATHERED)
+    for i in range(len(gathered)):
+        value[gathered[i]].unmade = batches
+        value[gathered[i]].source = r.NONE
+    absent, member_ptr = part(w, r.ABSENT), part(g, r.MEMBER_PTR)
+    for c in range(len(absent)):
+        absent[c] = member_ptr[c + 1] - member_ptr[c]
+    w.now_s[0] = 0.0
+    for i in range(len(clock)):
+        clock[i] = 0
+    clock[r.KEY] = np.int64(len(waits)) << 32
+    clock[r.WAITING] = num_devices
+    return DONE
+
+
+@njit(**INNER)
+def _join_collective(g, w, collective, slot, found):
+    """A collective that misses nothing any more joins the queues of its channels; returns how many slots can start now."""
+    held, slots = part(g, r.HELD), w.slot
+    slots[slot].value, slots[slot].device = collective, r.NONE
+    begin, end = np.int64(held[collective]), np.int64(held[collective + 1])
+    return join_queues(
+        slots, w.channel, part(g, r.CHANNELS), part(w, r.FOLLOWING), g.numbers[r.WIDTH],
+        part(w, r.STARTABLE), found, np.int64(slot), begin, end,
+    )  # fmt: skip
+
+
+@njit(**INNER)
+def _admit_slowly(g, w, rank_of_task, t, d):
+    """A task misses nothing any more: it is ready, or one task less keeps its collective waiting. Changes the clock."""
+    collective_of, absent, clock, device = part(g, r.COLLECTIVE_OF), part(w, r.ABSENT), w.clock, w.device
+    if len(collective_of) > 0 and collective_of[t] != r.NONE:
+        collective = collective_of[t]
+        absent[collective] -= 1
+        if absent[collective] == 0:
+            clock[r.FOUND] = _join_collective(g, w, collective, clock[r.SLOTS], clock[r.FOUND])
+            clock[r.SLOTS] += 1
+        return
+    middle, low = levels(len(rank_of_task))
+    add_ready(w.ready, d, middle, low, rank_of_task[t])
+    device[d].ready += 1
+    if device[d].state == IDLE:
+        device[d].state = DUE
+        part(w, r.DUE_DEVICES)[clock[r.WAITING]] = d
+        clock[r.WAITING] += 1
+
+
+@njit(**INNER)
+def _open_gates(g, w, rank_of_task, device_of_group, stage, count):
+    """The next gates of a stage open; their tasks wait for their inputs alone. Changes the clock."""
+    opened, gate_ptr, gate_ops, waits = part(w, r.OPENED), part(w, r.GATE_PTR), part(w, r.GATE_OPS), part(w, r.WAITS)
+    early_task, task, batches = part(g, r.EARLY_TASK), g.task, g.numbers[r.BATCHES]
+    gpipe = g.numbers[r.SCHEDULE] == r.GPIPE
+    for _ in range(count):
+        if opened[stage] >= (1 if gpipe else batches):
+            return
+        first = np.int64(0 if gpipe else opened[stage])
+        for m in range(first, batches if gpipe else first + 1):
+            for i in range(gate_ptr[stage], gate_ptr[stage + 1]):
+                op = gate_ops[i]
+                t = np.int64(op if m == batches - 1 else early_task[op]) + m * g.numbers[r.EARLY_TASKS]
+                waits[t] -= 1
+                if waits[t] == 0:
+                    _admit_slowly(g, w, rank_of_task, t, device_of_group[task[t].group])
+        opened[stage] += 1
+
+
+@njit(**INNER)
+def _close_batches(g, w, rank_of_task, device_of_group, stage, t):
+    """A task has ended: the batches that it is part of wait for one task less. Changes the clock."""
+    op, m = g.task[t].op, part(g, r.MICROBATCH)[t]
+    kind, own = part(g, r.CLOSES)[op], np.int64(stage[part(g, r.OP_GROUP)[op]])
+    if kind == r.NO_STAGE or (kind == r.SPARE_STAGE and part(w, r.SPARE)[own] == 0):
+        return
+    left, gpipe, batches = part(w, r.LEFT), g.numbers[r.SCHEDULE] == r.GPIPE, g.numbers[r.BATCHES]
+    apart_ptr, apart = part(g, r.APART_PTR), part(g, r.APART)
+    s = next_stage(apart_ptr, apart, stage, op, -1) if kind == r.APART_STAGES else own
+    while s != r.NONE:
+        batch = s if gpipe else s * batches + m
+        left[batch] -= 1
+        if left[batch] == 0:
+            _open_gates(g, w, rank_of_task, device_of_group, s, np.int64(1))
+        s = next_stage(apart_ptr, apart, stage, op, s) if kind == r.APART_STAGES else np.int64(r.NONE)
+
+
+@njit(**INNER)
+def _begin(g, w, rank_of_task, device_of_group, stage):
+    """Admits the tasks that miss nothing, and opens the first gates."""
+    first, task = part(g, r.FIRST), g.task
+    for i in range(len(first)):
+        t = np.int64(first[i])
+        _admit_slowly(g, w, rank_of_task, t, device_of_group[task[t].group])
+    if g.numbers[r.SCHEDULE] != r.LIST:
+        open_first = prepare_gates(g, w, stage)
+        for s in range(len(open_first)):
+            _open_gates(g, w, rank_of_task, device_of_group, np.int64(s), open_first[s])
+
+
+@njit(**INNER)
+def _start_collective(g, w, device_of_group, collective, now):
+    """The tasks of a collective start together; returns the longest of their times, NaN if one cannot run."""
+    task, time_s, device, start_s, end_s = g.task, g.time_s, w.device, w.start_s, w.end_s
+    members, member_ptr, column = part(g, r.MEMBERS), part(g, r.MEMBER_PTR), part(g, r.COLUMN)
+    gathered_ptr, gathered_of = part(g, r.GATHERED_PTR), part(g, r.GATHERED_OF)
+    longest = -np.inf
+    for i in range(member_ptr[collective], member_ptr[collective + 1]):
+        t = members[i]
+        d = device_of_group[task[t].group]
+        time = time_s[task[t].op, column[d]]
         if time != time:
-            outcome = CANNOT_RUN
-    ready_ptr[0] = 0
-    for device in range(num_devices):
-        position[device] = ready_ptr[device]
-        ready_ptr[device + 1] += ready_ptr[device]
-    for tensor in range(len(copies)):
-        producer = tensor_producer[tensor]
-        source = device_of_op[producer] if producer >= 0 else device_of_group[tensor_owner[tensor]]
-        first = consumer_ptr[tensor]
-        end, uses = first, 0
-        for edge in range(first, consumer_ptr[tensor + 1]):
-            device = device_of_op[consumers[edge]]
-            if device == source:
-                uses += 1
-                continue
-            slot = end  # the slots of a tensor are kept sorted by device
-            while slot > first and copy_device[slot - 1] > device:
-                slot -= 1
-            if slot > first and copy_device[slot - 1] == device:
-                copy_uses[slot - 1] += 1
-                continue
-            for other in range(end, slot, -1):
-                copy_device[other], copy_uses[other] = copy_device[other - 1], copy_uses[other - 1]
-            copy_device[slot], copy_uses[slot] = device, 1
-            end += 1
-            if bandwidth[source, device] == 0.0:
-                outcome = CANNOT_RUN
-        source_of[tensor] = source
-        copies[tensor] = end - first
-        source_uses[tensor] = uses + end - first
-    return outcome
+            return time
+        longest = max(longest, time)
+        device[d].memory += task[t].alloc_bytes
+        if len(gathered_ptr) > 0:
+            device[d].memory += _first_bytes(w.value, gathered_ptr, gathered_of, t, d)
+        device[d].peak = max(device[d].peak, device[d].memory)
+    if len(start_s) > 0:
+        for i in range(member_ptr[collective], member_ptr[collective + 1]):
+            start_s[members[i]], end_s[members[i]] = now, now + longest
+    return longest
 
 
-@njit(**_INNER)
-def _run(g, w, rank_of_op, op_of_rank, ordered):
-    """Rule 3 on a prepared plan; returns (outcome, step time, number of transfers).
+@njit(**INNER)
+def _first_bytes(value, gathered_ptr, gathered_of, t, d):
+    """Bytes of the values of several producers of which this task is the first to start."""
+    total = 0
+    for i in range(gathered_ptr[t], gathered_ptr[t + 1]):
+        v = gathered_of[i]
+        if value[v].source == r.NONE:
+            value[v].source = d
+            total += value[v].bytes
+    return total
 
-    One long function over local names: a tuple of arrays passed on to helpers would count references at every call.
+
+@njit(**INNER)
+def _satisfy_here(g, w, rank_of_task, device_of_group, v, d):
+    """The readers of a value on a device miss one input less, where collectives may be among them. Changes the clock."""
+    readers, value, waits = g.readers, w.value, part(w, r.WAITS)
+    for edge in range(value[v].readers, value[v + 1].readers):
+        if device_of_group[readers[edge].group] == d:
+            t = np.int64(readers[edge].task)
+            waits[t] -= 1
+            if waits[t] == 0:
+                _admit_slowly(g, w, rank_of_task, t, d)
+
+
+@njit(**INNER)
+def _run(g, w, rank_of_task, task_of_rank, device_of_group, stage, ordered):
+    """Rule 3 from where the clock stands; returns (outcome, step time).
+
+    One long function over local names: a tuple of arrays passed on to helpers counts references at every call.
     """
-    alloc_bytes, free_bytes, input_ptr, inputs, output_ptr, outputs = (
-        g.alloc_bytes, g.free_bytes, g.input_ptr, g.inputs, g.output_ptr, g.outputs
-    )  # fmt: skip
-    tensor_producer, tensor_bytes, tensor_table, table_s = g.tensor_producer, g.tensor_bytes, g.tensor_table, g.table_s
-    consumer_ptr, consumers, edge_tensor, bandwidth, latency = (
-        g.consumer_ptr, g.consumers, g.edge_tensor, g.bandwidth, g.latency
-    )  # fmt: skip
-    channel_ptr, channels, width = g.channel_ptr, g.channels, g.width[0]
-    device_of_op, duration_s, missing = w.device_of_op, w.duration_s, w.missing
-    source_of, source_uses, copies, copy_device, copy_uses = w.source, w.source_uses, w.copies, w.copy_device, w.copy_uses
-    blocked, joined, following, head, tail, startable = w.blocked, w.joined, w.following, w.head, w.tail, w.startable
-    ready, ready_ptr, ready_size, state, position = w.ready, w.ready_ptr, w.ready_size, w.state, w.position
-    due, heap_s, heap_key, memory, peak, busy_s = w.due, w.heap_s, w.heap_key, w.memory, w.peak, w.busy_s
-    start_s, end_s, transfer_slot, transfer_start_s, transfer_end_s = (
-        w.start_s, w.end_s, w.transfer_slot, w.transfer_start_s, w.transfer_end_s
-    )  # fmt: skip
+    time_s, task, readers, pair, table_s = g.time_s, g.task, g.readers, g.pair, g.table_s
+    value, slots, channel, device, event, ready = w.value, w.slot, w.channel, w.device, w.event, w.ready
+    clock, start_s, end_s, transfer = w.clock, w.start_s, w.end_s, w.transfer
+    column, inputs, outputs, owner = part(g, r.COLUMN), part(g, r.INPUTS), part(g, r.OUTPUTS), part(g, r.OWNER)
+    channels, gathered_ptr, gathered_of = part(g, r.CHANNELS), part(g, r.GATHERED_PTR), part(g, r.GATHERED_OF)
+    collective_of, member_ptr, members = part(g, r.COLLECTIVE_OF), part(g, r.MEMBER_PTR), part(g, r.MEMBERS)
+    waits, following, startable, due = part(w, r.WAITS), part(w, r.FOLLOWING), part(w, r.STARTABLE), part(w, r.DUE_DEVICES)
+    num_devices, num_tasks, width = len(device), np.int64(len(waits)), g.numbers[r.WIDTH]
+    middle, low = levels(num_tasks)
+    recording, collectives = len(start_s) > 0, len(collective_of) > 0
+    gathering, gated = len(gathered_ptr) > 0, g.numbers[r.SCHEDULE] != r.LIST
 
-    num_ops, num_devices = g.time_s.shape
-    for op in range(num_ops):
-        if missing[op] == 0:
-            device = device_of_op[op]
-            _add_ready(ready, ready_ptr[device], ready_size[device], rank_of_op[op])
-            ready_size[device] += 1
-
-    now, done, transfers, entries = 0.0, 0, 0, 0
-    events = np.int64(0)  # no literal: that would compile the heaps once more
-    waiting = num_devices  # length of `due`
-    key = num_ops  # the first event: the step begins, and what groups own is there
+    now, key, done, events = w.now_s[0], clock[r.KEY], clock[r.ENDED], clock[r.EVENTS]
+    used, transfers, waiting, found = clock[r.SLOTS], clock[r.TRANSFERS], clock[r.WAITING], clock[r.FOUND]
     while True:
         while True:  # everything that ends now
-            found = 0  # transfers that this event lets start
-            if key < num_ops:  # a task ends: free temporaries, unused outputs, inputs whose last use this was
-                done += 1
-                device = device_of_op[key]
-                state[device] = DUE
-                due[waiting] = device
-                waiting += 1
-                freed = free_bytes[key]
-                for i in range(input_ptr[key], input_ptr[key + 1]):
-                    tensor = inputs[i]
-                    if source_of[tensor] == device:
-                        source_uses[tensor] -= 1
-                        if source_uses[tensor] == 0 and tensor_producer[tensor] >= 0:
-                            freed += tensor_bytes[tensor]
+            number = key >> 32
+            if number <= num_tasks:
+                collective, count, d = np.int64(r.NONE), np.int64(1), np.uint32(0)
+                if number < num_tasks:
+                    d = device_of_group[task[number].group]
+                    if collectives and collective_of[number] != r.NONE:
+                        collective = np.int64(collective_of[number])
+                        count = np.int64(member_ptr[collective + 1]) - np.int64(member_ptr[collective])
+                        found = leave_queues(slots, channel, channels, following, width, startable, found, key & 0xFFFFFFFF)
                     else:
-                        slot = consumer_ptr[tensor]
-                        while copy_device[slot] != device:
-                            slot += 1
-                        copy_uses[slot] -= 1
-                        if copy_uses[slot] == 0:
-                            freed += tensor_bytes[tensor]
-                memory[device] -= freed
-            if key <= num_ops:  # its outputs are present here and queue for the other devices that host a consumer
-                for i in range(output_ptr[key], output_ptr[key + 1]):
-                    tensor = outputs[i]
-                    source = source_of[tensor]
-                    first = consumer_ptr[tensor]
-                    for edge in range(first, consumer_ptr[tensor + 1]):
-                        op = consumers[edge]
-                        if device_of_op[op] == source:
-                            missing[op] -= 1
-                            if missing[op] == 0:
-                                _add_ready(ready, ready_ptr[source], ready_size[source], rank_of_op[op])
-                                ready_size[source] += 1
-                                if state[source] == IDLE:
-                                    state[source] = DUE
-                                    due[waiting] = source
-                                    waiting += 1
-                    for slot in range(first, first + copies[tensor]):
-                        pair = source * num_devices + copy_device[slot]
-                        begin = channel_ptr[pair]
-                        behind = 0
-                        for k in range(begin, channel_ptr[pair + 1]):
-                            channel, node = channels[k], slot * width + k - begin
-                            if head[channel] < 0:
-                                head[channel] = slot
+                        device[d].state = DUE
+                        due[waiting] = d
+                        waiting += 1
+                for member in range(count):
+                    t = number
+                    if collective != r.NONE:
+                        t = np.int64(members[member_ptr[collective] + member])
+                        d = device_of_group[task[t].group]
+                    if t < num_tasks:  # a task ends: free temporaries, unread outputs, inputs whose last use this was
+                        done += 1
+                        freed = task[t].free_bytes
+                        for i in range(task[t].inputs, task[t + 1].inputs):
+                            v = inputs[i]
+                            if value[v].source == d:
+                                uses = value[v].uses - 1
+                                value[v].uses = uses
+                                if uses == 0:
+                                    freed += value[v].bytes
                             else:
-                                following[tail[channel]] = slot
-                                behind += 1
-                            following[node] = -1
-                            tail[channel] = node
-                        blocked[slot] = behind
-                        joined[slot] = entries
-                        entries += 1
-                        if behind == 0:
-                            startable[found] = slot
-                            found += 1
-            else:  # a transfer ends: the tensor is present there, its channels go to the next in their queues
-                slot = key - num_ops - 1
-                tensor, device = edge_tensor[slot], copy_device[slot]
-                source = source_of[tensor]
-                source_uses[tensor] -= 1
-                if source_uses[tensor] == 0 and tensor_producer[tensor] >= 0:
-                    memory[source] -= tensor_bytes[tensor]
-                for edge in range(consumer_ptr[tensor], consumer_ptr[tensor + 1]):
-                    op = consumers[edge]
-                    if device_of_op[op] == device:
-                        missing[op] -= 1
-                        if missing[op] == 0:
-                            _add_ready(ready, ready_ptr[device], ready_size[device], rank_of_op[op])
-                            ready_size[device] += 1
-                            if state[device] == IDLE:
-                                state[device] = DUE
-                                due[waiting] = device
-                                waiting += 1
-                pair = source * num_devices + device
-                begin = channel_ptr[pair]
-                for k in range(begin, channel_ptr[pair + 1]):
-                    heir = following[slot * width + k - begin]
-                    head[channels[k]] = heir
-                    if heir >= 0:
-                        blocked[heir] -= 1
-                        if blocked[heir] == 0:
-                            i = found  # several start in the order in which they joined
-                            while i > 0 and joined[startable[i - 1]] > joined[heir]:
-                                startable[i] = startable[i - 1]
-                                i -= 1
-                            startable[i] = heir
-                            found += 1
-            for i in range(found):
-                slot = startable[i]
-                tensor, device = edge_tensor[slot], copy_device[slot]
-                source = source_of[tensor]
-                if tensor_table[tensor] < 0:
-                    time = latency[source, device] + tensor_bytes[tensor] / bandwidth[source, device]
+                                s = value[v].slots
+                                while slots[s].device != d:
+                                    s += 1
+                                uses = slots[s].uses - 1
+                                slots[s].uses = uses
+                                if uses == 0:
+                                    freed += value[v].bytes
+                        device[d].memory -= freed
+                    for i in range(task[t].outputs, task[t + 1].outputs):
+                        v = outputs[i]
+                        uses = 0
+                        if t == num_tasks:
+                            d = device_of_group[owner[i - task[t].outputs]]
+                            uses = _OWNED
+                        if gathering and value[v].unmade > 1:
+                            value[v].unmade -= 1
+                            continue
+                        # The value is here: readers here miss one input less, other devices that host readers get a slot.
+                        if collectives:  # they join their queues before the value does
+                            clock[r.WAITING], clock[r.SLOTS], clock[r.FOUND] = waiting, used, found
+                            _satisfy_here(g, w, rank_of_task, device_of_group, v, d)
+                            waiting, used, found = clock[r.WAITING], clock[r.SLOTS], clock[r.FOUND]
+                        begin = used
+                        end = begin
+                        for edge in range(value[v].readers, value[v + 1].readers):
+                            there = device_of_group[readers[edge].group]
+                            if there == d:
+                                uses += 1
+                                if not collectives:
+                                    reader = readers[edge].task
+                                    missing = waits[reader] - 1
+                                    waits[reader] = missing
+                                    if missing == 0:
+                                        add_ready(ready, d, middle, low, rank_of_task[reader])
+                                        device[d].ready += 1
+                                        if device[d].state == IDLE:
+                                            device[d].state = DUE
+                                            due[waiting] = d
+                                            waiting += 1
+                                continue
+                            s = end  # slots of a value are in order of device
+                            while s > begin and slots[s - 1].device > there:
+                                s -= 1
+                            if s > begin and slots[s - 1].device == there:
+                                slots[s - 1].uses += 1
+                                continue
+                            for other in range(end, s, -1):
+                                slots[other].device, slots[other].uses = slots[other - 1].device, slots[other - 1].uses
+                            slots[s].device, slots[s].uses = there, 1
+                            end += 1
+                        used = end
+                        value[v].source, value[v].slots, value[v].uses = d, begin, uses + (end - begin)
+                        for s in range(begin, end):
+                            p = d * num_devices + slots[s].device
+                            if pair[p].bandwidth == 0.0:
+                                return CANNOT_RUN, now
+                            slots[s].value = v
+                            found = join_queues(
+                                slots, channel, channels, following, width, startable, found, s,
+                                np.int64(pair[p].channels), np.int64(pair[p].channels_end),
+                            )  # fmt: skip
+                    if gated and t < num_tasks:
+                        clock[r.WAITING], clock[r.SLOTS], clock[r.FOUND] = waiting, used, found
+                        _close_batches(g, w, rank_of_task, device_of_group, stage, t)
+                        waiting, used, found = clock[r.WAITING], clock[r.SLOTS], clock[r.FOUND]
+            else:  # a transfer ends: the value is present there, its channels go to the next in their queues
+                s = key & 0xFFFFFFFF
+                v, d = slots[s].value, slots[s].device
+                found = leave_queues(slots, channel, channels, following, width, startable, found, s)
+                uses = value[v].uses - 1
+                value[v].uses = uses
+                if uses == 0:
+                    device[value[v].source].memory -= value[v].bytes
+                if collectives:
+                    clock[r.WAITING], clock[r.SLOTS], clock[r.FOUND] = waiting, used, found
+                    _satisfy_here(g, w, rank_of_task, device_of_group, v, d)
+                    waiting, used, found = clock[r.WAITING], clock[r.SLOTS], clock[r.FOUND]
                 else:
-                    time = table_s[tensor_table[tensor], source, device]
-                memory[device] += tensor_bytes[tensor]
-                peak[device] = max(peak[device], memory[device])
-                transfer_slot[transfers] = slot
-                transfer_start_s[transfers] = now
-                transfer_end_s[transfers] = now + time
-                transfers += 1
-                _push_event(heap_s, heap_key, events, now + time, num_ops + 1 + slot)
+                    for edge in range(value[v].readers, value[v + 1].readers):
+                        if device_of_group[readers[edge].group] == d:
+                            reader = readers[edge].task
+                            missing = waits[reader] - 1
+                            waits[reader] = missing
+                            if missing == 0:
+                                add_ready(ready, d, middle, low, rank_of_task[reader])
+                                device[d].ready += 1
+                                if device[d].state == IDLE:
+                                    device[d].state = DUE
+                                    due[waiting] = d
+                                    waiting += 1
+            for i in range(found):
+                s = np.int64(startable[i])
+                v, d = slots[s].value, slots[s].device
+                if d == r.NONE:
+                    time = _start_collective(g, w, device_of_group, v, now)
+                    key = np.int64(members[member_ptr[v]]) << 32 | s
+                    if time != time:
+                        return CANNOT_RUN, now
+                else:
+                    p = value[v].source * num_devices + d
+                    if value[v].table < 0:
+                        time = pair[p].latency_s + value[v].bytes / pair[p].bandwidth
+                    else:
+                        time = table_s[value[v].table, value[v].source, d]
+                    memory = device[d].memory + value[v].bytes
+                    device[d].memory = memory
+                    device[d].peak = max(device[d].peak, memory)
+                    key = (num_tasks + 1 + np.int64(v)) << 32 | s
+                    if recording:
+                        transfer[transfers].start_s, transfer[transfers].end_s = now, now + time
+                        transfer[transfers].value, transfer[transfers].source = v, value[v].source
+                        transfer[transfers].destination = d
+                        transfers += 1
+                push_event(event, events, now + time, key)
                 events += 1
-            if events == 0 or heap_s[0] != now:
+            found = np.int64(0)
+            if events == 0 or event[0].time_s != now:
                 break
-            key = _pop_event(heap_s, heap_key, events)
+            key = pop_event(event, events)
             events -= 1
         for i in range(waiting):  # in any order: what starts on one device does not depend on the others
-            device = due[i]
-            state[device] = IDLE
-            if ready_size[device] == 0:
+            d = due[i]
+            device[d].state = IDLE
+            if device[d].ready == 0:
                 continue
-            if ordered and ready[ready_ptr[device]] != position[device]:
-                continue
-            op = np.int64(op_of_rank[_take_ready(ready, ready_ptr[device], ready_size[device])])
-            ready_size[device] -= 1
-            position[device] += 1
-            state[device] = RUNNING
-            start_s[op], end_s[op] = now, now + duration_s[op]
-            busy_s[device] += duration_s[op]
-            memory[device] += alloc_bytes[op]
-            peak[device] = max(peak[device], memory[device])
-            _push_event(heap_s, heap_key, events, now + duration_s[op], op)
+            if ordered:
+                rank = np.int64(device[d].position)
+                if not is_ready(ready, d, low, rank):
+                    continue
+                device[d].position += 1
+            else:
+                rank = first_ready(ready, d, middle, low)
+            remove_ready(ready, d, middle, low, rank)
+            device[d].ready -= 1
+            device[d].state = RUNNING
+            t = np.int64(task_of_rank[rank])
+            time = time_s[task[t].op, column[d]]
+            if time != time:
+                return CANNOT_RUN, now
+            memory = device[d].memory + task[t].alloc_bytes
+            if gathering:
+                memory += _first_bytes(value, gathered_ptr, gathered_of, t, d)
+            device[d].memory = memory
+            device[d].peak = max(device[d].peak, memory)
+            device[d].busy_s += time
+            if recording:
+                start_s[t], end_s[t] = now, now + time
+            push_event(event, events, now + time, t << 32)
             events += 1
-        waiting = 0
+        waiting = np.int64(0)
         if events == 0:
-            return (DONE if done == num_ops else STUCK), now, transfers
-        now = heap_s[0]
-        key = _pop_event(heap_s, heap_key, events)
+            clock[r.TRANSFERS] = transfers
+            return (DONE if done == num_tasks else STUCK), now
+        now = event[0].time_s
+        key = pop_event(event, events)
         events -= 1
 
 
-@njit(**_SHARED)
-def simulate_plans(graph, work, rank_of_op, op_of_rank, ordered, device_of_group, outcome, step_s, peak_bytes, busy_s):
-    """Simulates one plan per row of `device_of_group`; `work` holds the timeline of the last row.
-
-    Args:
-        graph: A `Graph` as a plain tuple (numba unpacks those quicker than named ones).
-        work: A `Work` as a plain tuple.
-        rank_of_op: int32 [N], see the module docstring.
-        op_of_rank: int32 [N], its inverse.
-        ordered: The ranks are an explicit order (which then belongs to the only row).
-        device_of_group: int32 [K, G].
-        outcome: int8 [K], filled with DONE, CANNOT_RUN, STUCK (only an order can get stuck) or BAD_DEVICE.
-        step_s: float64 [K], filled; NaN when the step cannot complete.
-        peak_bytes: int64 [K, D], filled; resident and reserved bytes alone for CANNOT_RUN.
-        busy_s: float64 [K, D], filled; zeros for CANNOT_RUN.
-
-    Returns:
-        Of the last row: step time (inf when it cannot complete), summed relative memory overflow, number of transfers.
-    """
-    g, w = Graph(*graph), Work(*work)
-    step, overflow, transfers = np.inf, 0.0, 0
-    for row in range(len(device_of_group)):
-        result = _prepare(g, w, device_of_group[row])
-        step, transfers = np.inf, 0
-        if result == DONE:
-            result, step, transfers = _run(g, w, rank_of_op, op_of_rank, ordered)
-            if result != DONE:
-                step = np.inf
-        outcome[row] = result
-        step_s[row] = step if result == DONE else np.nan
-        overflow = 0.0
-        for device in range(len(g.limit_bytes)):
-            peak, limit = w.peak[device], g.limit_bytes[device]
-            peak_bytes[row, device] = peak
-            busy_s[row, device] = w.busy_s[device]
-            if limit >= 0 and peak > limit:
-                overflow += (peak - limit) / limit
-    return step, overflow, transfers
+@njit(**INNER)
+def _report(g, w, peak, busy_s):
+    """Copies peaks and busy seconds; returns the memory overflow relative to the limits, summed over devices."""
+    device, sizes, overflow = w.device, g.bytes, 0.0
+    num_devices = len(device)
+    for d in range(num_devices):
+        limit = sizes[len(sizes) - num_devices + d]
+        peak[d], busy_s[d] = device[d].peak, device[d].busy_s
+        if limit >= 0 and device[d].peak > limit:
+            overflow += (device[d].peak - limit) / limit
+    return overflow
 
 
-@njit(**_SHARED)
+def _entry(stamp):
+    """The function that is called from outside, with what numba's cache must know of other files as a constant."""
+
+    @njit(**_ENTRY)
+    def simulate_plans(
+        graph, work, rank_of_task, task_of_rank, position, device_of_group, stage_of_group, outcome, step_s, peak, busy_s
+    ):
+        """Simulates one plan per row of `device_of_group`; `work` holds what happened in the last row.
+
+        Args:
+            graph: A `Graph` as a plain tuple (numba unpacks those quicker than named ones).
+            work: A `Work` as a plain tuple.
+            rank_of_task: uint32 [K], see the module docstring.
+            task_of_rank: uint32 [K], its inverse.
+            position: uint32 [D], the first rank of every device when the ranks are an explicit order (which then belongs to the
+                only row), else [0].
+            device_of_group: uint32 [rows, G].
+            stage_of_group: uint32 [G], or [0]: a group's stage is its device.
+            outcome: int8 [rows], filled with DONE, CANNOT_RUN, STUCK or BAD_DEVICE.
+            step_s: float64 [rows], filled; NaN when the step cannot complete.
+            peak: int64 [rows, D], bytes, filled; resident and reserved bytes alone when the step cannot complete.
+            busy_s: float64 [rows, D], filled; zeros when the step cannot complete.
+
+        Returns:
+            Of the last row: step time (inf when it cannot complete), summed relative memory overflow.
+        """
+        _ = stamp
+        g, w = r.Graph(*graph), r.Work(*work)
+        step, overflow = np.inf, 0.0
+        for row in range(len(device_of_group)):
+            devices = device_of_group[row]
+            stage = stage_of_group if len(stage_of_group) > 0 else devices
+            ordered = len(position) > 0
+            result = _reset(g, w, devices)
+            step = np.inf
+            if result == DONE:
+                for d in range(len(position)):
+                    w.device[d].position = position[d]
+                _begin(g, w, rank_of_task, devices, stage)
+                result, step = _run(g, w, rank_of_task, task_of_rank, devices, stage, ordered)
+                if result != DONE:
+                    _reset(g, w, devices)
+                    step = np.inf
+            outcome[row] = result
+            step_s[row] = step if result == DONE else np.nan
+            overflow = _report(g, w, peak[row], busy_s[row])
+        return step, overflow
+
+    return simulate_plans
+
+
+simulate_plans = _entry(_STAMP)
+
+
+@njit(**_ENTRY)
 def bottom_levels(topological_order, time_s, output_ptr, outputs, consumer_ptr, consumers, level):
     """Fills `level` float64 [N] with `reference.default_priority`: mean time plus the longest way to the end."""
     for i in range(len(level) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""From a `Problem` to the flat arrays of the compiled simulator, once per problem."""
+"""From a `Problem` to the flat arrays of the compiled simulator, once per problem, number of micro-batches and schedule."""
 
 from __future__ import annotations
 
@@ -10,165 +10,299 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.problem import Links, Problem
-from rlplace.simulator.fast import Graph, Work, bottom_levels
+from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
+from rlplace.simulator import records as r
+from rlplace.simulator.fast import bottom_levels
+from rlplace.simulator.queues import levels
+from rlplace.simulator.records import Graph, Work
+from rlplace.simulator.tasks import TaskGraph, task_graph
+
+GATED_SCHEDULES = {"gpipe": r.GPIPE, "1f1b": r.ONE_F_ONE_B}
+
+Ranks = tuple[NDArray[np.uint32], NDArray[np.uint32]]
+"""Rank of every task and task of every rank, uint32 [K]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lowered:
-    """A problem as the compiled simulator reads it.
+    """A step as the compiled simulator reads it.
 
     Attributes:
-        graph: Its arrays, read-only, as a plain tuple in the order of `Graph`.
-        priority: float64 [N], the default priority (bottom levels).
-        rank_of_op, op_of_rank: int32 [N], the default priority as ranks.
+        tasks: The tasks.
+        schedule: ``"list"``, or the schedule whose gates hold tasks back.
+        graph: The arrays, read-only.
+        value: Values as they are before a run, copied into every `Work`.
+        priority: float64 [N], the default priority.
+        ranks: Those of the default priority.
+        num_devices: D.
         num_channels: Distinct channels.
-        width: Most channels that one transfer holds, at least 1.
-        idle: Work buffers that nobody uses at the moment.
+        idle: State of simulations that nobody uses at the moment, without and with timeline.
     """
 
+    tasks: TaskGraph
+    schedule: str
     graph: Graph
+    value: NDArray[Any]
     priority: NDArray[np.float64]
-    rank_of_op: NDArray[np.int32]
-    op_of_rank: NDArray[np.int32]
+    ranks: Ranks
+    num_devices: int
     num_channels: int
-    width: int
-    idle: list[Work] = field(default_factory=list)
+    idle: tuple[list[Work], list[Work]] = field(default_factory=lambda: ([], []))
 
-    def new_work(self) -> Work:
-        """Allocates the buffers of one simulation."""
-        (ops, devices), tensors, edges = self.graph.time_s.shape, len(self.graph.tensor_bytes), len(self.graph.consumers)
+    def new_work(self, *, timeline: bool = False, stages: int | None = None) -> Work:
+        """Allocates the state of one simulation.
+
+        Args:
+            timeline: Whether it records when things happen.
+            stages: Most stages of a plan, default one a device.
+        """
+        tasks, devices, graph = self.tasks.num_tasks, self.num_devices, self.graph
+        collectives, width = len(self.tasks.collective), int(graph.numbers[r.WIDTH])
+        slots = len(graph.readers) + collectives
+        gated = self.schedule != "list"
+        stages = (devices if stages is None else stages) if gated else 0
+        batches = self.tasks.microbatches if self.schedule == "1f1b" else 1
         sizes = {
-            "device_of_op": ops, "missing": ops, "source": tensors, "source_uses": tensors, "copies": tensors,
-            "copy_device": edges, "copy_uses": edges, "blocked": edges, "joined": edges, "following": edges * self.width,
-            "head": self.num_channels, "tail": self.num_channels, "startable": edges + self.width, "ready": ops,
-            "ready_ptr": devices + 1, "ready_size": devices, "due": devices, "position": devices, "heap_key": devices + edges,
-            "transfer_slot": edges,
+            r.WAITS: tasks, r.FOLLOWING: slots * width, r.STARTABLE: slots + width, r.DUE_DEVICES: 2 * devices,
+            r.ABSENT: collectives, r.GATE_PTR: stages + gated, r.GATE_OPS: len(part_of(graph, r.GATED)), r.OPENED: stages,
+            r.LEFT: stages * batches, r.SPARE: stages,
         }  # fmt: skip
-        buffers = {name: np.zeros(size, dtype=np.int32) for name, size in sizes.items()}
-        sizes_f = {
-            "duration_s": ops, "heap_s": devices + edges, "busy_s": devices, "start_s": ops, "end_s": ops,
-            "transfer_start_s": edges, "transfer_end_s": edges,
-        }  # fmt: skip
-        buffers |= {name: np.zeros(size, dtype=np.float64) for name, size in sizes_f.items()}
-        buffers |= {name: np.zeros(devices, dtype=np.int64) for name in ("memory", "peak")}
-        return Work(**buffers, state=np.zeros(devices, dtype=np.int8))
+        _, low = levels.py_func(tasks)
+        return Work(
+            value=self.value.copy(),
+            slot=np.zeros(slots, dtype=r.SLOT),
+            channel=np.zeros(self.num_channels, dtype=r.CHANNEL),
+            device=np.zeros(devices, dtype=r.DEVICE),
+            event=np.zeros(devices + slots, dtype=r.EVENT),
+            ready=np.zeros((devices, low + ((tasks + 63) >> 6)), dtype=np.uint64),
+            words=np.zeros(sum(sizes.values()), dtype=np.uint32),
+            bounds=np.concatenate([[0], np.cumsum([sizes[i] for i in range(len(sizes))])]),
+            clock=np.zeros(r.FOUND + 1, dtype=np.int64),
+            now_s=np.zeros(1),
+            start_s=np.zeros(tasks if timeline else 0),
+            end_s=np.zeros(tasks if timeline else 0),
+            transfer=np.zeros(len(graph.readers) if timeline else 0, dtype=r.TRANSFER),
+        )
 
-    def take_work(self) -> Work:
-        """Buffers for one simulation; hand them back with `give_work`."""
+    def take_work(self, *, timeline: bool = False) -> Work:
+        """State for one simulation with a stage a device; hand it back with `give_work`."""
         try:
-            return self.idle.pop()
+            return self.idle[timeline].pop()
         except IndexError:
-            return self.new_work()
+            return self.new_work(timeline=timeline)
 
-    def give_work(self, work: Work) -> None:
-        """Keeps the buffers for the next simulation."""
-        if len(self.idle) < 2:
-            self.idle.append(work)
-
-
-_FLOATS = ("time_s", "table_s", "bandwidth", "latency")
-
-_CACHE: weakref.WeakKeyDictionary[Problem, Lowered] = weakref.WeakKeyDictionary()
+    def give_work(self, work: Work, *, timeline: bool = False) -> None:
+        """Keeps the state for the next simulation."""
+        if len(self.idle[timeline]) < 2:
+            self.idle[timeline].append(work)
 
 
-def lower(problem: Problem) -> Lowered:
-    """The problem's arrays; built on the first call and kept as long as the problem."""
-    lowered = _CACHE.get(problem)
+_CACHE: weakref.WeakKeyDictionary[Problem, dict[tuple[int, str], Lowered]] = weakref.WeakKeyDictionary()
+_LEVELS: weakref.WeakKeyDictionary[Problem, NDArray[np.float64]] = weakref.WeakKeyDictionary()
+
+
+def lower(problem: Problem, microbatches: int = 1, schedule: str = "list") -> Lowered:
+    """The arrays of a step; built on the first call and kept as long as the problem."""
+    schedule = schedule if schedule in GATED_SCHEDULES else "list"
+    kept = _CACHE.setdefault(problem, {})
+    lowered = kept.get((microbatches, schedule))
     if lowered is None:
-        lowered = _CACHE[problem] = _lower(problem)
+        tasks = task_graph(problem, microbatches)
+        lowered = kept[microbatches, schedule] = _lower(problem, tasks, schedule)
     return lowered
 
 
-def ranks(priority: NDArray[np.float64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(rank_of_op, op_of_rank), int32 [N]: highest priority first, ties to the smaller op number."""
-    op_of_rank = np.argsort(-priority, kind="stable").astype(np.int32)
-    rank_of_op = np.empty_like(op_of_rank)
-    rank_of_op[op_of_rank] = np.arange(len(op_of_rank), dtype=np.int32)
-    return rank_of_op, op_of_rank
+def default_priority(problem: Problem) -> NDArray[np.float64]:
+    """`reference.default_priority`, compiled: float64 [N], read-only."""
+    level = _LEVELS.get(problem)
+    if level is None:
+        level = np.zeros(problem.num_ops)
+        made = np.flatnonzero(problem.tensor_producer >= 0)
+        output_ptr, outputs = _rows(problem.tensor_producer[made], made, problem.num_ops)
+        bottom_levels(
+            _frozen(problem.topological_order, np.int32),
+            _frozen(problem.time_s, np.float64),
+            *(_frozen(array, np.int32) for array in (output_ptr, outputs, problem.consumer_ptr, problem.consumers)),
+            level,
+        )
+        level.setflags(write=False)
+        _LEVELS[problem] = level
+    return level
 
 
-def _lower(problem: Problem) -> Lowered:
-    ops, devices, tensors = problem.num_ops, problem.num_devices, problem.num_tensors
-    channel_ptr, channels, num_channels, width = _channels(problem.links, devices)
-    if ops + devices + len(problem.consumers) * width >= 1 << 31:
-        raise InputError(f"problem: {ops} ops with {len(problem.consumers)} consumers are too many for the simulator")
-    made = np.flatnonzero(problem.tensor_producer >= 0)
-    producer = problem.tensor_producer[made]
-    used = np.diff(problem.consumer_ptr) > 0
-    output_bytes, unused_bytes = np.zeros(ops, dtype=np.int64), np.zeros(ops, dtype=np.int64)
-    np.add.at(output_bytes, producer, problem.tensor_bytes[made])
-    np.add.at(unused_bytes, producer, np.where(used, 0, problem.tensor_bytes)[made])
-    kept = np.flatnonzero(used)
-    maker = np.where(problem.tensor_owner[kept] >= 0, ops, problem.tensor_producer[kept])  # groups' tensors in a last row
-    table = np.full(tensors, -1, dtype=np.int32)
+def ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDArray[np.float64] | None = None) -> Ranks:
+    """What `reference.task_ranks` defines, as ranks and their inverse.
+
+    Tasks are numbered by micro-batch and op, so equal keys keep their order.
+    """
+    value = -(default_priority(problem) if priority is None else priority)[tasks.op]
+    keys: list[NDArray[Any]] = [value]  # the last key counts most
+    if tasks.microbatches > 1 and (schedule != "list" or priority is None):
+        keys.append(tasks.microbatch)
+    if schedule == "1f1b":
+        keys.append((problem.op_phase[tasks.op] == FORWARD).astype(np.int32))
+    task_of_rank = (np.argsort(value, kind="stable") if len(keys) == 1 else np.lexsort(keys)).astype(np.uint32)
+    return inverse(task_of_rank), task_of_rank
+
+
+def inverse(permutation: NDArray[Any]) -> NDArray[np.uint32]:
+    """uint32 [K], where each number stands in a permutation."""
+    found = np.empty(len(permutation), dtype=np.uint32)
+    found[permutation] = np.arange(len(permutation), dtype=np.uint32)
+    return found
+
+
+def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
+    count, values = tasks.num_tasks, tasks.num_values
+    size, made = problem.tensor_bytes[tasks.tensor], np.diff(tasks.producer_ptr)
+    value_of_made, value_of_read = np.repeat(np.arange(values), made), np.repeat(np.arange(values), np.diff(tasks.consumer_ptr))
+    read = np.diff(tasks.consumer_ptr) > 0
+    temporary = problem.temporary_bytes[tasks.op]
+    task = np.zeros(count + 2, dtype=r.TASK)
+    single = made[value_of_made] == 1
+    maker, of_maker = tasks.producers[single], value_of_made[single]
+    alloc, free = temporary.copy(), temporary.copy()
+    np.add.at(alloc, maker, size[of_maker])
+    np.add.at(free, maker, np.where(read, 0, size)[of_maker])
+    task["alloc_bytes"][:count], task["free_bytes"][:count] = alloc, free
+    task["op"][:count], task["group"][:count] = tasks.op, problem.op_group[tasks.op]
+    heavy = size[value_of_read] > 0
+    input_ptr, inputs = _rows(tasks.consumers[heavy], value_of_read[heavy], count)
+    task["inputs"] = np.append(input_ptr, input_ptr[-1])
+    owned = np.flatnonzero((made == 0) & read)
+    kept = read[value_of_made]
+    task["outputs"], outputs = _rows(
+        np.concatenate([tasks.producers[kept], np.full(len(owned), count)]),
+        np.concatenate([value_of_made[kept], owned]),
+        count + 1,
+    )
+    readers = np.zeros(len(tasks.consumers), dtype=r.READER)
+    readers["task"], readers["group"] = tasks.consumers, problem.op_group[tasks.op[tasks.consumers]]
+    columns: dict[bytes, int] = {}
+    column = [columns.setdefault(problem.time_s[:, device].tobytes(), len(columns)) for device in range(problem.num_devices)]
+    pair, channels, held, num_channels, width = _channels(problem, tasks)
+    if (len(readers) + len(tasks.collective)) * width >= 1 << 31:
+        raise InputError(f"problem: {count} tasks with {len(readers)} readers are too many for the simulator")
+    words: dict[int, Any] = dict.fromkeys(range(r.LINKS + 1), ())
+    words |= {
+        r.COLUMN: column,
+        r.INPUTS: inputs,
+        r.OUTPUTS: outputs,
+        r.OWNER: problem.tensor_owner[tasks.tensor[owned]],
+        r.CHANNELS: channels,
+    }
+    missing = np.bincount(tasks.consumers, minlength=count)
+    if (made > 1).any():
+        words[r.GATHERED] = np.flatnonzero(made > 1)
+        words[r.GATHERED_PTR], words[r.GATHERED_OF] = _rows(tasks.producers[~single], value_of_made[~single], count)
+    if len(tasks.collective):
+        collective_of = np.full(count, r.NONE, dtype=np.uint32)
+        row = np.repeat(np.arange(len(tasks.collective)), np.diff(tasks.collective_ptr))
+        collective_of[tasks.collective_tasks] = row
+        members = tasks.collective_tasks[np.lexsort((tasks.collective_tasks, row))]
+        words |= {r.COLLECTIVE_OF: collective_of, r.MEMBER_PTR: tasks.collective_ptr, r.MEMBERS: members, r.HELD: held}
+    if schedule != "list":
+        words |= _gate_words(problem, tasks, schedule)
+        waits = np.zeros(problem.num_ops, dtype=np.int64)
+        waits[words[r.GATED]] = 1
+        missing += waits[tasks.op]
+    words |= {r.MISSING: missing, r.FIRST: np.flatnonzero(missing == 0)}
+    lists = [np.asarray(words[i], dtype=np.uint32) for i in range(len(words))]
     overrides = sorted(problem.tensor_transfer_s)
-    table[overrides] = np.arange(len(overrides))
-    table_s = [problem.tensor_transfer_s[tensor] for tensor in overrides]
+    table_s = np.array([problem.tensor_transfer_s[tensor] for tensor in overrides], dtype=np.float64)
+    limits = [-1 if device.memory_bytes is None else device.memory_bytes for device in problem.devices]
+    early = int((problem.op_phase != UPDATE).sum())
     graph = Graph(
-        time_s=problem.time_s,
-        op_group=problem.op_group,
-        num_inputs=np.bincount(problem.consumers, minlength=ops).astype(np.int32),
-        alloc_bytes=output_bytes + problem.temporary_bytes,
-        free_bytes=unused_bytes + problem.temporary_bytes,
-        input_ptr=_offsets(problem.consumers, ops),
-        inputs=problem.edge_tensor[np.argsort(problem.consumers, kind="stable")],
-        output_ptr=_offsets(maker, ops + 1),
-        outputs=kept[np.argsort(maker, kind="stable")],
-        tensor_producer=problem.tensor_producer,
-        tensor_owner=problem.tensor_owner,
-        tensor_bytes=problem.tensor_bytes,
-        tensor_table=table,
-        table_s=np.array(table_s, dtype=np.float64).reshape(len(table_s), devices, devices),
-        consumer_ptr=problem.consumer_ptr.astype(np.int32),
-        consumers=problem.consumers,
-        edge_tensor=problem.edge_tensor,
-        bandwidth=problem.links.bandwidth_bytes_per_s,
-        latency=problem.links.latency_s,
-        channel_ptr=channel_ptr,
-        channels=channels,
-        width=np.array([width]),
-        resident_bytes=problem.resident_bytes,
-        reserved_bytes=np.array([d.reserved_bytes for d in problem.devices], dtype=np.int64),
-        limit_bytes=np.array([-1 if d.memory_bytes is None else d.memory_bytes for d in problem.devices], dtype=np.int64),
+        time_s=problem.time_s[:, [column.index(i) for i in range(len(columns))]],
+        task=task,
+        readers=readers,
+        pair=pair,
+        table_s=table_s.reshape(len(overrides), problem.num_devices, problem.num_devices),
+        bytes=np.concatenate([problem.resident_bytes, [device.reserved_bytes for device in problem.devices], limits]),
+        words=np.concatenate(lists),
+        bounds=np.concatenate([[0], np.cumsum([len(part) for part in lists])]),
+        numbers=np.array([width, tasks.microbatches, GATED_SCHEDULES.get(schedule, r.LIST), early]),
     )
-    graph = Graph(*(_frozen(name, array) for name, array in graph._asdict().items()))
-    priority = np.zeros(ops)
-    bottom_levels(
-        _frozen("", problem.topological_order),
-        graph.time_s,
-        graph.output_ptr,
-        graph.outputs,
-        graph.consumer_ptr,
-        graph.consumers,
-        priority,
-    )
-    priority.setflags(write=False)
-    rank_of_op, op_of_rank = ranks(priority)
-    return Lowered(graph, priority, rank_of_op, op_of_rank, num_channels, width)
+    dtypes = Graph(np.float64, r.TASK, r.READER, r.PAIR, np.float64, np.int64, np.uint32, np.int64, np.int64)
+    frozen = Graph(*(_frozen(array, dtype) for array, dtype in zip(graph, dtypes, strict=True)))
+    value = np.zeros(values + 1, dtype=r.VALUE)
+    table = np.full(problem.num_tensors, -1, dtype=np.int32)
+    table[overrides] = np.arange(len(overrides))
+    value["bytes"][:values], value["table"][:values], value["readers"] = size, table[tasks.tensor], tasks.consumer_ptr
+    known = default_priority(problem), ranks(problem, tasks, schedule)
+    return Lowered(tasks, schedule, frozen, value, *known, problem.num_devices, num_channels)
 
 
-def _frozen(name: str, array: NDArray[Any]) -> NDArray[Any]:
+def _gate_words(problem: Problem, tasks: TaskGraph, schedule: str) -> dict[int, Any]:
+    """The parts of `Graph.words` about gates; `rlplace.simulator.stages` says what they stand for."""
+    phase, group = problem.op_phase, problem.op_group
+    forward, backward = phase == FORWARD, (phase == BACKWARD) | (phase == BACKWARD_WEIGHT)
+    closes = np.full(problem.num_ops, r.NO_STAGE)
+    maker, reader = problem.tensor_producer[problem.edge_tensor], problem.consumers
+    made = maker >= 0
+    maker, reader = maker[made], reader[made]
+    apart_ptr, apart = np.zeros(problem.num_ops + 1, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    if schedule == "gpipe":
+        closes[forward] = r.OWN_STAGE
+    else:
+        has_forward, has_backward = np.zeros((2, problem.num_groups), dtype=bool)
+        has_forward[group[forward]], has_backward[group[backward]] = True, True
+        closes[backward & has_forward[group]] = r.OWN_STAGE
+        closes[forward] = r.SPARE_STAGE
+        split = forward[maker] & ~has_backward[group[maker]] & backward[reader] & ~has_forward[group[reader]]
+        closes[reader[split]] = r.APART_STAGES
+        apart_ptr, apart = _rows(reader[split], group[maker[split]], problem.num_ops)
+    both = forward[maker] & forward[reader] & (group[maker] != group[reader])
+    early = phase != UPDATE
+    return {
+        r.MICROBATCH: tasks.microbatch,
+        r.OP_GROUP: group,
+        r.EARLY_TASK: np.where(early, np.cumsum(early) - 1, 0),
+        r.GATED: np.flatnonzero(backward if schedule == "gpipe" else forward),
+        r.CLOSES: closes,
+        r.APART_PTR: apart_ptr,
+        r.APART: apart,
+        r.LINKS: np.unique(np.stack([group[maker[both]], group[reader[both]]], axis=1), axis=0).ravel(),
+    }
+
+
+def _channels(problem: Problem, tasks: TaskGraph) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int, int]:
+    """What pairs of devices and collectives hold.
+
+    Returns:
+        `Graph.pair`; the lists CHANNELS (numbered 0, 1, ...) and HELD; the number of channels; the longest row, at least 1.
+    """
+    links, devices = problem.links, problem.num_devices
+    pair = np.zeros(devices * devices, dtype=r.PAIR)
+    pair["latency_s"], pair["bandwidth"] = links.latency_s.ravel(), links.bandwidth_bytes_per_s.ravel()
+    if links.channels is None and not problem.collectives:
+        own = np.arange(devices * devices)
+        pair["channels"], pair["channels_end"] = own, own + 1
+        return pair, own, np.zeros(1, dtype=np.int64), len(own), 1
+    held = links.effective_channels
+    rows = [held[i][j] if i != j else () for i in range(devices) for j in range(devices)]
+    rows += [problem.collectives[index].channels for index in tasks.collective.tolist()]
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    starts = np.concatenate([[0], ends])
+    pair["channels"], pair["channels_end"] = starts[: devices * devices], ends[: devices * devices]
+    names, channels = np.unique(np.array([channel for row in rows for channel in row], dtype=np.int64), return_inverse=True)
+    return pair, channels, starts[devices * devices :], len(names), max([1, *(len(row) for row in rows)])
+
+
+def _rows(keys: NDArray[Any], entries: NDArray[Any], count: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Entries grouped by key, in the order given, and where the group of each key 0..count-1 begins."""
+    ptr = np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=count))]).astype(np.int64)
+    return ptr, entries[np.argsort(keys, kind="stable")]
+
+
+def _frozen(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
     """A contiguous read-only view or copy: one array type for the compiler, whatever the problem was built from."""
-    dtype = np.float64 if name in _FLOATS else np.int64 if name.endswith("_bytes") else np.int32
     frozen = np.ascontiguousarray(array, dtype=dtype).view()
     frozen.setflags(write=False)
     return frozen
 
 
-def _offsets(keys: NDArray[np.int32], count: int) -> NDArray[np.int32]:
-    """int32 [count + 1], where each key's run starts once the keys are sorted."""
-    return np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=count))]).astype(np.int32)
-
-
-def _channels(links: Links, devices: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int, int]:
-    """Channels of every ordered pair in rows of `channel_ptr`, renumbered 0..C-1; C and the longest row."""
-    pairs = devices * devices
-    if links.channels is None:
-        return np.arange(pairs + 1, dtype=np.int32), np.arange(pairs, dtype=np.int32), pairs, 1
-    held = [links.channels[i][j] if i != j else () for i in range(devices) for j in range(devices)]
-    lengths = [len(row) for row in held]
-    flat = np.array([channel for row in held for channel in row], dtype=np.int64)
-    names, channels = np.unique(flat, return_inverse=True)
-    ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return ptr, channels.astype(np.int32), len(names), max(1, *lengths) if lengths else 1
+def part_of(graph: Graph, number: int) -> NDArray[np.uint32]:
+    """One of the lists in `Graph.words`."""
+    part: NDArray[np.uint32] = graph.words[graph.bounds[number] : graph.bounds[number + 1]]
+    return part

@@ -51,20 +51,20 @@ def test_replaying_a_timeline_as_an_order_gives_the_timeline(problem: Problem) -
     assert again.peak_memory_bytes.tolist() == line.peak_memory_bytes.tolist()
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"microbatches": 2}, "2 microbatches"),
-        ({"schedule": "1f1b"}, "1f1b"),
-        ({"replicas": [[0, 1, 2], [1, 2, 0]]}, "replicas"),
-        ({"replicas": [[1, 0, 2]]}, "replicas"),
-        ({"shards": {"group0/forward": {"batch": 2}}}, "sharded"),
-    ],
-)
-def test_plans_that_need_more_than_this_executor_are_refused(problem: Problem, fields: dict[str, Any], word: str) -> None:
-    plan = make_plan(problem, [0] * 12, planner="test", **fields)
-    with pytest.raises(InputError, match=f"{word}.*one micro-batch"):
-        simulate(problem, plan)
+def test_plans_say_how_they_run(problem: Problem) -> None:
+    devices = np.arange(12) % 3
+    plan = make_plan(problem, devices, planner="test", microbatches=3, schedule="1f1b")
+    line = simulate(problem, plan)
+    assert (line.microbatches, line.samples) == (3, 24)
+    assert line.step_time_s == simulate(problem, devices, microbatches=3, schedule="1f1b").step_time_s
+    assert simulate(problem, plan, microbatches=1, schedule="list").step_time_s == simulate(problem, devices).step_time_s
+    moved = make_plan(problem, [0] * 12, planner="test", replicas=[[1, 0, 2]])
+    assert simulate(problem, moved).device_of_op.tolist() == [1] * problem.num_ops
+
+
+def test_sharded_plans_are_refused(problem: Problem) -> None:
+    with pytest.raises(InputError, match="sharded"):
+        simulate(problem, make_plan(problem, [0] * 12, planner="test", shards={"group0/forward": {"batch": 2}}))
 
 
 def test_plans_that_only_spell_out_the_default_are_accepted(problem: Problem) -> None:

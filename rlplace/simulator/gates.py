@@ -1,0 +1,105 @@
+"""Gates in the compiled simulator: what `rlplace.simulator.stages` defines, for one assignment after another."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rlplace.simulator import records as r
+from rlplace.simulator.queues import INNER, part
+
+
+@njit(**INNER)
+def prepare_gates(g, w, stage):
+    """Sorts the ops that wait by stage, and counts what each batch waits for.
+
+    Returns:
+        int64 [S], gates of each stage that are open from the start.
+    """
+    op_group, gated, closes, batches = part(g, r.OP_GROUP), part(g, r.GATED), part(g, r.CLOSES), g.numbers[r.BATCHES]
+    apart_ptr, apart, gate_ptr, gate_ops = part(g, r.APART_PTR), part(g, r.APART), part(w, r.GATE_PTR), part(w, r.GATE_OPS)
+    opened, left, spare = part(w, r.OPENED), part(w, r.LEFT), part(w, r.SPARE)
+    stages = len(opened)
+    for s in range(stages):
+        gate_ptr[s + 1] = 0
+        opened[s] = 0
+    for i in range(len(gated)):
+        gate_ptr[stage[op_group[gated[i]]] + 1] += 1
+    gate_ptr[0] = 0
+    for s in range(stages):
+        gate_ptr[s + 1] += gate_ptr[s]
+    for i in range(len(gated)):
+        s = stage[op_group[gated[i]]]
+        gate_ops[gate_ptr[s]] = gated[i]
+        gate_ptr[s] += 1
+    for s in range(stages, 0, -1):
+        gate_ptr[s] = gate_ptr[s - 1]
+    gate_ptr[0] = 0
+
+    closing = np.zeros(stages, dtype=np.int64)  # ops that close each stage
+    for op in range(len(closes)):
+        if closes[op] == r.OWN_STAGE:
+            closing[stage[op_group[op]]] += 1
+        elif closes[op] == r.APART_STAGES:
+            s = next_stage(apart_ptr, apart, stage, op, -1)
+            while s != r.NONE:
+                closing[s] += 1
+                s = next_stage(apart_ptr, apart, stage, op, s)
+    for s in range(stages):
+        spare[s] = closing[s] == 0
+    for op in range(len(closes)):
+        s = stage[op_group[op]]
+        if closes[op] == r.SPARE_STAGE and spare[s] == 1:
+            closing[s] += 1
+    if g.numbers[r.SCHEDULE] == r.GPIPE:
+        for s in range(stages):
+            left[s] = closing[s] * batches
+            closing[s] = closing[s] == 0
+        return closing
+    for s in range(stages):
+        for m in range(batches):
+            left[s * batches + m] = closing[s]
+    return stages_to_sink(part(g, r.LINKS), stage, stages)
+
+
+@njit(**INNER)
+def next_stage(apart_ptr, apart, stage, op, after):
+    """The lowest stage above `after` that an op of APART_STAGES closes, NONE after the last."""
+    lowest = np.int64(r.NONE)
+    for i in range(apart_ptr[op], apart_ptr[op + 1]):
+        s = np.int64(stage[apart[i]])
+        if s > after and s < lowest:
+            lowest = s
+    return lowest
+
+
+@njit(**INNER)
+def stages_to_sink(links, stage, stages):
+    """int64 [S], stages on the longest path to a sink of the forward stage graph, both ends counted; a cycle counts as one."""
+    reach = np.zeros((stages, stages), dtype=np.bool_)
+    for s in range(stages):
+        reach[s, s] = True
+    for i in range(0, len(links), 2):
+        reach[stage[links[i]], stage[links[i + 1]]] = True
+    for middle in range(stages):
+        for s in range(stages):
+            if reach[s, middle]:
+                for t in range(stages):
+                    reach[s, t] |= reach[middle, t]
+    count = np.zeros(stages, dtype=np.int64)
+    for s in range(stages):
+        for t in range(stages):
+            count[s] += reach[s, t]
+    longest = np.zeros(stages, dtype=np.int64)
+    for size in range(1, stages + 1):  # what a stage reaches reaches less
+        for s in range(stages):
+            if count[s] != size:
+                continue
+            beyond = np.int64(0)
+            for t in range(stages):
+                if reach[s, t] and not reach[t, s]:
+                    beyond = max(beyond, longest[t])
+            longest[s] = 1 + beyond
+    return longest

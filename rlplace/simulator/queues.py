@@ -1,0 +1,166 @@
+"""Queues of the compiled simulator: events by time, ready tasks by rank, channels by order of arrival.
+
+Ready tasks of a device are a set of bits by rank, under two levels of bits that say which words below are not zero. The first
+one is found in three steps, however many there are.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic
+
+from rlplace.simulator.records import NONE
+
+INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+"""A division by zero cannot happen, so no code for its error, and nobody outside calls these: both shorten the compilation."""
+
+
+@njit(forceinline=True, **INNER)
+def levels(tasks):
+    """Where the second and the third level of a set of ready tasks begin."""
+    low = (tasks + 63) >> 6
+    middle = (low + 63) >> 6
+    top = (middle + 63) >> 6
+    return top, top + middle
+
+
+@njit(forceinline=True, **INNER)
+def part(owner, number):
+    """One of the lists that share the words of a `Graph` or a `Work`."""
+    return owner.words[owner.bounds[number] : owner.bounds[number + 1]]
+
+
+@intrinsic
+def _lowest_bit(typingctx, word):
+    """Number of the lowest bit that is set."""
+
+    def codegen(context, builder, signature, args):
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+@njit(forceinline=True, **INNER)
+def _bit(number):
+    return np.uint64(1) << np.uint64(number & 63)
+
+
+@njit(forceinline=True, **INNER)
+def add_ready(ready, device, middle, low, rank):
+    """Adds a rank to a device's set; `middle` and `low` are where its levels begin."""
+    ready[device, low + (rank >> 6)] |= _bit(rank)
+    ready[device, middle + (rank >> 12)] |= _bit(rank >> 6)
+    ready[device, rank >> 18] |= _bit(rank >> 12)
+
+
+@njit(forceinline=True, **INNER)
+def is_ready(ready, device, low, rank):
+    """Whether a rank is in a device's set."""
+    return ready[device, low + (rank >> 6)] & _bit(rank) != 0
+
+
+@njit(forceinline=True, **INNER)
+def remove_ready(ready, device, middle, low, rank):
+    """Removes a rank from a device's set."""
+    word = ready[device, low + (rank >> 6)] & ~_bit(rank)
+    ready[device, low + (rank >> 6)] = word
+    if word == 0:
+        word = ready[device, middle + (rank >> 12)] & ~_bit(rank >> 6)
+        ready[device, middle + (rank >> 12)] = word
+        if word == 0:
+            ready[device, rank >> 18] &= ~_bit(rank >> 12)
+
+
+@njit(forceinline=True, **INNER)
+def first_ready(ready, device, middle, low):
+    """The lowest rank of a set that is not empty."""
+    i = 0
+    while ready[device, i] == 0:
+        i += 1
+    i = (i << 6) + _lowest_bit(ready[device, i])
+    i = (i << 6) + _lowest_bit(ready[device, middle + i])
+    return (i << 6) + _lowest_bit(ready[device, low + i])
+
+
+@njit(forceinline=True, **INNER)
+def push_event(event, size, time_s, key):
+    """Adds to a heap of `size` events, ordered by (time, key)."""
+    i = size
+    while i > 0:
+        parent = (i - 1) >> 1
+        if event[parent].time_s < time_s or (event[parent].time_s == time_s and event[parent].key < key):
+            break
+        event[i].time_s, event[i].key = event[parent].time_s, event[parent].key
+        i = parent
+    event[i].time_s, event[i].key = time_s, key
+
+
+@njit(forceinline=True, **INNER)
+def pop_event(event, size):
+    """Removes the first of `size` events and returns its key."""
+    first = event[0].key
+    size -= 1
+    time_s, key = event[size].time_s, event[size].key
+    i = 0
+    while True:
+        child = 2 * i + 1
+        if child >= size:
+            break
+        right = child + 1
+        if right < size and (
+            event[right].time_s < event[child].time_s
+            or (event[right].time_s == event[child].time_s and event[right].key < event[child].key)
+        ):
+            child = right
+        if time_s < event[child].time_s or (time_s == event[child].time_s and key < event[child].key):
+            break
+        event[i].time_s, event[i].key = event[child].time_s, event[child].key
+        i = child
+    event[i].time_s, event[i].key = time_s, key
+    return first
+
+
+@njit(forceinline=True, **INNER)
+def join_queues(slots, channel, channels, following, width, startable, found, slot, begin, end):
+    """A slot joins the queues of `channels[begin:end]`; returns how many slots can start now."""
+    blocked = 0
+    node = slot * width
+    for k in range(begin, end):
+        at = channels[k]
+        if channel[at].head == NONE:
+            channel[at].head = slot
+        else:
+            following[channel[at].tail] = slot
+            blocked += 1
+        following[node] = NONE
+        channel[at].tail = node
+        node += 1
+    slots[slot].blocked = blocked
+    slots[slot].channels, slots[slot].channels_end = begin, end
+    startable[found] = slot  # whether it can or not: a branch here would make numba count references
+    return found + (blocked == 0)
+
+
+@njit(forceinline=True, **INNER)
+def leave_queues(slots, channel, channels, following, width, startable, found, slot):
+    """A slot gives its channels to the next in their queues; returns how many slots can start now."""
+    node = slot * width
+    for k in range(slots[slot].channels, slots[slot].channels_end):
+        heir = following[node]
+        channel[channels[k]].head = heir
+        node += 1
+        if heir != NONE:
+            blocked = slots[heir].blocked - 1
+            slots[heir].blocked = blocked
+            if blocked == 0:
+                i = found  # several start in the order in which they joined, which is that of their numbers
+                while i > 0 and startable[i - 1] > heir:
+                    startable[i] = startable[i - 1]
+                    i -= 1
+                startable[i] = heir
+                found += 1
+    return found

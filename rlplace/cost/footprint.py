@@ -2,8 +2,9 @@
 
 `footprint` replays two training steps as torch runs them: weights are there from the start; gradients appear in the backward
 and go with ``zero_grad``; optimizer state appears with the first update; activations, temporaries and received copies come and
-go as the simulator says. All of it goes through the caching allocator (`rlplace.cost.allocator`). The planners' rule is coarser: it
-counts gradients and optimizer state for the whole step and knows neither updates nor segments. Both peaks are reported.
+go as the simulator says. All of it goes through the caching allocator (`rlplace.cost.allocator`). The planners' rule is
+coarser: it counts gradients and optimizer state for the whole step and knows neither updates nor segments. Both peaks are
+reported.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PARTS = (
     "context", "communication",
 )  # fmt: skip
 """Parts of a device's memory. Received: copies of what other devices made. Buckets: flat copies of gradients that replicas
-exchange. Workspace: cuBLAS. Slack: what the allocator holds beyond what was asked of it. The last two are outside the allocator."""
+exchange. Workspace: cuBLAS. Slack: what the allocator holds beyond what was asked of it. The last two it never sees."""
 
 WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS workspace per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp); it comes from the caching allocator."""

@@ -1,8 +1,8 @@
 """What a device keeps between steps, allocation by allocation: weights, gradients and optimizer state.
 
 A problem knows them as sums per group. With the captured graph at hand every parameter is an allocation of its own, as in
-torch, and a gradient is known to appear with the backward op that makes it. Without the graph each part of a group is one allocation,
-and its gradients appear with its first backward op.
+torch, and a gradient is known to appear with the backward op that makes it. Without the graph each part of a group is one
+allocation, and its gradients appear with its first backward op.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ def _from_graph(problem: Problem, graph: OpGraph) -> list[Holding]:
     for copy in copies or [""]:
         ops = [number.get(name + copy) for name in graph.op_names]
         if None in ops:
-            raise InputError(
-                f"memory: the problem has no op {graph.op_names[ops.index(None)]!r}; give the graph with its op-level problem only"
-            )
+            missing = graph.op_names[ops.index(None)]
+            raise InputError(f"memory: the problem has no op {missing!r}; give the graph with its op-level problem only")
         found += _copy_of_graph(problem, graph, [op for op in ops if op is not None])
     return found
 

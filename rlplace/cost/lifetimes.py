@@ -1,8 +1,8 @@
 """When every byte of a simulated step comes and goes: the executor's memory rule as a list of allocations and frees.
 
 The simulators keep a running sum per device. The allocator, and a table of what a peak is made of, need the single allocations
-in the order in which they happen. `lifetimes` runs the reference simulator and notes them, so that the running sum over its list
-has the simulator's peak by construction.
+in the order in which they happen. `lifetimes` runs the reference simulator and notes them, so that the running sum over its
+list has the simulator's peak by construction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlplace.simulator.tasks import task_graph
 from rlplace.simulator.timeline import placement_violations
 
 ACTIVATION, BACKWARD_VALUE, TEMPORARY, RECEIVED = range(4)
-"""What an allocation is: the output of a forward op, of a backward or update op, an op's temporary, a copy that a transfer brings."""
+"""What an allocation is: the output of a forward op, of a backward or update op, an op's temporary, a copy from elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)

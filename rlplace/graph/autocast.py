@@ -1,9 +1,10 @@
 """Capture under autocast: fake CPU tensors that follow the rules of mixed precision on a GPU.
 
-`torch.autocast` has other lists of ops for the CPU than for CUDA; most of all, layer norms and softmaxes run in float32 on CUDA and
-in bfloat16 on the CPU, which changes what a step saves for its backward. `autocast_region` enters autocast for the CPU and, unless the
-CPU's own rules are wanted, puts CUDA's float32 list (aten/src/ATen/autocast_mode.h) over them for as long as it is active. Casts are
-then made where CUDA makes them, inside composite ops too, and a weight is cast once per region and kept, as torch does it.
+`torch.autocast` has other lists of ops for the CPU than for CUDA; most of all, layer norms and softmaxes run in float32 on CUDA
+and in bfloat16 on the CPU, which changes what a step saves for its backward. `autocast_region` enters autocast for the CPU and,
+unless the CPU's own rules are wanted, puts CUDA's float32 list (aten/src/ATen/autocast_mode.h) over them for as long as it is
+active. Casts are then made where CUDA makes them, inside composite ops too, and a weight is cast once per region and kept, as
+torch does it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from rlplace.errors import InputError, show, unknown_name
 DEVICES = ("cuda", "cpu")
 
 _FLOAT32 = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar "
-    "softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity "
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
+    "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim "
+    "cosine_similarity "
     "poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
     "mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
     "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d "
@@ -30,7 +32,10 @@ _FLOAT32 = (
 ).split()
 """Ops whose floating-point inputs CUDA autocast casts to float32."""
 
-_FLOAT32_RESULT = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList".split()
+_FLOAT32_RESULT = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "sum",
+    "sum.dim_IntList",
+)  # fmt: skip
 """Ops that CUDA autocast asks for a float32 result, unless the caller asks for a dtype."""
 
 

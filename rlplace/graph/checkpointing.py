@@ -1,8 +1,8 @@
 """Models that checkpoint their activations themselves (`torch.utils.checkpoint`).
 
 Their backward runs parts of the forward again. An eager trace shows that: the recomputed ops are work of the backward ops that
-need them, and what they make again is not saved in between. `torch.export` does not: it traces through a checkpoint as if it were
-not there, with neither the second forward nor the memory it saves. So export has to be refused.
+need them, and what they make again is not saved in between. `torch.export` does not: it traces through a checkpoint as if it
+were not there, with neither the second forward nor the memory it saves. So export has to be refused.
 """
 
 from __future__ import annotations

@@ -112,3 +112,19 @@ def test_two_processes_of_this_machine(tmp_path):
     assert "pairs from device 0 of 2" in done.stderr
     model = "hf:gpt2,n_layer=1,n_embd=32,n_head=2,vocab_size=64"
     assert main(["place", model, "--seq", "8", "--cluster", str(out), "--planner", "best", "--json"]) == 0
+
+
+def test_a_failing_rank_says_who_and_why_in_one_line(monkeypatch, capsys, tmp_path):
+    import torch.distributed as dist
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("connection refused by the other side\nframe #0: somewhere native\nframe #1: deeper")
+
+    for name, value in {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    code = main(["measure", "--links", "--out", str(tmp_path / "c.toml")])
+    captured = capsys.readouterr()
+    assert code == 1 and captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "rank 3 on " in captured.err and "connection refused" in captured.err and "frame" not in captured.err

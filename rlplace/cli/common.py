@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlplace.problem import Problem
 
 DTYPES = ("fp32", "bf16", "fp16")
+AUTOCAST = ("bf16", "fp16")
 OPTIMIZERS = ("adam", "adamw", "momentum", "sgd")
 HOST_MODES = ("eager", "compiled")
 
@@ -46,7 +47,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch", type=positive, default=8, metavar="N", help="samples of a micro-batch (8)")
     group.add_argument("--seq", type=positive, default=512, metavar="N", help="sequence length (512)")
     group.add_argument("--dtype", choices=DTYPES, default="fp32", help="parameters and compute (fp32)")
+    group.add_argument("--autocast", choices=AUTOCAST, help="mixed precision: compute under torch.autocast in this dtype")
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="decides the optimizer state (adam)")
+    group.add_argument("--master-weights", action="store_true", help="optimizer state and a copy of the weights in fp32")
     group.add_argument("--granularity", type=positive, default=200, metavar="N", help="target number of groups (200)")
     group.add_argument(
         "--weight-gradients", action="store_true", help="gradients of weights as ops of their own, for zero-bubble pipelines"
@@ -75,6 +78,8 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded
 
     def capture_at(batch: int) -> OpGraph:
         source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
+        if options.autocast is not None or options.master_weights:
+            source |= {"autocast": options.autocast, "master_weights": options.master_weights}
         with contextlib.redirect_stdout(sys.stderr):  # what a person's model prints is no result
             say(f"building {model}")
             loaded = load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
@@ -84,6 +89,8 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded
                 loaded.example_inputs,
                 loss=loaded.loss,
                 optimizer=options.optimizer,
+                autocast=options.autocast,
+                master_weights=options.master_weights,
                 name=loaded.name,
                 source=source,
             )

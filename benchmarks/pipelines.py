@@ -50,6 +50,7 @@ def main():
         ("gpipe", "gpipe", 1),
         ("1f1b", "1f1b", 1),
         ("1f1b, torch's list", "1f1b", 1),
+        ("list", "list", 1),
         ("interleaved", "interleaved", 2),
         ("zero_bubble", "zero_bubble", 1),
         ("zero_bubble in a v", "zero_bubble", 2),
@@ -58,7 +59,7 @@ def main():
         order = np.arange(devices)
         device = np.concatenate([order, order[::-1] if name.endswith("v") else order])[stages]
         how = {"schedule": schedule, "stage_of_group": stages}
-        if "list" in name:
+        if name.endswith("'s list"):
             how = {"order": schedule_order(problem, device, schedule, count, stages, default_priority(problem))}
         line = simulate_reference(problem, device, microbatches=count, **how)
         peaks = " ".join(f"{peak / 1e9:.2f}" for peak in line.peak_memory_bytes)

@@ -71,7 +71,7 @@ def task_ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDAr
     """Which of two ready tasks starts first: the one of lower rank.
 
     By default the earlier micro-batch, then the longer bottom level, then the smaller op number; under `1f1b` backward and
-    update before forward. A `priority` stands in for the bottom level; under `list` it also comes before the micro-batch.
+    update before forward (see also `_Run.start_tasks`). A `priority` stands in for the bottom level; under `list` it also comes before the micro-batch.
 
     Returns:
         int32 [K], distinct.
@@ -177,6 +177,10 @@ class _Run:
         self.now, self.done = 0.0, 0
         self.events: list[tuple[float, int, int, int]] = []  # (end, kind, task or value, destination)
         self.running = [-1] * problem.num_devices
+        self.keeps_pass = schedule == "1f1b"
+        passes = zip((problem.op_phase[tasks.op] == FORWARD).tolist(), tasks.microbatch.tolist(), strict=True)
+        self.pass_of = list(passes)  # of every task: its direction and micro-batch
+        self.working_on: list[tuple[bool, int] | None] = [None] * problem.num_devices  # pass of the last task started
         self.position = [0] * problem.num_devices  # next entry of `order`
         self.ready: list[set[int]] = [set() for _ in problem.devices]
         self.waiting: list[tuple[int, int, int]] = []  # (value, source, destination) or (-1, collective, -1), in queue order
@@ -257,12 +261,17 @@ class _Run:
             self.now = self.events[0][0]
 
     def start_tasks(self) -> None:
-        """Rule 1: an idle device starts its ready task of lowest rank, or the next one of its order."""
+        """Rule 1: an idle device starts its ready task of lowest rank, or the next one of its order.
+
+        Under `1f1b` it goes on with the micro-batch and direction that it is working on while a task of them is ready: a
+        pass is not cut in two by a gradient that arrives in between, because the next stage waits for all of it.
+        """
         for device, ready in enumerate(self.ready):
             if self.running[device] >= 0 or not ready:
                 continue
             if self.order is None:
-                task = min(ready, key=self.rank.__getitem__)
+                going_on = {task for task in ready if self.keeps_pass and self.pass_of[task] == self.working_on[device]}
+                task = min(going_on or ready, key=self.rank.__getitem__)
             else:
                 task = self.order[device][self.position[device]]
                 if task not in ready:
@@ -270,7 +279,7 @@ class _Run:
                 self.position[device] += 1
             ready.remove(task)
             time = float(self.problem.time_s[self.op[task], device])
-            self.running[device] = task
+            self.running[device], self.working_on[device] = task, self.pass_of[task]
             self.busy[device] += time
             self.occupy(task, time)
             heapq.heappush(self.events, (self.now + time, _TASK, task, 0))

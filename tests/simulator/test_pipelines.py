@@ -1,5 +1,7 @@
 """Micro-batches and schedules: textbook formulas, torch's action lists, and small cases worked out by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.problem.toys import TensorSpec, build_problem, pipeline_chain, random_problem
 from rlplace.simulator.actions import pipeline_actions
 from rlplace.simulator.reference import default_priority, simulate_reference
+from rlplace.simulator.schedules import schedule_order
 from rlplace.simulator.theory import bubble_s, in_flight
 
 LAYOUTS = {
@@ -124,6 +127,20 @@ def test_an_owners_tensor_is_sent_once_and_stays_for_all_microbatches():
     assert line.step_time_s == 6.0 + 4 * 1.0
     assert line.transfer_tensor.tolist() == [0]
     assert line.peak_memory_bytes.tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_1f1b_on_stages_of_many_tasks_is_torchs_list(microbatches):
+    """A gradient that arrives during a forward pass must not cut it in two: the next stage waits for all of it."""
+    rng = np.random.default_rng(0)
+    problem = pipeline_chain(20, 4, latency_s=0.01)
+    problem = dataclasses.replace(problem, time_s=np.repeat(rng.uniform(0.5, 1.5, 40), 4).reshape(40, 4))
+    placed = np.repeat(np.arange(4), 5).astype(np.int32)
+    order = schedule_order(problem, placed, "1f1b", microbatches, None, default_priority(problem))
+    line = simulate_reference(problem, placed, microbatches=microbatches, schedule="1f1b")
+    listed = simulate_reference(problem, placed, microbatches=microbatches, order=order)
+    assert line.step_time_s == pytest.approx(listed.step_time_s, rel=0.01)
+    assert (line.peak_memory_bytes <= listed.peak_memory_bytes + 5).all()
 
 
 def test_gpipe_holds_backward_until_all_forward_is_done():

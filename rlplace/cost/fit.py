@@ -82,6 +82,8 @@ def fit_curve(
         raise InputError("fit_curve: FLOPs and bytes must be finite and not negative")
     if not (np.isfinite(seconds) & (seconds > 0) & (calls > 0)).all():
         raise InputError("fit_curve: seconds and calls must be positive")
+    if any(value is not None and not 0 <= value <= 1 for value in (floor_s, overhead_s)):
+        raise InputError("fit_curve: floor_s and overhead_s must be between 0 and 1 s")
     fixed_prior = prior.floor_s if prior.floor_s else DEFAULT_PRIOR.floor_s
     assert fixed_prior is not None
     start = _pack(prior, fixed_prior)

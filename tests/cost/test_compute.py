@@ -147,6 +147,8 @@ def test_what_a_time_rests_on():
     assert basis(gemm, A100) == "fitted"
     assert basis(conv, A100) == "scaled"
     assert basis(one_op("gemm", flops=1e12, dtype="bfloat16"), A100) == "scaled"
+    assert basis(one_op("elementwise", size_bytes=10**8), A100) == "fitted"
+    assert basis(one_op("elementwise", size_bytes=10**8, dtype="bfloat16"), A100) == "scaled"
     assert basis(gemm, KINDS["h200"]) == "scaled"
     assert basis(gemm, KINDS["rtx4090"]) == "scaled"
     own = CostTable({"a100-80g": KindCosts({("conv", "tf32", "forward"): Curve(0.5, 0, 0.5, 0, 1e-5, basis="calibrated")})})

@@ -92,6 +92,14 @@ def test_rows_that_cannot_be_fitted(rows):
         fit_curve(rows, basis="calibrated", source="test", **DEVICE)
 
 
+def test_a_known_overhead_is_not_fitted():
+    slow = dataclasses.replace(TRUE, overhead_s=4e-5)
+    fitted = fit_curve(timings(slow, 100), basis="fitted", source="test", floor_s=8e-6, overhead_s=1e-5, **DEVICE)
+    assert (fitted.floor_s, fitted.overhead_s) == (8e-6, pytest.approx(1e-5))
+    with pytest.raises(InputError, match="overhead_s"):
+        fit_curve(timings(slow, 3), basis="fitted", source="test", floor_s=8e-6, overhead_s=float("nan"), **DEVICE)
+
+
 def narrow(dims):
     """Products with a narrow output are slower."""
     return 1.0 + 1.5 / (1.0 + min(dims["m"], dims["n"]) / 64)

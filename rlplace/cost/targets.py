@@ -43,7 +43,7 @@ class TargetTimes:
 
 
 def target_names(graph: OpGraph) -> list[str]:
-    """N targets: of the forward op, also for its backward, with ``+`` and the `_VARIANTS` that it has; the optimizer for updates."""
+    """N targets: of the forward op, also for its backward, with ``+`` and each of `_VARIANTS`; the optimizer for updates."""
     optimizer = str(graph.capture.get("optimizer", "adam"))
     names = []
     for phase, forward in zip(graph.op_phase.tolist(), graph.op_forward.tolist(), strict=True):

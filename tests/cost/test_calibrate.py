@@ -1,0 +1,193 @@
+"""Calibration on measurements that are made up from known coefficients."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import rlplace
+from rlplace.cluster.presets import cpu_kind
+from rlplace.cost.calibrate import calibrate, pool, step_factor
+from rlplace.cost.compute import explain_times
+from rlplace.cost.curve import work_seconds
+from rlplace.cost.measurement import ControlTiming, Environment, MeasuredOp, Measurement, StepTiming
+from rlplace.cost.table import CostTable, KindCosts
+from rlplace.cost.targets import target_names
+from rlplace.errors import InputError
+from rlplace.runtime.measure_ops import describe_ops
+from rlplace.zoo import load_model
+
+KIND = cpu_kind(2, 16_000_000_000)
+FLOOR_S, COMPUTE, BANDWIDTH = 4e-6, 0.6, 0.5
+
+
+def true_seconds(flops, size):
+    compute = flops / (COMPUTE * KIND.peak_flops["float32"])
+    return FLOOR_S + max(compute, size / (BANDWIDTH * KIND.memory_bandwidth_bytes_per_s))
+
+
+def op(target, kind, flops, size, seconds, direction="forward", count=1, dims=None):
+    return MeasuredOp(
+        target, kind, "float32", direction, float(flops), int(size), dims or {}, count, seconds, seconds, seconds, 25
+    )
+
+
+def measurement(ops, name="zoo:mlp", step_s=None, **environment):
+    known = {"device": "a processor", "device_kind": "cpu", "device_type": "cpu", "torch": "2.13", "threads": 1, **environment}
+    total = sum(o.seconds * o.count for o in ops)
+    step = None if step_s is None else StepTiming(step_s * total, step_s * total, step_s * total, step_s * total, 20, 20)
+    return Measurement(
+        name=name,
+        model={"model": name, "batch": 1, "seq": 1, "dtype": "fp32", "optimizer": "adam"},
+        environment=Environment(**known),
+        cache="step",
+        ops=tuple(ops),
+        step=step,
+        control=ControlTiming("mm", 1e-3, 1e-3),
+    )
+
+
+def sweep(target, kind, intensity, sizes):
+    return [op(target, kind, intensity * size, size, true_seconds(intensity * size, size)) for size in sizes]
+
+
+SIZES = np.geomspace(1e4, 1e8, 24).astype(int).tolist()
+
+
+@pytest.fixture(scope="module")
+def recovered():
+    ops = sweep("aten.linear.default", "gemm", 200.0, SIZES) + sweep("aten.add.Tensor", "elementwise", 0.1, SIZES)
+    return calibrate([measurement(ops)], KIND, by_model=False, holdout=0.25)
+
+
+def test_known_coefficients_come_back(recovered):
+    targets = recovered.table.kinds["cpu"].targets
+    product = targets[("aten.linear.default", "float32", "forward")].curve
+    assert product.compute_efficiency == pytest.approx(COMPUTE, rel=0.05)
+    addition = targets[("aten.add.Tensor", "float32", "forward")].curve
+    assert addition.bandwidth_efficiency == pytest.approx(BANDWIDTH, rel=0.05)
+    rates = {"peak_flops": KIND.peak_flops["float32"], "bandwidth_bytes_per_s": KIND.memory_bandwidth_bytes_per_s}
+    between = np.geomspace(1.5e4, 9e7, 17)
+    for curve, intensity in ((product, 200.0), (addition, 0.1)):
+        assert curve.basis == "calibrated"
+        predicted = curve.floor_s + work_seconds(curve, intensity * between, between, **rates)
+        np.testing.assert_allclose(predicted, [true_seconds(intensity * size, size) for size in between], rtol=0.05)
+
+
+def test_held_out_shapes_are_predicted(recovered):
+    assert {error.label for error in recovered.by_shape} == {"gemm forward", "elementwise forward"}
+    assert all(error.ops == 6 and error.mean < 0.05 and abs(error.total) < 0.05 for error in recovered.by_shape)
+
+
+def test_models_are_predicted_by_the_others():
+    first = measurement(sweep("aten.add.Tensor", "elementwise", 0.1, SIZES[::2]), "zoo:a")
+    second = measurement(sweep("aten.mul.Tensor", "elementwise", 0.1, SIZES[1::2]), "zoo:b")
+    errors = calibrate([first, second], KIND, holdout=0.0).by_model
+    assert [error.label for error in errors] == ["zoo:a", "zoo:b"]
+    for error in errors:  # neither target is known to the other model, so the op class lends its curve
+        assert error.loaned == 1.0 and error.mean < 0.1
+
+
+def test_faster_than_the_preset_is_expressed_by_the_step_factor():
+    ops = [dataclasses.replace(o, seconds=o.seconds / 10) for o in sweep("aten.linear.default", "gemm", 200.0, SIZES)]
+    costs = calibrate([measurement(ops)], KIND, by_model=False, holdout=0.0).table.kinds["cpu"]
+    entry = costs.targets[("aten.linear.default", "float32", "forward")]
+    assert costs.step_factor < 0.2 and entry.curve.compute_efficiency <= 1.0
+    slowest = max(entry.measured, key=lambda shape: shape.dims["bytes"])
+    assert slowest.seconds * costs.step_factor == pytest.approx(max(o.seconds for o in ops), rel=1e-6)
+
+
+def test_step_factor_is_the_median_of_the_steps():
+    ops = sweep("aten.add.Tensor", "elementwise", 0.1, SIZES[:4])
+    assert step_factor([measurement(ops)]) == 1.0
+    found = [measurement(ops, step_s=factor) for factor in (1.05, 1.1, 1.9)]
+    assert step_factor(found) == pytest.approx(1.1)
+
+
+def test_equal_ops_of_several_models_are_pooled():
+    ops = sweep("aten.add.Tensor", "elementwise", 0.1, [1000])
+    twice = dataclasses.replace(ops[0], seconds=4 * ops[0].seconds, count=3)
+    rows = pool([measurement(ops), measurement([twice])])
+    assert len(rows) == 1 and rows[0].count == 4
+    assert rows[0].seconds == pytest.approx((1 + 3 * 4) / 4 * ops[0].seconds)
+
+
+def test_measurements_that_do_not_belong_together_are_refused():
+    ops = sweep("aten.add.Tensor", "elementwise", 0.1, SIZES[:4])
+    with pytest.raises(InputError, match="no timed ops"):
+        calibrate([measurement([])], KIND)
+    with pytest.raises(InputError, match="threads"):
+        calibrate([measurement(ops), measurement(ops, threads=2)], KIND)
+    with pytest.raises(InputError, match="measured on h100"):
+        calibrate([measurement(ops, device_kind="h100")], KIND)
+    with pytest.raises(InputError, match="held-out share"):
+        calibrate([measurement(ops)], KIND, holdout=1.0)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    model = load_model("zoo:mlp,layers=2,width=32", batch=4)
+    return rlplace.capture(model.module, model.example_inputs)
+
+
+def timed(graph):
+    """Times of every op of a graph that no curve would give."""
+    rows = {}
+    for index, key in enumerate(describe_ops(graph)):
+        rows.setdefault(key, []).append(index)
+    found = []
+    for number, ((target, kind, dtype, direction, flops, size, dims), ops) in enumerate(rows.items()):
+        seconds = 1e-3 * (1 + number % 7)
+        record = op(target, kind, flops, size, seconds, direction, len(ops), dict(dims))
+        found.append(dataclasses.replace(record, dtype=dtype))
+    return found
+
+
+def test_prediction_uses_measured_shapes_exactly(graph):
+    found = timed(graph)
+    table = calibrate([measurement(found)], KIND, by_model=False, holdout=0.0).table
+    times = explain_times(graph, KIND, table)
+    wanted = {(o.target, o.direction, o.flops, o.size_bytes): o.seconds for o in found}
+    keys = [(key[0], key[3], key[4], key[5]) for key in describe_ops(graph)]
+    work = np.flatnonzero(graph.op_bytes > 0)
+    assert len(work) > 10
+    np.testing.assert_allclose(times.seconds[work], [wanted[keys[op]] for op in work.tolist()], rtol=1e-9)
+    assert times.shares().keys() <= {"measured", "calibrated"}
+
+
+def test_simulated_step_is_the_sum_of_the_measured_ops(graph):
+    found = timed(graph)
+    table = calibrate([measurement(found, step_s=1.2)], KIND, by_model=False, holdout=0.0).table
+    cluster = rlplace.Cluster.preset("cpu:1")
+    problem = rlplace.price(graph, cluster, level="op", costs=table)
+    line = rlplace.simulate(problem, [0] * problem.num_groups)
+    assert line.step_time_s == pytest.approx(1.2 * sum(o.seconds * o.count for o in found), rel=0.01)
+    assert set(problem.source["op_times"][cluster.kinds[0].name]) <= {"measured", "calibrated"}
+
+
+def test_table_survives_its_file(tmp_path, recovered):
+    recovered.table.save(tmp_path / "c.cost.json")
+    loaded = CostTable.load(tmp_path / "c.cost.json")
+    assert loaded.kinds == recovered.table.kinds and loaded.fingerprint == recovered.table.fingerprint
+    assert isinstance(loaded.kinds["cpu"], KindCosts)
+
+
+def test_attention_with_dropout_and_grouped_convolutions_have_names_of_their_own():
+    import torch
+    from torch.nn import functional
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = torch.nn.Conv1d(8, 8, 3, padding=1, groups=2)
+            self.each = torch.nn.Conv1d(8, 8, 3, padding=1, groups=8)
+
+        def forward(self, x):
+            x = self.each(self.mix(x))
+            heads = x.view(2, 2, 4, 16).transpose(2, 3)
+            plain = functional.scaled_dot_product_attention(heads, heads, heads)
+            return (plain + functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)).square().mean()
+
+    names = set(target_names(rlplace.capture(Model(), (torch.rand(2, 8, 16),))))
+    attention = "aten.scaled_dot_product_attention.default"
+    assert {attention, f"{attention}+dropout", "aten.conv1d.default+groups", "aten.conv1d.default+groups+depthwise"} <= names

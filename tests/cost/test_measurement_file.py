@@ -1,0 +1,121 @@
+"""Measurement files: what is written is read back, and nothing else is taken."""
+
+import copy
+import json
+
+import pytest
+
+from rlplace.cost.measurement import ControlTiming, Environment, MeasuredOp, Measurement, StepTiming
+from rlplace.cost.measurementfile import measurement_from_dict, measurement_to_dict
+from rlplace.errors import InputError
+
+OP = MeasuredOp(
+    target="aten.linear.default",
+    kind="gemm",
+    dtype="float32",
+    direction="forward",
+    flops=2.0e6,
+    size_bytes=120_000,
+    dims={"m": 100, "n": 100, "k": 100},
+    count=4,
+    seconds=3e-5,
+    p10_s=2.9e-5,
+    p90_s=3.4e-5,
+    repeats=25,
+)
+FULL = Measurement(
+    name="mlp on a processor",
+    model={"model": "zoo:mlp", "batch": 8, "seq": 1, "dtype": "fp32", "optimizer": "adam"},
+    environment=Environment(
+        "a processor",
+        "cpu",
+        "cpu",
+        "2.13.0",
+        1,
+        clock_mhz=2600.0,
+        power_limit_w=None,
+        details={"allocator": "keep", "cores": 2},
+    ),
+    cache="step",
+    ops=(OP, MeasuredOp("adam", "optimizer", "float32", "update", 120.0, 280, {}, 1, 1e-6, 1e-6, 2e-6, 25, issue_s=1e-6)),
+    step=StepTiming(0.01, 0.009, 0.0095, 0.012, 20, 18, busy_s=0.0098, peak_memory_bytes=1 << 20),
+    control=ControlTiming("mm 512", 1.0e-3, 1.1e-3),
+    host_s=1e-4,
+)
+
+
+def edited(**changes):
+    data = copy.deepcopy(measurement_to_dict(FULL))
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        item = data
+        for part in parents:
+            item = item[int(part) if part.isdigit() else part]
+        if value is ...:
+            del item[last]
+        else:
+            item[last] = value
+    return data
+
+
+def test_round_trip(tmp_path):
+    FULL.save(tmp_path / "a.measure.json")
+    assert Measurement.load(tmp_path / "a.measure.json") == FULL
+    assert FULL.ops_s == pytest.approx(4 * 3e-5 + 1e-6)
+    assert FULL.control.drift == pytest.approx(1.1)
+
+
+def test_what_is_not_known_is_left_out():
+    data = measurement_to_dict(FULL)
+    assert "power_limit_w" not in data["environment"] and "issue_s" not in data["ops"][0] and "dims" not in data["ops"][1]
+
+
+def test_a_disturbed_step_counts_by_processor_time():
+    assert FULL.step.quiet_s == FULL.step.seconds
+    lost = measurement_from_dict(edited(step__undisturbed=3))
+    assert lost.step.quiet_s == FULL.step.busy_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "rlplace.plan"}, "expected format"),
+        ({"version": 2}, "upgrade rlplace"),
+        ({"cahce": "step"}, "did you mean 'cache'"),
+        ({"cache": "cold"}, "unknown cache state"),
+        ({"control": ...}, "'control' is missing"),
+        ({"ops": {}}, "expected a list"),
+        ({"ops__0__kind": "gem"}, "did you mean 'gemm'"),
+        ({"ops__0__direction": "sideways"}, "unknown direction"),
+        ({"ops__0__seconds": -1.0}, "outside"),
+        ({"ops__0__seconds": float("nan")}, "not finite"),
+        ({"ops__0__seconds": "3"}, "expected a number"),
+        ({"ops__0__flops": 1e40}, "not a number of FLOPs"),
+        ({"ops__0__flops": 10**400}, "too large"),
+        ({"ops__0__size_bytes": 1.5}, "whole number"),
+        ({"ops__0__count": 0}, "whole number from 1"),
+        ({"ops__0__count": True}, "whole number"),
+        ({"ops__0__dims__m": -3}, "whole number"),
+        ({"ops__0__dims": []}, "expected an object"),
+        ({"ops__0__target": ""}, "must not be empty"),
+        ({"ops__0__code": "import os"}, "unknown key"),
+        ({"step__p10_s": 0.0}, "outside"),
+        ({"step__repeats": 0}, "whole number from 1"),
+        ({"environment__threads": 0}, "whole number from 1"),
+        ({"environment__details__x": []}, "text and numbers"),
+        ({"control__first_s": 0.0}, "outside"),
+        ({"model__batch": "8"}, "expected int"),
+        ({"model__lr": 1}, "unknown key"),
+    ],
+)
+def test_hostile_input_is_refused_in_one_line(changes, message):
+    with pytest.raises(InputError, match=message) as caught:
+        measurement_from_dict(edited(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_file_names_the_file(tmp_path):
+    path = tmp_path / "cut.measure.json"
+    path.write_text(json.dumps(measurement_to_dict(FULL))[:200])
+    with pytest.raises(InputError, match=r"cut\.measure\.json: not valid JSON"):
+        Measurement.load(path)

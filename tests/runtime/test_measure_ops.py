@@ -1,0 +1,129 @@
+"""Ops of a tiny model timed end to end, through the command line and through Python."""
+
+import json
+
+import pytest
+import torch
+
+import rlplace
+from rlplace.cli.main import main
+from rlplace.cost.measurement import Measurement
+from rlplace.errors import CaptureError, InputError, MissingError
+from rlplace.runtime.environment import check_device
+from rlplace.runtime.marks import HostMarks, mark_cost_s
+from rlplace.runtime.measure_ops import load_and_measure, measure_model, unmeasured_ops
+from rlplace.runtime.step_walk import StepWalk
+from rlplace.zoo.load import LoadedModel, load_model
+
+MLP = "zoo:mlp,layers=2,width=16"
+
+
+def test_marks_give_every_moment_to_a_key():
+    now = iter([0.0, 1.0, 3.0, 6.0, 10.0])
+    marks = HostMarks(lambda: next(now))
+    for key in ("a", "b", "a", None):
+        marks.mark(key)
+    seconds, issue = marks.finish()
+    assert seconds == {"a": 4.0, "b": 2.0, None: 4.0} and issue is None
+    assert marks.keys == [] and mark_cost_s(HostMarks()) > 0
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measured")
+    paths = []
+    for spec in (MLP, "zoo:mlp,layers=3,width=24"):
+        path = folder / f"{len(paths)}.measure.json"
+        options = ["--ops", "--step", "--batch", "4", "--repeats", "5", "--threads", "1", "--out", str(path)]
+        assert main(["measure", spec, *options]) == 0
+        paths.append(str(path))
+    return paths
+
+
+def test_every_op_of_the_graph_has_a_time(files):
+    found = Measurement.load(files[0])
+    model = load_model(MLP, batch=4)
+    graph = rlplace.capture(model.module, model.example_inputs)
+    assert unmeasured_ops(graph, found) == {}
+    by_direction = {d: sum(op.count for op in found.ops if op.direction == d) for d in ("forward", "backward", "update")}
+    assert by_direction["update"] == 4 and by_direction["backward"] >= 4
+    assert all(op.seconds > 0 for op in found.ops if op.kind == "gemm")
+    assert all(op.p10_s <= op.p90_s and op.repeats == 5 for op in found.ops)
+    assert found.cache == "step" and found.step.repeats >= 5 and found.environment.threads == 1
+    assert found.model == {"model": MLP, "batch": 4, "seq": 512, "dtype": "fp32", "optimizer": "adam"}
+    assert found.step.peak_memory_bytes is None and found.environment.details["allocator"] in ("keep", "default")
+
+
+def test_calibrate_and_place_with_the_result(files, tmp_path, capsys):
+    table = str(tmp_path / "host.cost.json")
+    assert main(["calibrate", *files, "--cluster", "cpu:1", "--json", "--out", table]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [error["label"] for error in report["by_model"]] == [MLP, "zoo:mlp,layers=3,width=24"]
+    assert report["step_factor"] > 0
+    place = ["place", MLP, "--batch", "4", "--cluster", "cpu:1", "--planner", "single", "--costs", table]
+    assert main(place) == 0
+    assert "measured" in capsys.readouterr().err
+
+
+def test_unusable_requests_are_refused(files, tmp_path, capsys):
+    out = str(tmp_path / "x.measure.json")
+    assert main(["measure", MLP, "--out", out]) == 2
+    assert main(["measure", "--ops", "--out", out]) == 2
+    assert main(["measure", MLP, "--ops", "--device", "tpu", "--out", out]) == 2
+    assert main(["calibrate", *files, "--cluster", "a100-80g:1", "--out", str(tmp_path / "c.cost.json")]) == 2
+    message = capsys.readouterr().err
+    assert "--ops, --step or --links" in message and "need a MODEL" in message and "measured on cpu" in message
+    assert not (tmp_path / "x.measure.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_missing_device_is_said():
+    with pytest.raises(MissingError, match="CUDA devices"):
+        check_device("cuda:0")
+
+
+def test_loss_function_tied_weights_and_idle_parameters():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(20, 8)
+            self.head = torch.nn.Linear(8, 20, bias=False)
+            self.head.weight = self.embedding.weight
+            self.idle = torch.nn.Parameter(torch.zeros(3))
+
+        def forward(self, tokens):
+            return self.head(self.embedding(tokens))
+
+    def loss(logits):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(8, dtype=torch.int64))
+
+    module, inputs = Tied(), {"tokens": torch.randint(0, 20, (2, 4))}
+    graph = rlplace.capture(module, inputs, loss=loss)
+    found = measure_model(LoadedModel(module, inputs, loss, "tied"), graph, optimizer="adam", repeats=5)
+    assert unmeasured_ops(graph, found) == {}
+    assert [op.count for op in found.ops if op.direction == "update"] == [1]
+    assert any(op.direction == "backward" and op.kind == "embedding" and op.seconds > 0 for op in found.ops)
+
+
+def test_steps_alone_need_no_export():
+    found = load_and_measure(MLP, batch=2, ops=False, repeats=5)
+    assert found.ops == () and found.step.seconds > 0 and found.step.instrumented_s is None
+
+
+def test_what_cannot_be_measured_is_refused():
+    class Branch(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x).square().mean() if x.sum() > 0 else self.layer(x).abs().mean()
+
+    inputs = (torch.rand(2, 4),)
+    graph = rlplace.capture(Branch(), inputs, method="module")
+    with pytest.raises(InputError, match="exported graphs"):
+        measure_model(LoadedModel(Branch(), inputs, None, "branch"), graph, repeats=5)
+    with pytest.raises(CaptureError, match="cannot be exported"):
+        StepWalk(Branch(), inputs, None, "adam", HostMarks())
+    with pytest.raises(InputError, match="nothing to measure"):
+        load_and_measure(MLP, batch=2, ops=False, step=False)

@@ -181,15 +181,14 @@ def _parse_environment(item: Any) -> Environment:
     details = item.get("details", {})
     if not isinstance(details, dict) or not all(type(value) in (str, int, float) for value in details.values()):
         raise InputError("measurement: environment.details: expected an object of text and numbers")
-    return Environment(
-        **{name: _text(item[name], f"environment.{name}") for name in ("device", "device_kind", "device_type", "torch")},
-        threads=item["threads"],
-        **{
-            name: None if item.get(name) is None else _number(item[name], f"environment.{name}")
-            for name in ("clock_mhz", "clock_end_mhz", "power_limit_w", "temperature_c")
-        },
-        details=dict(details),
-    )
+    readings: dict[str, Any] = {
+        name: None if item.get(name) is None else _number(item[name], f"environment.{name}")
+        for name in ("clock_mhz", "clock_end_mhz", "power_limit_w", "temperature_c")
+    }
+    texts: dict[str, Any] = {
+        name: _text(item[name], f"environment.{name}") for name in ("device", "device_kind", "device_type", "torch")
+    }
+    return Environment(**texts, threads=item["threads"], **readings, details=dict(details))
 
 
 def _parse_op(item: Any, where: str) -> MeasuredOp:
@@ -198,27 +197,21 @@ def _parse_op(item: Any, where: str) -> MeasuredOp:
     dims = item.get("dims", {})
     if not isinstance(dims, dict):
         raise InputError(f"measurement: {where}.dims: expected an object of sizes")
-    return MeasuredOp(
-        **{name: _text(item[name], f"{where}.{name}") for name in ("target", "kind", "dtype", "direction")},
-        **{name: _number(item[name], f"{where}.{name}") for name in ("flops", "seconds", "p10_s", "p90_s")},
-        **{name: item[name] for name in ("size_bytes", "count", "repeats")},
-        dims=dict(dims),
-        issue_s=None if item.get("issue_s") is None else _number(item["issue_s"], f"{where}.issue_s"),
-    )
+    texts: dict[str, Any] = {name: _text(item[name], f"{where}.{name}") for name in ("target", "kind", "dtype", "direction")}
+    numbers: dict[str, Any] = {name: _number(item[name], f"{where}.{name}") for name in ("flops", "seconds", "p10_s", "p90_s")}
+    counts: dict[str, Any] = {name: item[name] for name in ("size_bytes", "count", "repeats")}
+    issue = None if item.get("issue_s") is None else _number(item["issue_s"], f"{where}.issue_s")
+    return MeasuredOp(**texts, **numbers, **counts, dims=dict(dims), issue_s=issue)
 
 
 def _parse_step(item: Any) -> StepTiming:
     names = [field.name for field in dataclasses.fields(StepTiming)]
     check_keys(item, [name for name in names if name not in _STEP_OPTIONAL], _STEP_OPTIONAL, "measurement: step")
+    numbers: dict[str, Any] = {name: _number(item[name], f"step.{name}") for name in ("seconds", "min_s", "p10_s", "p90_s")}
+    for name in ("busy_s", "instrumented_s"):
+        numbers[name] = None if item.get(name) is None else _number(item[name], f"step.{name}")
     return StepTiming(
-        **{name: _number(item[name], f"step.{name}") for name in ("seconds", "min_s", "p10_s", "p90_s")},
-        repeats=item["repeats"],
-        undisturbed=item["undisturbed"],
-        **{
-            name: None if item.get(name) is None else _number(item[name], f"step.{name}")
-            for name in ("busy_s", "instrumented_s")
-        },
-        peak_memory_bytes=item.get("peak_memory_bytes"),
+        **numbers, repeats=item["repeats"], undisturbed=item["undisturbed"], peak_memory_bytes=item.get("peak_memory_bytes")
     )
 
 

@@ -91,7 +91,7 @@ def target_times(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> TargetTi
     seconds = np.zeros(graph.num_ops)
     measured = np.zeros(graph.num_ops, dtype=bool)
     which = np.zeros(graph.num_ops, dtype=np.int64)
-    curves = []
+    curves: list[Curve] = []
     for key, ops in by_key.items():
         entry = costs.targets[key]
         rows = np.array(ops)

@@ -1,8 +1,9 @@
 """The kernels that the ops of a graph consist of, as flat rows: what curves price.
 
 A matrix product is a row with its m, n and k. The backward of a product is two rows, dX = dY W^T (m, k, n) and dW = X^T dY
-(k, n, m), or the one of them that autograd ran. What such an op does beside its products (bias sums, casts, accumulation) is
-an element-wise row. Every other op is one row of equal kernels. Views and ops that move nothing have no row.
+(k, n, m), or the one of them that autograd ran; that of a convolution likewise two, of equal work. What such an op does beside
+its products (bias sums, casts, accumulation) is an element-wise row. Every other op is one row of equal kernels. Views and ops
+that move nothing have no row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlplace.cost.fusion import fused_traffic
 from rlplace.cost.scaled import CLASSES
-from rlplace.cost.table import DIMS
+from rlplace.cost.table import DIMS, DIRECTIONS
 from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, OP_KINDS, UPDATE, OpGraph
 
 PRODUCT_CLASSES = ("gemm", "bmm")
@@ -148,6 +149,17 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
     rest_launches = np.where(product, np.maximum(launches - used_launches, 0.0), launches)
     view = kind == OP_KINDS.index("view")
     rest = np.flatnonzero(works & ~view & ((rest_launches > 0) | ~product))
+    # The backward of a convolution is the gradients of its input and of its weight; a single one is that of its weight.
+    conv = (kind == OP_KINDS.index("conv")) & (direction == 1)
+    once = flops < 1.5 * flops[np.maximum(graph.op_forward, 0)]
+    both = conv & ~once & (graph.op_phase == BACKWARD) & (launches >= 2)
+    parts = np.where(both[rest], 2, 1)
+    rest, share = np.repeat(rest, parts), np.repeat(1.0 / parts, parts)
+    first = np.concatenate([[True], rest[1:] != rest[:-1]]) if len(rest) else np.zeros(0, dtype=bool)
+    of_weight = conv[rest] & (
+        ~first | (once[rest] & (graph.op_phase[rest] == BACKWARD)) | (graph.op_phase[rest] == BACKWARD_WEIGHT)
+    )
+    weight_rows = np.concatenate([np.repeat([False, False, True], [len(row[0]) for row in rows]), of_weight])
     plain = ~product[rest]
     elementwise = OP_KINDS.index("elementwise")
     op = np.concatenate([product_op, rest])
@@ -157,11 +169,15 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
         kind=np.concatenate([kind[product_op], np.where(plain, kind[rest], elementwise)]),
         dtype=dtype[op],
         dtypes=dtypes,
-        direction=direction[op],
-        flops=np.concatenate([one[product_op], np.where(plain, flops[rest], np.maximum(flops - used_flops, 0.0)[rest])]),
-        size_bytes=np.concatenate([product_bytes, np.where(plain, size[rest], np.maximum(size - used_bytes, 0.0)[rest])]),
-        count=np.concatenate([ones, np.maximum(rest_launches[rest], 1.0)]),
-        launches=np.concatenate([ones, rest_launches[rest]]),
+        direction=np.where(weight_rows, DIRECTIONS.index("backward_weight"), direction[op]),
+        flops=np.concatenate(
+            [one[product_op], np.where(plain, share * flops[rest], np.maximum(flops - used_flops, 0.0)[rest])]
+        ),
+        size_bytes=np.concatenate(
+            [product_bytes, np.where(plain, share * size[rest], np.maximum(size - used_bytes, 0.0)[rest])]
+        ),
+        count=np.concatenate([ones, np.maximum(share * rest_launches[rest], 1.0)]),
+        launches=np.concatenate([ones, share * rest_launches[rest]]),
         sizes={
             name: np.concatenate(
                 [

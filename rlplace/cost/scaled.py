@@ -91,7 +91,7 @@ def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -
         efficiency = _ATTENTION.get(base_name(kind.name), efficiency)
     if item.matrix:
         efficiency *= kind.gemm_efficiency.get(precision, kind.gemm_efficiency["float32"])
-    if direction == "backward":
+    if direction in ("backward", "backward_weight"):
         efficiency *= item.backward_compute
     peak = peak_of(kind, precision)
     return Curve(
@@ -117,7 +117,7 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
         costs: Curves by the name of the kind; a kind called "name/..." takes those of "name".
         op: Op class.
         precision: See `precision_of`.
-        direction: "forward", "backward" or "update".
+        direction: One of `rlplace.cost.table.DIRECTIONS`.
         related: Whether to look at related devices.
     """
     name = base_name(kind.name)
@@ -128,7 +128,8 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
         curve = own.get(key)
         if curve is None:
             continue
-        if key == (op, precision, direction) or (op in ("gemm", "bmm") and key[1] == precision):
+        same = key[0] == op and key[1] == precision and (op in ("gemm", "bmm") or key[2] != "forward")
+        if same or key == (op, precision, direction):
             return curve
         return dataclasses.replace(curve, basis="scaled", source=f"{'/'.join(key)} curve: {curve.source}")
     if related and name in RELATED:
@@ -156,7 +157,9 @@ def base_name(name: str) -> str:
 
 def _own_keys(op: str, precision: str, direction: str) -> list[Key]:
     keys = [(op, precision, direction)]
-    if direction == "backward" and (op in ("gemm", "bmm") or not CLASSES[op].matrix):
+    if direction == "backward_weight":
+        keys.append((op, precision, "backward"))
+    if direction in ("backward", "backward_weight") and (op in ("gemm", "bmm") or not CLASSES[op].matrix):
         keys.append((op, precision, "forward"))
     if not CLASSES[op].matrix and precision != "float32":
         keys += [(op, "float32", direction), (op, "float32", "forward")]

@@ -18,7 +18,9 @@ BASES = ("measured", "fitted", "scaled", "calibrated")
 """What a time rests on: this very shape was timed (`measured`); a curve fitted on timings of that device (`fitted`: published
 ones, `calibrated`: a person's own); or numbers carried over from a datasheet or a related device (`scaled`)."""
 
-DIRECTIONS = ("forward", "backward", "update")
+DIRECTIONS = ("forward", "backward", "update", "backward_weight")
+"""`backward` of products and convolutions is the gradient of the input; `backward_weight` that of the weight, priced by the
+backward curve where it has none of its own. Other ops, and whole ops that were measured, have one backward."""
 
 PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16")
 """Dtypes of curves: what the arithmetic runs in. tf32 is what cuDNN runs float32 convolutions in."""

@@ -11,7 +11,7 @@ from rlplace.cost.fusion import fused_traffic
 from rlplace.cost.host import fold_issue
 from rlplace.cost.scaled import CLASSES, find_curve, peak_of, precision_of
 from rlplace.cost.shipped import shipped_costs
-from rlplace.cost.table import BASES, Curve, KindCosts, MeasuredShape, Residual
+from rlplace.cost.table import BASES, DIRECTIONS, Curve, KindCosts, MeasuredShape, Residual
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import BACKWARD, OP_KINDS
 from rlplace.graph.synthetic import GraphBuilder, transformer_graph
@@ -323,3 +323,25 @@ def test_golden_times():
     golden = {("a100-80g", 4096): 7.8087e-3, ("h100", 4096): 2.9465e-3, ("v100", 2048): 1.22247e-3, ("l4", 2048): 1.8950e-3}
     for (name, side), seconds in golden.items():
         assert product(side, side, side, kind=KINDS[name])[0][0] == pytest.approx(seconds, rel=1e-3)
+
+
+def test_a_convolution_has_three_directions():
+    graph = transformer_graph(1)
+    gemm = graph.op_kind.index("gemm")
+    backward = int(np.flatnonzero((graph.op_forward == gemm) & (graph.op_phase == BACKWARD))[0])
+    kinds = tuple("conv" if op in (gemm, backward) else kind for op, kind in enumerate(graph.op_kind))
+    graph = dataclasses.replace(graph, op_kind=kinds)
+    calls = calls_of(graph)
+    rows = np.flatnonzero(calls.op == backward)
+    assert {DIRECTIONS[d] for d in calls.direction[rows]} == {"backward", "backward_weight"}
+    assert calls.flops[rows].sum() == pytest.approx(graph.op_flops[backward])
+    curves = {
+        ("conv", "tf32", way): Curve(1.0, 0.0, 1.0, 0.0, floor_s=floor, basis="calibrated")
+        for way, floor in (("forward", 0.001), ("backward", 0.01), ("backward_weight", 0.1))
+    }
+    found = explain_times(graph, A100, CostTable({"a100-80g": KindCosts(curves)}))
+    assert found.device_s[[gemm, backward]] == pytest.approx([0.001, 0.11], rel=1e-2)
+    assert BASES[found.basis[backward]] == "calibrated"
+    del curves[("conv", "tf32", "backward_weight")]
+    found = explain_times(graph, A100, CostTable({"a100-80g": KindCosts(curves)}))
+    assert found.device_s[backward] == pytest.approx(0.02, rel=1e-2)

@@ -12,6 +12,7 @@ Where this differs in form, not in result, from the reference:
       that arrives; the lower half holds the slot. Key K is the first event, when the step begins.
     * Every channel has a queue of slots, the running one at its head. "All its channels are free and no earlier waiting
       transfer wants any of them" is the same as "it heads the queue of each of its channels"; `blocked` counts the others.
+    * Under 1f1b the ranks of a pass are a range, and a device looks for its next task there first.
     * A null time or a missing link shows when the task or transfer would start, and ends the run.
 
 Sums run left to right in float64; no fast-math, so the compiler may neither reorder nor contract them.
@@ -38,6 +39,7 @@ from rlplace.simulator.queues import (
     join_queues,
     leave_queues,
     levels,
+    next_ready,
     part,
     pop_event,
     push_event,
@@ -68,6 +70,7 @@ def _reset(g, w, device_of_group):
         device[d].busy_s = 0.0
         device[d].ready = 0
         device[d].state = DUE
+        device[d].position, device[d].pass_begin = 0, 0
     for group in range(num_groups):
         d = device_of_group[group]
         if d >= num_devices:
@@ -230,6 +233,31 @@ def _satisfy_here(g, w, rank_of_task, device_of_group, v, d):
 
 
 @njit(**INNER)
+def _first_of_pass(g, w, d, middle, low):
+    """The ready task of a device to start under 1f1b, by rank; remembers which ranks belong to its pass.
+
+    Ranks run through backward and update by micro-batch, then through forward by micro-batch, so those of a pass are a range.
+    """
+    device, batches, forwards = w.device, g.numbers[r.BATCHES], g.numbers[r.FORWARD_OPS]
+    if device[d].pass_begin < device[d].position:
+        rank = next_ready(w.ready, d, middle, low, np.int64(device[d].pass_begin))
+        if rank >= 0 and rank < device[d].position:
+            return rank
+    rank = first_ready(w.ready, d, middle, low)
+    tasks, backwards = np.int64(len(g.task) - 2), g.numbers[r.EARLY_TASKS] - forwards
+    first_forward = tasks - batches * forwards
+    if rank >= first_forward:
+        begin = first_forward + (rank - first_forward) // forwards * forwards
+        end = begin + forwards
+    else:
+        m = min(rank // backwards, batches - 1) if backwards > 0 else batches - 1
+        begin = m * backwards
+        end = first_forward if m == batches - 1 else begin + backwards
+    device[d].pass_begin, device[d].position = begin, end
+    return rank
+
+
+@njit(**INNER)
 def _run(g, w, rank_of_task, task_of_rank, device_of_group, stage, ordered):
     """Rule 3 from where the clock stands; returns (outcome, step time).
 
@@ -246,6 +274,7 @@ def _run(g, w, rank_of_task, task_of_rank, device_of_group, stage, ordered):
     middle, low = levels(num_tasks)
     recording, collectives = len(start_s) > 0, len(collective_of) > 0
     gathering, gated = len(gathered_ptr) > 0, g.numbers[r.SCHEDULE] != r.LIST
+    whole_passes = g.numbers[r.SCHEDULE] == r.ONE_F_ONE_B
 
     now, key, done, events = w.now_s[0], clock[r.KEY], clock[r.ENDED], clock[r.EVENTS]
     used, transfers, waiting, found = clock[r.SLOTS], clock[r.TRANSFERS], clock[r.WAITING], clock[r.FOUND]
@@ -410,6 +439,8 @@ def _run(g, w, rank_of_task, task_of_rank, device_of_group, stage, ordered):
                 if not is_ready(ready, d, low, rank):
                     continue
                 device[d].position += 1
+            elif whole_passes:
+                rank = _first_of_pass(g, w, d, middle, low)
             else:
                 rank = first_ready(ready, d, middle, low)
             remove_ready(ready, d, middle, low, rank)

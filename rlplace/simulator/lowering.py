@@ -211,7 +211,7 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
     overrides = sorted(problem.tensor_transfer_s)
     table_s = np.array([problem.tensor_transfer_s[tensor] for tensor in overrides], dtype=np.float64)
     limits = [-1 if device.memory_bytes is None else device.memory_bytes for device in problem.devices]
-    early = int((problem.op_phase != UPDATE).sum())
+    early, forward = int((problem.op_phase != UPDATE).sum()), int((problem.op_phase == FORWARD).sum())
     graph = Graph(
         time_s=problem.time_s[:, [column.index(i) for i in range(len(columns))]],
         task=task,
@@ -221,7 +221,7 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
         bytes=np.concatenate([problem.resident_bytes, [device.reserved_bytes for device in problem.devices], limits]),
         words=np.concatenate(lists),
         bounds=np.concatenate([[0], np.cumsum([len(part) for part in lists])]),
-        numbers=np.array([width, tasks.microbatches, GATED_SCHEDULES.get(schedule, r.LIST), early]),
+        numbers=np.array([width, tasks.microbatches, GATED_SCHEDULES.get(schedule, r.LIST), early, forward]),
     )
     dtypes = Graph(np.float64, r.TASK, r.READER, r.PAIR, np.float64, np.int64, np.uint32, np.int64, np.int64)
     frozen = Graph(*(_frozen(array, dtype) for array, dtype in zip(graph, dtypes, strict=True)))

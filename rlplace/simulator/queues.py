@@ -86,6 +86,27 @@ def first_ready(ready, device, middle, low):
     return (i << 6) + _lowest_bit(ready[device, low + i])
 
 
+@njit(**INNER)
+def next_ready(ready, device, middle, low, rank):
+    """The lowest rank of a set from `rank` on; -1 if there is none."""
+    i = rank >> 6
+    word = ready[device, low + i] & ~(_bit(rank) - np.uint64(1))
+    if word != 0:
+        return (i << 6) + _lowest_bit(word)
+    i += 1  # the first word from here on that is not zero
+    j = i >> 6
+    word = np.uint64(0)
+    if j < low - middle:
+        word = ready[device, middle + j] & ~(_bit(i) - np.uint64(1))
+        while word == 0 and j + 1 < low - middle:
+            j += 1
+            word = ready[device, middle + j]
+    if word == 0:
+        return np.int64(-1)
+    i = (j << 6) + _lowest_bit(word)
+    return (i << 6) + _lowest_bit(ready[device, low + i])
+
+
 @njit(forceinline=True, **INNER)
 def push_event(event, size, time_s, key):
     """Adds to a heap of `size` events, ordered by (time, key)."""

@@ -52,7 +52,8 @@ DEVICE = np.dtype(
         ("busy_s", "f8"),
         ("ready", "u4"),  # how many tasks are ready
         ("state", "u4"),  # IDLE, RUNNING or DUE
-        ("position", "u4"),  # rank that comes next when an order is given
+        ("position", "u4"),  # rank that comes next when an order is given; under 1f1b: end of the ranks of the pass at work
+        ("pass_begin", "u4"),  # under 1f1b: where they begin
     ],
     align=True,
 )
@@ -83,7 +84,7 @@ class Graph(NamedTuple):
     bytes: Any  # int64 [G + 2 D]: resident by group, reserved by device, limit by device (-1: none)
     words: Any  # uint32 [.], parts COLUMN to LINKS
     bounds: Any  # int64 [parts + 1], where each of them begins
-    numbers: Any  # int64 [4], WIDTH to EARLY_TASKS
+    numbers: Any  # int64 [5], WIDTH to FORWARD_OPS
 
 
 # Parts of `Graph.numbers`.
@@ -92,7 +93,8 @@ class Graph(NamedTuple):
     BATCHES,  # micro-batches
     SCHEDULE,  # LIST, GPIPE or ONE_F_ONE_B
     EARLY_TASKS,  # tasks of a micro-batch, except the last
-) = range(4)
+    FORWARD_OPS,  # tasks of a forward pass through the whole model
+) = range(5)
 
 # Parts of `Graph.words`.
 (

@@ -71,7 +71,8 @@ def task_ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDAr
     """Which of two ready tasks starts first: the one of lower rank.
 
     By default the earlier micro-batch, then the longer bottom level, then the smaller op number; under `1f1b` backward and
-    update before forward (see also `_Run.start_tasks`). A `priority` stands in for the bottom level; under `list` it also comes before the micro-batch.
+    update before forward (see also `_Run.start_tasks`). A `priority` stands in for the bottom level; under `list` it also
+    comes before the micro-batch.
 
     Returns:
         int32 [K], distinct.

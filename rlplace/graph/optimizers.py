@@ -46,10 +46,11 @@ class Optimizer:
 
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
     {
-        # torch/optim/adam.py: foreach takes the square roots of all second moments; single holds a root and its quotient.
+        # torch/optim/adam.py: foreach takes the square roots of all second moments; single holds a root, its quotient and the
+        # quotient of the parameter before, which the loop's variable still names.
         "sgd": Optimizer(2.0, 3.0, 0, 0, 0),
         "momentum": Optimizer(4.0, 3.0, 1, 0, 0),
-        "adam": Optimizer(12.0, 3.0, 2, 1, 2),
-        "adamw": Optimizer(13.0, 3.0, 2, 1, 2),
+        "adam": Optimizer(12.0, 3.0, 2, 1, 3),
+        "adamw": Optimizer(13.0, 3.0, 2, 1, 3),
     }
 )

@@ -1,0 +1,203 @@
+"""The replay of a plan and its table: exact sums, the simulator's peak, replicas, kernels of the update, steps."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlplace.cluster import Cluster
+from rlplace.cost import price
+from rlplace.cost.allocator import AllocatorOptions
+from rlplace.cost.footprint import PARTS, WORKSPACE_BYTES, MemoryOptions, footprint
+from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, holdings
+from rlplace.cost.lifetimes import lifetimes
+from rlplace.errors import InputError
+from rlplace.graph.synthetic import random_graph, transformer_graph
+from rlplace.plan import PlacementPlan
+from rlplace.problem import Device, Links, Problem
+from rlplace.problem.toys import random_problem
+from rlplace.simulator.reference import simulate_reference
+from rlplace.simulator.timeline import resident_by_device
+
+MIB = 1 << 20
+TWO = Cluster.preset("a100-80g:2")
+
+
+def changed(problem, **values):
+    kept = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem) if field.init}
+    return Problem(**{**kept, **values})
+
+
+def plan_of(problem, devices, **options):
+    return PlacementPlan(problem.fingerprint, "test", 0, np.asarray(devices, dtype=np.int32), **options)
+
+
+def with_ties(problem, seed):
+    """Whole-number times, zero among them, so that much happens in one instant."""
+    rng = np.random.default_rng(seed)
+    count = problem.num_devices
+    latency = rng.integers(0, 2, (count, count)).astype(float)
+    np.fill_diagonal(latency, 0.0)
+    links = Links(np.where(np.eye(count, dtype=bool), 0.0, 1e30), latency, problem.links.channels)
+    time = np.repeat(rng.integers(0, 3, (problem.num_ops, 1)).astype(float), count, axis=1)
+    return changed(problem, time_s=time, links=links)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.sampled_from(["list", "gpipe", "1f1b"]), st.booleans())
+def test_the_list_of_allocations_has_the_simulators_peak(seed, microbatches, schedule, synthetic):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 5))
+    if synthetic:
+        graph = random_graph(seed, int(rng.integers(1, 40)), tied=True, in_place=True)
+        problem = price(graph, f"a100-80g:{count}", groups=12, level="op")
+    else:
+        problem = random_problem(seed, int(rng.integers(1, 25)), count)
+    problem = with_ties(problem, seed)
+    plan = plan_of(problem, rng.integers(0, count, problem.num_groups), microbatches=microbatches, schedule=schedule)
+    line = simulate_reference(problem, plan.device_of_group, microbatches=microbatches, schedule=schedule)
+    life = lifetimes(problem, plan)
+    base = resident_by_device(problem, plan.device_of_group)
+    for device in range(count):
+        live = life.live_bytes(device)
+        assert base[device] + int(live.max(initial=0)) == line.peak_memory_bytes[device]
+        assert not len(live) or live[-1] == 0  # everything is given back
+    assert np.array_equal(np.sort(life.item), np.sort(np.tile(np.arange(len(life.device)), 2)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from(["task", "op"]), st.booleans(), st.sampled_from(["foreach", "fused", "single"]))
+def test_parts_add_up_and_kernels_and_pages_stay_above_what_is_live(seed, level, expandable, kernel):
+    graph = random_graph(seed, 30, tied=seed % 2 == 0)
+    problem = price(graph, TWO, groups=8, level=level)
+    devices = np.random.default_rng(seed).integers(0, 2, problem.num_groups)
+    options = MemoryOptions(allocator=AllocatorOptions(expandable_segments=expandable), optimizer_kernel=kernel)
+    for item in footprint(problem, devices, graph=graph if level == "op" else None, options=options):
+        assert set(item.parts) == set(PARTS) and min(item.parts.values()) >= 0
+        assert sum(item.parts.values()) == item.total_bytes
+        outside = item.parts["context"] + item.parts["communication"]
+        assert item.total_bytes == item.reserved_peak_bytes + outside
+        assert outside == 600_000_000 + 1_500_000_000
+        assert item.first_step_bytes <= item.allocated_peak_bytes <= item.reserved_peak_bytes
+        assert item.fits and item.capacity_bytes == 80_000_000_000
+
+
+def chain(weight=40 * MIB, activation=30 * MIB, temporary=0, devices=1, memory=None):
+    """One group: forward makes an activation, backward reads it, an update follows."""
+    return Problem(
+        name="chain",
+        samples_per_microbatch=1,
+        devices=tuple(Device(f"d{i}", memory) for i in range(devices)),
+        links=Links(np.where(np.eye(devices, dtype=bool), 0.0, 1e9), np.zeros((devices, devices))),
+        group_names=("g",),
+        resident_bytes=np.array([4 * weight]),
+        weight_bytes=np.array([weight]),
+        gradient_bytes=np.array([weight]),
+        optimizer_bytes=np.array([2 * weight]),
+        group_device=np.array([-1], dtype=np.int32),
+        op_names=("f", "b", "u"),
+        op_group=np.zeros(3, dtype=np.int32),
+        op_phase=np.array([0, 1, 3], dtype=np.int8),
+        time_s=np.ones((3, devices)),
+        temporary_bytes=np.array([temporary, 0, 0]),
+        tensor_producer=np.array([0, 1], dtype=np.int32),
+        tensor_owner=np.array([-1, -1], dtype=np.int32),
+        tensor_bytes=np.array([activation, 0]),
+        consumer_ptr=np.array([0, 1, 2]),
+        consumers=np.array([1, 2], dtype=np.int32),
+        source={"capture": {"optimizer": "adam"}},
+    )
+
+
+def test_two_steps_by_hand():
+    problem = chain()
+    options = MemoryOptions(workspace_bytes=0, optimizer_kernel="fused")
+    (item,) = footprint(problem, [0], options=options)
+    # Backward of step 2: weight, gradient, state and the activation are all there; in step 1 there is no state in the backward,
+    # but at its end weight, gradient and state.
+    assert item.allocated_peak_bytes == (40 + 40 + 80 + 30) * MIB
+    assert item.first_step_bytes == (40 + 40 + 80) * MIB
+    parts = {name: size // MIB for name, size in item.parts.items() if size}
+    assert parts == {"weights": 40, "gradients": 40, "optimizer": 80, "activations": 30}
+    # The foreach kernel takes the roots of all second moments: one more copy of the weights, when the activation is gone.
+    (item,) = footprint(problem, [0], options=dataclasses.replace(options, optimizer_kernel="foreach"))
+    parts = {name: size // MIB for name, size in item.parts.items() if size}
+    assert parts == {"weights": 40, "gradients": 40, "optimizer": 80, "temporaries": 40, "slack": 0} | parts
+    assert parts["temporaries"] == 40 and "activations" not in parts
+    assert item.first_step_bytes == item.allocated_peak_bytes == 200 * MIB
+    (item,) = footprint(problem, [0], options=MemoryOptions(steps=1, optimizer_kernel="fused"))
+    assert item.parts["workspace"] == 0  # a device of no kind is taken for a host processor
+
+
+def test_what_does_not_fit_says_so_and_what_it_would_take():
+    options = MemoryOptions(workspace_bytes=0, optimizer_kernel="fused")
+    (item,) = footprint(chain(memory=190 * MIB), [0], options=options)
+    assert item.fits and item.retries == 0
+    (item,) = footprint(chain(memory=189 * MIB), [0], options=options)
+    assert not item.fits and item.total_bytes == 190 * MIB
+    # Cached segments of 30 and 20 MiB have to go before the state of 80 MiB comes.
+    (item,) = footprint(chain(temporary=20 * MIB, memory=200 * MIB), [0], options=options)
+    assert item.fits and item.retries > 0
+
+
+def test_replicas_hold_gradients_twice_unless_they_live_in_the_buckets():
+    problem = chain(devices=2)
+    plan = plan_of(problem, [0], replicas=[[0], [1]])
+    options = MemoryOptions(workspace_bytes=0, optimizer_kernel="fused")
+    for item in footprint(problem, plan, options=options):
+        assert item.parts["buckets"] == item.parts["gradients"] == 40 * MIB
+    for item in footprint(problem, plan, options=dataclasses.replace(options, gradient_as_bucket_view=True)):
+        assert item.parts["buckets"] == 0 and item.parts["gradients"] == 40 * MIB
+    sharded = plan_of(problem, [0], replicas=[[0], [1]], optimizer_sharding=True)
+    for item in footprint(problem, sharded, options=options):
+        assert item.parts["optimizer"] == 40 * MIB  # half of the state each
+
+
+def test_microbatches_hold_their_activations_and_accumulate_gradients():
+    problem = chain(weight=2 * MIB)
+    options = MemoryOptions(workspace_bytes=0)
+    one, four = (
+        footprint(problem, plan_of(problem, [0], microbatches=m, schedule="gpipe"), options=options)[0].parts for m in (1, 4)
+    )
+    assert four["activations"] == 4 * one["activations"] and four["gradients"] == one["gradients"]
+
+
+def test_parameters_are_single_allocations_where_the_graph_is_known():
+    graph = transformer_graph(2)
+    problem = price(graph, TWO, groups=10, level="op")
+    items = holdings(problem, graph)
+    for part, field in ((WEIGHTS, "size_bytes"), (GRADIENTS, "gradient_bytes"), (OPTIMIZER, "optimizer_bytes")):
+        sizes = [getattr(p, field) for p in graph.parameters if getattr(p, field)]
+        found = [item.bytes for item in items if item.part == part]
+        assert not set(map(int, sizes)) - set(found)
+    sums = np.zeros((3, problem.num_groups), dtype=np.int64)
+    for item in items:
+        sums[item.part, item.group] += item.bytes
+        assert item.part != GRADIENTS or item.makers
+    assert np.array_equal(sums, [problem.weight_bytes, problem.gradient_bytes, problem.optimizer_bytes])
+    with pytest.raises(InputError, match="op-level problem"):
+        holdings(price(graph, TWO, groups=10), graph)
+    whole = holdings(price(graph, TWO, groups=10))
+    assert sum(item.bytes for item in whole) == sum(item.bytes for item in items)
+
+
+def test_context_and_workspace_are_those_of_the_kind_and_can_be_replaced():
+    graph = transformer_graph(1)
+    for kind, workspace in (("a100-80g", WORKSPACE_BYTES), ("h100", 32 * MIB), ("cpu", 0)):
+        (item,) = footprint(price(graph, f"{kind}:1", groups=4), [0] * price(graph, f"{kind}:1", groups=4).num_groups)
+        assert item.parts["workspace"] == workspace and item.parts["communication"] == 0
+    problem = price(graph, TWO, groups=4)
+    options = MemoryOptions(context_bytes=1, communication_bytes=2, workspace_bytes=512)
+    for item in footprint(problem, [0] * problem.num_groups, options=options):
+        assert (item.parts["context"], item.parts["communication"]) == (1, 2)
+    assert item.parts["workspace"] == 0  # nothing runs on the last device
+    with pytest.raises(InputError, match="optimizer kernel"):
+        MemoryOptions(optimizer_kernel="forach")
+
+
+def test_unknown_resident_parts_are_refused():
+    problem = changed(chain(), weight_bytes=np.array([-1]), gradient_bytes=np.array([-1]), optimizer_bytes=np.array([-1]))
+    with pytest.raises(InputError, match="does not say what its resident bytes are"):
+        footprint(problem, [0])

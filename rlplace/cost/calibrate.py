@@ -102,7 +102,7 @@ def calibrate(
     """Fits a cost table.
 
     Args:
-        measurements: With ops, all of one device kind, dtype setting and number of threads.
+        measurements: With ops, all of one device and number of threads; dtypes may differ.
         kind: That device kind, as `rlplace.Cluster.detect()` has it: curves are fractions of its peak and bandwidth.
         holdout: Share of the distinct shapes of a target that are held out to state the error by shape; 0 leaves that out.
             The table that is returned is fitted on everything.
@@ -199,8 +199,15 @@ def predict(op: MeasuredOp, fitted: Fitted, kind: DeviceKind) -> tuple[float, bo
 
 
 def step_factor(measurements: Iterable[Measurement]) -> float:
-    """Median of measured over summed time of whole steps; 1 where no measurement has both."""
-    ratios = [m.step.quiet_s / m.ops_s for m in measurements if m.step is not None and m.ops_s > 0]
+    """Median of measured over summed time of whole steps; 1 where no measurement has both.
+
+    A step that is bound by the host takes the sum of the issue times, which pricing adds by itself.
+    """
+    ratios = []
+    for m in measurements:
+        issue = sum(op.issue_s * op.count for op in m.ops if op.issue_s is not None)
+        if m.step is not None and m.ops_s > 0:
+            ratios.append(m.step.quiet_s / max(m.ops_s, issue))
     if not ratios:
         return 1.0
     return float(np.clip(statistics.median(ratios), 1 / _MOST_FACTOR, _MOST_FACTOR))
@@ -308,11 +315,13 @@ def _shapes(rows: Sequence[Row], key: Key, scale: float, fitted: Fitted) -> tupl
 
 
 def _issue(measurements: Sequence[Measurement]) -> float:
-    """Host seconds to issue an op, where host and device run side by side."""
-    known = [(op.issue_s, op.count) for m in measurements for op in m.ops if op.issue_s is not None and op.kind != "view"]
-    if not known:
-        return 0.0
-    return min(1.0, sum(seconds * count for seconds, count in known) / sum(count for _, count in known))
+    """Host seconds to issue a kernel, where host and device run side by side; 0 where the host does the work."""
+    seconds = kernels = 0.0
+    for op in (op for m in measurements for op in m.ops):
+        if op.issue_s is not None and op.kind != "view" and op.direction != "update":
+            seconds += op.issue_s * op.count
+            kernels += _kernels(op) * op.count
+    return min(1.0, seconds / kernels) if kernels else 0.0
 
 
 def _source(measurements: Sequence[Measurement]) -> str:

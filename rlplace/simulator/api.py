@@ -24,7 +24,7 @@ from rlplace.simulator.stages import stage_numbers
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, unfinished
 
 if TYPE_CHECKING:
-    from rlplace.simulator.lowering import Lowered, Ranks
+    from rlplace.simulator.lowering import Lowered
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
@@ -102,7 +102,7 @@ def simulate(
     outcome, step, peak, busy = results
     stage_words, stages = _stages(stage, lowered)
     work = lowered.take_work(timeline=True) if stages is None else lowered.new_work(timeline=True, stages=stages)
-    inputs = (*ranks, position, devices[None].view(np.uint32), stage_words)
+    inputs = (ranks, position, devices[None].view(np.uint32), stage_words)
     fast.simulate_plans(tuple(lowered.graph), tuple(work), *inputs, *results)
     moved = fixed_violations(problem, devices)
     device_of_op = devices[problem.op_group]
@@ -111,7 +111,7 @@ def simulate(
             lowered.give_work(work, timeline=True)
         reasons = placement_violations(problem, devices) or [STUCK_ORDER]
         return unfinished(problem, devices, device_of_op, reasons + moved, tasks)
-    transfers = work.transfer[: work.clock[records.TRANSFERS]]
+    transfers = work.transfer[: work.layout[records.TRANSFERS]]
     value = transfers["value"]
     violations = memory_violations(problem, peak[0]) + moved
     line = Timeline(
@@ -121,8 +121,8 @@ def simulate(
         peak_memory_bytes=peak[0],
         busy_s=busy[0],
         device_of_op=device_of_op,
-        start_s=work.start_s.copy(),
-        end_s=work.end_s.copy(),
+        start_s=work.time_s[0].copy(),
+        end_s=work.time_s[1].copy(),
         transfer_tensor=tasks.tensor[value],
         transfer_source=transfers["source"].copy(),
         transfer_destination=transfers["destination"].copy(),
@@ -316,7 +316,7 @@ class _Runner:
             count = self.lowered.tasks.microbatches
             order = schedule_order(self._problem, devices[0], self._schedule, count, None, self._key)
             ranks, position = _order_ranks(order, self.lowered)
-        return (tuple(self.lowered.graph), tuple(work), *ranks, position, devices.view(np.uint32), none, *results)
+        return (tuple(self.lowered.graph), tuple(work), ranks, position, devices.view(np.uint32), none, *results)
 
     def run(self, work: Any, devices: NDArray[np.int32], *results: NDArray[Any]) -> tuple[float, float]:
         """Simulates the rows of `devices`; returns step time and memory overflow of the last one."""
@@ -379,7 +379,7 @@ def _stages(stage: NDArray[np.int32] | None, lowered: Lowered) -> tuple[NDArray[
     return numbers, int(numbers.max(initial=0)) + 1
 
 
-def _priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float] | NDArray[Any] | None) -> Ranks:
+def _priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float] | NDArray[Any] | None) -> NDArray[np.uint32]:
     from rlplace.simulator.lowering import ranks
 
     if priority is None:
@@ -387,9 +387,9 @@ def _priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float
     return ranks(problem, lowered.tasks, lowered.schedule, _check_priority(priority, problem))
 
 
-def _order_ranks(order: Sequence[Sequence[Any]], lowered: Lowered) -> tuple[Ranks, NDArray[np.uint32]]:
+def _order_ranks(order: Sequence[Sequence[Any]], lowered: Lowered) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
     """Ranks that number the tasks of device 0 in the order given, then of device 1, and so on; and each one's first rank."""
-    from rlplace.simulator.lowering import inverse
+    from rlplace.simulator.lowering import with_inverse
 
     tasks = lowered.tasks
     if tasks.microbatches == 1:
@@ -401,6 +401,6 @@ def _order_ranks(order: Sequence[Sequence[Any]], lowered: Lowered) -> tuple[Rank
         listed = np.array([number[op, m] if (op, m) in number else number[op, once] for op, m in pairs], dtype=np.int64)
     others = np.ones(tasks.num_tasks, dtype=bool)  # tasks of collectives are in no order
     others[listed] = False
-    task_of_rank = np.concatenate([listed, np.flatnonzero(others)]).astype(np.uint32)
+    task_of_rank = np.concatenate([listed, np.flatnonzero(others)])
     position = np.cumsum([0] + [len(row) for row in order[:-1]]).astype(np.uint32)
-    return (inverse(task_of_rank), task_of_rank), position
+    return with_inverse(task_of_rank), position

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from rlplace.simulator import records as r
-from rlplace.simulator.queues import INNER, part
+from rlplace.simulator.queues import INNER, add_ready, join_queues, levels, part
 
 
 @njit(**INNER)
@@ -18,7 +18,7 @@ def prepare_gates(g, w, stage):
     Returns:
         int64 [S], gates of each stage that are open from the start.
     """
-    op_group, gated, closes, batches = part(g, r.OP_GROUP), part(g, r.GATED), part(g, r.CLOSES), g.numbers[r.BATCHES]
+    op_group, gated, closes, batches = part(g, r.OP_GROUP), part(g, r.GATED), part(g, r.CLOSES), g.layout[r.BATCHES]
     apart_ptr, apart, gate_ptr, gate_ops = part(g, r.APART_PTR), part(g, r.APART), part(w, r.GATE_PTR), part(w, r.GATE_OPS)
     opened, left, spare = part(w, r.OPENED), part(w, r.LEFT), part(w, r.SPARE)
     stages = len(opened)
@@ -53,7 +53,7 @@ def prepare_gates(g, w, stage):
         s = stage[op_group[op]]
         if closes[op] == r.SPARE_STAGE and spare[s] == 1:
             closing[s] += 1
-    if g.numbers[r.SCHEDULE] == r.GPIPE:
+    if g.layout[r.SCHEDULE] == r.GPIPE:
         for s in range(stages):
             left[s] = closing[s] * batches
             closing[s] = closing[s] == 0
@@ -103,3 +103,86 @@ def stages_to_sink(links, stage, stages):
                     beyond = max(beyond, longest[t])
             longest[s] = 1 + beyond
     return longest
+
+
+@njit(**INNER)
+def admit(g, w, ranks, device_of_group, tasks, counts):
+    """Tasks that wait for one thing less, in their order: what misses nothing any more is ready, or a collective's.
+
+    Returns:
+        `counts` as they are then: lengths of DUE_DEVICES, of the slots in use and of STARTABLE.
+    """
+    task, device, ready, waits, due = g.task, w.device, w.ready, part(w, r.WAITS), part(w, r.DUE_DEVICES)
+    collective_of = part(g, r.COLLECTIVE_OF)
+    collectives, (waiting, used, found) = len(collective_of) > 0, counts
+    middle, low = levels(len(waits))
+    for i in range(len(tasks)):
+        t = tasks[i]
+        if waits[t] > 0:
+            waits[t] -= 1
+        if waits[t] == 0:
+            if collectives and collective_of[t] != r.NONE:
+                used, found = member_waits(g, w, np.int64(collective_of[t]), used, found)
+            else:
+                d = device_of_group[task[t].group]
+                waiting = add_ready(ready, device, due, waiting, middle, low, ranks[0, t], d)
+    return waiting, used, found
+
+
+@njit(**INNER)
+def member_waits(g, w, collective, used, found):
+    """One task less keeps a collective waiting; the last one lets it join the queues of its channels."""
+    absent, held, slots = part(w, r.ABSENT), part(g, r.HELD), w.slot
+    absent[collective] -= 1
+    if absent[collective] > 0:
+        return used, found
+    slots[used].value, slots[used].device = collective, r.NONE
+    begin, end = np.int64(held[collective]), np.int64(held[collective + 1])
+    found = join_queues(
+        slots, w.channel, part(g, r.CHANNELS), part(w, r.FOLLOWING), g.layout[r.WIDTH], part(w, r.STARTABLE),
+        found, used, begin, end,
+    )  # fmt: skip
+    return used + 1, found
+
+
+@njit(**INNER)
+def open_gates(g, w, ranks, device_of_group, stage, count, counts):
+    """The next gates of a stage open; see `admit`."""
+    opened, gate_ptr, gate_ops = part(w, r.OPENED), part(w, r.GATE_PTR), part(w, r.GATE_OPS)
+    early_task, batches = part(g, r.EARLY_TASK), g.layout[r.BATCHES]
+    gpipe = g.layout[r.SCHEDULE] == r.GPIPE
+    begin = np.int64(gate_ptr[stage])
+    tasks = np.empty(np.int64(gate_ptr[stage + 1]) - begin, dtype=np.uint32)
+    for _ in range(count):
+        if opened[stage] >= (1 if gpipe else batches):
+            break
+        first = np.int64(0 if gpipe else opened[stage])
+        for m in range(first, batches if gpipe else first + 1):
+            for i in range(len(tasks)):
+                op = gate_ops[begin + i]
+                tasks[i] = (op if m == batches - 1 else early_task[op]) + m * g.layout[r.EARLY_TASKS]
+            counts = admit(g, w, ranks, device_of_group, tasks, counts)
+        opened[stage] += 1
+    return counts
+
+
+@njit(**INNER)
+def close_batch(g, w, ranks, device_of_group, stage, m, counts):
+    """A batch waits for one task less; the last one opens the next gate of its stage; see `admit`."""
+    left = part(w, r.LEFT)
+    batch = stage if g.layout[r.SCHEDULE] == r.GPIPE else stage * g.layout[r.BATCHES] + m
+    left[batch] -= 1
+    if left[batch] > 0:
+        return counts
+    return open_gates(g, w, ranks, device_of_group, stage, np.int64(1), counts)
+
+
+@njit(**INNER)
+def close_apart(g, w, ranks, device_of_group, stage_of_group, op, m, counts):
+    """`close_batch` for every stage that an op of APART_STAGES closes."""
+    apart_ptr, apart = part(g, r.APART_PTR), part(g, r.APART)
+    s = next_stage(apart_ptr, apart, stage_of_group, op, -1)
+    while s != r.NONE:
+        counts = close_batch(g, w, ranks, device_of_group, s, m, counts)
+        s = next_stage(apart_ptr, apart, stage_of_group, op, s)
+    return counts

@@ -19,9 +19,6 @@ from rlplace.simulator.tasks import TaskGraph, task_graph
 
 GATED_SCHEDULES = {"gpipe": r.GPIPE, "1f1b": r.ONE_F_ONE_B}
 
-Ranks = tuple[NDArray[np.uint32], NDArray[np.uint32]]
-"""Rank of every task and task of every rank, uint32 [K]."""
-
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
@@ -33,7 +30,7 @@ class Lowered:
         graph: The arrays, read-only.
         value: Values as they are before a run, copied into every `Work`.
         priority: float64 [N], the default priority.
-        ranks: Those of the default priority.
+        ranks: uint32 [2, K], rank of every task and task of every rank, for the default priority.
         num_devices: D.
         num_channels: Distinct channels.
         idle: State of simulations that nobody uses at the moment, without and with timeline.
@@ -44,7 +41,7 @@ class Lowered:
     graph: Graph
     value: NDArray[Any]
     priority: NDArray[np.float64]
-    ranks: Ranks
+    ranks: NDArray[np.uint32]
     num_devices: int
     num_channels: int
     idle: tuple[list[Work], list[Work]] = field(default_factory=lambda: ([], []))
@@ -57,7 +54,7 @@ class Lowered:
             stages: Most stages of a plan, default one a device.
         """
         tasks, devices, graph = self.tasks.num_tasks, self.num_devices, self.graph
-        collectives, width = len(self.tasks.collective), int(graph.numbers[r.WIDTH])
+        collectives, width = len(self.tasks.collective), int(graph.layout[r.WIDTH])
         slots = len(graph.readers) + collectives
         gated = self.schedule != "list"
         stages = (devices if stages is None else stages) if gated else 0
@@ -68,6 +65,7 @@ class Lowered:
             r.LEFT: stages * batches, r.SPARE: stages,
         }  # fmt: skip
         _, low = levels.py_func(tasks)
+        parts = [sizes[part] for part in range(len(sizes))]
         return Work(
             value=self.value.copy(),
             slot=np.zeros(slots, dtype=r.SLOT),
@@ -75,12 +73,9 @@ class Lowered:
             device=np.zeros(devices, dtype=r.DEVICE),
             event=np.zeros(devices + slots, dtype=r.EVENT),
             ready=np.zeros((devices, low + ((tasks + 63) >> 6)), dtype=np.uint64),
-            words=np.zeros(sum(sizes.values()), dtype=np.uint32),
-            bounds=np.concatenate([[0], np.cumsum([sizes[i] for i in range(len(sizes))])]),
-            clock=np.zeros(r.FOUND + 1, dtype=np.int64),
-            now_s=np.zeros(1),
-            start_s=np.zeros(tasks if timeline else 0),
-            end_s=np.zeros(tasks if timeline else 0),
+            words=np.zeros(sum(parts), dtype=np.uint32),
+            layout=np.concatenate([[0], np.cumsum(parts), np.zeros(r.FOUND + 1 - r.KEY, dtype=np.int64)]),
+            time_s=np.zeros((2, tasks if timeline else 0)),
             transfer=np.zeros(len(graph.readers) if timeline else 0, dtype=r.TRANSFER),
         )
 
@@ -130,8 +125,8 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
     return level
 
 
-def ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDArray[np.float64] | None = None) -> Ranks:
-    """What `reference.task_ranks` defines, as ranks and their inverse.
+def ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDArray[np.float64] | None = None) -> NDArray[np.uint32]:
+    """What `reference.task_ranks` defines: uint32 [2, K], rank of every task and task of every rank.
 
     Tasks are numbered by micro-batch and op, so equal keys keep their order.
     """
@@ -141,15 +136,15 @@ def ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDArray[n
         keys.append(tasks.microbatch)
     if schedule == "1f1b":
         keys.append((problem.op_phase[tasks.op] == FORWARD).astype(np.int32))
-    task_of_rank = (np.argsort(value, kind="stable") if len(keys) == 1 else np.lexsort(keys)).astype(np.uint32)
-    return inverse(task_of_rank), task_of_rank
+    return with_inverse(np.argsort(value, kind="stable") if len(keys) == 1 else np.lexsort(keys))
 
 
-def inverse(permutation: NDArray[Any]) -> NDArray[np.uint32]:
-    """uint32 [K], where each number stands in a permutation."""
-    found = np.empty(len(permutation), dtype=np.uint32)
-    found[permutation] = np.arange(len(permutation), dtype=np.uint32)
-    return found
+def with_inverse(task_of_rank: NDArray[Any]) -> NDArray[np.uint32]:
+    """The two rows of `ranks`."""
+    both = np.empty((2, len(task_of_rank)), dtype=np.uint32)
+    both[1] = task_of_rank
+    both[0, task_of_rank] = np.arange(len(task_of_rank), dtype=np.uint32)
+    return both
 
 
 def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
@@ -183,7 +178,7 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
     pair, channels, held, num_channels, width = _channels(problem, tasks)
     if (len(readers) + len(tasks.collective)) * width >= 1 << 31:
         raise InputError(f"problem: {count} tasks with {len(readers)} readers are too many for the simulator")
-    words: dict[int, Any] = dict.fromkeys(range(r.LINKS + 1), ())
+    words: dict[int, Any] = dict.fromkeys(range(r.PASS_PTR + 1), ())
     words |= {
         r.COLUMN: column,
         r.INPUTS: inputs,
@@ -211,7 +206,7 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
     overrides = sorted(problem.tensor_transfer_s)
     table_s = np.array([problem.tensor_transfer_s[tensor] for tensor in overrides], dtype=np.float64)
     limits = [-1 if device.memory_bytes is None else device.memory_bytes for device in problem.devices]
-    early, forward = int((problem.op_phase != UPDATE).sum()), int((problem.op_phase == FORWARD).sum())
+    numbers = [tasks.microbatches, GATED_SCHEDULES.get(schedule, r.LIST), (problem.op_phase != UPDATE).sum(), width]
     graph = Graph(
         time_s=problem.time_s[:, [column.index(i) for i in range(len(columns))]],
         task=task,
@@ -220,10 +215,9 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
         table_s=table_s.reshape(len(overrides), problem.num_devices, problem.num_devices),
         bytes=np.concatenate([problem.resident_bytes, [device.reserved_bytes for device in problem.devices], limits]),
         words=np.concatenate(lists),
-        bounds=np.concatenate([[0], np.cumsum([len(part) for part in lists])]),
-        numbers=np.array([width, tasks.microbatches, GATED_SCHEDULES.get(schedule, r.LIST), early, forward]),
+        layout=np.concatenate([[0], np.cumsum([len(part) for part in lists]), numbers]),
     )
-    dtypes = Graph(np.float64, r.TASK, r.READER, r.PAIR, np.float64, np.int64, np.uint32, np.int64, np.int64)
+    dtypes = Graph(np.float64, r.TASK, r.READER, r.PAIR, np.float64, np.int64, np.uint32, np.int64)
     frozen = Graph(*(_frozen(array, dtype) for array, dtype in zip(graph, dtypes, strict=True)))
     value = np.zeros(values + 1, dtype=r.VALUE)
     table = np.full(problem.num_tensors, -1, dtype=np.int32)
@@ -262,8 +256,15 @@ def _gate_words(problem: Problem, tasks: TaskGraph, schedule: str) -> dict[int, 
         r.CLOSES: closes,
         r.APART_PTR: apart_ptr,
         r.APART: apart,
+        r.PASS_PTR: _pass_ptr(problem, tasks) if schedule == "1f1b" else (),
         r.LINKS: np.unique(np.stack([group[maker[both]], group[reader[both]]], axis=1), axis=0).ravel(),
     }
+
+
+def _pass_ptr(problem: Problem, tasks: TaskGraph) -> NDArray[np.int64]:
+    """Where the ranks of each pass begin under 1f1b: first backward and update by micro-batch, then forward."""
+    number = tasks.microbatch + tasks.microbatches * (problem.op_phase[tasks.op] == FORWARD)
+    return np.concatenate([[0], np.cumsum(np.bincount(number, minlength=2 * tasks.microbatches))])
 
 
 def _channels(problem: Problem, tasks: TaskGraph) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int, int]:
@@ -304,5 +305,5 @@ def _frozen(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
 
 def part_of(graph: Graph, number: int) -> NDArray[np.uint32]:
     """One of the lists in `Graph.words`."""
-    part: NDArray[np.uint32] = graph.words[graph.bounds[number] : graph.bounds[number + 1]]
+    part: NDArray[np.uint32] = graph.words[graph.layout[number] : graph.layout[number + 1]]
     return part

@@ -15,6 +15,9 @@ from numba.extending import intrinsic
 
 from rlplace.simulator.records import NONE
 
+IDLE, RUNNING, DUE = range(3)
+"""State of a device; DUE: idle, and in the list of those that may have something to start."""
+
 INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
 """A division by zero cannot happen, so no code for its error, and nobody outside calls these: both shorten the compilation."""
 
@@ -31,7 +34,7 @@ def levels(tasks):
 @njit(forceinline=True, **INNER)
 def part(owner, number):
     """One of the lists that share the words of a `Graph` or a `Work`."""
-    return owner.words[owner.bounds[number] : owner.bounds[number + 1]]
+    return owner.words[owner.layout[number] : owner.layout[number + 1]]
 
 
 @intrinsic
@@ -50,11 +53,22 @@ def _bit(number):
 
 
 @njit(forceinline=True, **INNER)
-def add_ready(ready, device, middle, low, rank):
-    """Adds a rank to a device's set; `middle` and `low` are where its levels begin."""
-    ready[device, low + (rank >> 6)] |= _bit(rank)
-    ready[device, middle + (rank >> 12)] |= _bit(rank >> 6)
-    ready[device, rank >> 18] |= _bit(rank >> 12)
+def add_ready(ready, device, due, waiting, middle, low, rank, d):
+    """Adds a rank to a device's set; `middle` and `low` are where its levels begin.
+
+    A device that is idle is then due. Without branches, so that numba need not count references here.
+
+    Returns:
+        The length of `due`.
+    """
+    ready[d, low + (rank >> 6)] |= _bit(rank)
+    ready[d, middle + (rank >> 12)] |= _bit(rank >> 6)
+    ready[d, rank >> 18] |= _bit(rank >> 12)
+    idle = device[d].state == IDLE
+    device[d].ready += 1
+    device[d].state += DUE * idle
+    due[waiting] = d
+    return waiting + idle
 
 
 @njit(forceinline=True, **INNER)
@@ -88,23 +102,27 @@ def first_ready(ready, device, middle, low):
 
 @njit(**INNER)
 def next_ready(ready, device, middle, low, rank):
-    """The lowest rank of a set from `rank` on; -1 if there is none."""
-    i = rank >> 6
-    word = ready[device, low + i] & ~(_bit(rank) - np.uint64(1))
+    """The lowest rank of a set from `rank` on, or NONE."""
+    every, i = ~np.uint64(0), np.int64(rank)
+    word = ready[device, low + (i >> 6)] & (every << np.uint64(i & 63))
     if word != 0:
-        return (i << 6) + _lowest_bit(word)
-    i += 1  # the first word from here on that is not zero
-    j = i >> 6
-    word = np.uint64(0)
-    if j < low - middle:
-        word = ready[device, middle + j] & ~(_bit(i) - np.uint64(1))
-        while word == 0 and j + 1 < low - middle:
-            j += 1
-            word = ready[device, middle + j]
-    if word == 0:
-        return np.int64(-1)
-    i = (j << 6) + _lowest_bit(word)
-    return (i << 6) + _lowest_bit(ready[device, low + i])
+        return (i >> 6 << 6) + _lowest_bit(word)
+    i = (i >> 6) + 1
+    if middle + (i >> 6) < low:
+        word = ready[device, middle + (i >> 6)] & (every << np.uint64(i & 63))
+        if word != 0:
+            i = (i >> 6 << 6) + _lowest_bit(word)
+            return (i << 6) + _lowest_bit(ready[device, low + i])
+    i = (i >> 6) + 1
+    shift = np.uint64(i & 63)
+    for j in range(i >> 6, middle):
+        word = ready[device, j] & (every << shift)
+        if word != 0:
+            i = (j << 6) + _lowest_bit(word)
+            i = (i << 6) + _lowest_bit(ready[device, middle + i])
+            return (i << 6) + _lowest_bit(ready[device, low + i])
+        shift = np.uint64(0)
+    return np.int64(NONE)
 
 
 @njit(forceinline=True, **INNER)

@@ -52,8 +52,7 @@ DEVICE = np.dtype(
         ("busy_s", "f8"),
         ("ready", "u4"),  # how many tasks are ready
         ("state", "u4"),  # IDLE, RUNNING or DUE
-        ("position", "u4"),  # rank that comes next when an order is given; under 1f1b: end of the ranks of the pass at work
-        ("pass_begin", "u4"),  # under 1f1b: where they begin
+        ("position", "u4"),  # rank that comes next when an order is given; under 1f1b the pass that it is working on
     ],
     align=True,
 )
@@ -83,18 +82,8 @@ class Graph(NamedTuple):
     table_s: Any  # float64 [., D, D]
     bytes: Any  # int64 [G + 2 D]: resident by group, reserved by device, limit by device (-1: none)
     words: Any  # uint32 [.], parts COLUMN to LINKS
-    bounds: Any  # int64 [parts + 1], where each of them begins
-    numbers: Any  # int64 [5], WIDTH to FORWARD_OPS
+    layout: Any  # int64, where each of the parts begins and the last one ends, then BATCHES to WIDTH
 
-
-# Parts of `Graph.numbers`.
-(
-    WIDTH,  # channels of the widest slot, at least 1
-    BATCHES,  # micro-batches
-    SCHEDULE,  # LIST, GPIPE or ONE_F_ONE_B
-    EARLY_TASKS,  # tasks of a micro-batch, except the last
-    FORWARD_OPS,  # tasks of a forward pass through the whole model
-) = range(5)
 
 # Parts of `Graph.words`.
 (
@@ -120,7 +109,16 @@ class Graph(NamedTuple):
     APART_PTR,  # [N + 1]
     APART,  # groups whose stage an op that closes APART_STAGES closes
     LINKS,  # pairs of groups: a forward op of the second reads what one of the first makes
-) = range(22)
+    PASS_PTR,  # [2 * micro-batches + 1] under 1f1b: ranks of each pass, backward and update before forward
+) = range(23)
+
+# What follows in `Graph.layout`.
+(
+    BATCHES,  # micro-batches
+    SCHEDULE,  # LIST, GPIPE or ONE_F_ONE_B
+    EARLY_TASKS,  # tasks of a micro-batch, except the last
+    WIDTH,  # channels of the widest slot, at least 1
+) = range(24, 28)
 
 # What the end of an op's task counts for: no stage, its own, those of `APART`, or its own if nothing else closes that.
 NO_STAGE, OWN_STAGE, APART_STAGES, SPARE_STAGE = range(4)
@@ -136,11 +134,8 @@ class Work(NamedTuple):
     event: Any  # EVENT [D + E + collectives], a heap
     ready: Any  # uint64 [D, words], ready tasks of each device by rank; see `rlplace.simulator.queues`
     words: Any  # uint32 [.], parts WAITS to SPARE
-    bounds: Any  # int64 [parts + 1]
-    clock: Any  # int64 [7], where the run stands: KEY to FOUND
-    now_s: Any  # float64 [1]
-    start_s: Any  # float64 [K], or [0] when nobody wants to know when things happen
-    end_s: Any  # float64 [K] or [0]
+    layout: Any  # int64, where each of the parts begins and the last one ends, then KEY to FOUND
+    time_s: Any  # float64 [2, K], start and end of every task, or [2, 0] when nobody wants to know
     transfer: Any  # TRANSFER [E] or [0]
 
 
@@ -158,7 +153,7 @@ class Work(NamedTuple):
     SPARE,  # [stages], 1 where no backward closes the stage
 ) = range(10)
 
-# Parts of `Work.clock`.
+# What follows in `Work.layout`: where a run stands.
 (
     KEY,  # of the event that is next to process, already taken off the heap
     ENDED,  # tasks that have ended
@@ -167,4 +162,4 @@ class Work(NamedTuple):
     TRANSFERS,  # that have started
     WAITING,  # length of DUE_DEVICES
     FOUND,  # length of STARTABLE
-) = range(7)
+) = range(11, 18)

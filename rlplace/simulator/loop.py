@@ -1,0 +1,305 @@
+"""The loop of the compiled simulator: rule 3 of the executor, over the records of `rlplace.simulator.records`."""
+
+# mypy: allow-untyped-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rlplace.simulator import records as r
+from rlplace.simulator.gates import close_apart, close_batch, member_waits
+from rlplace.simulator.queues import (
+    DUE,
+    IDLE,
+    INNER,
+    RUNNING,
+    add_ready,
+    first_ready,
+    is_ready,
+    join_queues,
+    leave_queues,
+    levels,
+    next_ready,
+    part,
+    pop_event,
+    push_event,
+    remove_ready,
+)
+
+DONE, CANNOT_RUN, STUCK, BAD_DEVICE, PAUSED = range(5)
+"""How a run ends; CANNOT_RUN: a null time or missing link; BAD_DEVICE: `device_of_group` is out of range."""
+
+_OWNED = 1 << 30  # uses of what a group owns: its bytes there are never freed
+_LOWER_HALF = 0xFFFFFFFF
+
+
+@njit(**INNER)
+def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
+    """Goes on from where `w` stands, until nothing happens any more or `pause` tasks have ended.
+
+    One long function over local names: numba counts references to every array of a tuple that is passed on, and to arrays
+    that are passed to functions with branches.
+
+    Returns:
+        How it ends, and when.
+    """
+    time_s, task, readers, pair, table_s, ahead = g.time_s, g.task, g.readers, g.pair, g.table_s, g.layout
+    value, slots, channel, device, event, ready = w.value, w.slot, w.channel, w.device, w.event, w.ready
+    clock, times, transfer = w.layout, w.time_s, w.transfer
+    column, inputs, outputs, owner = part(g, r.COLUMN), part(g, r.INPUTS), part(g, r.OUTPUTS), part(g, r.OWNER)
+    channels, gathered_ptr, gathered_of = part(g, r.CHANNELS), part(g, r.GATHERED_PTR), part(g, r.GATHERED_OF)
+    collective_of, member_ptr, members = part(g, r.COLLECTIVE_OF), part(g, r.MEMBER_PTR), part(g, r.MEMBERS)
+    microbatch, closes, pass_ptr = part(g, r.MICROBATCH), part(g, r.CLOSES), part(g, r.PASS_PTR)
+    waits, following, startable, due = part(w, r.WAITS), part(w, r.FOLLOWING), part(w, r.STARTABLE), part(w, r.DUE_DEVICES)
+    spare = part(w, r.SPARE)
+    num_devices, num_tasks, width = len(device), np.int64(len(waits)), ahead[r.WIDTH]
+    middle, low = levels(num_tasks)
+    recording, collectives = times.shape[1] > 0, len(collective_of) > 0
+    gathering, gated, keeps_pass = len(gathered_ptr) > 0, ahead[r.SCHEDULE] != r.LIST, len(pass_ptr) > 0
+
+    key, done, events, used = clock[r.KEY], clock[r.ENDED], clock[r.EVENTS], clock[r.SLOTS]
+    transfers, waiting, found = clock[r.TRANSFERS], clock[r.WAITING], clock[r.FOUND]
+    while True:
+        while True:  # everything that ends now
+            number = key >> 32
+            if number <= num_tasks:
+                first, last, d = number, number + 1, np.uint32(0)
+                collective = np.int64(r.NONE)
+                if number < num_tasks:
+                    d = device_of_group[task[number].group]
+                    if collectives and collective_of[number] != r.NONE:
+                        collective = np.int64(collective_of[number])
+                        first, last = np.int64(member_ptr[collective]), np.int64(member_ptr[collective + 1])
+                        found = leave_queues(slots, channel, channels, following, width, startable, found, key & _LOWER_HALF)
+                    else:
+                        device[d].state = DUE
+                        due[waiting] = d
+                        waiting += 1
+                for t in range(first, last):
+                    if collective != r.NONE:
+                        t = np.int64(members[t])
+                        d = device_of_group[task[t].group]
+                    if t < num_tasks:  # a task ends: free temporaries, unread outputs, inputs whose last use this was
+                        done += 1
+                        freed = task[t].free_bytes
+                        for i in range(task[t].inputs, task[t + 1].inputs):
+                            v = inputs[i]
+                            if value[v].source == d:
+                                uses = value[v].uses - 1
+                                value[v].uses = uses
+                                if uses == 0:
+                                    freed += value[v].bytes
+                            else:
+                                s = value[v].slots
+                                while slots[s].device != d:
+                                    s += 1
+                                uses = slots[s].uses - 1
+                                slots[s].uses = uses
+                                if uses == 0:
+                                    freed += value[v].bytes
+                        device[d].memory -= freed
+                    for i in range(task[t].outputs, task[t + 1].outputs):
+                        v = outputs[i]
+                        uses = 0
+                        if t == num_tasks:
+                            d = device_of_group[owner[i - task[t].outputs]]
+                            uses = _OWNED
+                        if gathering and value[v].unmade > 1:
+                            value[v].unmade -= 1
+                            continue
+                        # The value is here: readers here miss one input less, other devices that host readers get a slot.
+                        if collectives:  # they join their queues before the value does
+                            for edge in range(value[v].readers, value[v + 1].readers):
+                                reader = readers[edge].task
+                                if device_of_group[readers[edge].group] == d:
+                                    missing = waits[reader] - 1
+                                    waits[reader] = missing
+                                    if missing == 0:
+                                        if collective_of[reader] != r.NONE:
+                                            used, found = member_waits(g, w, np.int64(collective_of[reader]), used, found)
+                                        else:
+                                            rank = ranks[0, reader]
+                                            waiting = add_ready(ready, device, due, waiting, middle, low, rank, d)
+                        begin = used
+                        end = begin
+                        for edge in range(value[v].readers, value[v + 1].readers):
+                            there = device_of_group[readers[edge].group]
+                            if there == d:
+                                uses += 1
+                                if not collectives:
+                                    reader = readers[edge].task
+                                    missing = waits[reader] - 1
+                                    waits[reader] = missing
+                                    if missing == 0:
+                                        rank = ranks[0, reader]
+                                        waiting = add_ready(ready, device, due, waiting, middle, low, rank, d)
+                                continue
+                            s = end  # slots of a value are in order of device
+                            while s > begin and slots[s - 1].device > there:
+                                s -= 1
+                            if s > begin and slots[s - 1].device == there:
+                                slots[s - 1].uses += 1
+                                continue
+                            for other in range(end, s, -1):
+                                slots[other].device, slots[other].uses = slots[other - 1].device, slots[other - 1].uses
+                            slots[s].device, slots[s].uses = there, 1
+                            end += 1
+                        used = end
+                        value[v].source, value[v].slots, value[v].uses = d, begin, uses + (end - begin)
+                        for s in range(begin, end):
+                            p = d * num_devices + slots[s].device
+                            if pair[p].bandwidth == 0.0:
+                                return CANNOT_RUN, now
+                            slots[s].value = v
+                            found = join_queues(
+                                slots, channel, channels, following, width, startable, found, s,
+                                np.int64(pair[p].channels), np.int64(pair[p].channels_end),
+                            )  # fmt: skip
+                    if gated and t < num_tasks:  # the batches that it is part of wait for one task less
+                        op, m = task[t].op, np.int64(microbatch[t])
+                        stage, counts = np.int64(stage_of_group[task[t].group]), (waiting, used, found)
+                        if closes[op] == r.APART_STAGES:
+                            counts = close_apart(g, w, ranks, device_of_group, stage_of_group, op, m, counts)
+                        elif closes[op] == r.OWN_STAGE or (closes[op] == r.SPARE_STAGE and spare[stage] == 1):
+                            counts = close_batch(g, w, ranks, device_of_group, stage, m, counts)
+                        waiting, used, found = counts
+            else:  # a transfer ends: the value is present there, its channels go to the next in their queues
+                s = key & _LOWER_HALF
+                v, d = slots[s].value, slots[s].device
+                found = leave_queues(slots, channel, channels, following, width, startable, found, s)
+                uses = value[v].uses - 1
+                value[v].uses = uses
+                if uses == 0:
+                    device[value[v].source].memory -= value[v].bytes
+                for edge in range(value[v].readers, value[v + 1].readers):
+                    if device_of_group[readers[edge].group] == d:
+                        reader = readers[edge].task
+                        missing = waits[reader] - 1
+                        waits[reader] = missing
+                        if missing == 0:
+                            if collectives and collective_of[reader] != r.NONE:
+                                used, found = member_waits(g, w, np.int64(collective_of[reader]), used, found)
+                            else:
+                                waiting = add_ready(ready, device, due, waiting, middle, low, ranks[0, reader], d)
+            for i in range(found):
+                s = np.int64(startable[i])
+                v, d = slots[s].value, slots[s].device
+                if d == r.NONE:
+                    time = start_collective(g, w, device_of_group, v, now)
+                    if time != time:
+                        return CANNOT_RUN, now
+                    key = np.int64(members[member_ptr[v]]) << 32 | s
+                else:
+                    p = value[v].source * num_devices + d
+                    if value[v].table < 0:
+                        time = pair[p].latency_s + value[v].bytes / pair[p].bandwidth
+                    else:
+                        time = table_s[value[v].table, value[v].source, d]
+                    memory = device[d].memory + value[v].bytes
+                    device[d].memory = memory
+                    device[d].peak = max(device[d].peak, memory)
+                    key = (num_tasks + 1 + np.int64(v)) << 32 | s
+                    if recording:
+                        transfer[transfers].start_s, transfer[transfers].end_s = now, now + time
+                        transfer[transfers].value, transfer[transfers].source = v, value[v].source
+                        transfer[transfers].destination = d
+                        transfers += 1
+                push_event(event, events, now + time, key)
+                events += 1
+            found = np.int64(0)
+            if events == 0 or event[0].time_s != now:
+                break
+            key = pop_event(event, events)
+            events -= 1
+        for i in range(waiting):  # in any order: what starts on one device does not depend on the others
+            d = due[i]
+            device[d].state = IDLE
+            if device[d].ready == 0:
+                continue
+            if ordered:
+                rank = np.int64(device[d].position)
+                if not is_ready(ready, d, low, rank):
+                    continue
+                device[d].position += 1
+            elif keeps_pass:
+                rank = continue_pass(ready, d, middle, low, pass_ptr, device[d].position)
+                m = np.int64(microbatch[ranks[1, rank]])
+                device[d].position = m + ahead[r.BATCHES] * (rank >= pass_ptr[ahead[r.BATCHES]])
+            else:
+                rank = first_ready(ready, d, middle, low)
+            remove_ready(ready, d, middle, low, rank)
+            device[d].ready -= 1
+            device[d].state = RUNNING
+            t = np.int64(ranks[1, rank])
+            time = time_s[task[t].op, column[d]]
+            if time != time:
+                return CANNOT_RUN, now
+            memory = device[d].memory + task[t].alloc_bytes
+            if gathering:
+                memory += first_bytes(value, gathered_ptr, gathered_of, t, d)
+            device[d].memory = memory
+            device[d].peak = max(device[d].peak, memory)
+            device[d].busy_s += time
+            if recording:
+                times[0, t], times[1, t] = now, now + time
+            push_event(event, events, now + time, t << 32)
+            events += 1
+        waiting = np.int64(0)
+        if events == 0:
+            clock[r.TRANSFERS] = transfers
+            return (DONE if done == num_tasks else STUCK), now
+        now = event[0].time_s
+        key = pop_event(event, events)
+        events -= 1
+        if done >= pause:
+            clock[r.KEY], clock[r.ENDED], clock[r.EVENTS], clock[r.SLOTS] = key, done, events, used
+            clock[r.TRANSFERS], clock[r.WAITING], clock[r.FOUND] = transfers, waiting, found
+            return PAUSED, now
+
+
+@njit(**INNER)
+def continue_pass(ready, d, middle, low, pass_ptr, number):
+    """The lowest ready rank of the pass that a device is working on, else of all."""
+    if number != r.NONE:
+        rank = next_ready(ready, d, middle, low, pass_ptr[number])
+        if rank < pass_ptr[number + 1]:
+            return rank
+    return first_ready(ready, d, middle, low)
+
+
+@njit(**INNER)
+def start_collective(g, w, device_of_group, collective, now):
+    """The tasks of a collective start together; returns the longest of their times, NaN if one cannot run."""
+    task, time_s, device, value, times = g.task, g.time_s, w.device, w.value, w.time_s
+    members, member_ptr, column = part(g, r.MEMBERS), part(g, r.MEMBER_PTR), part(g, r.COLUMN)
+    gathered_ptr, gathered_of = part(g, r.GATHERED_PTR), part(g, r.GATHERED_OF)
+    longest = -np.inf
+    for i in range(member_ptr[collective], member_ptr[collective + 1]):
+        t = np.int64(members[i])
+        d = device_of_group[task[t].group]
+        time = time_s[task[t].op, column[d]]
+        if time != time:
+            return time
+        longest = max(longest, time)
+        memory = device[d].memory + task[t].alloc_bytes
+        if len(gathered_ptr) > 0:
+            memory += first_bytes(value, gathered_ptr, gathered_of, t, d)
+        device[d].memory = memory
+        device[d].peak = max(device[d].peak, memory)
+    if times.shape[1] > 0:
+        for i in range(member_ptr[collective], member_ptr[collective + 1]):
+            times[0, members[i]], times[1, members[i]] = now, now + longest
+    return longest
+
+
+@njit(**INNER)
+def first_bytes(value, gathered_ptr, gathered_of, t, d):
+    """Bytes of the values of several producers of which this task is the first to start."""
+    total = 0
+    for i in range(gathered_ptr[t], gathered_ptr[t + 1]):
+        v = gathered_of[i]
+        if value[v].source == r.NONE:
+            value[v].source = d
+            total += value[v].bytes
+    return total

@@ -167,22 +167,14 @@ def open_gates(g, w, ranks, device_of_group, stage, count, counts):
 
 
 @njit(**INNER)
-def close_batch(g, w, ranks, device_of_group, stage, m, counts):
-    """A batch waits for one task less; the last one opens the next gate of its stage; see `admit`."""
-    left = part(w, r.LEFT)
-    batch = stage if g.layout[r.SCHEDULE] == r.GPIPE else stage * g.layout[r.BATCHES] + m
-    left[batch] -= 1
-    if left[batch] > 0:
-        return counts
-    return open_gates(g, w, ranks, device_of_group, stage, np.int64(1), counts)
-
-
-@njit(**INNER)
-def close_apart(g, w, ranks, device_of_group, stage_of_group, op, m, counts):
-    """`close_batch` for every stage that an op of APART_STAGES closes."""
-    apart_ptr, apart = part(g, r.APART_PTR), part(g, r.APART)
+def close_apart(g, w, ranks, device_of_group, stage_of_group, t, counts):
+    """The batches of all stages that a task of an op of APART_STAGES is part of wait for one task less; see `admit`."""
+    apart_ptr, apart, left, op = part(g, r.APART_PTR), part(g, r.APART), part(w, r.LEFT), g.task[t].op
     s = next_stage(apart_ptr, apart, stage_of_group, op, -1)
     while s != r.NONE:
-        counts = close_batch(g, w, ranks, device_of_group, s, m, counts)
+        batch = s * g.layout[r.BATCHES] + part(g, r.MICROBATCH)[t]
+        left[batch] -= 1
+        if left[batch] == 0:
+            counts = open_gates(g, w, ranks, device_of_group, s, np.int64(1), counts)
         s = next_stage(apart_ptr, apart, stage_of_group, op, s)
     return counts

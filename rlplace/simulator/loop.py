@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from rlplace.simulator import records as r
-from rlplace.simulator.gates import close_apart, close_batch, member_waits
+from rlplace.simulator.gates import close_apart, member_waits, open_gates
 from rlplace.simulator.queues import (
     DUE,
     IDLE,
@@ -52,7 +52,7 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
     collective_of, member_ptr, members = part(g, r.COLLECTIVE_OF), part(g, r.MEMBER_PTR), part(g, r.MEMBERS)
     microbatch, closes, pass_ptr = part(g, r.MICROBATCH), part(g, r.CLOSES), part(g, r.PASS_PTR)
     waits, following, startable, due = part(w, r.WAITS), part(w, r.FOLLOWING), part(w, r.STARTABLE), part(w, r.DUE_DEVICES)
-    spare = part(w, r.SPARE)
+    spare, left, batches, gpipe = part(w, r.SPARE), part(w, r.LEFT), ahead[r.BATCHES], ahead[r.SCHEDULE] == r.GPIPE
     num_devices, num_tasks, width = len(device), np.int64(len(waits)), ahead[r.WIDTH]
     middle, low = levels(num_tasks)
     recording, collectives = times.shape[1] > 0, len(collective_of) > 0
@@ -157,13 +157,19 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
                                 np.int64(pair[p].channels), np.int64(pair[p].channels_end),
                             )  # fmt: skip
                     if gated and t < num_tasks:  # the batches that it is part of wait for one task less
-                        op, m = task[t].op, np.int64(microbatch[t])
-                        stage, counts = np.int64(stage_of_group[task[t].group]), (waiting, used, found)
-                        if closes[op] == r.APART_STAGES:
-                            counts = close_apart(g, w, ranks, device_of_group, stage_of_group, op, m, counts)
-                        elif closes[op] == r.OWN_STAGE or (closes[op] == r.SPARE_STAGE and spare[stage] == 1):
-                            counts = close_batch(g, w, ranks, device_of_group, stage, m, counts)
-                        waiting, used, found = counts
+                        kind, batch = closes[task[t].op], np.int64(stage_of_group[task[t].group])
+                        stage = batch
+                        if not gpipe:
+                            batch = stage * batches + microbatch[t]
+                        if kind == r.OWN_STAGE or (kind == r.SPARE_STAGE and spare[stage] == 1):
+                            missing = left[batch] - 1
+                            left[batch] = missing
+                            if missing == 0:
+                                counts = open_gates(g, w, ranks, device_of_group, stage, np.int64(1), (waiting, used, found))
+                                waiting, used, found = counts
+                        elif kind == r.APART_STAGES:
+                            counts = close_apart(g, w, ranks, device_of_group, stage_of_group, t, (waiting, used, found))
+                            waiting, used, found = counts
             else:  # a transfer ends: the value is present there, its channels go to the next in their queues
                 s = key & _LOWER_HALF
                 v, d = slots[s].value, slots[s].device
@@ -225,7 +231,7 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
             elif keeps_pass:
                 rank = continue_pass(ready, d, middle, low, pass_ptr, device[d].position)
                 m = np.int64(microbatch[ranks[1, rank]])
-                device[d].position = m + ahead[r.BATCHES] * (rank >= pass_ptr[ahead[r.BATCHES]])
+                device[d].position = m + batches * (rank >= pass_ptr[batches])
             else:
                 rank = first_ready(ready, d, middle, low)
             remove_ready(ready, d, middle, low, rank)

@@ -1,0 +1,280 @@
+"""Predicted memory against real training steps on the CPU, against closed forms and against published runs; allocator speed.
+
+    python benchmarks/memory.py [real] [formula] [anchors] [speed]      default: all
+
+`real` runs forward and backward of small models and counts every live storage (and asks torch's MemTracker too); `anchors`
+captures the published models at full size without allocating anything (minutes). One thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+import weakref
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlplace.cost import price
+from rlplace.cost.allocator import AllocatorOptions, replay
+from rlplace.cost.footprint import MemoryOptions, footprint
+from rlplace.graph.capture import capture
+from rlplace.plan import PlacementPlan
+from rlplace.zoo import load_model
+
+torch.set_num_threads(1)
+GIB = 1 << 30
+OUTSIDE = ("slack", "context", "communication", "workspace")
+NO_DROPOUT = {
+    "gpt2": "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+    "bert": "hidden_dropout_prob=0,attention_probs_dropout_prob=0",
+    "t5": "dropout_rate=0",
+}
+REAL = (
+    (f"hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=8000,{NO_DROPOUT['gpt2']}", 4, 256),
+    (
+        "hf:bert,num_hidden_layers=4,hidden_size=256,num_attention_heads=4,intermediate_size=1024,vocab_size=8000,"
+        + NO_DROPOUT["bert"], 4, 256,
+    ),
+    (f"hf:t5,num_layers=4,d_model=256,d_ff=1024,num_heads=4,d_kv=64,vocab_size=8000,{NO_DROPOUT['t5']}", 4, 128),
+    (
+        "hf:llama,num_hidden_layers=4,hidden_size=256,num_attention_heads=4,num_key_value_heads=4,intermediate_size=688,"
+        "vocab_size=8000", 4, 256,
+    ),
+    ("hf:vit,num_hidden_layers=4,hidden_size=192,num_attention_heads=3,intermediate_size=768", 4, 1),
+    ("hf:resnet,depths=1/1/1/1", 4, 1),
+    ("zoo:lstm", 4, 64),
+    ("zoo:transformer", 4, 64),
+    ("zoo:inception", 4, 64),
+    ("zoo:unet", 2, 64),
+)  # fmt: skip
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: dict[int, int] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.seen:
+            self.seen[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.drop, storage._cdata)
+
+    def drop(self, key: int) -> None:
+        self.now -= self.seen.pop(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return out
+
+
+def step(module, inputs, autocast: torch.dtype | None = None) -> None:
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        out = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+        loss = out["loss"] if isinstance(out, dict) else out.loss
+        del out
+    loss.backward()
+
+
+def real_peak(spec: str, batch: int, seq: int, autocast: torch.dtype | None = None) -> int:
+    loaded = load_model(spec, batch=batch, seq=seq, device="cpu")
+    live = LiveBytes()
+    inputs = [leaf for leaf in tree_leaves(loaded.example_inputs) if torch.is_tensor(leaf)]
+    for tensor in [*loaded.module.parameters(), *loaded.module.buffers(), *inputs]:
+        live.add(tensor)
+    with live:
+        step(loaded.module, loaded.example_inputs, autocast)
+    return live.peak
+
+
+def tracked_peak(spec: str, batch: int, seq: int) -> int | None:
+    """Peak by torch's own MemTracker; None where it fails."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    loaded = load_model(spec, batch=batch, seq=seq, device="cpu")
+    tracker = MemTracker()
+    inputs = [leaf for leaf in tree_leaves(loaded.example_inputs) if torch.is_tensor(leaf)]
+    tracker.track_external(loaded.module, *inputs)
+    try:
+        with tracker:
+            step(loaded.module, loaded.example_inputs)
+    except Exception as error:
+        print(f"MemTracker: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
+        return None
+    totals = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    return int(next(size for key, size in totals.items() if str(key).endswith("Total")))
+
+
+def program_order(graph, cluster: str, options: MemoryOptions):
+    """The footprint of one device that runs the ops in the order of the program."""
+    problem = price(graph, cluster, level="op")
+    order = [list(range(problem.num_ops))]
+    plan = PlacementPlan(problem.fingerprint, "program", 0, np.zeros(problem.num_groups, dtype=np.int32), order=order)
+    return footprint(problem, plan, graph=graph, options=options)[0]
+
+
+def predicted_peak(spec: str, batch: int, seq: int, **how) -> int:
+    loaded = load_model(spec, batch=batch, seq=seq)
+    graph = capture(loaded.module, loaded.example_inputs, loss=loaded.loss, optimizer="sgd", **how)
+    item = program_order(graph, "cpu:1", MemoryOptions(workspace_bytes=0, steps=1))
+    return sum(size for part, size in item.parts.items() if part not in OUTSIDE)
+
+
+def show_real() -> None:
+    print(f"{'model':16} {'real MB':>9} {'MemTracker':>11} {'predicted':>10} {'error':>8}")
+    for spec, batch, seq in REAL:
+        real, tracked, found = real_peak(spec, batch, seq), tracked_peak(spec, batch, seq), predicted_peak(spec, batch, seq)
+        other = "-" if tracked is None else f"{tracked / 1e6:.3f}"
+        print(
+            f"{spec.partition(',')[0]:16} {real / 1e6:9.3f} {other:>11} {found / 1e6:10.3f} {100 * (found / real - 1):+7.2f}%"
+        )
+    spec, batch, seq = REAL[0]
+    real = real_peak(spec, batch, seq, torch.bfloat16)
+    found = predicted_peak(spec, batch, seq, autocast="bf16", autocast_device="cpu")
+    print(f"{'hf:gpt2 autocast':16} {real / 1e6:9.3f} {'-':>11} {found / 1e6:10.3f} {100 * (found / real - 1):+7.2f}%")
+    for spec, batch, seq in (REAL[0], REAL[3]):
+        spec += ",gradient_checkpointing=true"
+        real, found = real_peak(spec, batch, seq), predicted_peak(spec, batch, seq)
+        name = f"{spec.partition(',')[0]} checkp."
+        print(f"{name:16} {real / 1e6:9.3f} {'-':>11} {found / 1e6:10.3f} {100 * (found / real - 1):+7.2f}%")
+
+
+def layer_bytes(spec: str, batch: int, seq: int, key: str, **how) -> float:
+    """Activation bytes that one more layer holds when the backward begins."""
+    held = []
+    for layers in (2, 3):
+        loaded = load_model(f"{spec},{key}={layers}", batch=batch, seq=seq)
+        graph = capture(loaded.module, loaded.example_inputs, optimizer="sgd", **how)
+        first = int(np.flatnonzero(graph.op_phase == 1)[0])
+        tensor = graph.edge_tensor
+        last = np.full(graph.num_tensors, -1)
+        np.maximum.at(last, tensor, graph.consumers)
+        saved = (graph.tensor_producer >= 0) & (graph.tensor_producer < first) & (last >= first) & (graph.tensor_role == 0)
+        held.append(int(graph.tensor_bytes[saved].sum()))
+    return held[1] - held[0]
+
+
+def show_formula() -> None:
+    """Korthikanti et al. (2022): s b h (34 + 5 a s / h) bytes per layer, 16-bit, dropout, attention not fused."""
+    s, b, h, a = 512, 2, 768, 12
+    unit = s * b * h
+    print(f"closed form: {34 + 5 * a * s / h:.2f} sbh per layer; without attention scores 34 sbh")
+    gpt2 = "hf:gpt2,vocab_size=1000,activation_function=gelu"
+    cases = {
+        "gpt2 bf16 eager attention": (f"{gpt2},attn_implementation=eager", {"dtype": "bf16"}),
+        "gpt2 bf16 fused attention": (gpt2, {"dtype": "bf16"}),
+        "gpt2 autocast bf16 (CUDA list) fused": (gpt2, {"autocast": "bf16"}),
+        "gpt2 fp32 fused attention": (gpt2, {}),
+    }
+    for name, (spec, how) in cases.items():
+        print(f"{name:40} {layer_bytes(spec, b, s, 'n_layer', **how) / unit:7.2f} sbh")
+
+
+LLAMA_3B = (
+    "hf:llama,hidden_size=3072,intermediate_size=8192,num_hidden_layers=28,num_attention_heads=24,num_key_value_heads=8,"
+    "head_dim=128,vocab_size=128256,tie_word_embeddings=true,max_position_embeddings=131072"
+)
+LLAMA_8B = (
+    "hf:llama,hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,num_attention_heads=32,num_key_value_heads=8,"
+    "vocab_size=128256,max_position_embeddings=131072"
+)
+
+
+def show_anchors() -> None:
+    print("Llama 3.2 3B, batch 2, sequence 4096, bf16, AdamW with state in bf16, one A100 (torchtune), GiB reserved")
+    rows = (
+        ("plain", LLAMA_3B, "foreach", 60.0),
+        ("checkpointing", f"{LLAMA_3B},gradient_checkpointing=true", "foreach", None),
+        ("plain, fused update", LLAMA_3B, "fused", None),
+    )
+    for name, spec, kernel, published in rows:
+        begin = time.perf_counter()
+        loaded = load_model(spec, batch=2, seq=4096, dtype="bf16")
+        graph = capture(loaded.module, loaded.example_inputs, optimizer="adamw")
+        item = program_order(graph, "a100-80g:1", MemoryOptions(optimizer_kernel=kernel))
+        parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in item.parts.items() if size > GIB // 20)
+        known = "" if published is None else f"; published {published}"
+        print(
+            f"  {name:22} allocated {item.allocated_peak_bytes / GIB:.1f}, reserved {item.reserved_peak_bytes / GIB:.1f}"
+            f"{known} ({parts}; {time.perf_counter() - begin:.0f} s)"
+        )
+    print("Llama 3.1 8B, FSDP on 8 H100, batch 2, sequence 8192 (torchtitan): states by formula, activations by capture")
+    for name, spec in (("no checkpointing", LLAMA_8B), ("full checkpointing", f"{LLAMA_8B},gradient_checkpointing=true")):
+        loaded = load_model(spec, batch=2, seq=8192, dtype="bf16")
+        graph = capture(loaded.module, loaded.example_inputs, optimizer="adamw")
+        item = program_order(graph, "h200:1", MemoryOptions(optimizer_kernel="fused"))
+        weights = sum(p.size_bytes for p in graph.parameters) // 2
+        live = sum(item.parts[part] for part in ("activations", "temporaries"))
+        gathered = 3 * 2 * weights / 34  # two layers gathered in bf16 and one layer's gradients
+        for replicas, published in ((8, 82.4), (128, 67.0)):
+            states = 16 * weights / replicas
+            total = states + live + gathered
+            print(
+                f"  {name:22} {replicas:4d} GPUs: states {states / GIB:.1f} + gathered {gathered / GIB:.1f} + activations and "
+                f"temporaries {live / GIB:.1f} = {total / GIB:.1f}; published with selective checkpointing {published}"
+            )
+
+
+def show_speed() -> None:
+    rng = np.random.default_rng(0)
+    ids, sizes, live = [], [], []
+    for number in range(500_000):
+        ids.append(number)
+        sizes.append(int(2 ** rng.uniform(8, 27)))
+        live.append(number)
+        if len(live) > 800:
+            at = int(rng.integers(len(live)))
+            ids.append(live[at])
+            sizes.append(-1)
+            live[at] = live[-1]
+            live.pop()
+    for name, options in (
+        ("default", AllocatorOptions()),
+        ("expandable_segments", AllocatorOptions(expandable_segments=True)),
+        ("max_split_size 64 MiB", AllocatorOptions(max_split_size_bytes=64 << 20)),
+    ):
+        replay(ids[:10], sizes[:10], options=options)
+        begin = time.perf_counter()
+        result = replay(ids, sizes, options=options)
+        seconds = time.perf_counter() - begin
+        print(
+            f"{name:22} {len(ids)} events in {seconds:.2f} s; allocated {result.allocated_peak_bytes / GIB:.2f} GiB, reserved "
+            f"{result.reserved_peak_bytes / GIB:.2f} GiB, fragmentation {100 * result.fragmentation:.0f} %"
+        )
+    loaded = load_model("hf:gpt2", batch=8, seq=512)
+    graph = capture(loaded.module, loaded.example_inputs)
+    for options in (MemoryOptions(), MemoryOptions(allocator=AllocatorOptions(expandable_segments=True))):
+        begin = time.perf_counter()
+        item = program_order(graph, "a100-80g:1", options)
+        print(
+            f"gpt2, batch 8, sequence 512: footprint in {time.perf_counter() - begin:.2f} s; expandable "
+            f"{options.allocator.expandable_segments}; allocated {item.allocated_peak_bytes / GIB:.2f}, "
+            f"reserved {item.reserved_peak_bytes / GIB:.2f} GiB"
+        )
+    assert dataclasses.is_dataclass(item)
+
+
+def main() -> None:
+    shows = {"real": show_real, "formula": show_formula, "anchors": show_anchors, "speed": show_speed}
+    for name in sys.argv[1:] or shows:
+        print(f"== {name}")
+        shows[name]()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
     from rlplace.runtime.apply import apply
-    from rlplace.simulator import simulate, simulate_many
+    from rlplace.simulator import expand, simulate, simulate_many
 
 __version__ = "0.1.0"
 
@@ -44,6 +44,7 @@ _PUBLIC = {
     "RlplaceError": "rlplace.errors",
     "apply": "rlplace.runtime.apply",
     "capture": "rlplace.graph.capture",
+    "expand": "rlplace.simulator",
     "load_agent": "rlplace.agents.planner",
     "place": "rlplace.placing",
     "price": "rlplace.cost.price",
@@ -66,6 +67,7 @@ __all__ = [
     "__version__",
     "apply",
     "capture",
+    "expand",
     "load_agent",
     "place",
     "price",

@@ -23,12 +23,14 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.files import check_output
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
-    from rlplace.simulator import simulate
+    from rlplace.simulator import expand, simulate
 
     if options.trace:
         check_output(options.trace)
     problem = Problem.load(options.problem)
     plan = PlacementPlan.load(options.plan, problem)
+    if plan.replicas or plan.recompute:
+        problem, plan = expand(problem, plan)
     timeline = simulate(problem, plan)
     if options.trace:
         from rlplace.simulator.trace import write_trace
@@ -45,6 +47,6 @@ def run(options: argparse.Namespace) -> int:
     ]
     print_table(["device", "busy ms", "peak GB", "memory GB"], rows)
     print()
-    print(f"step time {milliseconds(timeline.step_time_s)} ms, executor {predicted['executor']}")
+    print(f"step time {milliseconds(timeline.step_time_s)} ms, {timeline.samples} samples, executor {predicted['executor']}")
     print("feasible" if timeline.feasible else "infeasible: " + "; ".join(timeline.violations))
     return 0

@@ -19,9 +19,16 @@ _DEVICES, _LINKS = 1, 2  # process numbers, which Perfetto shows as two sections
 def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
     """The events of a trace file: one complete event ("X") a task and a transfer, times in microseconds.
 
+    Collectives have a track among the links.
+
     Raises:
-        InputError: The step does not complete, so there is nothing to draw.
+        InputError: The step does not complete, so there is nothing to draw; or the timeline is of another problem.
     """
+    if len(timeline.device_of_op) != problem.num_ops:
+        raise InputError(
+            f"trace: the timeline has {len(timeline.device_of_op)} ops, the problem {problem.num_ops}; a plan with replicas or "
+            "recomputation is simulated on what rlplace.expand(problem, plan) returns, so draw that"
+        )
     if timeline.step_time_s is None:
         raise InputError(f"trace: the step does not complete: {timeline.violations[0]}")
     pairs = sorted(set(zip(timeline.transfer_source.tolist(), timeline.transfer_destination.tolist(), strict=True)))
@@ -30,6 +37,12 @@ def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
     events += [_name(_DEVICES, track, device.name) for track, device in enumerate(problem.devices)]
     for (source, destination), track in track_of_pair.items():
         events.append(_name(_LINKS, track, f"{problem.devices[source].name} to {problem.devices[destination].name}"))
+    collective_of = {op: collective for collective in problem.collectives for op in collective.ops}
+    held = sorted({collective.channels for collective in problem.collectives})  # those of one track never overlap
+    for number, channels in enumerate(held):
+        members = next(collective.ops for collective in problem.collectives if collective.channels == channels)
+        names = ", ".join(problem.devices[timeline.device_of_op[op]].name for op in members)
+        events.append(_name(_LINKS, len(pairs) + number, f"collectives of {names}"))
     for task in np.argsort(timeline.start_s, kind="stable").tolist():
         op = int(timeline.task_op[task])
         details = {
@@ -39,10 +52,13 @@ def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
         }
         if timeline.microbatches > 1:
             details["microbatch"] = int(timeline.task_microbatch[task])
-        track, phase = int(timeline.device_of_op[op]), PHASES[problem.op_phase[op]]
-        events.append(
-            _span(_DEVICES, track, problem.op_names[op], phase, timeline.start_s[task], timeline.end_s[task], details)
-        )
+        start, end, phase = timeline.start_s[task], timeline.end_s[task], PHASES[problem.op_phase[op]]
+        if op not in collective_of:
+            track = int(timeline.device_of_op[op])
+            events.append(_span(_DEVICES, track, problem.op_names[op], phase, start, end, details))
+        elif collective_of[op].ops[0] == op:
+            track = len(pairs) + held.index(collective_of[op].channels)
+            events.append(_span(_LINKS, track, problem.op_names[op], "collective", start, end, details))
     for i, tensor in enumerate(timeline.transfer_tensor.tolist()):
         producer = int(problem.tensor_producer[tensor])
         name = problem.op_names[producer] if producer >= 0 else problem.group_names[problem.tensor_owner[tensor]]

@@ -7,10 +7,11 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, make_plan
+from rlplace.plan.recompute import recompute
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Problem
 from rlplace.problem.collectives import collective_s
 from rlplace.problem.toys import TensorSpec, build_problem, random_problem
-from rlplace.simulator import expand
+from rlplace.simulator import expand, simulate
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.replicas import BUCKET_BYTES, gradient_buckets
 
@@ -129,6 +130,40 @@ def test_orders_and_priorities_follow_their_replica():
     priority = np.arange(6.0)
     plain, lowered = expand(problem, make_plan(problem, [0, 0], planner="hand", replicas=[[0], [1]], priority=priority))
     assert lowered.priority.tolist() == [*range(6), *range(6), 0, 0]
+
+
+def test_recompute_segments_are_lowered_by_name():
+    problem = random_problem(7, 12, 4)
+    plan = make_plan(problem, [0] * 12, planner="hand", recompute=[[0, 1, 2], [3]], microbatches=2)
+    plain, line = run(problem, plan)
+    assert plain.fingerprint == recompute(problem, [[0, 1, 2], [3]]).fingerprint
+    again = float(problem.time_s[(problem.op_phase == FORWARD) & np.isin(problem.op_group, [0, 1, 2, 3]), 0].sum())
+    before = simulate_reference(problem, [0] * 12, microbatches=2)
+    assert before.busy_s[0] < line.busy_s[0] <= before.busy_s[0] + 2 * again + 1e-12
+    assert line.peak_memory_bytes[0] <= before.peak_memory_bytes[0]
+
+
+def test_the_simulator_runs_what_expand_makes():
+    problem = random_problem(7, 12, 4)
+    plan = make_plan(
+        problem,
+        [0] * 6 + [1] * 6,
+        planner="hand",
+        replicas=[[0, 1], [2, 3]],
+        recompute=[[0, 1, 2]],
+        optimizer_sharding=True,
+        microbatches=3,
+        schedule="1f1b",
+    )
+    plain, line = run(problem, plan)
+    fast = simulate(problem, plan)
+    assert fast.step_time_s == line.step_time_s
+    assert fast.peak_memory_bytes.tolist() == line.peak_memory_bytes.tolist()
+    assert fast.samples == 6 * problem.samples_per_microbatch
+    events = fast.to_trace(plain)
+    assert sum(event.get("cat") == "collective" for event in events) == len(plain.collectives)
+    with pytest.raises(InputError, match=r"rlplace\.expand"):
+        fast.to_trace(problem)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,17 @@ expandable segment's address space has no end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlplace.errors import InputError, show, unknown_name
+
+if TYPE_CHECKING:
+    from rlplace.cost.allocator_kernel import Heap
 
 MIB = 1 << 20
 _UNLIMITED = np.iinfo(np.int64).max
@@ -81,7 +85,7 @@ class AllocatorOptions:
     @staticmethod
     def parse(text: str) -> AllocatorOptions:
         """Reads the text of ``PYTORCH_CUDA_ALLOC_CONF``, for example ``"expandable_segments:True,max_split_size_mb:128"``."""
-        values: dict[str, object] = {}
+        values: dict[str, Any] = {}
         for part in _split(text):
             key, colon, value = part.partition(":")
             key, value = key.strip(), value.strip()
@@ -94,7 +98,7 @@ class AllocatorOptions:
                 values[name] = read(value)
             except ValueError:
                 raise InputError(f"allocator option {key}: cannot read {show(value)}") from None
-        return AllocatorOptions(**values)  # type: ignore[arg-type]
+        return AllocatorOptions(**values)
 
 
 def _split(text: str) -> list[str]:
@@ -138,7 +142,7 @@ def _divisions(text: str) -> int | tuple[int, ...]:
     return tuple(table)
 
 
-_PARSERS = {
+_PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "roundup_power2_divisions": ("roundup_power2_divisions", _divisions),
     "max_split_size_mb": ("max_split_size_bytes", _mebibytes),
     "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mebibytes),
@@ -227,22 +231,22 @@ def replay(
         raise InputError(f"replay: event {event} allocates {int(np.asarray(ids)[event])}, which is live")
     if outcome == kernel.NOT_LIVE:
         raise InputError(f"replay: event {event} frees {int(np.asarray(ids)[event])}, which is not live")
-    used = heap.count[kernel.NEXT_SLOT]
+    used = heap.tally[kernel.NEXT_SLOT]
     state = heap.state[:used]
     kept = np.flatnonzero((state == kernel.FREE) | (state == kernel.USED))
     blocks = np.stack([heap.pool[kept], heap.address[kept], heap.size[kept], state[kept] == kernel.USED], axis=1)
     return Replay(
         allocated_bytes=allocated[:event],
         reserved_bytes=reserved[:event],
-        segments=int(heap.count[kernel.SEGMENTS]),
-        segments_peak=int(heap.count[kernel.SEGMENTS_PEAK]),
-        retries=int(heap.count[kernel.RETRIES]),
+        segments=int(heap.tally[kernel.SEGMENTS]),
+        segments_peak=int(heap.tally[kernel.SEGMENTS_PEAK]),
+        retries=int(heap.tally[kernel.RETRIES]),
         out_of_memory=int(event) if outcome == kernel.OUT_OF_MEMORY else None,
         blocks=blocks[np.argsort(heap.address[kept])].astype(np.int64),
     )
 
 
-def _new_heap(slots: int, options: AllocatorOptions, capacity_bytes: int | None) -> tuple:  # type: ignore[type-arg]
+def _new_heap(slots: int, options: AllocatorOptions, capacity_bytes: int | None) -> Heap:
     from rlplace.cost.allocator_kernel import Heap
 
     limit = _UNLIMITED if options.max_split_size_bytes is None else options.max_split_size_bytes
@@ -267,6 +271,6 @@ def _new_heap(slots: int, options: AllocatorOptions, capacity_bytes: int | None)
         unmapped=np.empty((2, slots), dtype=np.int32),
         unmapped_count=np.zeros(2, dtype=np.int64),
         searches=np.zeros(2, dtype=np.int64),
-        count=np.zeros(8, dtype=np.int64),
+        tally=np.zeros(8, dtype=np.int64),
         option=np.array(option, dtype=np.int64),
     )

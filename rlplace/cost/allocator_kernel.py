@@ -27,7 +27,7 @@ DONE, OUT_OF_MEMORY, ALREADY_LIVE, NOT_LIVE = range(4)
 """How a replay ended."""
 
 ALLOCATED, RESERVED, SEGMENTS, RETRIES, NEXT_ADDRESS, NEXT_SLOT, SPARE_SLOTS, SEGMENTS_PEAK = range(8)
-"""Entries of `Heap.count`."""
+"""Entries of `Heap.tally`."""
 
 LARGE_SEGMENT, MAX_SPLIT, NON_SPLIT_ROUNDING, EXPANDABLE, CAPACITY = range(5)
 """Entries of `Heap.option`; CAPACITY is -1 without a limit."""
@@ -52,18 +52,18 @@ class Heap(NamedTuple):
     unmapped: Any  # int32 [2, B], unmapped blocks by address
     unmapped_count: Any  # int64 [2]
     searches: Any  # int64 [2]
-    count: Any  # int64 [8]
+    tally: Any  # int64 [8]
     option: Any  # int64 [5]
 
 
 @njit(**_INNER)
 def _new_block(heap, address, size, pool, state):
-    if heap.count[SPARE_SLOTS] > 0:
-        heap.count[SPARE_SLOTS] -= 1
-        slot = heap.spare[heap.count[SPARE_SLOTS]]
+    if heap.tally[SPARE_SLOTS] > 0:
+        heap.tally[SPARE_SLOTS] -= 1
+        slot = heap.spare[heap.tally[SPARE_SLOTS]]
     else:
-        slot = np.int32(heap.count[NEXT_SLOT])
-        heap.count[NEXT_SLOT] += 1
+        slot = np.int32(heap.tally[NEXT_SLOT])
+        heap.tally[NEXT_SLOT] += 1
     heap.address[slot] = address
     heap.size[slot] = size
     heap.previous[slot] = -1
@@ -76,8 +76,8 @@ def _new_block(heap, address, size, pool, state):
 @njit(**_INNER)
 def _drop_slot(heap, block):
     heap.state[block] = UNUSED
-    heap.spare[heap.count[SPARE_SLOTS]] = block
-    heap.count[SPARE_SLOTS] += 1
+    heap.spare[heap.tally[SPARE_SLOTS]] = block
+    heap.tally[SPARE_SLOTS] += 1
 
 
 @njit(**_INNER)
@@ -204,7 +204,7 @@ def _get_free_block(heap, pool, size):
 
 @njit(**_INNER)
 def _fits(heap, size):
-    return heap.option[CAPACITY] < 0 or heap.count[RESERVED] + size <= heap.option[CAPACITY]
+    return heap.option[CAPACITY] < 0 or heap.tally[RESERVED] + size <= heap.option[CAPACITY]
 
 
 @njit(**_INNER)
@@ -229,7 +229,7 @@ def _map_block(heap, block, size):
     _try_merge(heap, block, heap.previous[block], FREE)
     _try_merge(heap, block, heap.next[block], FREE)
     _insert(heap, block)
-    heap.count[RESERVED] += mapped
+    heap.tally[RESERVED] += mapped
     return True
 
 
@@ -239,7 +239,7 @@ def _find_expandable_block(heap, pool, size):
     if heap.unmapped_count[pool] == 0:
         block = _new_block(heap, (pool + 1) * (_page(heap, pool) << 34), _ADDRESS_SPACE, pool, UNMAPPED)  # whole pages
         _insert_unmapped(heap, block)
-        heap.count[SEGMENTS] += 1
+        heap.tally[SEGMENTS] += 1
     for at in range(heap.unmapped_count[pool]):
         candidate = heap.unmapped[pool, at]
         before = heap.previous[candidate]
@@ -286,18 +286,18 @@ def _alloc_block(heap, pool, size):
     segment = _allocation_size(heap, size)
     if not _fits(heap, segment):
         return -1
-    block = _new_block(heap, heap.count[NEXT_ADDRESS], segment, pool, FREE)
-    heap.count[NEXT_ADDRESS] += segment
-    heap.count[RESERVED] += segment
-    heap.count[SEGMENTS] += 1
+    block = _new_block(heap, heap.tally[NEXT_ADDRESS], segment, pool, FREE)
+    heap.tally[NEXT_ADDRESS] += segment
+    heap.tally[RESERVED] += segment
+    heap.tally[SEGMENTS] += 1
     return block
 
 
 @njit(**_INNER)
 def _release_block(heap, block):
     _remove(heap, block)
-    heap.count[RESERVED] -= heap.size[block]
-    heap.count[SEGMENTS] -= 1
+    heap.tally[RESERVED] -= heap.size[block]
+    heap.tally[SEGMENTS] -= 1
     _drop_slot(heap, block)
 
 
@@ -340,7 +340,7 @@ def _unmap_block(heap, block):
         _splice(heap, after, block, heap.next[block])
         _insert(heap, after)
     heap.address[block], heap.size[block] = begin, end - begin
-    heap.count[RESERVED] -= end - begin
+    heap.tally[RESERVED] -= end - begin
     heap.state[block] = UNMAPPED
     _try_merge(heap, block, heap.previous[block], UNMAPPED)
     _try_merge(heap, block, heap.next[block], UNMAPPED)
@@ -363,9 +363,9 @@ def _release_cached_blocks(heap):
 def _garbage_collect_cached_blocks(heap, threshold):
     """Above the threshold: gives back cached large segments, those unused for longest first."""
     limit = np.int64(threshold * heap.option[CAPACITY])
-    if heap.count[RESERVED] <= limit or heap.option[EXPANDABLE]:
+    if heap.tally[RESERVED] <= limit or heap.option[EXPANDABLE]:
         return
-    target, reclaimed, age, freeable = heap.count[RESERVED] - limit, 0, 0, 0
+    target, reclaimed, age, freeable = heap.tally[RESERVED] - limit, 0, 0, 0
     for at in range(heap.cached_count[1]):
         block = heap.cached[1, at]
         if heap.previous[block] < 0 and heap.next[block] < 0:
@@ -408,7 +408,7 @@ def _malloc(heap, size, threshold):
         if block < 0 and _release_available_cached_blocks(heap, pool, size):
             block = _alloc_block(heap, pool, size)
         if block < 0:
-            heap.count[RETRIES] += 1
+            heap.tally[RETRIES] += 1
             _release_cached_blocks(heap)
             block = _alloc_block(heap, pool, size)
             if block < 0:
@@ -421,13 +421,13 @@ def _malloc(heap, size, threshold):
         heap.size[rest] -= size
         _insert(heap, rest)
     heap.state[block] = USED
-    heap.count[ALLOCATED] += heap.size[block]
+    heap.tally[ALLOCATED] += heap.size[block]
     return block
 
 
 @njit(**_INNER)
 def _free(heap, block):
-    heap.count[ALLOCATED] -= heap.size[block]
+    heap.tally[ALLOCATED] -= heap.size[block]
     heap.state[block] = FREE
     _try_merge(heap, block, heap.previous[block], FREE)
     _try_merge(heap, block, heap.next[block], FREE)
@@ -492,7 +492,7 @@ def run_events(heap, divisions, threshold, ids, sizes, block_of, allocated, rese
                 if block < 0:
                     return OUT_OF_MEMORY, event
                 block_of[item] = block
-                heap.count[SEGMENTS_PEAK] = max(heap.count[SEGMENTS_PEAK], heap.count[SEGMENTS])
-        allocated[event] = heap.count[ALLOCATED]
-        reserved[event] = heap.count[RESERVED]
+                heap.tally[SEGMENTS_PEAK] = max(heap.tally[SEGMENTS_PEAK], heap.tally[SEGMENTS])
+        allocated[event] = heap.tally[ALLOCATED]
+        reserved[event] = heap.tally[RESERVED]
     return DONE, len(ids)

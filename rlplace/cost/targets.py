@@ -1,7 +1,8 @@
 """Times of whole ops by target: what a person's own measurements give, finer than op classes.
 
 On a processor two ops of one class may differ by a factor of three per byte (gelu and an in-place relu), and an op is what the
-library makes of it, not a known set of kernels. So a calibration keeps a curve for each target, over the FLOPs and bytes of the op graph.
+library makes of it, not a known set of kernels. So a calibration keeps a curve for each target, over the FLOPs and bytes of the
+op graph.
 """
 
 from __future__ import annotations

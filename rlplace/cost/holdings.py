@@ -87,21 +87,28 @@ def _fitted(items: list[Holding], whole: Holding) -> list[Holding]:
 
 def _from_graph(problem: Problem, graph: OpGraph) -> list[Holding]:
     number = {name: op for op, name in enumerate(problem.op_names)}
-    copies = sorted({name[len(graph.op_names[0]) :] for name in problem.op_names if name.startswith(graph.op_names[0] + "@")})
+    first = graph.op_names[0]
+    copies = [""] if first in number else [f"@{r}" for r in range(len(number)) if f"{first}@{r}" in number]  # replicas
     found: list[Holding] = []
-    for copy in copies or [""]:
-        ops = [number.get(name + copy) for name in graph.op_names]
-        if None in ops:
-            missing = graph.op_names[ops.index(None)]
-            raise InputError(f"memory: the problem has no op {missing!r}; give the graph with its op-level problem only")
-        found += _copy_of_graph(problem, graph, [op for op in ops if op is not None])
+    for copy in copies:
+        found += _copy_of_graph(problem, graph, number, copy)
+    if not copies:
+        raise InputError(f"memory: the problem has no op {first!r}; give the graph with its op-level problem only")
     return found
 
 
-def _copy_of_graph(problem: Problem, graph: OpGraph, ops: list[int]) -> list[Holding]:
-    """Holdings of one replica; `ops` are the problem's numbers of the graph's ops."""
+def _copy_of_graph(problem: Problem, graph: OpGraph, number: dict[str, int], copy: str) -> list[Holding]:
+    """Holdings of one replica, whose names end in `copy`."""
+    ops: list[int] = []
+    weight_op: list[int | None] = []  # where the gradients of parameters are ops of their own
+    for name in graph.op_names:
+        apart = number.get(f"{name}_weight{copy}")
+        whole = number.get(name + copy, apart)
+        if whole is None:
+            raise InputError(f"memory: the problem has no op {name!r}; give the graph with its op-level problem only")
+        ops.append(whole)
+        weight_op.append(apart if apart is not None and problem.op_phase[apart] == BACKWARD_WEIGHT else None)
     group_of = [int(problem.op_group[op]) for op in ops]
-    split = {name: op for op, name in enumerate(problem.op_names) if problem.op_phase[op] == BACKWARD_WEIGHT}
     home: dict[int, int] = {}
     makers: dict[int, list[int]] = {}
     inputs: list[Holding] = []
@@ -110,14 +117,14 @@ def _copy_of_graph(problem: Problem, graph: OpGraph, ops: list[int]) -> list[Hol
             home[parameter] = group_of[op]
     for tensor, role in enumerate(graph.tensor_role.tolist()):
         readers = graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]].tolist()
+        maker = int(graph.tensor_producer[tensor])
         if role in (PARAMETER, BUFFER) and readers:
             home.setdefault(int(graph.tensor_parameter[tensor]), group_of[readers[0]])
         elif role == INPUT and readers and graph.tensor_bytes[tensor]:
             inputs.append(Holding(group_of[readers[0]], WEIGHTS, int(graph.tensor_bytes[tensor])))
-        elif role == GRADIENT and graph.tensor_producer[tensor] >= 0:
-            op = ops[graph.tensor_producer[tensor]]
-            weight_op = split.get(problem.op_names[op].replace(".backward", ".backward_weight"))
-            makers.setdefault(int(graph.tensor_parameter[tensor]), []).append(op if weight_op is None else weight_op)
+        elif role == GRADIENT and maker >= 0:
+            apart = weight_op[maker]
+            makers.setdefault(int(graph.tensor_parameter[tensor]), []).append(ops[maker] if apart is None else apart)
     found = []
     for index, parameter in enumerate(graph.parameters):
         if index in home:

@@ -1,8 +1,10 @@
-"""Times the compiled simulator: milliseconds per simulation by size and devices, against the reference, cold and warm start.
+"""Times the compiled simulator: against plain C++, by schedule, after single moves, on two threads, from a cold start.
 
     python benchmarks/simulator.py [--quick]
 
-Plans: `contiguous` cuts the groups into equal blocks, `random` deals them out (three of four tensors then move). One thread.
+Problems come from `random_problem`, with three tasks a group (forward, backward, update). Plans: `blocks` cuts the groups into
+blocks, `random` deals them out (most tensors then move). Where two things are compared they run in turns, and the table holds
+the medians; `spread` is the middle half of the times relative to the median. One thread unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -14,20 +16,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from simulator_cpp.driver import PlainCpp, compile_simulator
+
 from rlplace.problem import Problem
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, simulate, simulate_many
+from rlplace.simulator.incremental import IncrementalSimulator
 from rlplace.simulator.reference import simulate_reference
 
 START = """
 import json, time
 begin = time.perf_counter()
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 problem = random_problem(0, 32, 4)
 ready = time.perf_counter()
@@ -38,53 +45,29 @@ print(json.dumps({"import_s": ready - begin, "first_s": first - ready, "second_s
 """
 
 
-def best_ms(function, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
+def in_turns(*timers: Callable[[], float], rounds: int) -> list[np.ndarray]:
+    """Times of several timers that run one after the other, round by round."""
+    times = np.array([[timer() for timer in timers] for _ in range(rounds)])
+    return list(times.T)
+
+
+def clock(function: Callable[[], object]) -> Callable[[], float]:
+    def timer() -> float:
         begin = time.perf_counter()
         function()
-        times.append(time.perf_counter() - begin)
-    return 1e3 * min(times)
+        return time.perf_counter() - begin
+
+    return timer
 
 
-def plans(problem: Problem) -> dict[str, np.ndarray]:
-    groups, devices = problem.num_groups, problem.num_devices
-    return {
-        "contiguous": (np.arange(groups) * devices // groups).astype(np.int32),
-        "random": np.random.default_rng(0).integers(0, devices, groups).astype(np.int32),
-    }
+def spread(times: np.ndarray) -> str:
+    low, middle, high = np.quantile(times, [0.25, 0.5, 0.75])
+    return f"{100 * (high - low) / middle:.0f}%"
 
 
-def sizes(quick: bool) -> None:
-    tasks = (30, 300, 5_000) if quick else (30, 300, 1_000, 5_000, 20_000, 100_000)
-    titles = (("tasks", 8), ("devices", 7), ("shape", 8), ("plan", 10), ("evaluate ms", 11))
-    titles += (("ns/task", 8), ("simulate ms", 11), ("reference", 9))
-    print(" ".join(f"{title:>{width}}" for title, width in titles))
-    for count in tasks:
-        for devices in (1, 4, 8, 16, 64):
-            for shape in ("layered", "branchy"):
-                problem = random_problem(0, count // 3, devices, shape=shape, memory_factor=2.0, hosts=max(1, devices // 8))
-                simulator = Simulator(problem)
-                for name, plan in plans(problem).items():
-                    repeats = max(5, 200_000 // count)
-                    evaluate = best_ms(lambda: simulator.evaluate(plan), repeats)  # noqa: B023
-                    whole = best_ms(lambda: simulate(problem, plan), repeats)  # noqa: B023
-                    ratio = ""
-                    if count <= 5_000 and devices in (4, 16):
-                        ratio = f"{best_ms(lambda: simulate_reference(problem, plan), 2) / whole:8.0f}x"  # noqa: B023
-                    print(
-                        f"{problem.num_ops:8d} {devices:7d} {shape:>8} {name:>10} {evaluate:11.4f} "
-                        f"{1e6 * evaluate / problem.num_ops:8.0f} {whole:11.4f} {ratio:>9}"
-                    )
-
-
-def batch() -> None:
-    problem = random_problem(0, 200, 8)
-    rows = np.random.default_rng(0).integers(0, 8, (1000, 200))
-    simulator = Simulator(problem)
-    many = best_ms(lambda: simulate_many(problem, rows), 5)
-    one_by_one = best_ms(lambda: [simulator.evaluate(row) for row in rows], 5)
-    print(f"1000 plans of 600 tasks on 8 devices: simulate_many {many:.1f} ms, Simulator.evaluate {one_by_one:.1f} ms")
+def plans_of(problem: Problem, kind: str, count: int) -> np.ndarray:
+    dealt = np.random.default_rng(0).integers(0, problem.num_devices, (count, problem.num_groups)).astype(np.int32)
+    return np.sort(dealt, axis=1) if kind == "blocks" else dealt
 
 
 def starts() -> None:
@@ -98,13 +81,139 @@ def starts() -> None:
             print(f"{label} start, whole process {time.perf_counter() - begin:.2f} s: {parts}")
 
 
+def against_cpp(sizes: tuple[int, ...]) -> None:
+    """`simulate_many` and `Simulator.evaluate` against the same loop in C++, on the same plans."""
+    print(
+        "\nOne micro-batch; ns a task: in a batch (the loop alone), one evaluate a plan, plain C++; results are checked for equality"
+    )
+    print("   tasks    shape D   plan  batch evaluate    C++  batch/C++ spread  simulations/s")
+    ratios = []
+    with tempfile.TemporaryDirectory() as name:
+        executable = compile_simulator(Path(name))
+        if executable is None:
+            print("no C++ compiler (g++ or clang++) here: skipped")
+            return
+        for count in sizes:
+            for shape in ("chain", "layered", "branchy"):
+                for devices in (2, 8):
+                    problem = random_problem(0, count // 3, devices, shape=shape, memory_factor=2.0)
+                    for kind in ("blocks", "random"):
+                        plans = plans_of(problem, kind, 8 if count <= 5_000 else 1)
+                        simulator = Simulator(problem)
+                        with PlainCpp(executable, Path(name), problem, plans) as cpp:
+                            batch = clock(lambda: simulate_many(problem, plans))  # noqa: B023
+                            one = clock(lambda: [simulator.evaluate(plan) for plan in plans])  # noqa: B023
+                            in_turns(batch, one, cpp.seconds, rounds=2)
+                            rounds = max(9, 60_000 // count)
+                            times = in_turns(batch, one, cpp.seconds, rounds=rounds)
+                            _, step, peak, busy = cpp.results()
+                        ours = simulate_many(problem, plans)
+                        same = (ours.step_time_s == step, ours.peak_memory_bytes == peak, ours.busy_s == busy)
+                        assert all(part.all() for part in same), "the C++ simulator disagrees"
+                        each = [1e9 * float(np.median(t)) / problem.num_ops / len(plans) for t in times]
+                        ratios.append(each[0] / each[2])
+                        print(
+                            f"{problem.num_ops:8d} {shape:>8} {devices} {kind:>6} {each[0]:6.1f} {each[1]:8.1f} {each[2]:6.1f} "
+                            f"{ratios[-1]:10.2f} {spread(times[0]):>6} {1e9 / each[0] / problem.num_ops:14.0f}",
+                            flush=True,
+                        )
+    print(f"batch/C++: geometric mean {np.exp(np.mean(np.log(ratios))):.2f}, worst {max(ratios):.2f}")
+
+
+def schedules(sizes: tuple[int, ...]) -> None:
+    print(
+        "\nMicro-batches and schedules, layered, 8 devices, blocks, one evaluate a plan; bytes a simulation holds beside the problem"
+    )
+    print("     ops  M schedule     tasks  evaluate ms ns/task spread simulations/s  bytes/simulation  shared bytes")
+    for count in sizes:
+        problem = random_problem(0, count // 3, 8, memory_factor=2.0)
+        plan = plans_of(problem, "blocks", 1)[0]
+        for microbatches, schedule in ((1, "list"), (8, "list"), (8, "gpipe"), (8, "1f1b")):
+            simulator = Simulator(problem, microbatches=microbatches, schedule=schedule)
+            simulator.evaluate(plan)
+            (times,) = in_turns(clock(lambda: simulator.evaluate(plan)), rounds=max(7, 100_000 // count))  # noqa: B023
+            median, tasks = float(np.median(times)), simulator.num_tasks
+            own, shared = simulator.memory_bytes
+            print(
+                f"{problem.num_ops:8d} {microbatches:2d} {schedule:>8} {tasks:9d} {1e3 * median:12.4f} "
+                f"{1e9 * median / tasks:7.1f} {spread(times):>6} {1 / median:13.0f} {own:17,d} {shared:13,d}",
+                flush=True,
+            )
+
+
+def moves(sizes: tuple[int, ...]) -> None:
+    print(
+        "\nAfter a random move of one group: the whole step, or from the last state saved before it makes a difference; blocks, 8 devices"
+    )
+    print("   tasks    shape     graph  whole us  from saved us  gain  new base us")
+    for count in sizes:
+        for training in (True, False):
+            for shape in ("chain", "layered", "branchy"):
+                problem = random_problem(
+                    0, count // (3 if training else 1), 8, shape=shape, training=training, memory_factor=2.0
+                )
+                plan = plans_of(problem, "blocks", 1)[0]
+                whole, saved = Simulator(problem), IncrementalSimulator(problem)
+                saved.evaluate(plan)
+                saved.evaluate(plan)
+                rng = np.random.default_rng(0)
+                mean = np.zeros(2)
+                drawn = [[(int(rng.integers(problem.num_groups)), int(rng.integers(8)))] for _ in range(40)]
+                for move in drawn:
+                    moved = plan.copy()
+                    for group, device in move:
+                        moved[group] = device
+                    assert whole.evaluate(moved) == saved.evaluate_move(move), "results differ"
+                    times = in_turns(
+                        clock(lambda: whole.evaluate(moved)), clock(lambda: saved.evaluate_move(move)), rounds=9  # noqa: B023
+                    )  # fmt: skip
+                    mean += [float(np.median(t)) / len(drawn) for t in times]
+                (base,) = in_turns(clock(lambda: saved.accept([])), rounds=9)  # noqa: B023
+                graph = "training" if training else "forward"
+                print(
+                    f"{problem.num_ops:8d} {shape:>8} {graph:>9} {1e6 * mean[0]:9.1f} {1e6 * mean[1]:14.1f} "
+                    f"{mean[0] / mean[1]:5.2f} {1e6 * float(np.median(base)):12.1f}",
+                    flush=True,
+                )
+
+
+def threads(sizes: tuple[int, ...]) -> None:
+    print("\nsimulate_many on one thread and on two, layered, 8 devices, random plans")
+    for count in sizes:
+        problem = random_problem(0, count // 3, 8, memory_factor=2.0)
+        plans = plans_of(problem, "random", max(4, 500_000 // count))
+        one, two = (clock(lambda n=n: simulate_many(problem, plans, threads=n)) for n in (1, 2))  # noqa: B023
+        in_turns(one, two, rounds=1)
+        single, double = (float(np.median(times)) for times in in_turns(one, two, rounds=9))
+        print(
+            f"{problem.num_ops:8d} tasks, {len(plans)} plans: {1e3 * single:.1f} ms, {1e3 * double:.1f} ms, gain {single / double:.2f}"
+        )
+
+
+def against_reference() -> None:
+    print("\nsimulate (with timeline) against the reference in plain Python, layered, 8 devices, blocks")
+    for count, microbatches in ((300, 1), (3_000, 1), (300, 8)):
+        problem = random_problem(0, count // 3, 8, memory_factor=2.0)
+        plan = plans_of(problem, "blocks", 1)[0]
+        fast = clock(lambda: simulate(problem, plan, microbatches=microbatches))  # noqa: B023
+        plain = clock(lambda: simulate_reference(problem, plan, microbatches=microbatches))  # noqa: B023
+        fast()
+        ours, theirs = (float(np.median(times)) for times in in_turns(fast, plain, rounds=3))
+        print(
+            f"{problem.num_ops:8d} ops, {microbatches} micro-batches: {1e3 * ours:.3f} ms, {1e3 * theirs:.1f} ms, {theirs / ours:.0f}x"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes only")
-    arguments = parser.parse_args()
+    sizes = (500, 5_000) if parser.parse_args().quick else (500, 5_000, 100_000)
     starts()
-    batch()
-    sizes(arguments.quick)
+    against_cpp(sizes)
+    schedules(sizes)
+    moves(sizes[:2])
+    threads(sizes)
+    against_reference()
 
 
 if __name__ == "__main__":

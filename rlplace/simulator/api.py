@@ -79,7 +79,7 @@ def simulate(
         microbatches = plan.microbatches if microbatches is None else microbatches
         stage_of_group = plain.stage_of_group if stage_of_group is None else stage_of_group
     else:
-        devices = _check_devices(plan, (problem.num_groups,), problem)
+        devices = check_devices(plan, (problem.num_groups,), problem)
     microbatches, schedule = 1 if microbatches is None else microbatches, "list" if schedule is None else schedule
     if schedule not in SCHEDULES:
         raise unknown_name("schedule", schedule, SCHEDULES)
@@ -97,7 +97,7 @@ def simulate(
     if order is not None:
         ranks, position = _order_ranks(order, lowered)
     else:
-        ranks = _priority_ranks(problem, lowered, priority)
+        ranks = priority_ranks(problem, lowered, priority)
     results = _results(1, problem.num_devices)
     outcome, step, peak, busy = results
     stage_words, stages = _stages(stage, lowered)
@@ -200,7 +200,7 @@ def simulate_many(
     """
     from rlplace.simulator import fast
 
-    devices = _check_devices(device_of_group, (-1, problem.num_groups), problem)
+    devices = check_devices(device_of_group, (-1, problem.num_groups), problem)
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise InputError(f"simulate_many: threads must be a whole number from 1 up, found {show(threads)}")
     count = len(devices)
@@ -262,6 +262,18 @@ class Simulator:
         self._run = fast.simulate_plans
         self._arguments = () if runner.ordered else runner.arguments(self._work, self._devices, *self._results)
 
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of a step."""
+        return self._runner.lowered.tasks.num_tasks
+
+    @property
+    def memory_bytes(self) -> tuple[int, int]:
+        """Bytes of the buffers that belong to this simulator, and of the arrays that all simulators of the problem share."""
+        lowered = self._runner.lowered
+        shared = (*lowered.graph, lowered.value, lowered.ranks)
+        return sum(array.nbytes for array in self._work), sum(array.nbytes for array in shared)
+
     def evaluate(self, device_of_group: Sequence[int] | NDArray[Any]) -> tuple[float, float]:
         """Step time and memory overflow of a plan.
 
@@ -305,7 +317,7 @@ class _Runner:
         self.lowered = lower(problem, microbatches, schedule)
         self.ordered = schedule in ACTION_SCHEDULES
         self._problem, self._schedule = problem, schedule
-        self._ranks = _priority_ranks(problem, self.lowered, priority)
+        self._ranks = priority_ranks(problem, self.lowered, priority)
         self._key = self.lowered.priority if priority is None else _check_priority(priority, problem)
 
     def arguments(self, work: Any, devices: NDArray[np.int32], *results: NDArray[Any]) -> tuple[Any, ...]:
@@ -334,7 +346,7 @@ def _results(rows: int, devices: int) -> tuple[NDArray[Any], ...]:
     return np.zeros(rows, dtype=np.int8), np.zeros(rows), np.zeros((rows, devices), dtype=np.int64), np.zeros((rows, devices))
 
 
-def _check_devices(value: Any, shape: tuple[int, ...], problem: Problem) -> NDArray[np.int32]:
+def check_devices(value: Any, shape: tuple[int, ...], problem: Problem) -> NDArray[np.int32]:
     """A contiguous int32 copy of one or several plans, -1 in `shape` standing for any length."""
     try:
         devices = np.asarray(value)
@@ -379,7 +391,8 @@ def _stages(stage: NDArray[np.int32] | None, lowered: Lowered) -> tuple[NDArray[
     return numbers, int(numbers.max(initial=0)) + 1
 
 
-def _priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float] | NDArray[Any] | None) -> NDArray[np.uint32]:
+def priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float] | NDArray[Any] | None) -> NDArray[np.uint32]:
+    """uint32 [2, K], rank of every task and task of every rank."""
     from rlplace.simulator.lowering import ranks
 
     if priority is None:

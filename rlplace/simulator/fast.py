@@ -39,7 +39,7 @@ _SOURCES = (Path(str(module.__file__)) for module in (r, queues, gates, loop))
 STAMP = zlib.crc32(b"".join(source.read_bytes() for source in _SOURCES))
 """Stands for the files that `simulate_plans` is compiled from: numba's cache looks at this one and at enclosed values only."""
 
-_ENTRY = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+ENTRY = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -110,7 +110,7 @@ def report(g, w, peak, busy_s):
 def _compile(stamp):
     """The function that is called from outside, with the stamp as an enclosed value."""
 
-    @njit(**_ENTRY)
+    @njit(**ENTRY)
     def simulate_plans(graph, work, ranks, position, device_of_group, stage_of_group, outcome, step_s, peak, busy_s):
         """Simulates one plan per row of `device_of_group`; `work` holds what happened in the last.
 
@@ -156,7 +156,7 @@ def _compile(stamp):
 simulate_plans = _compile(STAMP)
 
 
-@njit(**_ENTRY)
+@njit(**ENTRY)
 def bottom_levels(topological_order, time_s, output_ptr, outputs, consumer_ptr, consumers, level):
     """Fills `level` float64 [N] with `reference.default_priority`: mean time plus the longest way to the end."""
     for i in range(len(level) - 1, -1, -1):

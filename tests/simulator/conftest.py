@@ -1,0 +1,86 @@
+"""Random problems for tests of the simulators."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.random import Generator
+
+from rlplace.errors import InputError
+from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Collective, Links, Problem
+from rlplace.problem.problem import Device
+from rlplace.problem.toys import TensorSpec, build_problem
+
+
+@pytest.fixture(scope="session")
+def training_problem() -> Callable[[Generator], Problem]:
+    """Draws small training problems on which ties are the rule."""
+    return _training_problem
+
+
+def _training_problem(rng: Generator) -> Problem:
+    """Up to 16 ops of all phases with costs of 0 to 3 on up to 4 devices, often with collectives."""
+    devices, groups, ops = (int(rng.integers(1, most)) for most in (5, 8, 17))
+    phase = np.sort(rng.choice([FORWARD, FORWARD, BACKWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE], ops))
+    if rng.random() < 0.2:
+        phase = rng.permutation(phase)  # nobody says that updates come last
+    tensors = []
+    for _ in range(rng.integers(0, 18)):
+        producer = None if rng.random() < 0.2 else int(rng.integers(ops))
+        later = rng.permutation(np.arange(0 if producer is None else producer + 1, ops))
+        readers = later[rng.random(len(later)) < 0.3].tolist()
+        owner = int(rng.integers(groups)) if producer is None else None
+        tensors.append(TensorSpec(producer, int(rng.integers(0, 4)), readers, owner))
+    times = rng.integers(0, 4, (ops, devices)).astype(np.float64)
+    if rng.random() < 0.1:
+        times[(rng.random(times.shape) < 0.1) & (np.arange(devices) > 0)] = np.nan
+    bandwidth = rng.integers(1, 3, (devices, devices)).astype(np.float64)
+    if rng.random() < 0.1:
+        bandwidth[rng.random(bandwidth.shape) < 0.1] = 0.0
+    most = int(rng.integers(0, 3))  # channels of one transfer; 0: every pair has its own
+    channels = None
+    if most:
+        channels = tuple(
+            tuple(tuple(rng.choice(4, rng.integers(0, most + 1), replace=False).tolist()) for _ in range(devices))
+            for _ in range(devices)
+        )
+    problem = build_problem(
+        "training",
+        time_s=times,  # type: ignore[arg-type]
+        tensors=tensors,
+        memory_bytes=[None] * devices,
+        group=rng.integers(0, groups, ops).tolist(),
+        phase=phase.tolist(),
+        resident_bytes=rng.integers(0, 4, groups).tolist(),
+        temporary_bytes=rng.integers(0, 3, ops).tolist(),
+        links=Links(bandwidth, rng.integers(0, 2, bandwidth.shape).astype(np.float64), channels),
+        group_device=np.where(rng.random(groups) < 0.1, 0, -1).tolist(),
+    )
+    limits = [None if rng.random() < 0.5 else int(rng.integers(5, 40)) for _ in range(devices)]
+    tables = rng.permutation(len(tensors))[: rng.integers(0, 2)].tolist()
+    return _with_collectives(rng, dataclasses.replace(
+        problem,
+        devices=tuple(Device(f"d{i}", limit, int(rng.integers(0, 3))) for i, limit in enumerate(limits)),
+        tensor_transfer_s={tensor: rng.integers(0, 3, (devices, devices)).astype(np.float64) for tensor in tables},
+    ))  # fmt: skip
+
+
+def _with_collectives(rng: Generator, problem: Problem) -> Problem:
+    """Makes collectives of random ops of one phase; where that would be cyclic, the problem stays as it is."""
+    kinds, collectives = [""] * problem.num_ops, []
+    free = rng.permutation(problem.num_ops).tolist()
+    for _ in range(rng.integers(0, 3)):
+        if free:
+            same = [op for op in free if problem.op_phase[op] == problem.op_phase[free[0]]][: rng.integers(1, 4)]
+            free = [op for op in free if op not in same]
+            channels = rng.choice(4, rng.integers(0, 3), replace=False).tolist()
+            collectives.append(Collective(tuple(same), tuple(channels)))
+            for op in same:
+                kinds[op] = "collective"
+    try:
+        return dataclasses.replace(problem, collectives=tuple(collectives), op_kind=tuple(kinds))
+    except InputError:
+        return problem

@@ -18,7 +18,8 @@ from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.plan.plan import check_order
 from rlplace.problem import FORWARD, Problem
-from rlplace.simulator.reference import STUCK_ORDER, _Run, default_priority
+from rlplace.simulator.priority import default_priority
+from rlplace.simulator.reference import STUCK_ORDER, ReferenceRun
 from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
 from rlplace.simulator.tasks import task_graph
 from rlplace.simulator.timeline import placement_violations
@@ -103,7 +104,7 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
     )
 
 
-class _Recorder(_Run):
+class _Recorder(ReferenceRun):
     """The reference simulator, noting what takes memory."""
 
     def __init__(self, problem: Problem, *rest: Any) -> None:

@@ -4,12 +4,12 @@ This file is the definition of step time and peak memory. `rlplace.simulator.fas
 for bit; when the two differ, this one is right. It is written to be read against the rules, not to be quick.
 
 Rules, and where they live:
-    1. devices, readiness, priority         `_Run.start_tasks`, `default_priority`, `task_ranks`
-    2. transfers and channels               `_Run.enqueue`, `_Run.start_transfers`
-    3. order within an instant              `_Run.run`
-    4. memory                               `_Run.allocate`, `_Run.release`, `_Run.drop_use`
+    1. devices, readiness, priority         `ReferenceRun.start_tasks`; `rlplace.simulator.priority`
+    2. transfers and channels               `ReferenceRun.enqueue`, `ReferenceRun.start_transfers`
+    3. order within an instant              `ReferenceRun.run`
+    4. memory                               `ReferenceRun.allocate`, `ReferenceRun.release`, `ReferenceRun.drop_use`
     5. step time                            end of the last event
-    6. micro-batches and schedules          `rlplace.simulator.tasks`, `stages`, `schedules`; `_Run.open_gates`
+    6. micro-batches and schedules          `rlplace.simulator.tasks`, `stages`, `schedules`; `ReferenceRun.open_gates`
 
 Collectives: a collective joins the queue of waiting transfers when the last input of its last op is present; it starts when its
 channels are free, like a transfer, and holds them for the longest of its ops' times. Its ops take memory when it starts and end
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from rlplace.plan.plan import check_order
 from rlplace.problem import FORWARD, Problem
+from rlplace.simulator.priority import default_priority, task_ranks
 from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
 from rlplace.simulator.stages import gates
 from rlplace.simulator.tasks import TaskGraph, task_graph
@@ -42,50 +43,6 @@ from rlplace.simulator.timeline import (
 STUCK_ORDER = "the order makes devices wait for each other forever"
 
 _TASK, _TRANSFER = 0, 1
-
-
-def default_priority(problem: Problem) -> NDArray[np.float64]:
-    """Bottom level of every op: the longest path from its start to the end of the step, without communication.
-
-    An op counts with the mean of `time_s` over the devices that can run it, summed left to right.
-
-    Returns:
-        float64 [N] seconds.
-    """
-    level = np.zeros(problem.num_ops)
-    successors: list[list[int]] = [[] for _ in range(problem.num_ops)]
-    for tensor, consumer in zip(problem.edge_tensor.tolist(), problem.consumers.tolist(), strict=True):
-        producer = int(problem.tensor_producer[tensor])
-        if producer >= 0:
-            successors[producer].append(consumer)
-    for op in problem.topological_order[::-1].tolist():
-        total, count = 0.0, 0
-        for time in problem.time_s[op].tolist():
-            if time == time:
-                total, count = total + time, count + 1
-        level[op] = total / count + max((level[s] for s in successors[op]), default=0.0)
-    return level
-
-
-def task_ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDArray[np.float64] | None) -> NDArray[np.int32]:
-    """Which of two ready tasks starts first: the one of lower rank.
-
-    By default the earlier micro-batch, then the longer bottom level, then the smaller op number; under `1f1b` backward and
-    update before forward (see also `_Run.start_tasks`). A `priority` stands in for the bottom level; under `list` it also
-    comes before the micro-batch.
-
-    Returns:
-        int32 [K], distinct.
-    """
-    value = (default_priority(problem) if priority is None else priority)[tasks.op]
-    keys = [tasks.op, -value, tasks.microbatch]  # the last key counts most
-    if schedule == "list" and priority is not None:
-        keys = [tasks.op, tasks.microbatch, -value]
-    if schedule == "1f1b":
-        keys.append((problem.op_phase[tasks.op] == FORWARD).astype(np.int32))
-    rank = np.empty(tasks.num_tasks, dtype=np.int32)
-    rank[np.lexsort(keys)] = np.arange(tasks.num_tasks)
-    return rank
 
 
 def simulate_reference(
@@ -121,7 +78,7 @@ def simulate_reference(
     violations = placement_violations(problem, devices)
     if violations:
         return unfinished(problem, devices, device_of_op, violations + moved, tasks)
-    run = _Run(problem, tasks, devices, priority, order, schedule, stage_of_group)
+    run = ReferenceRun(problem, tasks, devices, priority, order, schedule, stage_of_group)
     run.run()
     if run.done < tasks.num_tasks:
         return unfinished(problem, devices, device_of_op, [STUCK_ORDER, *moved], tasks)
@@ -151,7 +108,7 @@ def simulate_reference(
     )
 
 
-class _Run:
+class ReferenceRun:
     """State of one simulation."""
 
     def __init__(

@@ -11,7 +11,8 @@ from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.problem.toys import TensorSpec, build_problem, pipeline_chain, random_problem
 from rlplace.simulator.actions import pipeline_actions
-from rlplace.simulator.reference import default_priority, simulate_reference
+from rlplace.simulator.priority import default_priority
+from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.schedules import schedule_order
 from rlplace.simulator.theory import bubble_s, in_flight
 

@@ -16,8 +16,14 @@ from torch import nn
 from rlplace.agents.checkpoint import load_checkpoint, save_checkpoint
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.cluster import Cluster
+from rlplace.cluster.presets import KINDS
 from rlplace.cluster.toml import cluster_to_dict
 from rlplace.cost import price
+from rlplace.cost.calibrate import calibrate
+from rlplace.cost.compute import op_times
+from rlplace.cost.footprint import footprint
+from rlplace.cost.measurement import Measurement
+from rlplace.cost.table import CostTable
 from rlplace.errors import InputError
 from rlplace.graph import OpGraph
 from rlplace.graph.capture import capture
@@ -25,7 +31,8 @@ from rlplace.graph.io import graph_to_dict
 from rlplace.plan import PlacementPlan
 from rlplace.plan.plan import make_plan
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
-from rlplace.simulator import simulate
+from rlplace.problem.collectives import collective_channels, collective_s
+from rlplace.simulator import expand, simulate
 
 PROBLEM: dict[str, Any] = {
     "format": "rlplace.problem",
@@ -57,6 +64,92 @@ PROBLEM: dict[str, Any] = {
     ],
     "source": {"model": "hf:toy"},
 }
+
+FABRIC: dict[str, Any] = {
+    "devices": [0, 1],
+    "basis": "measured",
+    "source": "test",
+    "links": [[0, 1, 2e10]],
+    "curves": [
+        {"group_size": 2, "algorithm": "ring", "pieces": [[0, 2.4e-5, 2.28e10], [4194304, 2.3e-5, 2.26e10]]},
+        {"kind": "all_gather", "group_size": 2, "pieces": [[0, 1e-5, 2e10]]},
+    ],
+}
+JOINED: dict[str, Any] = PROBLEM | {
+    "links": PROBLEM["links"] | {"fabrics": [FABRIC]},
+    "groups": [{"name": name, "resident_bytes": 40} for name in "ab"],
+    "ops": [
+        {"name": f"{name}/{phase}", "group": group, "phase": phase, "time_s": time_s, "kind": kind}
+        for phase, time_s, kind in (("forward", 1e-3, ""), ("backward", 2e-3, ""), ("update", 1e-4, "collective"))
+        for group, name in enumerate("ab")
+    ],
+    "tensors": [{"producer": op, "bytes": 64, "consumers": [op + 2]} for op in range(4)],
+    "collectives": [{"ops": [4, 5], "channels": [0, 1]}],
+}
+TOPOLOGY: dict[str, Any] = {
+    "format": "rlplace.cluster",
+    "version": 1,
+    "device": [{"name": f"d{i}", "kind": "l4", "host": i // 2} for i in range(4)],
+    "topology": {
+        "resource": [
+            {"name": "{device} out", "each": "*", "bytes_per_s": 55e9},
+            {"name": "{device} in", "each": ["d0", "d1", "d2", "d3"], "bytes_per_s": 55e9},
+            {"name": "sockets", "bytes_per_s": 45e9, "latency_s": 1e-6},
+            {"name": "switch"},
+        ],
+        "path": [
+            {"from": "*", "to": "*", "over": ["{from} out", "switch", "{to} in"], "latency_s": 1e-5, "efficiency": 0.9},
+            {"from": ["d0", "d1"], "to": "d2", "over": ["{from} out", "sockets", "{to} in"]},
+        ],
+    },
+    "fabric": [FABRIC],
+}
+COSTS: dict[str, Any] = {
+    "format": "rlplace.cost",
+    "version": 1,
+    "name": "lab",
+    "source": "test",
+    "kinds": {
+        "l4": {
+            "eager_issue_s": 6e-6,
+            "step_factor": 1.02,
+            "curves": [
+                {"op": "gemm", "dtype": "float32", "direction": "forward", "compute_efficiency": 0.8, "saturation": 0.5,
+                 "compute_half_flops": 2e10, "bandwidth_efficiency": 0.85, "bandwidth_half_bytes": 5e7, "floor_s": 5e-6,
+                 "overhead_s": 1e-5, "basis": "calibrated", "source": "x",
+                 "residual": {"features": ["log_m", "waves_128"], "mean": [8, 0], "scale": [2, 1], "low": [0, -9],
+                              "high": [20, 9], "weights": [[[0.1, -0.2], [0.3, 0.4]], [[1, -1]]], "bias": [[0, 0.1], [0]],
+                              "bound": 2}},
+            ],
+            "measured": [{"op": "elementwise", "dtype": "float32", "direction": "forward",
+                          "shapes": [{"dims": {"bytes": 128}, "seconds": 0.00055}]}],
+            "targets": [{"target": "aten.linear.default", "dtype": "float32", "direction": "backward",
+                         "compute_efficiency": 1, "compute_half_flops": 0, "bandwidth_efficiency": 1,
+                         "bandwidth_half_bytes": 0, "basis": "calibrated",
+                         "shapes": [{"dims": {"m": 4, "n": 4, "k": 4, "flops": 256, "bytes": 400}, "seconds": 1e-5}]}],
+        }
+    },
+}  # fmt: skip
+MEASUREMENT: dict[str, Any] = {
+    "format": "rlplace.measurement",
+    "version": 1,
+    "name": "mlp",
+    "model": {"model": "zoo:mlp", "batch": 64, "seq": 1, "dtype": "fp32", "optimizer": "adam"},
+    "environment": {"device": "a processor", "device_kind": "cpu", "device_type": "cpu", "torch": "2.13.0", "threads": 1,
+                    "clock_mhz": 2600.0, "temperature_c": 40, "details": {"cores": 2, "allocator": "keep", "load": 0.5}},
+    "cache": "step",
+    "control": {"shape": "mm", "first_s": 0.0016, "last_s": 0.0017},
+    "host_s": 0.0017,
+    "ops": [
+        {"target": "aten.linear.default", "kind": "gemm", "dtype": "float32", "direction": "forward", "flops": 134217728.0,
+         "size_bytes": 4722688, "dims": {"k": 1024, "m": 64, "n": 1024}, "count": 8, "seconds": 0.00138, "p10_s": 0.00131,
+         "p90_s": 0.00151, "repeats": 25, "issue_s": 1e-5},
+        {"target": "aten.view.default", "kind": "view", "dtype": "float32", "direction": "backward", "flops": 0,
+         "size_bytes": 0, "count": 1, "seconds": 0, "p10_s": 0, "p90_s": 1e-6, "repeats": 25},
+    ],
+    "step": {"seconds": 0.0757, "min_s": 0.0731, "p10_s": 0.0739, "p90_s": 0.0785, "repeats": 25, "undisturbed": 25,
+             "busy_s": 0.0757, "instrumented_s": 0.0782, "peak_memory_bytes": 1000},
+}  # fmt: skip
 
 HUGE_INTEGER = 10**5000
 VALUES = st.sampled_from(
@@ -153,6 +246,8 @@ def make_loaders(folder: Any) -> dict[str, Callable[[Any], None]]:
         problem, [0, 1], planner="best", stage_of_group=[0, 1], replicas=[[0, 1]], shards={"a/forward": {"batch": 1}},
         predicted={"step_time_s": 1.0},
     ).to_dict() | {"groups": [{"name": "a", "modules": ["a"], "ops": ["a"]}, {"name": "b"}]}  # fmt: skip
+    whole = price(graph, "a100-80g:2", groups=3, level="op")
+    replicated = make_plan(whole, [0] * whole.num_groups, planner="best").to_dict()
     agent = folder / "agent"
     network = PlacerNetwork(NetworkConfig(hidden=4, layers=1))
     save_checkpoint(agent, network, environment="rlplace/Refinement-v0", training={"steps_done": 0}, card="# test\n")
@@ -180,13 +275,56 @@ def make_loaders(folder: Any) -> dict[str, Callable[[Any], None]]:
         price(OpGraph.load(path), cluster, groups=3)
 
     def load_cluster(choices: Any) -> None:
+        read_cluster(mutate(cluster_to_dict(cluster), choices))
+
+    def load_topology(choices: Any) -> None:
+        read_cluster(mutate(TOPOLOGY, choices))
+
+    def read_cluster(data: Any) -> None:
         path = folder / "x.toml"
-        data = mutate(cluster_to_dict(cluster), choices)
         path.write_text("\n".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in data.items() if v is not None))
         found = Cluster.load(path)
         price(graph, found, groups=3)
         found.save(path)
         assert Cluster.load(path).fingerprint == found.fingerprint
+
+    def load_joined(choices: Any) -> None:
+        path = folder / "x.problem.json"
+        path.write_text(_json(mutate(JOINED, choices)))
+        found = Problem.load(path)
+        collective_channels(found.links, range(found.num_devices))
+        for kind in ("all_reduce", "broadcast", "all_to_all"):
+            assert collective_s(found.links, kind, range(found.num_devices), 1e6) >= 0
+        assert simulate(found, [min(1, found.num_devices - 1)] * found.num_groups).peak_memory_bytes is not None
+        assert problem_from_dict(problem_to_dict(found)).fingerprint == found.fingerprint
+
+    def load_replicated(choices: Any) -> None:
+        path = folder / "x.plan.json"
+        way = [{"recompute": [[0], [1]]}, {"optimizer_sharding": True, "replicas": [[0], [1]]}, {"replicas": [[1], [0]]}]
+        path.write_text(_json(mutate(replicated | way[choices[0][0] % 3], choices)))
+        found = PlacementPlan.load(path, whole)
+        found.save(path)
+        simulate(*expand(whole, found))
+        footprint(whole, found, graph=graph)
+
+    def load_costs(choices: Any) -> None:
+        path = folder / "x.cost.json"
+        path.write_text(_json(mutate(COSTS, choices)))
+        found = CostTable.load(path)
+        seconds = op_times(graph, KINDS["l4"], found)
+        assert (seconds >= 0).all() and (seconds < 1e9).all()
+        price(graph, cluster, groups=3, costs=found, host="compiled")
+        found.save(path)
+        assert CostTable.load(path).fingerprint == found.fingerprint
+
+    def load_measurement(choices: Any) -> None:
+        path = folder / "x.measure.json"
+        path.write_text(_json(mutate(MEASUREMENT, choices)))
+        found = Measurement.load(path)
+        found.save(path)
+        assert Measurement.load(path) == found
+        table = calibrate([found], KINDS["cpu"], holdout=0.5).table
+        assert (op_times(graph, KINDS["cpu"], table) >= 0).all()
 
     def load_agent(choices: Any) -> None:
         (agent / "config.json").write_text(_json(mutate(config, choices)))
@@ -198,10 +336,25 @@ def make_loaders(folder: Any) -> dict[str, Callable[[Any], None]]:
         "graph": load_graph,
         "cluster": load_cluster,
         "checkpoint": load_agent,
+        "joined problem": load_joined,
+        "replicated plan": load_replicated,
+        "topology": load_topology,
+        "costs": load_costs,
+        "measurement": load_measurement,
     }
 
 
-@pytest.mark.parametrize("name", ["problem", "plan", "graph", "cluster", "checkpoint"])
+FORMATS = ("problem", "plan", "graph", "cluster", "checkpoint")
+NEWER = ("joined problem", "replicated plan", "topology", "costs", "measurement")
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *NEWER])
+def test_the_files_that_are_mutated_are_good(loaders: dict[str, Callable[[Any], None]], name: str) -> None:
+    for variant in range(3):
+        loaders[name]([(variant, 3, 1, "version")])
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *NEWER])
 def test_mutated_files_are_read_or_refused_with_one_line(loaders: dict[str, Callable[[Any], None]], name: str) -> None:
     @settings(max_examples=120, deadline=None, derandomize=True, database=None)
     @given(CHOICES)

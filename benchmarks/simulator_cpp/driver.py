@@ -60,7 +60,7 @@ class PlainCpp:
         return float(self._process.stdout.readline())
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Ends the process; outcome int64 [K], step_s float64 [K], peak int64 [K, D], busy_s float64 [K, D] of the last pass."""
+        """Ends the process; of the last pass outcome int64 [K], step_s float64 [K], peak int64 and busy_s float64 [K, D]."""
         self.close()
         numbers, k, d = self._results.read_bytes(), self._rows, self._devices
         floats, ints = np.frombuffer(numbers, np.float64), np.frombuffer(numbers, np.int64)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
-    """Bottom level of every op, the default priority; see `rlplace.simulator.priority.default_priority`.
+    """Bottom level of every op, the default priority; see `rlplace.simulator.reference.default_priority`.
 
     Returns:
         float64 [N] seconds, read-only.

@@ -4,7 +4,7 @@
 `rlplace.simulator.api` is what people call.
 
 Where this differs in form, not in result, from the reference:
-    * A ready task is known by its *rank* (`priority.task_ranks`). With an explicit order, ranks number the tasks of device 0,
+    * A ready task is known by its *rank* (`reference.task_ranks`). With an explicit order, ranks number the tasks of device 0,
       then of device 1, and so on, each in the order given, and a device starts nothing but its next rank.
     * Where a value's readers sit is looked up when the value is made, not before; its copies then take the next free slots, in
       order of device. Slots are therefore in the order in which they join the queues.
@@ -158,7 +158,7 @@ simulate_plans = _compile(STAMP)
 
 @njit(**ENTRY)
 def bottom_levels(topological_order, time_s, output_ptr, outputs, consumer_ptr, consumers, level):
-    """Fills `level` float64 [N] with `priority.default_priority`: mean time plus the longest way to the end."""
+    """Fills `level` float64 [N] with `reference.default_priority`: mean time plus the longest way to the end."""
     for i in range(len(level) - 1, -1, -1):
         op = topological_order[i]
         total, count, longest = 0.0, 0, 0.0

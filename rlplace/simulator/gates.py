@@ -142,7 +142,7 @@ def member_waits(g, w, collective, used, found):
         slots, w.channel, part(g, r.CHANNELS), part(w, r.FOLLOWING), g.layout[r.WIDTH], part(w, r.STARTABLE),
         found, used, begin, end,
     )  # fmt: skip
-    return used + 1, found
+    return np.uint32(used + 1), found
 
 
 @njit(**INNER)

@@ -39,7 +39,7 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
     """Goes on from where `w` stands, until nothing happens any more or `pause` tasks have ended.
 
     One long function over local names: numba counts references to every array of a tuple that is passed on, and to arrays
-    that are passed to functions with branches.
+    that are passed to functions with branches. Indices are kept unsigned, or numba looks at each whether it is negative.
 
     Returns:
         How it ends, and when.
@@ -58,8 +58,8 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
     recording, collectives = times.shape[1] > 0, len(collective_of) > 0
     gathering, gated, keeps_pass = len(gathered_ptr) > 0, ahead[r.SCHEDULE] != r.LIST, len(pass_ptr) > 0
 
-    key, done, events, used = clock[r.KEY], clock[r.ENDED], clock[r.EVENTS], clock[r.SLOTS]
-    transfers, waiting, found = clock[r.TRANSFERS], clock[r.WAITING], clock[r.FOUND]
+    key, done, events, used = clock[r.KEY], clock[r.ENDED], clock[r.EVENTS], np.uint32(clock[r.SLOTS])
+    transfers, waiting, found = clock[r.TRANSFERS], np.uint32(clock[r.WAITING]), np.uint32(clock[r.FOUND])
     while True:
         while True:  # everything that ends now
             number = key >> 32
@@ -71,11 +71,13 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
                     if collectives and collective_of[number] != r.NONE:
                         collective = np.int64(collective_of[number])
                         first, last = np.int64(member_ptr[collective]), np.int64(member_ptr[collective + 1])
-                        found = leave_queues(slots, channel, channels, following, width, startable, found, key & _LOWER_HALF)
+                        found = leave_queues(
+                            slots, channel, channels, following, width, startable, found, np.uint32(key & _LOWER_HALF)
+                        )
                     else:
                         device[d].state = DUE
                         due[waiting] = d
-                        waiting += 1
+                        waiting = np.uint32(waiting + 1)
                 for t in range(first, last):
                     if collective != r.NONE:
                         t = np.int64(members[t])
@@ -93,7 +95,7 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
                             else:
                                 s = value[v].slots
                                 while slots[s].device != d:
-                                    s += 1
+                                    s = np.uint32(s + 1)
                                 uses = slots[s].uses - 1
                                 slots[s].uses = uses
                                 if uses == 0:
@@ -136,18 +138,22 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
                                         waiting = add_ready(ready, device, due, waiting, middle, low, rank, d)
                                 continue
                             s = end  # slots of a value are in order of device
-                            while s > begin and slots[s - 1].device > there:
-                                s -= 1
-                            if s > begin and slots[s - 1].device == there:
-                                slots[s - 1].uses += 1
+                            while s > begin and slots[np.uint32(s - 1)].device > there:
+                                s = np.uint32(s - 1)
+                            if s > begin and slots[np.uint32(s - 1)].device == there:
+                                slots[np.uint32(s - 1)].uses += 1
                                 continue
-                            for other in range(end, s, -1):
-                                slots[other].device, slots[other].uses = slots[other - 1].device, slots[other - 1].uses
+                            other = end
+                            while other > s:
+                                before = np.uint32(other - 1)
+                                slots[other].device, slots[other].uses = slots[before].device, slots[before].uses
+                                other = before
                             slots[s].device, slots[s].uses = there, 1
-                            end += 1
+                            end = np.uint32(end + 1)
                         used = end
                         value[v].source, value[v].slots, value[v].uses = d, begin, uses + (end - begin)
                         for s in range(begin, end):
+                            s = np.uint32(s)
                             p = d * num_devices + slots[s].device
                             if pair[p].bandwidth == 0.0:
                                 return CANNOT_RUN, now
@@ -171,7 +177,7 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
                             counts = close_apart(g, w, ranks, device_of_group, stage_of_group, t, (waiting, used, found))
                             waiting, used, found = counts
             else:  # a transfer ends: the value is present there, its channels go to the next in their queues
-                s = key & _LOWER_HALF
+                s = np.uint32(key & _LOWER_HALF)
                 v, d = slots[s].value, slots[s].device
                 found = leave_queues(slots, channel, channels, following, width, startable, found, s)
                 uses = value[v].uses - 1
@@ -213,7 +219,7 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
                         transfers += 1
                 push_event(event, events, now + time, key)
                 events += 1
-            found = np.int64(0)
+            found = np.uint32(0)
             if events == 0 or event[0].time_s != now:
                 break
             key = pop_event(event, events)
@@ -251,7 +257,7 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
                 times[0, t], times[1, t] = now, now + time
             push_event(event, events, now + time, t << 32)
             events += 1
-        waiting = np.int64(0)
+        waiting = np.uint32(0)
         if events == 0:
             clock[r.TRANSFERS] = transfers
             return (DONE if done == num_tasks else STUCK), now

@@ -108,7 +108,7 @@ def lower(problem: Problem, microbatches: int = 1, schedule: str = "list") -> Lo
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
-    """`priority.default_priority`, compiled: float64 [N], read-only."""
+    """`reference.default_priority`, compiled: float64 [N], read-only."""
     level = _LEVELS.get(problem)
     if level is None:
         level = np.zeros(problem.num_ops)
@@ -126,7 +126,7 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
 
 
 def ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDArray[np.float64] | None = None) -> NDArray[np.uint32]:
-    """What `priority.task_ranks` defines: uint32 [2, K], rank of every task and task of every rank.
+    """What `reference.task_ranks` defines: uint32 [2, K], rank of every task and task of every rank.
 
     Tasks are numbered by micro-batch and op, so equal keys keep their order.
     """

@@ -68,7 +68,7 @@ def add_ready(ready, device, due, waiting, middle, low, rank, d):
     device[d].ready += 1
     device[d].state += DUE * idle
     due[waiting] = d
-    return waiting + idle
+    return np.uint32(waiting + idle)
 
 
 @njit(forceinline=True, **INNER)
@@ -128,9 +128,9 @@ def next_ready(ready, device, middle, low, rank):
 @njit(forceinline=True, **INNER)
 def push_event(event, size, time_s, key):
     """Adds to a heap of `size` events, ordered by (time, key)."""
-    i = size
+    i = np.uint32(size)
     while i > 0:
-        parent = (i - 1) >> 1
+        parent = np.uint32((i - 1) >> 1)
         if event[parent].time_s < time_s or (event[parent].time_s == time_s and event[parent].key < key):
             break
         event[i].time_s, event[i].key = event[parent].time_s, event[parent].key
@@ -142,15 +142,15 @@ def push_event(event, size, time_s, key):
 def pop_event(event, size):
     """Removes the first of `size` events and returns its key."""
     first = event[0].key
-    size -= 1
-    time_s, key = event[size].time_s, event[size].key
-    i = 0
+    last = np.uint32(size - 1)
+    time_s, key = event[last].time_s, event[last].key
+    i = np.uint32(0)
     while True:
-        child = 2 * i + 1
-        if child >= size:
+        child = np.uint32(2 * i + 1)
+        if child >= last:
             break
-        right = child + 1
-        if right < size and (
+        right = np.uint32(child + 1)
+        if right < last and (
             event[right].time_s < event[child].time_s
             or (event[right].time_s == event[child].time_s and event[right].key < event[child].key)
         ):
@@ -167,7 +167,7 @@ def pop_event(event, size):
 def join_queues(slots, channel, channels, following, width, startable, found, slot, begin, end):
     """A slot joins the queues of `channels[begin:end]`; returns how many slots can start now."""
     blocked = 0
-    node = slot * width
+    node = np.uint32(slot * width)
     for k in range(begin, end):
         at = channels[k]
         if channel[at].head == NONE:
@@ -177,29 +177,29 @@ def join_queues(slots, channel, channels, following, width, startable, found, sl
             blocked += 1
         following[node] = NONE
         channel[at].tail = node
-        node += 1
+        node = np.uint32(node + 1)
     slots[slot].blocked = blocked
     slots[slot].channels, slots[slot].channels_end = begin, end
     startable[found] = slot  # whether it can or not: a branch here would make numba count references
-    return found + (blocked == 0)
+    return np.uint32(found + (blocked == 0))
 
 
 @njit(forceinline=True, **INNER)
 def leave_queues(slots, channel, channels, following, width, startable, found, slot):
     """A slot gives its channels to the next in their queues; returns how many slots can start now."""
-    node = slot * width
+    node = np.uint32(slot * width)
     for k in range(slots[slot].channels, slots[slot].channels_end):
         heir = following[node]
         channel[channels[k]].head = heir
-        node += 1
+        node = np.uint32(node + 1)
         if heir != NONE:
             blocked = slots[heir].blocked - 1
             slots[heir].blocked = blocked
             if blocked == 0:
                 i = found  # several start in the order in which they joined, which is that of their numbers
-                while i > 0 and startable[i - 1] > heir:
-                    startable[i] = startable[i - 1]
-                    i -= 1
+                while i > 0 and startable[np.uint32(i - 1)] > heir:
+                    startable[i] = startable[np.uint32(i - 1)]
+                    i = np.uint32(i - 1)
                 startable[i] = heir
-                found += 1
+                found = np.uint32(found + 1)
     return found

@@ -117,11 +117,11 @@ def against_cpp(sizes: tuple[int, ...]) -> None:
                 times = in_turns(clock(call), one, cpp.seconds, rounds=25)
                 _, *wanted = cpp.results()
             assert all((a == b).all() for a, b in zip(found, wanted, strict=True)), "the C++ simulator disagrees"
-            each = [1e9 * float(t.min()) / problem.num_ops / len(plans) for t in times]
-            ratios.setdefault(count, []).append(each[0] / each[2])
+            ours, one_by_one, theirs = (1e9 * float(t.min()) / problem.num_ops / len(plans) for t in times)
+            ratios.setdefault(count, []).append(ours / theirs)
             print(
-                f"{problem.num_ops:8d} {shape:>8} {devices} {kind:>6} {each[0]:9.1f} {spread(times[0]):>6} {each[1]:8.1f} {each[2]:6.1f} "
-                f"{spread(times[2]):>6} {ratios[count][-1]:13.2f} {1e9 / each[0] / problem.num_ops:14.0f}",
+                f"{problem.num_ops:8d} {shape:>8} {devices} {kind:>6} {ours:9.1f} {spread(times[0]):>6} {one_by_one:8.1f} "
+                f"{theirs:6.1f} {spread(times[2]):>6} {ours / theirs:13.2f} {1e9 / ours / problem.num_ops:14.0f}",
                 flush=True,
             )
     for count, found_ratios in ratios.items():
@@ -139,11 +139,11 @@ def schedules(sizes: tuple[int, ...]) -> None:
             simulator = Simulator(problem, microbatches=microbatches, schedule=schedule)
             simulator.evaluate(plan)
             (times,) = in_turns(clock(lambda: simulator.evaluate(plan)), rounds=max(7, 100_000 // count))  # noqa: B023
-            median, tasks = float(times.min()), simulator.num_tasks
+            shortest, tasks = float(times.min()), simulator.num_tasks
             own, shared = simulator.memory_bytes
             print(
-                f"{problem.num_ops:8d} {microbatches:2d} {schedule:>8} {tasks:9d} {1e3 * median:12.4f} "
-                f"{1e9 * median / tasks:7.1f} {spread(times):>6} {1 / median:13.0f} {own:17,d} {shared:13,d}",
+                f"{problem.num_ops:8d} {microbatches:2d} {schedule:>8} {tasks:9d} {1e3 * shortest:12.4f} "
+                f"{1e9 * shortest / tasks:7.1f} {spread(times):>6} {1 / shortest:13.0f} {own:17,d} {shared:13,d}",
                 flush=True,
             )
 

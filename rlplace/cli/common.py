@@ -69,12 +69,19 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
+        for name in ("autocast", "master_weights", "weight_gradients", "costs"):
+            if getattr(options, name):
+                raise InputError(f"{model} is priced already; leave --{name.replace('_', '-')} out, or name the model instead")
+        if options.host_mode != "eager":
+            raise InputError(f"{model} is priced already; leave --host-mode out, or name the model instead")
         return Loaded(Priced.problem(Problem.load(model)), None)
     from rlplace.cluster.parse import parse
     from rlplace.graph.capture import capture
     from rlplace.zoo import load_model
 
     machine = parse(cluster or "host")
+    if options.costs:
+        check_costs(options.costs, [kind.name for kind in machine.kinds])
 
     def capture_at(batch: int) -> OpGraph:
         source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
@@ -108,6 +115,19 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded
     say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {priced.first.num_groups} groups")
     say(f"op times ({options.host_mode}): {basis_summary(priced.first)}")
     return Loaded(priced, graph)
+
+
+def check_costs(path: str, kinds: Sequence[str]) -> None:
+    """Refuses a cost file that cannot be read, or that knows none of the device kinds, before the model is captured."""
+    from rlplace.cost.scaled import base_name
+    from rlplace.cost.table import CostTable
+
+    known = CostTable.load(path).kinds
+    if not any(base_name(name) in known for name in kinds):
+        raise InputError(
+            f"{path}: holds costs of {', '.join(sorted(known)) or 'no device'}, the cluster has "
+            f"{', '.join(sorted(set(kinds)))}; leave --costs out, or name a cluster with a device of that kind"
+        )
 
 
 def basis_summary(problem: Problem) -> str:

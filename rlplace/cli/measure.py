@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from rlplace.cli.common import add_model_options, milliseconds, positive, print_json, print_table, say, seconds
 from rlplace.errors import InputError
+
+if TYPE_CHECKING:
+    from rlplace.cost.measurement import Measurement
 
 HELP = "time ops, steps or links on real devices"
 EXAMPLE = "example: rlplace measure hf:gpt2 --ops --step --batch 4 --seq 128 --out gpt2.measure.json"
@@ -43,6 +47,11 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("measure: say what to time: --ops, --step or --links")
     if options.model is None:
         raise InputError("measure: --ops and --step need a MODEL, for example hf:gpt2")
+    for name in ("autocast", "master_weights", "weight_gradients", "costs"):
+        if getattr(options, name):
+            raise InputError(f"measure: --{name.replace('_', '-')} changes nothing that is timed; leave it out")
+    if options.host_mode != "eager":
+        raise InputError("measure: steps are timed in eager mode; leave --host-mode out")
     return _measure_model(options)
 
 
@@ -70,10 +79,16 @@ def _measure_model(options: argparse.Namespace) -> int:
         time_limit_s=options.time_limit,
     )
     found.save(options.out)
-    say(f"wrote {options.out}")
+    interrupted = "interrupted" in found.environment.details
+    say(f"interrupted; wrote what was timed so far to {options.out}" if interrupted else f"wrote {options.out}")
     if options.json:
         print_json(measurement_to_dict(found))
-        return 0
+    else:
+        _show(found)
+    return 130 if interrupted else 0
+
+
+def _show(found: Measurement) -> None:
     rows = []
     for op in sorted(found.ops, key=lambda op: -op.seconds * op.count)[:15]:
         spread = f"{milliseconds(op.p10_s)}..{milliseconds(op.p90_s)}"
@@ -94,4 +109,3 @@ def _measure_model(options: argparse.Namespace) -> int:
         if step.peak_memory_bytes is not None:
             print(f"peak memory {step.peak_memory_bytes / 1e9:.3f} GB")
     print(f"control {found.control.shape}: {milliseconds(found.control.first_s)} ms, at the end x {found.control.drift:.3f}")
-    return 0

@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import gigabytes, print_table
+from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 
 if TYPE_CHECKING:
@@ -25,9 +26,17 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="with --memory: PYTORCH_CUDA_ALLOC_CONF, as in expandable_segments:True",
     )
-    parser.add_argument(
-        "--optimizer-kernel", choices=KERNELS, default="foreach", help="with --memory: how the optimizer updates (foreach)"
-    )
+    parser.add_argument("--optimizer-kernel", choices=KERNELS, help="with --memory: how the optimizer updates (foreach)")
+
+
+def check_memory_options(options: argparse.Namespace) -> None:
+    """Refuses what cannot be read, or has no effect, before the model is captured."""
+    from rlplace.cost.allocator import AllocatorOptions
+
+    AllocatorOptions.parse(options.alloc_conf)
+    for name in ("alloc_conf", "optimizer_kernel"):
+        if getattr(options, name) and not options.memory:
+            raise InputError(f"--{name.replace('_', '-')} describes the memory table; add --memory, or leave it out")
 
 
 def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementPlan, list[Footprint]]:
@@ -38,7 +47,9 @@ def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementP
     from rlplace.cost.allocator import AllocatorOptions
     from rlplace.cost.footprint import MemoryOptions, footprint
 
-    settings = MemoryOptions(allocator=AllocatorOptions.parse(options.alloc_conf), optimizer_kernel=options.optimizer_kernel)
+    settings = MemoryOptions(
+        allocator=AllocatorOptions.parse(options.alloc_conf), optimizer_kernel=options.optimizer_kernel or "foreach"
+    )
     plan, problem = placed.plan, placed.problem
     whole = plan
     if placed.op_problem is not None:

@@ -20,7 +20,7 @@ from rlplace.cli.common import (
     say,
     seconds,
 )
-from rlplace.cli.memory import add_memory_options, show_memory, with_memory
+from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, with_memory
 from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
 from rlplace.problem import Problem
 
@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.out:
         check_output(options.out)
+    check_memory_options(options)
     get_planner(options.planner)
     if options.planner == "agent":
         check_agent(options.agent)

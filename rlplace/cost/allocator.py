@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 _UNLIMITED = np.iinfo(np.int64).max
+_MAX_BYTES = 1 << 50
 _INTERVALS = 16  # powers of two from 1 MiB to 64 GiB
 
 
@@ -59,8 +60,13 @@ class AllocatorOptions:
     garbage_collection_threshold: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("max_split_size_bytes", "max_non_split_rounding_bytes", "large_segment_bytes"):
+            if (getattr(self, name) or 0) > _MAX_BYTES:
+                raise InputError(
+                    f"{name.removesuffix('_bytes')}: must be at most 2^50 bytes, found {show(getattr(self, name))}"
+                )
         divisions = self.divisions
-        if len(divisions) != _INTERVALS or any(n < 0 or n & (n - 1) for n in divisions):
+        if len(divisions) != _INTERVALS or any(n < 0 or n & (n - 1) or n > _MAX_BYTES for n in divisions):
             raise InputError(
                 f"roundup_power2_divisions: expected a power of two, or {_INTERVALS} of them, "
                 f"found {show(self.roundup_power2_divisions)}"
@@ -216,7 +222,7 @@ def replay(
     size = np.asarray(sizes, dtype=np.int64)
     if number.ndim != 1 or number.shape != size.shape:
         raise InputError(f"replay: expected as many ids as sizes, found shapes {number.shape} and {size.shape}")
-    if len(size) and (size.min() < -1 or size.max() > 1 << 50):
+    if len(size) and (size.min() < -1 or size.max() > _MAX_BYTES):
         raise InputError("replay: sizes must be -1 (free) or from 0 to 2^50 bytes")
     if len(number) and (number.min() < 0 or number.max() >= 4 * len(number)):
         number = np.unique(number, return_inverse=True)[1].astype(np.int64)

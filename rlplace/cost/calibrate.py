@@ -352,10 +352,10 @@ def _shape_errors(rows: Sequence[Row], kind: DeviceKind, scale: float, holdout: 
 
 
 def _model_errors(measurements: Sequence[Measurement], kind: DeviceKind, scale: float) -> tuple[FitError, ...]:
-    """Each model by a fit on the others."""
+    """Each model by a fit on the others; further measurements of the same model, at any batch size, are no others."""
     errors = []
     for left_out in measurements:
-        others = [m for m in measurements if m is not left_out]
+        others = [m for m in measurements if m.model["model"] != left_out.model["model"]]
         if left_out.ops and any(m.ops for m in others):
             wanted = pool([left_out])
             fitted = fit(pool(others), kind, "", scale, wanted=wanted)

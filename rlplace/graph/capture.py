@@ -85,6 +85,9 @@ def capture(
     _check_model(model, loss)
     args, kwargs = _split_inputs(example_inputs)
     settings = _Settings(optimizer, _dtype(dtype), _autocast(autocast, autocast_device), autocast_device, bool(master_weights))
+    weights = {settings.dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
+    if settings.master_weights and not any(item.itemsize < 4 for item in weights):
+        raise InputError("master_weights: the weights are float32 already; leave it out, or capture with dtype='bf16'")
     notes: list[str] = []
     failures: dict[str, Exception] = {}
     for attempt in METHODS if method is None else (method,):

@@ -34,8 +34,8 @@ class Optimizer:
     single_temporaries: int
 
     def state_bytes(self, elements: int, element_bytes: int, master_weights: bool) -> int:
-        """State of a parameter."""
-        if master_weights:
+        """State of a parameter; a float32 parameter is its own master."""
+        if master_weights and element_bytes < 4:
             return 4 * elements * (1 + self.moments)
         return element_bytes * elements * self.moments
 

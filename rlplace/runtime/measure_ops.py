@@ -12,7 +12,7 @@ import dataclasses
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from rlplace.runtime.host_memory import keep_freed_memory, page_faults
 from rlplace.runtime.marks import marks_on
 from rlplace.runtime.measure import time_step
 from rlplace.runtime.step_walk import UPDATE as UPDATE_KEY
-from rlplace.runtime.step_walk import StepWalk
+from rlplace.runtime.step_walk import StepWalk, make_optimizer, trainable
 from rlplace.zoo import LoadedModel
 
 WARMUP_STEPS = 3
@@ -54,6 +54,7 @@ class Samples:
         peak_memory_bytes: Of the steps without marks; None where the device does not tell.
         page_faults: Of all steps without marks.
         steps: Their number.
+        interrupted: Whether a person stopped the timing early.
     """
 
     plain: list[float] = dataclasses.field(default_factory=list)
@@ -64,6 +65,7 @@ class Samples:
     peak_memory_bytes: int | None = None
     page_faults: int = 0
     steps: int = 0
+    interrupted: bool = False
 
 
 def measure_model(
@@ -94,10 +96,11 @@ def measure_model(
         time_limit_s: After this long no more steps are timed, but at least `MIN_REPEATS` of each kind are.
 
     Returns:
-        The measurement.
+        The measurement. After an interrupt (Ctrl-C) it holds what was timed so far, and ``details["interrupted"]``.
 
     Raises:
         InputError: Nothing to measure.
+        KeyboardInterrupt: Fewer than `MIN_REPEATS` steps of a kind were timed.
         CaptureError: Ops are wanted of a module that cannot be exported.
     """
     if not ops and not step:
@@ -112,8 +115,13 @@ def measure_model(
     before = read_environment(place, kind)
     shape, first = time_control(place)
     module, inputs = _on_device(model, place)
-    walk = StepWalk(module, inputs, model.loss, optimizer, marks_on(place))
-    samples = _run_steps(walk, module, inputs, place, ops, step, repeats, time_limit_s)
+    walk = StepWalk(module, inputs, model.loss, optimizer, marks_on(place)) if ops else None
+    trained = walk.optimizer if walk is not None else make_optimizer(optimizer, trainable(module))[0]
+
+    def plain(samples: Samples) -> None:
+        _plain_step(samples, trained, module, inputs, model.loss, place)
+
+    samples = _run_steps(walk, plain if step else None, repeats, time_limit_s)
     _, last = time_control(place)
     environment = dataclasses.replace(
         before,
@@ -123,6 +131,7 @@ def measure_model(
             "disturbed_steps": len(samples.lost),
             "allocator": allocator,
             "page_faults_a_step": samples.page_faults // max(1, samples.steps),
+            **({"interrupted": "yes"} if samples.interrupted else {}),
         },
     )
     marked = [sum(times.values()) for times in samples.marked]
@@ -131,7 +140,7 @@ def measure_model(
         model=_model_of(graph, optimizer),
         environment=environment,
         cache="step",
-        ops=_measured_ops(graph, walk, samples) if ops else (),
+        ops=() if walk is None else _measured_ops(graph, walk, samples),
         step=_step_timing(samples, marked) if step else None,
         control=ControlTiming(shape, first, last),
         host_s=statistics.median([times.get(None, 0.0) for times in samples.marked]) if ops else 0.0,
@@ -184,43 +193,42 @@ def _on_device(model: LoadedModel, device: torch.device) -> tuple[nn.Module, Any
     return module, inputs
 
 
-def _run_steps(
-    walk: StepWalk,
-    module: nn.Module,
-    inputs: Any,
-    device: torch.device,
-    ops: bool,
-    step: bool,
-    repeats: int,
-    time_limit_s: float,
-) -> Samples:
-    """Plain and marked steps in turn."""
+def _run_steps(walk: StepWalk | None, plain: Callable[[Samples], None] | None, repeats: int, time_limit_s: float) -> Samples:
+    """Plain and marked steps in turn, or one of them; an interrupt ends them once there are enough to tell something."""
     samples = Samples()
     end = time.monotonic() + time_limit_s
-    own = device.type == "cpu" and torch.get_num_threads() == 1
-    for index in range(WARMUP_STEPS + 4 * repeats):
-        warm = index >= WARMUP_STEPS
-        enough = min(len(samples.plain) if step else repeats, len(samples.marked) if ops else repeats)
-        if enough >= repeats or (time.monotonic() > end and index >= WARMUP_STEPS + MIN_REPEATS):
-            break
-        if step or not warm:
-            _plain_step(walk, module, inputs, device, samples if warm else Samples(), own)
-        if ops and len(samples.marked) < repeats:
-            times, issue = walk.run()
-            if warm:
-                samples.marked.append(times)
-                if issue is not None:
-                    samples.issue.append(issue)
+    try:
+        for index in range(WARMUP_STEPS + 4 * repeats):
+            warm = index >= WARMUP_STEPS
+            enough = min(len(samples.plain) if plain else repeats, len(samples.marked) if walk else repeats)
+            if enough >= repeats or (time.monotonic() > end and index >= WARMUP_STEPS + MIN_REPEATS):
+                break
+            if plain is not None:
+                plain(samples if warm else Samples())
+            if walk is not None and len(samples.marked) < repeats:
+                times, issue = walk.run()
+                if warm:
+                    samples.marked.append(times)
+                    if issue is not None:
+                        samples.issue.append(issue)
+    except KeyboardInterrupt:
+        plain_steps = len(samples.plain) + len(samples.lost)
+        if (plain and plain_steps < MIN_REPEATS) or (walk and len(samples.marked) < MIN_REPEATS):
+            raise
+        samples.interrupted = True
     return samples
 
 
-def _plain_step(walk: StepWalk, module: nn.Module, inputs: Any, device: torch.device, samples: Samples, own: bool) -> None:
-    """One step without marks; `own`: the thread that calls does all the work."""
+def _plain_step(
+    samples: Samples, optimizer: torch.optim.Optimizer, module: nn.Module, inputs: Any, loss: Any, device: torch.device
+) -> None:
+    """One step without marks."""
     cuda = device.type == "cuda"
+    own = not cuda and torch.get_num_threads() == 1  # the thread that calls does all the work
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     faults, begin = page_faults(), time.thread_time()
-    seconds = time_step(module, walk.optimizer, inputs, loss=walk.loss, devices=[device])
+    seconds = time_step(module, optimizer, inputs, loss=loss, devices=[device])
     busy = time.thread_time() - begin
     if cuda:
         samples.peak_memory_bytes = max(samples.peak_memory_bytes or 0, int(torch.cuda.max_memory_allocated(device)))

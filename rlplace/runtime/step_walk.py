@@ -56,14 +56,10 @@ class StepWalk:
             raise CaptureError(f"cannot time single ops of {type(module).__name__}: it cannot be exported: {text}") from error
         self.leaves = self.graph.flatten_inputs(args, kwargs)
         self.loss, self.marks = loss, marks
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if not self.parameters:
-            raise InputError(f"{type(module).__name__} has no trainable parameter; unfreeze one")
+        self.parameters = trainable(module)
         self._update_of = {id(parameter): f"{name}/update" for name, parameter in self.parameters.items()}
-        self.one_by_one = next(iter(self.parameters.values())).device.type == "cpu"
-        groups = _groups(self.parameters) if self.one_by_one else [list(self.parameters)]
-        self.group_of = {f"{name}/update": index for index, group in enumerate(groups) for name in group}
-        self.optimizer = OPTIMIZERS[optimizer]([{"params": [self.parameters[name] for name in group]} for group in groups])
+        self.one_by_one = _one_by_one(self.parameters)
+        self.optimizer, self.group_of = make_optimizer(optimizer, self.parameters)
         self._owner_of_sequence: dict[int, str] = {}
         self.mark_cost_s = mark_cost_s(marks)
 
@@ -160,6 +156,25 @@ class _Runner(fx.Interpreter):
         out = super().run_node(n)
         self.claim(begin, name)
         return out
+
+
+def trainable(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters that take a gradient, by name; a module without any is refused."""
+    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not found:
+        raise InputError(f"{type(module).__name__} has no trainable parameter; unfreeze one")
+    return dict(found)
+
+
+def make_optimizer(name: str, parameters: Mapping[str, Tensor]) -> tuple[torch.optim.Optimizer, dict[str, int]]:
+    """The optimizer, with a group for each shape on a processor, and the group of each update op."""
+    groups = _groups(parameters) if _one_by_one(parameters) else [list(parameters)]
+    group_of = {f"{parameter}/update": index for index, group in enumerate(groups) for parameter in group}
+    return OPTIMIZERS[name]([{"params": [parameters[parameter] for parameter in group]} for group in groups]), group_of
+
+
+def _one_by_one(parameters: Mapping[str, Tensor]) -> bool:
+    return next(iter(parameters.values())).device.type == "cpu"
 
 
 def _groups(parameters: Mapping[str, Tensor]) -> list[list[str]]:

@@ -165,6 +165,14 @@ def test_simulated_step_is_the_sum_of_the_measured_ops(graph):
     assert set(problem.source["op_times"][cluster.kinds[0].name]) <= {"measured", "calibrated"}
 
 
+def test_a_model_that_was_measured_twice_does_not_predict_itself():
+    one = measurement(sweep("aten.linear.default", "gemm", 200.0, SIZES), name="zoo:a")
+    other = measurement(sweep("aten.add.Tensor", "elementwise", 0.1, SIZES), name="zoo:b")
+    assert calibrate([one, one], KIND, holdout=0.0).by_model == ()
+    apart, twice = (calibrate(found, KIND, holdout=0.0).by_model for found in ([one, other], [one, one, other]))
+    assert twice == (apart[0], *apart)
+
+
 def test_table_survives_its_file(tmp_path, recovered):
     recovered.table.save(tmp_path / "c.cost.json")
     loaded = CostTable.load(tmp_path / "c.cost.json")

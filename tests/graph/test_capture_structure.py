@@ -120,6 +120,15 @@ def test_optimizer_states():
     assert sum(p.optimizer_bytes for p in master.parameters) == 12 * elements
     assert graph.capture["dtype"] == "bfloat16"
     assert graph.op_dtype[0] == "bfloat16"
+    with pytest.raises(InputError, match="float32 already"):
+        two_layers(master_weights=True)
+
+
+def test_a_float32_weight_is_its_own_master():
+    net = Net(lambda net, x: net.norm(net.layer(x).float()), layer=nn.Linear(4, 4).bfloat16(), norm=nn.LayerNorm(4))
+    graph = capture(net, torch.empty(2, 4, dtype=torch.bfloat16), loss=torch.sum, master_weights=True)
+    state = {p.name: p.optimizer_bytes for p in graph.parameters}
+    assert state == {"layer.weight": 12 * 16, "layer.bias": 12 * 4, "norm.weight": 8 * 4, "norm.bias": 8 * 4}
 
 
 def test_frozen_parameters_have_no_gradient_and_no_update():

@@ -73,6 +73,9 @@ def test_unusable_requests_are_refused(files, tmp_path, capsys):
     assert main(["calibrate", *files, "--cluster", "a100-80g:1", "--out", str(tmp_path / "c.cost.json")]) == 2
     message = capsys.readouterr().err
     assert "--ops, --step or --links" in message and "need a MODEL" in message and "measured on cpu" in message
+    for extra in (["--autocast", "bf16"], ["--master-weights"], ["--host-mode", "compiled"], ["--costs", "c.cost.json"]):
+        assert main(["measure", MLP, "--ops", *extra, "--out", out]) == 2
+        assert extra[0] in capsys.readouterr().err
     assert not (tmp_path / "x.measure.json").exists()
 
 
@@ -110,15 +113,45 @@ def test_steps_alone_need_no_export():
     assert found.ops == () and found.step.seconds > 0 and found.step.instrumented_s is None
 
 
+class Branch(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).square().mean() if x.sum() > 0 else self.layer(x).abs().mean()
+
+
+def test_steps_of_what_cannot_be_exported_are_timed():
+    inputs = (torch.rand(2, 4),)
+    graph = rlplace.capture(Branch(), inputs, method="module")
+    found = measure_model(LoadedModel(Branch(), inputs, None, "branch"), graph, ops=False, repeats=5)
+    assert found.ops == () and found.step.seconds > 0
+
+
+@pytest.mark.parametrize(("stop", "kept"), [(12, 9), (7, None)])
+def test_an_interrupt_keeps_what_was_timed(monkeypatch, tmp_path, capsys, stop, kept):
+    runs, real = iter(range(1000)), StepWalk.run
+
+    def run(walk):
+        if next(runs) == stop:
+            raise KeyboardInterrupt
+        return real(walk)
+
+    monkeypatch.setattr(StepWalk, "run", run)
+    out = tmp_path / "x.measure.json"
+    options = ["--ops", "--step", "--batch", "4", "--repeats", "30", "--threads", "1", "--out", str(out)]
+    assert main(["measure", MLP, *options]) == 130
+    said = capsys.readouterr().err
+    if kept is None:  # too few steps to tell anything
+        assert said.endswith("rlplace: interrupted\n") and not out.exists()
+        return
+    found = Measurement.load(out)
+    assert "interrupted; wrote what was timed so far" in said
+    assert found.ops[0].repeats == kept and found.environment.details["interrupted"] == "yes"
+
+
 def test_what_cannot_be_measured_is_refused():
-    class Branch(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.layer(x).square().mean() if x.sum() > 0 else self.layer(x).abs().mean()
-
     inputs = (torch.rand(2, 4),)
     graph = rlplace.capture(Branch(), inputs, method="module")
     with pytest.raises(InputError, match="exported graphs"):

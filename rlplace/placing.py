@@ -157,7 +157,13 @@ class Priced:
         if samples == self.first.samples_per_microbatch or self.build is None or self.graph_of is None:
             return self.first
         if samples not in self._kept:
-            self._kept[samples] = self.build(self.graph_of(samples), "task")
+            problem = self.build(self.graph_of(samples), "task")
+            if self.samples is None and problem.samples_per_microbatch != samples:
+                raise InputError(
+                    f"global_batch: the model was asked for a batch of {samples} samples and has one of "
+                    f"{problem.samples_per_microbatch}; let its function take a parameter batch, or leave global_batch out"
+                )
+            self._kept[samples] = problem
         return self._kept[samples]
 
 
@@ -216,10 +222,10 @@ def plan_priced(
         raise InputError(f"seed: expected a whole number from 0 up, found {show(seed)}")
     if global_batch is None:
         return priced.first, function(priced.first, seed=seed, time_limit_s=time_limit_s, **options)
-    from rlplace.planners.batches import place_batches
+    from rlplace.planners.batches import MAX_GLOBAL_BATCH, place_batches
 
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-        raise InputError(f"global_batch: expected a whole number from 1 up, found {show(global_batch)}")
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or not 1 <= global_batch <= MAX_GLOBAL_BATCH:
+        raise InputError(f"global_batch: expected a whole number from 1 to {MAX_GLOBAL_BATCH}, found {show(global_batch)}")
     fixed = sorted({"microbatches", "schedule"} & set(options))
     if fixed:
         raise InputError(f"a global batch chooses {' and '.join(fixed)} itself; leave one of them out")

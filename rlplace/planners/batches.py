@@ -5,17 +5,21 @@ samples, which needs a problem priced for that size. All choices process the sam
 
 Algorithm: choices are tried in order of their lower bound (the work of a replica spread evenly over its devices), a replica's
 plan being that of the classical floor on the first D / R devices, run with the `list` schedule and, where that does not fit,
-with `1f1b`. A choice whose bound is not below the best step time so far is skipped. The named planner then works on the most
-promising choice with the time that is left. Every candidate is simulated with all its replicas and their gradient exchange.
+with `1f1b`. A choice whose bound is not below the best step time so far is skipped. Where nothing fits, smaller micro-batches
+than `MICROBATCHES` give are tried, the largest first. The named planner then works on the most promising choice with the time
+that is left. Every candidate is simulated with all its replicas and their gradient exchange.
 
-Departures: replicas are only tried on devices that are all alike, and are blocks of consecutive devices, so that hosts stay
-whole. Statistical efficiency (more samples a step may need more steps) is not looked at: the global batch is given.
+Departures: replicas are only tried on devices that are all alike, where the problem says how large gradients are, and are
+blocks of consecutive devices, so that hosts stay whole. Statistical efficiency (more samples a step may need more steps) is
+not looked at: the global batch is given.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +29,19 @@ import numpy as np
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import ONE_SHOT, get_planner
+from rlplace.planners.best import warm_up
 from rlplace.planners.evaluate import Deadline, Execution
 from rlplace.problem import UPDATE, Problem
 from rlplace.simulator import simulate
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of micro-batches that are tried."""
+"""Numbers of micro-batches that are tried; where one does not divide the batch, the next larger one that does."""
+
+MORE_MICROBATCHES = (128, 256, 512, 1024)
+"""The same, for when none of the others fits."""
+
+MAX_GLOBAL_BATCH = 1 << 24
+"""Samples that a step may have."""
 
 QUICK = frozenset({*ONE_SHOT, "best", "random"})
 """Planners that are quick enough to be run for every choice."""
@@ -55,7 +66,14 @@ Placed = tuple[Problem, PlacementPlan]
 """A problem and a plan for it."""
 
 
-def choices(global_batch: int, num_devices: int, *, alike: bool, samples: int | None = None) -> list[Choice]:
+def choices(
+    global_batch: int,
+    num_devices: int,
+    *,
+    alike: bool,
+    samples: int | None = None,
+    microbatches: tuple[int, ...] = MICROBATCHES,
+) -> list[Choice]:
     """All splits of a global batch that are tried.
 
     Args:
@@ -63,14 +81,35 @@ def choices(global_batch: int, num_devices: int, *, alike: bool, samples: int | 
         num_devices: D.
         alike: Whether the devices are interchangeable, so that replicas make sense.
         samples: The only micro-batch size there is; None where any can be priced.
+        microbatches: See `MICROBATCHES`.
     """
     found = []
     for replicas in range(1, num_devices + 1 if alike else 2):
-        for microbatches in MICROBATCHES if samples is None else range(1, global_batch + 1):
-            size, rest = divmod(global_batch, replicas * microbatches)
-            if num_devices % replicas == 0 and rest == 0 and samples in (None, size):
-                found.append(Choice(replicas, microbatches, size))
+        if num_devices % replicas or global_batch % replicas:
+            continue
+        share = global_batch // replicas
+        if samples is not None:
+            counts = set() if share % samples else {share // samples}
+        else:
+            divisors = _divisors(share)
+            at = {bisect.bisect_left(divisors, number) for number in microbatches}
+            counts = {divisors[i] for i in at if i < len(divisors) and divisors[i] <= microbatches[-1]}
+        found += [Choice(replicas, count, share // count) for count in sorted(counts)]
     return found
+
+
+def _divisors(number: int) -> list[int]:
+    """In increasing order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def exchanges_gradients(problem: Problem) -> bool:
+    """Whether replicas of the problem could exchange gradients: it says how large those are, or updates nothing."""
+    made = problem.tensor_producer[problem.edge_tensor]
+    update = problem.op_phase == UPDATE
+    gradient = (made >= 0) & update[problem.consumers] & ~update[np.maximum(made, 0)]
+    return bool((problem.gradient_bytes[problem.op_group[problem.consumers[gradient]]] >= 0).all())
 
 
 def devices_alike(problem: Problem) -> bool:
@@ -110,48 +149,87 @@ def place_batches(
         InputError: The global batch cannot be split.
         InfeasibleError: No choice fits.
     """
-    splits = choices(global_batch, first.num_devices, alike=devices_alike(first), samples=samples)
-    if not splits:
+    warm_up()  # not on the clock
+    alike = devices_alike(first) and exchanges_gradients(first)
+    splits = choices(global_batch, first.num_devices, alike=alike, samples=samples)
+    if not splits and samples is not None:
         raise InputError(
             f"global batch {global_batch} is no multiple of the micro-batch of {samples} samples; "
             "use a multiple, or place the model itself, so that other micro-batches can be priced"
         )
-    problems = {size: problem_of(size) for size in sorted({split.samples for split in splits})}
-    deadline = Deadline(time_limit_s)
     quick = planner if planner in QUICK else "best"
-    ranked = sorted(splits, key=lambda split: (_bound_s(problems[split.samples], split), split.microbatches))
-    best: Placed | None = None
-    best_split, reason = ranked[0], None
-    tried: list[dict[str, Any]] = []
-    for split in ranked:
-        problem = problems[split.samples]
-        if best is not None and (_bound_s(problem, split) >= _step_s(best) or deadline.left_s() < 0.4 * (time_limit_s or 0)):
-            continue
-        entry: dict[str, Any] = dataclasses.asdict(split)
-        try:
-            limit = _share(deadline, len(ranked))
-            found = _place(problem, split, quick, seed, limit, options if quick == planner else {})
-        except InfeasibleError as error:
-            reason = reason or error
-            entry["step_time_s"] = None
-        else:
-            entry["step_time_s"] = _step_s(found)
-            if best is None or _step_s(found) < _step_s(best):
-                best, best_split = found, split
-        tried.append(entry)
-    if best is None:
-        raise reason or InfeasibleError(f"no split of {global_batch} samples fits; use more devices or a smaller global batch")
+    sweep = _Sweep(problem_of, quick, seed, time_limit_s, options if quick == planner else {})
+    sweep.try_all(splits)
+    if sweep.best is None and samples is None:
+        more = choices(global_batch, first.num_devices, alike=alike, microbatches=MORE_MICROBATCHES)
+        for size in sorted({split.samples for split in more} - {split.samples for split in splits}, reverse=True):
+            sweep.try_all([split for split in more if split.samples == size])
+            if sweep.best is not None:
+                break
+    if sweep.best is None:
+        raise sweep.reason or InfeasibleError(
+            f"no split of {global_batch} samples fits; use more devices or a smaller global batch"
+        )
+    best, split = sweep.best
     if quick != planner:
-        left = None if time_limit_s is None else max(deadline.left_s(), 0.1)
+        left = None if time_limit_s is None else max(sweep.deadline.left_s(), 0.1)
         try:
-            found = _place(
-                problems[best_split.samples], best_split, planner, seed, left, options, schedules=(best[1].schedule,)
-            )
+            found = _place(best[0], split, planner, seed, left, options, schedules=(best[1].schedule,))
         except InfeasibleError:  # the replicas' gradient exchange left no room for it; the floor stands
             found = best
         best = min(best, found, key=_step_s)
-    predicted = {**best[1].predicted, "choices": tried}
+    predicted = {**best[1].predicted, "choices": sweep.tried}
     return best[0], dataclasses.replace(best[1], planner=planner, predicted=predicted)
+
+
+class _Sweep:
+    """Tries choices with a quick planner and keeps the best.
+
+    Attributes:
+        deadline: Runs while planners do, not while problems are priced.
+        best: The best plan with its problem, and its choice.
+        reason: Why the first choice that did not fit did not.
+        tried: An entry a choice.
+    """
+
+    def __init__(
+        self,
+        problem_of: Callable[[int], Problem],
+        planner: str,
+        seed: int,
+        time_limit_s: float | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._problem_of, self._planner, self._seed, self._options = problem_of, planner, seed, options
+        self._limit_s = time_limit_s
+        self.deadline = Deadline(time_limit_s)
+        self.best: tuple[Placed, Choice] | None = None
+        self.reason: InfeasibleError | None = None
+        self.tried: list[dict[str, Any]] = []
+
+    def try_all(self, splits: list[Choice]) -> None:
+        """Tries choices, the most promising first, while they can win and there is time."""
+        began = time.monotonic()
+        problems = {size: self._problem_of(size) for size in sorted({split.samples for split in splits})}
+        self.deadline.end_s += time.monotonic() - began
+        ranked = sorted(splits, key=lambda split: (_bound_s(problems[split.samples], split), split.microbatches))
+        for split in ranked:
+            problem = problems[split.samples]
+            if self.best is not None:
+                late = self.deadline.left_s() < 0.4 * (self._limit_s or 0.0)
+                if late or _bound_s(problem, split) >= _step_s(self.best[0]):
+                    continue
+            entry: dict[str, Any] = {**dataclasses.asdict(split), "step_time_s": None}
+            self.tried.append(entry)
+            limit = _share(self.deadline, len(ranked))
+            try:
+                found = _place(problem, split, self._planner, self._seed, limit, self._options)
+            except InfeasibleError as error:
+                self.reason = self.reason or error
+                continue
+            entry["step_time_s"] = _step_s(found)
+            if self.best is None or _step_s(found) < _step_s(self.best[0]):
+                self.best = found, split
 
 
 def _place(
@@ -181,7 +259,8 @@ def _place(
             continue
         if split.replicas == 1:
             return problem, plan
-        plan = dataclasses.replace(plan, problem=problem.fingerprint, replicas=rows)
+        devices = np.where(plan.device_of_group < share, plan.device_of_group, 0)  # groups without ops and bytes sit anywhere
+        plan = dataclasses.replace(plan, problem=problem.fingerprint, device_of_group=devices, replicas=rows)
         line = simulate(problem, plan)
         if line.feasible:
             return problem, plan.with_predicted({**plan.predicted, **line.predicted(problem)})
@@ -191,10 +270,11 @@ def _place(
 
 
 def _first_devices(problem: Problem, count: int) -> Problem:
-    """The problem with every op kept off all but the first devices."""
+    """The problem with all ops and bytes kept off all but the first devices; the others have no memory."""
     time_s = problem.time_s.copy()
     time_s[:, count:] = np.nan
-    return dataclasses.replace(problem, time_s=time_s)
+    closed = tuple(dataclasses.replace(device, memory_bytes=1, reserved_bytes=1) for device in problem.devices[count:])
+    return dataclasses.replace(problem, time_s=time_s, devices=problem.devices[:count] + closed)
 
 
 def _bound_s(problem: Problem, split: Choice) -> float:

@@ -22,13 +22,18 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
     """
     if not isinstance(plan, PlacementPlan):
         raise InputError(f"apply: plan is a {type(plan).__name__}, not a PlacementPlan; rlplace.place makes one")
-    elsewhere = "apply runs one process without micro-batches; run it under torchrun, or plan with the default options"
+    elsewhere = "apply runs one replica and one micro-batch in program order; plan with the default options"
     if plan.microbatches > 1:
         raise InputError(f"plan: it has {plan.microbatches} micro-batches; {elsewhere}")
     if plan.schedule != "list":
         raise InputError(f"plan: its schedule is {plan.schedule!r}; {elsewhere}")
     if plan.replicas is not None and len(plan.replicas) > 1:
         raise InputError(f"plan: it has {len(plan.replicas)} replicas; {elsewhere}")
+    if plan.recompute:
+        raise InputError(
+            f"plan: it recomputes the activations of {len(plan.recompute)} segments, which apply does not; wrap those "
+            "modules in torch.utils.checkpoint yourself and capture the model like that, or plan without recompute"
+        )
     if plan.shards:
         name = next(iter(plan.shards))
         raise InputError(f"plan: it splits {len(plan.shards)} ops over devices ({name!r} first); {elsewhere}")

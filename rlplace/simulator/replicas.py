@@ -139,7 +139,7 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
     target = np.where(gradient, first + bucket_of_group[group] * count + copy, reader)
     pairs = np.unique(np.stack([tensor.astype(np.int64), target]), axis=1)  # a bucket reads a tensor once
     edges = [(int(t), int(o)) for t, o in pairs.T]
-    names, groups, times = [], [], []
+    names, groups, times, hosts = [], [], [], []
     made: list[tuple[int, list[int]]] = []  # producer and consumers of a tensor without bytes
     collectives = list(copies.collectives)
     updates = np.flatnonzero(copies.op_phase == UPDATE)
@@ -153,6 +153,7 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
             names.append(f"{kind}.{bucket.device}.{index}@{r}")
             groups.append(r * problem.num_groups + bucket.groups[0])
             times.append(seconds[index])
+            hosts.append(devices[index][r])
             made.append((first + index * count + r, by_member[index, r]))
         collectives.append(Collective(tuple(range(first + index * count, first + (index + 1) * count)), held[index]))
     if sharded:
@@ -164,6 +165,7 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
                 names.append(f"all_gather.{bucket.device}.{index}@{r}")
                 groups.append(r * problem.num_groups + bucket.groups[0])
                 times.append(back)
+                hosts.append(devices[index][r])
                 made += [(op, [second + index * count + r]) for op in by_member[index, r]]
             collectives.append(Collective(tuple(range(second + index * count, second + (index + 1) * count)), held[index]))
     base = copies.num_tensors
@@ -171,9 +173,11 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
     edges.sort()
     num_tensors = base + len(made)
     per_tensor = np.bincount([t for t, _ in edges], minlength=num_tensors)
-    time_s = np.concatenate(
-        [_slowed(copies, problem, buckets, seconds, plan), np.repeat(times, copies.num_devices).reshape(-1, copies.num_devices)]
-    )
+    together = np.repeat(np.array(times, dtype=np.float64), copies.num_devices).reshape(-1, copies.num_devices)
+    apart = np.flatnonzero(np.isinf(together).any(axis=1))  # no links join the replicas: the collective cannot run
+    together[apart] = 0.0
+    together[apart, np.array(hosts, dtype=np.int64)[apart]] = np.nan
+    time_s = np.concatenate([_slowed(copies, problem, buckets, seconds, plan), together])
     optimizer, resident = copies.optimizer_bytes, copies.resident_bytes
     if sharded:
         time_s[updates] /= count

@@ -35,6 +35,10 @@ def test_all_splits_divide_the_global_batch_and_the_devices():
     assert {c.replicas for c in choices(16, 4, alike=False)} == {1}
     assert choices(12, 2, alike=True, samples=4) == [Choice(1, 3, 4)]
     assert choices(10, 2, alike=True, samples=4) == []
+    assert choices(10**9, 1, alike=True, samples=4) == [Choice(1, 25 * 10**7, 4)]
+    assert [c.microbatches for c in choices(9, 1, alike=True)] == [1, 3, 9]  # the next that divides 9 from 1, 2, 4, 8, ... on
+    assert [c.microbatches for c in choices(96, 1, alike=True)] == [1, 2, 4, 8, 16, 32]
+    assert [c.microbatches for c in choices(1009, 1, alike=True)] == [1]
 
 
 def test_devices_are_alike_when_times_and_memory_are():
@@ -83,3 +87,61 @@ def test_what_cannot_be_split_or_fitted_is_refused():
     small = dataclasses.replace(problem, devices=tuple(dataclasses.replace(d, memory_bytes=1) for d in problem.devices))
     with pytest.raises(InfeasibleError):
         place_batches(lambda samples: small, 16, samples=8, first=small, planner="best")
+
+
+def test_where_nothing_fits_smaller_micro_batches_are_tried():
+    """A step of 256 samples on one device: only micro-batches of at most two samples fit, the largest wins."""
+
+    def tight(samples):
+        problem = scaled(8 * samples)
+        return dataclasses.replace(problem, samples_per_microbatch=samples)
+
+    room = simulate(tight(2), np.zeros(12, dtype=int), microbatches=128).peak_memory_bytes[0]
+    assert simulate(tight(4), np.zeros(12, dtype=int), microbatches=64).peak_memory_bytes[0] > room
+
+    def fits(samples):
+        problem = tight(samples)
+        devices = [dataclasses.replace(d, memory_bytes=int(room) if i == 0 else 1) for i, d in enumerate(problem.devices)]
+        return dataclasses.replace(problem, devices=tuple(devices))
+
+    problem, plan = place_batches(fits, 256, first=fits(1), planner="best")
+    assert (plan.microbatches, problem.samples_per_microbatch) == (128, 2)
+    assert [c["samples"] for c in plan.predicted["choices"] if c["step_time_s"] is not None] == [2]
+
+
+def with_empty_groups(problem):
+    """Two more groups that hold parameters and no ops."""
+
+    def more(values, value):
+        return np.concatenate([values, np.full(2, value, dtype=values.dtype)])
+
+    return dataclasses.replace(
+        problem,
+        group_names=(*problem.group_names, "unused0", "unused1"),
+        resident_bytes=more(problem.resident_bytes, 100),
+        weight_bytes=more(problem.weight_bytes, 100),
+        gradient_bytes=more(problem.gradient_bytes, 0),
+        optimizer_bytes=more(problem.optimizer_bytes, 0),
+        group_device=more(problem.group_device, -1),
+    )
+
+
+@pytest.mark.parametrize("planner", ["round_robin", "random", "metis", "best"])
+def test_groups_without_ops_stay_within_their_replica(planner):
+    problem = with_empty_groups(scaled(8))
+    _, plan = place_batches(lambda samples: problem, 64, samples=8, first=problem, planner=planner)
+    assert simulate(problem, plan).step_time_s == plan.predicted["step_time_s"]
+    assert len(plan.replicas or [0]) == 1 or plan.device_of_group.max() < len(plan.replicas[0])
+
+
+def test_replicas_are_left_out_where_they_cannot_exchange_gradients():
+    problem = scaled(8)
+    unknown = np.full(problem.num_groups, -1, dtype=np.int64)
+    vague = dataclasses.replace(problem, weight_bytes=unknown, gradient_bytes=unknown.copy(), optimizer_bytes=unknown.copy())
+    _, plan = place_batches(lambda samples: vague, 64, samples=8, first=vague, planner="best")
+    assert plan.replicas is None and {c["replicas"] for c in plan.predicted["choices"]} == {1}
+    bandwidth = problem.links.bandwidth_bytes_per_s.copy()
+    bandwidth[:2, 2:] = bandwidth[2:, :2] = 0.0
+    split = dataclasses.replace(problem, links=dataclasses.replace(problem.links, bandwidth_bytes_per_s=bandwidth))
+    _, plan = place_batches(lambda samples: split, 64, samples=8, first=split, planner="best")
+    assert simulate(split, plan).feasible and plan.replicas is None

@@ -74,6 +74,16 @@ def test_two_replicas_by_hand():
     assert plain.num_groups == 4 and len(plain.collectives) == 1
 
 
+def test_replicas_that_no_link_joins_are_infeasible():
+    problem = two_layers(bandwidth=0.0)
+    plan = make_plan(problem, [0, 0], planner="hand", replicas=[[0], [1]])
+    line = simulate(problem, plan)
+    assert line.step_time_s is None and not line.feasible
+    assert "all_reduce" in line.violations[0]
+    wide, plain = expand(problem, plan)
+    assert simulate_reference(wide, plain.device_of_group).violations == line.violations
+
+
 def test_an_early_bucket_overlaps_and_slows_the_backward_under_it():
     problem = two_layers((2 * MIB, 2 * MIB), bandwidth=4 * MIB)
     reduce_s = collective_s(problem.links, "all_reduce", [0, 1], 2 * MIB)

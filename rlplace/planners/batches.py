@@ -31,7 +31,7 @@ from rlplace.plan import PlacementPlan
 from rlplace.planners import ONE_SHOT, get_planner
 from rlplace.planners.best import warm_up
 from rlplace.planners.evaluate import Deadline, Execution
-from rlplace.problem import UPDATE, Problem
+from rlplace.problem import UPDATE, Links, Problem
 from rlplace.simulator import simulate
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -259,8 +259,7 @@ def _place(
             continue
         if split.replicas == 1:
             return problem, plan
-        devices = np.where(plan.device_of_group < share, plan.device_of_group, 0)  # groups without ops and bytes sit anywhere
-        plan = dataclasses.replace(plan, problem=problem.fingerprint, device_of_group=devices, replicas=rows)
+        plan = dataclasses.replace(plan, problem=problem.fingerprint, replicas=rows)
         line = simulate(problem, plan)
         if line.feasible:
             return problem, plan.with_predicted({**plan.predicted, **line.predicted(problem)})
@@ -270,11 +269,16 @@ def _place(
 
 
 def _first_devices(problem: Problem, count: int) -> Problem:
-    """The problem with all ops and bytes kept off all but the first devices; the others have no memory."""
-    time_s = problem.time_s.copy()
-    time_s[:, count:] = np.nan
-    closed = tuple(dataclasses.replace(device, memory_bytes=1, reserved_bytes=1) for device in problem.devices[count:])
-    return dataclasses.replace(problem, time_s=time_s, devices=problem.devices[:count] + closed)
+    """The problem on the first devices alone."""
+    links, own = problem.links, slice(0, count)
+    channels = None if links.channels is None else tuple(row[own] for row in links.channels[own])
+    return dataclasses.replace(
+        problem,
+        devices=problem.devices[own],
+        links=Links(links.bandwidth_bytes_per_s[own, own], links.latency_s[own, own], channels),  # no collectives to price
+        time_s=np.ascontiguousarray(problem.time_s[:, own]),
+        tensor_transfer_s={tensor: table[own, own] for tensor, table in problem.tensor_transfer_s.items()},
+    )
 
 
 def _bound_s(problem: Problem, split: Choice) -> float:

@@ -43,7 +43,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
     graph = group_graph(problem)
     time = graph.mean_time_s / max(float(graph.mean_time_s.sum()), 1e-30)
     size = graph.footprint_bytes / max(float(graph.footprint_bytes.sum()), 1.0)
-    limits = problem.memory_limit_bytes
+    limits = np.maximum(problem.memory_limit_bytes, 1.0)
     weights = [(time, True)]
     if np.isfinite(limits).all() and limits.sum() < 2.0 * graph.footprint_bytes.sum():
         weights += [(size, False), (0.5 * (time + size), True)]
@@ -84,6 +84,7 @@ def partition(
     import pymetis
 
     parts = len(share)
+    share = np.maximum(share / share.sum(), 1e-6)  # METIS refuses a share of nothing
     if parts == 1:
         return np.zeros(problem.num_groups, dtype=np.int32)
     graph = group_graph(problem)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rlplace.errors import InfeasibleError, InputError
+from rlplace.planners import get_planner
 from rlplace.planners.batches import Choice, choices, devices_alike, place_batches
 from rlplace.problem import Device, Problem
 from rlplace.problem.generate import random_problem
@@ -145,3 +146,13 @@ def test_replicas_are_left_out_where_they_cannot_exchange_gradients():
     split = dataclasses.replace(problem, links=dataclasses.replace(problem.links, bandwidth_bytes_per_s=bandwidth))
     _, plan = place_batches(lambda samples: split, 64, samples=8, first=split, planner="best")
     assert simulate(split, plan).feasible and plan.replicas is None
+
+
+@pytest.mark.parametrize("planner", ["metis", "best"])
+def test_devices_without_room_are_left_alone(planner):
+    """A device whose memory is all reserved takes no part, and no planner divides by its room."""
+    problem = random_problem(5, 20, 4, memory_factor=1.5)
+    devices = [dataclasses.replace(d, memory_bytes=int(d.memory_bytes * 1.4)) for d in problem.devices]
+    devices[2] = dataclasses.replace(devices[2], memory_bytes=1000, reserved_bytes=1000)
+    plan = get_planner(planner)(dataclasses.replace(problem, devices=tuple(devices)))
+    assert 2 not in plan.device_of_group.tolist() and plan.predicted["feasible"]

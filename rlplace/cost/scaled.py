@@ -132,10 +132,9 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
         if same or key == (op, precision, direction):
             return curve
         return dataclasses.replace(curve, basis="scaled", source=f"{'/'.join(key)} curve: {curve.source}")
-    if related and name in RELATED:
-        other = RELATED[name]
-        while other not in costs.kinds and other in RELATED:
-            other = RELATED[other]
+    other = name
+    while related and other in RELATED:
+        other = RELATED[other]
         lent = costs.kinds[other].curves if other in costs.kinds else {}
         for key in _own_keys(op, precision, direction):
             if key in lent:

@@ -91,14 +91,27 @@ def test_times_are_above_the_roofline(name, dtype):
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
-def test_doubling_a_size_of_a_product_hardly_ever_makes_it_faster(name):
+def test_doubling_a_size_of_a_product_never_makes_it_faster(name):
     rng = np.random.default_rng(1)
     m, n, k = (2.0 ** rng.integers(5, 14, 400) for _ in range(3))
     base, _ = product(m, n, k, kind=KINDS[name])
     for bigger in ((2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k)):
         ratio = product(*bigger, kind=KINDS[name])[0] / base
-        assert ratio.min() >= 0.88  # the two power-limited cards dip at the edge of the fitted shapes
-        assert np.mean(ratio >= 1.0) > 0.95
+        assert ratio.min() >= 1 - 1e-9
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_small_products_cost_little_beside_their_launch(name):
+    """No timings hold them: a fit that charges each a fixed time would not show in its errors."""
+    assert product(32, 32, 32, kind=KINDS[name])[0][0] < 15e-6
+    assert product(64, 64, 64, 4, kind=KINDS[name])[0][0] < 25e-6
+
+
+@pytest.mark.parametrize("op", [op for op in OP_KINDS if op != "view"])
+def test_more_bandwidth_on_the_same_chip_is_never_slower(op):
+    for size in np.geomspace(1e3, 1e9, 13):
+        graph = one_op(op, flops=10 * size, size_bytes=int(size))
+        assert op_times(graph, KINDS["h200"])[0] <= op_times(graph, KINDS["h100"])[0] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))

@@ -101,7 +101,7 @@ def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
             prior=datasheet_curve(card, op, "float32", "forward"),
             floor_s=card.launch_s,
             overhead_s=overhead_s,
-            # Small products are not among the timings. With exponent 1 each would cost a fixed 55 us on an L4 and 83 us on a T4.
+            # No small product was timed. With exponent 1 each would cost a fixed 55 us on an L4 and 83 us on a T4.
             saturations=SATURATIONS[1:] if CLASSES[op].matrix else SATURATIONS,
         )
         curve = choose_residual(curve, fitted, op=op, processors=card.processors, **numbers)

@@ -188,5 +188,7 @@ class Assembly:
             return whole
         if key[0] == FORWARD_OF and self.is_view(key):
             return "view"
+        if whole in ("gemm", "bmm", "conv") and any(kind_of(self.events[i].name) == whole for i in self.ops[key].events):
+            return whole  # however small the product is beside what else runs, so that the kind does not change with the batch
         event = self.dominant(key)
         return whole if event is None else kind_of(event.name)

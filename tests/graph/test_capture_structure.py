@@ -367,3 +367,14 @@ def test_a_forward_that_raises_shows_its_own_error_and_place():
     assert "\n" not in message
     assert "mat1 and mat2" in message or "a and b must have same reduction dim" in message
     assert f"{__file__}:{line}" in message
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+def test_the_backward_of_a_product_is_a_product_beside_larger_sums(batch):
+    def forward(net, x):
+        x = net.first(x)
+        return (net.left(x) * net.right(x)).sum()  # the gradients of x are added up beside one of the products
+
+    graph = capture(Net(forward, **{name: nn.Linear(4, 4) for name in ("first", "left", "right")}), torch.empty(batch, 4))
+    kinds = {name: kind for name, kind in zip(graph.op_names, graph.op_kind, strict=True) if "/linear" in name}
+    assert len(kinds) == 6 and set(kinds.values()) == {"gemm"}

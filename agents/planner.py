@@ -24,6 +24,7 @@ from rlplace.errors import InfeasibleError
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
 from rlplace.planners.evaluate import Execution
+from rlplace.planners.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
@@ -80,6 +81,7 @@ class Agent:
     ) -> PlacementPlan:
         """Places one problem; see `agent` for the arguments."""
         run = Execution(**execution)
+        check_possible(problem)  # no search finds what a bound rules out
         warm_up()
         begin = time.perf_counter()
         if time_limit_s is None and calls is None:

@@ -21,6 +21,7 @@ from rlplace.cli.common import (
     seconds,
 )
 from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, with_memory
+from rlplace.errors import InputError
 from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
 from rlplace.problem import Problem
 
@@ -55,6 +56,10 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         check_output(options.out)
     check_memory_options(options)
+    if options.global_batch is not None and (options.microbatches > 1 or options.schedule != "list"):
+        raise InputError(
+            "--global-batch chooses micro-batches and schedule itself; leave it out, or leave out --microbatches and --schedule"
+        )
     get_planner(options.planner)
     if options.planner == "agent":
         check_agent(options.agent)

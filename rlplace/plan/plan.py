@@ -159,7 +159,7 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
     if plan.problem != problem.fingerprint:
         raise InputError(
             f"plan is for problem {plan.problem[:12]}, this problem is {problem.fingerprint[:12]}; "
-            "plan again, or name the problem it was made for with --problem"
+            "plan again, or give the problem that it was made for"
         )
     if plan.device_of_group.shape != (problem.num_groups,):
         raise InputError(

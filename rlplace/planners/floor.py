@@ -76,7 +76,7 @@ def finish(problem: Problem, answer: Answer | None, execution: Execution = PLAIN
     """
     line = None if answer is None else simulate(problem, answer.devices, **execution.arguments)
     if answer is None or line is None or not line.feasible:
-        raise_infeasible(problem, line, planner=planner)
+        raise_infeasible(problem, line, planner=planner, schedule=execution.schedule)
     return make_plan(
         problem, answer.devices, planner=planner, seed=seed, predicted=line.predicted(problem), **execution.arguments
     )

@@ -39,13 +39,14 @@ def check_possible(problem: Problem) -> None:
     _check_total(problem)
 
 
-def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str) -> NoReturn:
+def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str, schedule: str = "1f1b") -> NoReturn:
     """Raises the error of a planner that found no feasible plan.
 
     Args:
         problem: The problem; when its bounds prove that no plan exists, that is the message.
         line: Simulation of the closest assignment, if any.
         planner: Name for the message.
+        schedule: With which the steps were simulated.
 
     Raises:
         InfeasibleError: Always.
@@ -62,11 +63,12 @@ def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str) -
     over = np.maximum(line.peak_memory_bytes - limits, 0.0)
     device, short = int(over.argmax()), int(over.max())
     spare = float(np.maximum(limits - line.peak_memory_bytes, 0.0).sum())
+    thrifty = "the schedule 1f1b, " if line.microbatches > 1 and schedule != "1f1b" else ""
     others = f" ({gigabytes(spare)} are free on other devices)" if math.isfinite(spare) and spare > 0 else ""
     raise InfeasibleError(
         f"{planner} found no plan that fits: its closest one needs {gigabytes(line.peak_memory_bytes[device])} on "
         f"{problem.devices[device].name}, which has {gigabytes(limits[device])}: {short} bytes short{others}; "
-        f"try {_ADVICE.get(planner, _SEARCH)}",
+        f"try {thrifty}{_ADVICE.get(planner, _SEARCH)}",
         device=problem.devices[device].name,
         short_bytes=short,
     )

@@ -64,6 +64,8 @@ def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
         name = problem.op_names[producer] if producer >= 0 else problem.group_names[problem.tensor_owner[tensor]]
         pair = (int(timeline.transfer_source[i]), int(timeline.transfer_destination[i]))
         details = {"tensor": tensor, "bytes": int(problem.tensor_bytes[tensor])}
+        if timeline.transfer_microbatch[i] >= 0:
+            details["microbatch"] = int(timeline.transfer_microbatch[i])
         start, end = timeline.transfer_start_s[i], timeline.transfer_end_s[i]
         events.append(_span(_LINKS, track_of_pair[pair], name, "transfer", start, end, details))
     return events

@@ -1,5 +1,6 @@
 """The agent: never worse than the floor, size-free weights, checkpoints, training that can be cut and resumed."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -121,6 +122,15 @@ def test_infeasible_problem_is_an_error(small_agent):
     problem = random_problem(1, num_groups=8, num_devices=2, memory_factor=0.5)
     with pytest.raises(InfeasibleError, match="short"):
         small_agent.place(problem, calls=50)
+
+
+def test_a_problem_that_a_bound_rules_out_is_not_searched(small_agent, monkeypatch):
+    """No time is spent on what no plan can solve."""
+    monkeypatch.setattr("rlplace.agents.planner.make_instance", lambda *args, **options: pytest.fail("searched"))
+    problem = random_problem(1, num_groups=8, num_devices=2)
+    small = tuple(dataclasses.replace(device, memory_bytes=1) for device in problem.devices)
+    with pytest.raises(InfeasibleError, match="short"):
+        small_agent.place(dataclasses.replace(problem, devices=small), time_limit_s=60.0)
 
 
 def test_one_device(small_agent):

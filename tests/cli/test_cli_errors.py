@@ -67,6 +67,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         ["place", "x", "--batch", "0"], ["place", "x", "--batch", "9" * 30], ["place", "x", "--batch", "9" * 5000],
         ["place", "x", "--time-limit", "nan"], ["place", "x", "--time-limit", "1e400"], ["place", "x", "--time-limit", "soon"],
         ["place", "x", "--dtype", "fp31"], ["compare", "x", "--seeds", "0"], ["train", "--warm-states", "-3"],
+        ["place", "x", "--global-batch", "8", "--microbatches", "2"], ["place", "x", "--global-batch", "8", "--schedule", "1f1b"],
         ["compare", "x", "--planners", ","], ["train", "--device", "foo", "--out", "/nowhere"],
     ],
 )  # fmt: skip

@@ -128,3 +128,14 @@ def test_missing_links():
 
 def test_readable_sizes():
     assert [gigabytes(n) for n in (744e9, 12.34e6, 999, 1.5e12)] == ["744 GB", "12.3 MB", "999 bytes", "1.5 TB"]
+
+
+def test_with_micro_batches_the_thrifty_schedule_is_advised():
+    """Two activations of 10 bytes and more do not fit beside each other; 1f1b keeps one, gpipe both."""
+    problem = build_problem(
+        "thrifty", time_s=[[1.0]] * 2, tensors=[TensorSpec(0, 10, [1])], memory_bytes=[15], group=[0, 0],
+        phase=[FORWARD, BACKWARD],
+    )  # fmt: skip
+    with pytest.raises(InfeasibleError, match=r"5 bytes short.*try the schedule 1f1b, "):
+        get_planner("best")(problem, microbatches=2, schedule="gpipe")
+    assert get_planner("best")(problem, microbatches=2, schedule="1f1b").predicted["peak_memory_bytes"] == [10]

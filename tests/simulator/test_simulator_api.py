@@ -208,6 +208,14 @@ def test_trace_has_a_span_for_every_task_and_transfer(problem: Problem, tmp_path
     assert line.to_trace(problem) == data["traceEvents"]
 
 
+def test_spans_of_a_trace_name_their_micro_batch(problem: Problem) -> None:
+    line = simulate(problem, np.arange(12) % 3, microbatches=3)
+    spans = [event for event in line.to_trace(problem) if event["ph"] == "X"]
+    for kind, numbers in (("forward", line.task_microbatch[problem.op_phase[line.task_op] == 0]), ("transfer", None)):
+        found = [event["args"].get("microbatch", -1) for event in spans if event["cat"] == kind]
+        assert sorted(found) == sorted((line.transfer_microbatch if numbers is None else numbers).tolist())
+
+
 def test_trace_of_a_step_that_cannot_complete_is_refused(tmp_path: Path) -> None:
     problem = build_problem("null", time_s=[[1.0, np.nan]], tensors=[], memory_bytes=[None, None])
     with pytest.raises(InputError, match="does not complete"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 import tempfile
@@ -98,6 +99,19 @@ def check_keys(data: Any, required: Collection[str], optional: Collection[str], 
     for key in required:
         if key not in data:
             raise InputError(f"{where}: key {key!r} is missing")
+
+
+def finite_number(value: Any, where: str) -> float:
+    """A number of parsed JSON or TOML as a finite float; truth values, text, integers too large for a float are refused."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"{where}: expected a number, found {show(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InputError(f"{where}: the number is too large") from None
+    if not math.isfinite(number):
+        raise InputError(f"{where}: {number} is not a finite number")
+    return number
 
 
 def canonical_json(data: Any) -> str:

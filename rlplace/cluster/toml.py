@@ -19,7 +19,7 @@ from rlplace.cluster.presets import KINDS, DeviceKind
 from rlplace.cluster.spec import MAX_DEVICES, Cluster, check_kind
 from rlplace.cluster.topology_file import parse_topology
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, read_text, write_text
+from rlplace.files import check_header, check_keys, finite_number, read_text, write_text
 from rlplace.problem import Device, Links
 from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
 
@@ -169,7 +169,7 @@ def _make_kind(values: dict[str, Any], base: DeviceKind | None, where: str) -> D
         if key in _TABLES:
             if not isinstance(value, dict):
                 raise InputError(f"{at}: expected a table of numbers by dtype")
-            checked[key] = MappingProxyType({dtype: _number(number, f"{at}.{dtype}") for dtype, number in value.items()})
+            checked[key] = MappingProxyType({dtype: finite_number(number, f"{at}.{dtype}") for dtype, number in value.items()})
         elif key in _TEXTS:
             checked[key] = _text(value, at)
             if key == "nvlink" and value not in _FABRICS:
@@ -179,7 +179,7 @@ def _make_kind(values: dict[str, Any], base: DeviceKind | None, where: str) -> D
                 raise InputError(f"{at}: expected true or false")
             checked[key] = value
         else:
-            checked[key] = _whole(value, at) if key in _INTEGERS else _number(value, at)
+            checked[key] = _whole(value, at) if key in _INTEGERS else finite_number(value, at)
     if base is not None:
         kind = dataclasses.replace(base, **checked)
     else:
@@ -240,7 +240,7 @@ def _parse_links(item: Any, count: int) -> Links:
         rows = item[key]
         if not isinstance(rows, list) or len(rows) != count or any(not isinstance(r, list) or len(r) != count for r in rows):
             raise InputError(f"links.{key}: expected a {count} x {count} matrix")
-        values = [[_number(value, f"links.{key}[{i}][{j}]") for j, value in enumerate(row)] for i, row in enumerate(rows)]
+        values = [[finite_number(value, f"links.{key}[{i}][{j}]") for j, value in enumerate(row)] for i, row in enumerate(rows)]
         if any(value < 0 for row in values for value in row):
             raise InputError(f"links.{key}: numbers must not be negative")
         matrices.append(np.array(values, dtype=np.float64))
@@ -266,20 +266,8 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{where}: expected a number, found {show(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise InputError(f"{where}: the number is too large") from None
-    if not np.isfinite(number):
-        raise InputError(f"{where}: {number} is not a finite number")
-    return number
-
-
 def _whole(value: Any, where: str) -> int:
-    number = value if isinstance(value, int) and not isinstance(value, bool) else _number(value, where)
+    number = value if isinstance(value, int) and not isinstance(value, bool) else finite_number(value, where)
     if number != int(number) or abs(number) > 1 << 62:
         raise InputError(f"{where}: {show(value)} is not a whole number in range")
     return int(number)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlplace.cluster.topology import Path, Resource, Topology, check_topology, lower
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_keys
+from rlplace.files import check_keys, finite_number
 from rlplace.problem import Links
 
 _MAX_RESOURCES = 100_000
@@ -39,7 +39,10 @@ def parse_topology(item: Any, names: list[str]) -> Links:
     for index, data in enumerate(_tables(item["path"], "topology.path")):
         where = f"topology.path[{index}]"
         check_keys(data, {"from", "to", "over"}, {"latency_s", "efficiency"}, where)
-        latency, efficiency = _number(data.get("latency_s", 0.0), where), _number(data.get("efficiency", 1.0), where)
+        latency, efficiency = (
+            finite_number(data.get("latency_s", 0.0), where),
+            finite_number(data.get("efficiency", 1.0), where),
+        )
         over = data["over"]
         if not isinstance(over, list) or not over or not all(isinstance(name, str) for name in over):
             raise InputError(f"{where}.over: expected a list of names of resources")
@@ -62,8 +65,8 @@ def _resources(data: Any, names: list[str], where: str) -> list[Resource]:
     name = data["name"]
     if not isinstance(name, str) or not name:
         raise InputError(f"{where}.name: expected a non-empty string")
-    rate = _number(data["bytes_per_s"], f"{where}.bytes_per_s") if "bytes_per_s" in data else math.inf
-    latency = _number(data.get("latency_s", 0.0), f"{where}.latency_s")
+    rate = finite_number(data["bytes_per_s"], f"{where}.bytes_per_s") if "bytes_per_s" in data else math.inf
+    latency = finite_number(data.get("latency_s", 0.0), f"{where}.latency_s")
     if "each" not in data:
         return [Resource(name, rate, latency)]
     if "{device}" not in name:
@@ -84,15 +87,3 @@ def _tables(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise InputError(f"{where}: expected [[{where}]] tables, found {show(value)}")
     return value
-
-
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{where}: expected a number, found {show(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise InputError(f"{where}: a number is too large") from None
-    if not math.isfinite(number):
-        raise InputError(f"{where}: {number} is not a finite number")
-    return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rlplace.cost.measurement import (
     StepTiming,
 )
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, read_json, write_json
+from rlplace.files import check_header, check_keys, finite_number, read_json, write_json
 from rlplace.graph.opgraph import OP_KINDS
 
 FORMAT = "rlplace.measurement"
@@ -231,12 +230,4 @@ def _text(value: Any, where: str) -> str:
 
 
 def _number(value: Any, where: str) -> float:
-    if type(value) not in (int, float):
-        raise InputError(f"measurement: {where}: expected a number, found {show(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise InputError(f"measurement: {where}: the number is too large") from None
-    if not math.isfinite(number):
-        raise InputError(f"measurement: {where}: {number} is not finite")
-    return number
+    return finite_number(value, f"measurement: {where}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from rlplace.cost.table import (
     TargetCosts,
 )
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, read_json, write_json
+from rlplace.files import check_header, check_keys, finite_number, read_json, write_json
 from rlplace.graph.opgraph import OP_KINDS
 
 FORMAT = "rlplace.cost"
@@ -315,15 +314,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _number(value: Any, where: str) -> float:
-    if type(value) not in (int, float):
-        raise InputError(f"cost table: {where}: expected a number, found {show(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise InputError(f"cost table: {where}: the number is too large") from None
-    if not math.isfinite(number):
-        raise InputError(f"cost table: {where}: {number} is not a finite number")
-    return number
+    return finite_number(value, f"cost table: {where}")
 
 
 def _numbers(value: Any, where: str) -> tuple[float, ...]:

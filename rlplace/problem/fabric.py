@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_keys
+from rlplace.files import check_keys, finite_number
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 BASES = ("fitted", "measured", "datasheet")
@@ -229,14 +229,16 @@ def _fabric(item: Any, where: str) -> Fabric:
         for row in _list(data["pieces"], f"{at}.pieces"):
             if not isinstance(row, list) or len(row) != 3:
                 raise InputError(f"{at}.pieces: expected [from_bytes, latency_s, bus_bytes_per_s], found {show(row)}")
-            pieces.append(Piece(*(_number(value, f"{at}.pieces") for value in row)))
+            pieces.append(Piece(*(finite_number(value, f"{at}.pieces") for value in row)))
         size = _whole(data["group_size"], f"{at}.group_size")
         curves.append(Curve(size, tuple(pieces), data.get("kind", "all_reduce"), data.get("algorithm", "")))
     links = []
     for row in _list(item.get("links", []), f"{where}.links"):
         if not isinstance(row, list) or len(row) != 3:
             raise InputError(f"{where}.links: expected [device, device, bytes_per_s], found {show(row)}")
-        links.append((_whole(row[0], f"{where}.links"), _whole(row[1], f"{where}.links"), _number(row[2], f"{where}.links")))
+        links.append(
+            (_whole(row[0], f"{where}.links"), _whole(row[1], f"{where}.links"), finite_number(row[2], f"{where}.links"))
+        )
     devices = tuple(_whole(value, f"{where}.devices") for value in _list(item["devices"], f"{where}.devices"))
     return Fabric(devices, tuple(curves), item.get("basis", "measured"), item.get("source", ""), tuple(links))
 
@@ -247,17 +249,8 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{where}: expected a number, found {show(value)}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise InputError(f"{where}: a number is too large") from None
-
-
 def _whole(value: Any, where: str) -> int:
-    number = _number(value, where)
+    number = finite_number(value, where)
     if not abs(number) < 1 << 53 or number != int(number):
         raise InputError(f"{where}: {show(value)} is not a whole number")
     return int(number)

@@ -101,7 +101,8 @@ def test_larger_messages_never_take_less(seed, kind, sizes):
     times = collective_s(links, kind, devices, size)
     assert (times >= 0).all()
     assert (np.diff(times) >= -1e-12 * times[1:]).all()
-    assert [collective_s(links, kind, devices, float(s)) for s in size] == times.tolist()
+    # Powers of arrays and of single numbers may differ in the last digit.
+    assert [collective_s(links, kind, devices, float(s)) for s in size] == pytest.approx(times.tolist(), rel=1e-12)
 
 
 def random_links(rng, count):

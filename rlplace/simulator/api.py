@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +18,13 @@ from rlplace.plan import PlacementPlan, check_plan
 from rlplace.plan.plan import SCHEDULES, check_order
 from rlplace.problem import Problem
 from rlplace.simulator.expand import lower_plan
+from rlplace.simulator.inputs import check_devices, check_priority, check_stages, order_ranks, priority_ranks, stage_words
 from rlplace.simulator.reference import STUCK_ORDER
 from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
-from rlplace.simulator.stages import stage_numbers
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, unfinished
 
 if TYPE_CHECKING:
-    from rlplace.simulator.lowering import Lowered
+    pass
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
@@ -70,9 +70,14 @@ def simulate(
 
     if isinstance(plan, PlacementPlan):
         check_plan(plan, problem)
+        own = priority is None and order is None
+        if own and schedule in SCHEDULES:  # before replicas are lowered, which depends on it
+            plan, schedule = replace(plan, schedule=schedule, priority=None, order=None), None
+        if isinstance(microbatches, int) and microbatches > 0:
+            plan = replace(plan, microbatches=microbatches)
         plain = lower_plan(problem, plan)
         problem, devices = plain.problem, np.array(plain.device_of_group, dtype=np.int32, order="C")
-        if priority is None and order is None and schedule is None:
+        if own and schedule is None:
             priority, order = plain.priority, plain.order
         if schedule is None and order is None:
             schedule = plan.schedule
@@ -85,24 +90,24 @@ def simulate(
         raise unknown_name("schedule", schedule, SCHEDULES)
     if order is not None and (priority is not None or schedule != "list"):
         raise InputError("simulate: order excludes priority and schedule; give one of them")
-    stage = _check_stages(stage_of_group, problem)
+    stage = check_stages(stage_of_group, problem)
     lowered = lower(problem, microbatches, schedule)
     tasks = lowered.tasks
     if schedule in ACTION_SCHEDULES:
-        key = default_priority(problem) if priority is None else _check_priority(priority, problem)
+        key = default_priority(problem) if priority is None else check_priority(priority, problem)
         order = schedule_order(problem, devices, schedule, microbatches, stage, key)
     elif order is not None:
         check_order(order, devices, problem, microbatches)
     position = np.zeros(0, dtype=np.uint32)
     if order is not None:
-        ranks, position = _order_ranks(order, lowered)
+        ranks, position = order_ranks(order, lowered)
     else:
         ranks = priority_ranks(problem, lowered, priority)
     results = _results(1, problem.num_devices)
     outcome, step, peak, busy = results
-    stage_words, stages = _stages(stage, lowered)
+    numbered, stages = stage_words(stage, lowered)
     work = lowered.take_work(timeline=True) if stages is None else lowered.new_work(timeline=True, stages=stages)
-    inputs = (ranks, position, devices[None].view(np.uint32), stage_words)
+    inputs = (ranks, position, devices[None].view(np.uint32), numbered)
     fast.simulate_plans(tuple(lowered.graph), tuple(work), *inputs, *results)
     moved = fixed_violations(problem, devices)
     device_of_op = devices[problem.op_group]
@@ -318,7 +323,7 @@ class _Runner:
         self.ordered = schedule in ACTION_SCHEDULES
         self._problem, self._schedule = problem, schedule
         self._ranks = priority_ranks(problem, self.lowered, priority)
-        self._key = self.lowered.priority if priority is None else _check_priority(priority, problem)
+        self._key = self.lowered.priority if priority is None else check_priority(priority, problem)
 
     def arguments(self, work: Any, devices: NDArray[np.int32], *results: NDArray[Any]) -> tuple[Any, ...]:
         """What `fast.simulate_plans` takes for the rows of `devices`, or for the only row when the plans are ordered."""
@@ -327,7 +332,7 @@ class _Runner:
         if self.ordered:
             count = self.lowered.tasks.microbatches
             order = schedule_order(self._problem, devices[0], self._schedule, count, None, self._key)
-            ranks, position = _order_ranks(order, self.lowered)
+            ranks, position = order_ranks(order, self.lowered)
         return (tuple(self.lowered.graph), tuple(work), ranks, position, devices.view(np.uint32), none, *results)
 
     def run(self, work: Any, devices: NDArray[np.int32], *results: NDArray[Any]) -> tuple[float, float]:
@@ -344,76 +349,3 @@ class _Runner:
 def _results(rows: int, devices: int) -> tuple[NDArray[Any], ...]:
     """Arrays for outcome, step time, peak memory and busy seconds of some plans."""
     return np.zeros(rows, dtype=np.int8), np.zeros(rows), np.zeros((rows, devices), dtype=np.int64), np.zeros((rows, devices))
-
-
-def check_devices(value: Any, shape: tuple[int, ...], problem: Problem) -> NDArray[np.int32]:
-    """A contiguous int32 copy of one or several plans, -1 in `shape` standing for any length."""
-    try:
-        devices = np.asarray(value)
-    except ValueError:
-        raise InputError("device_of_group: expected rows of equal length") from None
-    if devices.size == 0 and devices.ndim == len(shape):
-        devices = devices.astype(np.int32)
-    fits = devices.ndim == len(shape) and all(want in (-1, found) for want, found in zip(shape, devices.shape, strict=True))
-    if not fits:
-        wanted = " x ".join("K" if n < 0 else str(n) for n in shape)
-        raise InputError(f"device_of_group: expected {wanted} device numbers, found shape {devices.shape}")
-    if devices.dtype.kind not in "iu":
-        raise InputError(f"device_of_group: expected whole numbers, found {devices.dtype}")
-    if devices.size and (devices.min() < 0 or devices.max() >= problem.num_devices):
-        raise InputError(f"device_of_group names a device outside 0..{problem.num_devices - 1}")
-    return np.array(devices, dtype=np.int32, order="C")
-
-
-def _check_priority(priority: Sequence[float] | NDArray[Any], problem: Problem) -> NDArray[np.float64]:
-    values = np.asarray(priority, dtype=np.float64)
-    if values.shape != (problem.num_ops,):
-        raise InputError(f"priority: expected {problem.num_ops} numbers, found shape {values.shape}")
-    if not np.isfinite(values).all():
-        raise InputError("priority: every number must be finite")
-    return values
-
-
-def _check_stages(stage_of_group: Sequence[int] | NDArray[Any] | None, problem: Problem) -> NDArray[np.int32] | None:
-    if stage_of_group is None:
-        return None
-    stages = np.asarray(stage_of_group)
-    if stages.shape != (problem.num_groups,) or (stages.size and stages.dtype.kind not in "iu"):
-        raise InputError(f"stage_of_group: expected a whole number for each of {problem.num_groups} groups")
-    return stages.astype(np.int32)
-
-
-def _stages(stage: NDArray[np.int32] | None, lowered: Lowered) -> tuple[NDArray[np.uint32], int | None]:
-    """Stages as the compiled simulator numbers them, and how many there are; none and None where they are the devices."""
-    if stage is None or lowered.schedule == "list":
-        return np.zeros(0, dtype=np.uint32), None
-    numbers = stage_numbers(stage, None).astype(np.uint32)
-    return numbers, int(numbers.max(initial=0)) + 1
-
-
-def priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float] | NDArray[Any] | None) -> NDArray[np.uint32]:
-    """uint32 [2, K], rank of every task and task of every rank."""
-    from rlplace.simulator.lowering import ranks
-
-    if priority is None:
-        return lowered.ranks
-    return ranks(problem, lowered.tasks, lowered.schedule, _check_priority(priority, problem))
-
-
-def _order_ranks(order: Sequence[Sequence[Any]], lowered: Lowered) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Ranks that number the tasks of device 0 in the order given, then of device 1, and so on; and each one's first rank."""
-    from rlplace.simulator.lowering import with_inverse
-
-    tasks = lowered.tasks
-    if tasks.microbatches == 1:
-        listed = np.array([op for row in order for op in row], dtype=np.int64)
-    else:
-        number = {key: task for task, key in enumerate(zip(tasks.op.tolist(), tasks.microbatch.tolist(), strict=True))}
-        once = tasks.microbatches - 1  # what runs once belongs to the last micro-batch and is listed with 0
-        pairs = [tuple(pair) for row in order for pair in row]
-        listed = np.array([number[op, m] if (op, m) in number else number[op, once] for op, m in pairs], dtype=np.int64)
-    others = np.ones(tasks.num_tasks, dtype=bool)  # tasks of collectives are in no order
-    others[listed] = False
-    task_of_rank = np.concatenate([listed, np.flatnonzero(others)])
-    position = np.cumsum([0] + [len(row) for row in order[:-1]]).astype(np.uint32)
-    return with_inverse(task_of_rank), position

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.problem import Problem
-from rlplace.simulator.api import check_devices, priority_ranks
+from rlplace.simulator.inputs import check_devices, priority_ranks
 
 Move = Sequence[tuple[int, int]]
 """Groups and the devices that they move to."""

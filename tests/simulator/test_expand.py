@@ -10,7 +10,7 @@ from rlplace.plan import PlacementPlan, make_plan
 from rlplace.plan.recompute import recompute
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Problem
 from rlplace.problem.collectives import collective_s
-from rlplace.problem.toys import TensorSpec, build_problem, random_problem
+from rlplace.problem.toys import TensorSpec, build_problem, pipeline_chain, random_problem
 from rlplace.simulator import expand, simulate
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.replicas import BUCKET_BYTES, gradient_buckets
@@ -121,6 +121,23 @@ def test_pipelines_are_replicated_with_their_schedule():
     alone = simulate_reference(problem, plan.device_of_group, microbatches=4, schedule="1f1b")
     assert line.step_time_s > alone.step_time_s
     assert np.array_equal(line.peak_memory_bytes[:2], line.peak_memory_bytes[2:])
+
+
+@pytest.mark.parametrize("schedule", ["list", "gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("microbatches", [2, 4, 6])
+def test_each_replica_of_a_pipeline_runs_as_one_alone(schedule, microbatches):
+    """Nothing is exchanged here, so the copies do not know of each other."""
+    problem = pipeline_chain(2, 4, split=True)
+    fields = {"planner": "hand", "microbatches": microbatches, "schedule": schedule}
+    alone = simulate(problem, make_plan(problem, [0, 1], **fields))
+    plan = make_plan(problem, [0, 1], **fields, replicas=[[0, 1], [2, 3]])
+    wide, plain = expand(problem, plan)
+    other = make_plan(problem, [0, 1], planner="hand", microbatches=3, replicas=[[0, 1], [2, 3]])
+    lines = [simulate(problem, plan), simulate(wide, plain)]
+    lines.append(simulate(problem, other, schedule=schedule, microbatches=microbatches))
+    for line in lines:
+        assert line.step_time_s == alone.step_time_s
+        assert line.peak_memory_bytes.tolist() == alone.peak_memory_bytes[:2].tolist() * 2
 
 
 def test_one_replica_elsewhere_is_the_same_plan_on_other_devices():

@@ -46,8 +46,9 @@ def parse_topology(item: Any, names: list[str]) -> Links:
         over = data["over"]
         if not isinstance(over, list) or not over or not all(isinstance(name, str) for name in over):
             raise InputError(f"{where}.over: expected a list of names of resources")
+        receivers = _devices(data["to"], names, f"{where}.to")
         for sender in _devices(data["from"], names, f"{where}.from"):
-            for receiver in _devices(data["to"], names, f"{where}.to"):
+            for receiver in receivers:
                 if sender == receiver:
                     continue
                 crossed = [name.replace("{from}", sender).replace("{to}", receiver) for name in over]
@@ -76,7 +77,9 @@ def _resources(data: Any, names: list[str], where: str) -> list[Resource]:
 
 def _devices(value: Any, names: list[str], where: str) -> list[str]:
     """Names of devices: one, a list, or ``"*"`` for all."""
-    chosen = names if value == "*" else value if isinstance(value, list) else [value]
+    if value == "*":
+        return names
+    chosen = value if isinstance(value, list) else [value]
     for name in chosen:
         if not isinstance(name, str) or name not in names:
             raise InputError(f"{where}: {unknown_name('device', name, names)}")

@@ -88,7 +88,7 @@ def test_a_disturbed_step_counts_by_processor_time():
         ({"ops__0__kind": "gem"}, "did you mean 'gemm'"),
         ({"ops__0__direction": "sideways"}, "unknown direction"),
         ({"ops__0__seconds": -1.0}, "outside"),
-        ({"ops__0__seconds": float("nan")}, "not finite"),
+        ({"ops__0__seconds": float("nan")}, "not a finite number"),
         ({"ops__0__seconds": "3"}, "expected a number"),
         ({"ops__0__flops": 1e40}, "not a number of FLOPs"),
         ({"ops__0__flops": 10**400}, "too large"),

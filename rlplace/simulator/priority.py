@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,7 +45,7 @@ def task_ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDAr
         int32 [K], distinct.
     """
     value = (default_priority(problem) if priority is None else priority)[tasks.op]
-    keys = [tasks.op, -value, tasks.microbatch]  # the last key counts most
+    keys: list[NDArray[Any]] = [tasks.op, -value, tasks.microbatch]  # the last key counts most
     if schedule == "list" and priority is not None:
         keys = [tasks.op, tasks.microbatch, -value]
     if schedule == "1f1b":

@@ -33,7 +33,7 @@ def copy_problem(problem: Problem, count: int) -> Problem:
     def named(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(f"{name}@{copy}" for copy in range(count) for name in names)
 
-    tiled = {
+    tiled: dict[str, Any] = {
         name: np.tile(getattr(problem, name), count)
         for name in (
             "resident_bytes", "weight_bytes", "gradient_bytes", "optimizer_bytes", "group_device", "op_phase",

@@ -33,10 +33,8 @@ from rlplace.problem.rings import busiest_channel_s_per_byte, hops_of, ring_orde
 
 COMPUTE_SLOWDOWN = 1.189
 """Factor on the time of compute that overlaps with a collective: 18.9 % on average, at most 40 %, over A100, H100, MI210 and
-MI250 with GPT and LLaMA models (arXiv 2507.03114). Collectives take SMs and memory bandwidth from the kernels beside them."""
-
-COPY_SLOWDOWN = 1.0
-"""The same for point-to-point copies: copy engines move them, the kernels beside them keep their SMs."""
+MI250 with GPT and LLaMA models (arXiv 2507.03114). Collectives take SMs and memory bandwidth from the kernels beside them;
+point-to-point copies run on copy engines and slow nothing down."""
 
 HOP_LATENCY_SHARE = 1 / 3
 """What one further hop of a ring or tree adds, as a share of the latency of a single transfer, which holds the launch as well:

@@ -19,7 +19,7 @@ from rlplace.plan.plan import SCHEDULES, check_order
 from rlplace.problem import Problem
 from rlplace.simulator.expand import lower_plan
 from rlplace.simulator.inputs import check_devices, check_priority, check_stages, order_ranks, priority_ranks, stage_words
-from rlplace.simulator.reference import STUCK_ORDER
+from rlplace.simulator.reference import STUCK_GATES, STUCK_ORDER
 from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, unfinished
 
@@ -114,7 +114,7 @@ def simulate(
     if outcome[0] != fast.DONE:
         if stages is None:
             lowered.give_work(work, timeline=True)
-        reasons = placement_violations(problem, devices) or [STUCK_ORDER]
+        reasons = placement_violations(problem, devices) or [STUCK_ORDER if order is not None else STUCK_GATES]
         return unfinished(problem, devices, device_of_op, reasons + moved, tasks)
     transfers = work.transfer[: work.layout[records.TRANSFERS]]
     value = transfers["value"]

@@ -41,6 +41,7 @@ from rlplace.simulator.timeline import (
 )
 
 STUCK_ORDER = "the order makes devices wait for each other forever"
+STUCK_GATES = "a stage's forward waits for its own backward, which the schedule holds back; use the schedule list"
 
 _TASK, _TRANSFER = 0, 1
 
@@ -81,7 +82,7 @@ def simulate_reference(
     run = ReferenceRun(problem, tasks, devices, priority, order, schedule, stage_of_group)
     run.run()
     if run.done < tasks.num_tasks:
-        return unfinished(problem, devices, device_of_op, [STUCK_ORDER, *moved], tasks)
+        return unfinished(problem, devices, device_of_op, [STUCK_ORDER if order is not None else STUCK_GATES, *moved], tasks)
     peak = np.array(run.peak, dtype=np.int64)
     violations = memory_violations(problem, peak) + moved
     transfers = run.transfers

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.problem.toys import TensorSpec, build_problem, pipeline_chain, random_problem
+from rlplace.simulator import simulate
 from rlplace.simulator.actions import pipeline_actions
 from rlplace.simulator.priority import default_priority
 from rlplace.simulator.reference import simulate_reference
@@ -231,3 +232,18 @@ def test_what_an_action_schedule_cannot_run_is_refused(placed, stages, schedule,
     numbers = None if stages is None else np.array(stages, dtype=np.int32)
     with pytest.raises(InputError, match=message):
         simulate_reference(problem, placed, microbatches=4, schedule=schedule, stage_of_group=numbers)
+
+
+def test_a_forward_that_needs_its_own_backward_is_stuck_under_gpipe_and_says_so():
+    problem = build_problem(
+        "penalty",
+        time_s=[[1.0]] * 3,
+        tensors=[TensorSpec(0, 0, [1]), TensorSpec(1, 0, [2])],
+        memory_bytes=[None],
+        group=[0, 0, 0],
+        phase=[FORWARD, BACKWARD, FORWARD],
+    )
+    for run in (simulate, simulate_reference):
+        line = run(problem, [0], schedule="gpipe")
+        assert line.step_time_s is None and "use the schedule list" in line.violations[0]
+        assert run(problem, [0]).step_time_s == 3.0

@@ -1,15 +1,6 @@
 import numpy as np
 
-from rlplace.cost.links import mean_transfer_s, transfer_times
 from rlplace.cost.memory import inner_temporary_bytes
-from rlplace.problem import Links
-
-
-def test_transfer_times():
-    links = Links(np.array([[0, 1e9], [0, 0.0]]), np.full((2, 2), 1e-3))
-    assert transfer_times(links, 1e6).tolist() == [[0.0, 2e-3], [np.inf, 0.0]]
-    assert mean_transfer_s(links, 1e6) == 2e-3
-    assert mean_transfer_s(Links(np.zeros((1, 1)), np.zeros((1, 1))), 1e6) == 0.0
 
 
 def test_inner_peak_by_hand():

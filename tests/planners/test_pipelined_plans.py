@@ -11,7 +11,7 @@ from rlplace.simulator import simulate
 @pytest.mark.parametrize("schedule", ["list", "1f1b"])
 @pytest.mark.parametrize("name", PLANNERS)
 def test_the_plan_carries_its_execution_and_its_prediction_holds(name, schedule):
-    problem = random_problem(5, 14, 3, shape="layered", memory_factor=1.5)
+    problem = random_problem(5, 14, 3, shape="layered", unlike=True)
     options = {"calls": 60} if name in ("annealing", "local_search", "agent") else {}
     plan = get_planner(name)(problem, seed=1, microbatches=4, schedule=schedule, **options)
     assert (plan.microbatches, plan.schedule) == (4, schedule)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import gigabytes, print_table
+from rlplace.cli.common import gigabytes, print_table, say
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 
@@ -76,3 +76,21 @@ def show_memory(footprints: list[Footprint]) -> None:
     if any(item.retries and item.fits for item in footprints):
         print("barely: only after giving back cached segments")
     print()
+
+
+def warn_of_update(placed: Placed, options: argparse.Namespace) -> None:
+    """Says so when the plan fits but torch's default optimizer update on an accelerator would not."""
+    from rlplace.cost.memory import foreach_update_bytes
+
+    if placed.graph is None:
+        return
+    needed = foreach_update_bytes(
+        placed.problem, placed.plan, str(placed.graph.capture["optimizer"]), master_weights=bool(options.master_weights)
+    )
+    for device, size in zip(placed.problem.devices, needed.tolist(), strict=True):
+        if device.memory_bytes is not None and size > device.memory_bytes and device.kind != "cpu":
+            say(
+                f"note: on {device.name} the optimizer's foreach update needs {gigabytes(size)} of "
+                f"{gigabytes(device.memory_bytes)} GB; make the optimizer with fused=True or foreach=False, or place with --memory "
+                "to see it all"
+            )

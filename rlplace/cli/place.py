@@ -20,7 +20,7 @@ from rlplace.cli.common import (
     say,
     seconds,
 )
-from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, with_memory
+from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, warn_of_update, with_memory
 from rlplace.errors import InputError
 from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
 from rlplace.problem import Problem
@@ -79,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     plan, footprints = placed.plan, None
     if options.memory:
         plan, footprints = with_memory(placed, options)
+    else:
+        warn_of_update(placed, options)
     if options.out:
         plan.save(options.out)
         say(f"wrote {options.out}")

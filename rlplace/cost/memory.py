@@ -1,9 +1,13 @@
-"""Memory by liveness: what a sequence of ops holds while it runs as one task."""
+"""Memory by liveness: what a sequence of ops holds while it runs as one task, and what an update holds for a moment."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rlplace.graph.optimizers import OPTIMIZERS
+from rlplace.plan import PlacementPlan
+from rlplace.problem import Problem
 
 
 def inner_temporary_bytes(
@@ -50,3 +54,35 @@ def inner_temporary_bytes(
     np.add.at(leaving, task[producer[leaves]], tensor_bytes[leaves])
     temporary: NDArray[np.int64] = np.maximum(peak - leaving, 0)
     return temporary
+
+
+def foreach_update_bytes(
+    problem: Problem, plan: PlacementPlan, optimizer: str, *, master_weights: bool = False
+) -> NDArray[np.int64]:
+    """What every device holds while torch's foreach update runs: all that is resident, and the copies that the update makes.
+
+    Activations are gone by then. The executor's peaks leave the copies out (an op of one group knows nothing of the others),
+    so where this exceeds them a plan needs ``fused=True`` or ``foreach=False``.
+
+    Args:
+        problem: The problem.
+        plan: A plan for it.
+        optimizer: One of `rlplace.graph.optimizers.OPTIMIZERS`.
+        master_weights: Whether the state holds a float32 copy of the weights besides its moments.
+
+    Returns:
+        int64 [D], 0 for devices that hold no group.
+    """
+    kind = OPTIMIZERS[optimizer]
+    copies = kind.moments + master_weights
+    held = np.maximum(problem.optimizer_bytes, 0)
+    if plan.optimizer_sharding and plan.replicas is not None:
+        held = -(-held // len(plan.replicas))
+    resident = problem.resident_bytes - np.maximum(problem.optimizer_bytes, 0) + held
+    extra = held * kind.foreach_temporaries // copies if copies else np.zeros_like(held)
+    total = np.zeros(problem.num_devices, dtype=np.int64)
+    for row in plan.replicas or [list(range(problem.num_devices))]:
+        np.add.at(total, np.asarray(row)[plan.device_of_group], resident + extra)
+    reserved = np.array([device.reserved_bytes for device in problem.devices], dtype=np.int64)
+    found: NDArray[np.int64] = np.where(total > 0, total + reserved, 0)
+    return found

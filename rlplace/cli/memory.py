@@ -91,6 +91,6 @@ def warn_of_update(placed: Placed, options: argparse.Namespace) -> None:
         if device.memory_bytes is not None and size > device.memory_bytes and device.kind != "cpu":
             say(
                 f"note: on {device.name} the optimizer's foreach update needs {gigabytes(size)} of "
-                f"{gigabytes(device.memory_bytes)} GB; make the optimizer with fused=True or foreach=False, or place with --memory "
-                "to see it all"
+                f"{gigabytes(device.memory_bytes)} GB; make the optimizer with fused=True or foreach=False, or place with "
+                "--memory to see it all"
             )

@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
-from rlplace.plan.plan import check_order
 from rlplace.problem import FORWARD, Problem
-from rlplace.simulator.priority import default_priority
-from rlplace.simulator.reference import STUCK_ORDER, ReferenceRun
-from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
+from rlplace.simulator.reference import ReferenceRun, stuck_reason
+from rlplace.simulator.schedules import followed_order
 from rlplace.simulator.tasks import task_graph
 from rlplace.simulator.timeline import placement_violations
 
@@ -81,15 +79,11 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
     reasons = placement_violations(problem, devices)
     if reasons:
         raise InputError("memory: the step does not complete: " + "; ".join(reasons))
-    if schedule in ACTION_SCHEDULES:
-        key = default_priority(problem) if priority is None else priority
-        order = schedule_order(problem, devices, schedule, count, stages, key)
-    elif order is not None:
-        check_order(order, devices, problem, count)
+    order = followed_order(problem, devices, schedule, count, stages, priority, order)
     run = _Recorder(problem, task_graph(problem, count), devices, priority, order, schedule, stages)
     run.run()
     if run.done < len(run.op):
-        raise InputError(f"memory: the step does not complete: {STUCK_ORDER}")
+        raise InputError(f"memory: the step does not complete: {stuck_reason(order)}")
     return Lifetimes(
         item=np.array(run.item, dtype=np.int64),
         starts=np.array(run.starts, dtype=bool),

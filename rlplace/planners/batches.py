@@ -33,6 +33,7 @@ from rlplace.planners.best import warm_up
 from rlplace.planners.evaluate import Deadline, Execution
 from rlplace.problem import UPDATE, Links, Problem
 from rlplace.simulator import simulate
+from rlplace.simulator.replicas import gradient_edges
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of micro-batches that are tried; where one does not divide the batch, the next larger one that does."""
@@ -106,10 +107,8 @@ def _divisors(number: int) -> list[int]:
 
 def exchanges_gradients(problem: Problem) -> bool:
     """Whether replicas of the problem could exchange gradients: it says how large those are, or updates nothing."""
-    made = problem.tensor_producer[problem.edge_tensor]
-    update = problem.op_phase == UPDATE
-    gradient = (made >= 0) & update[problem.consumers] & ~update[np.maximum(made, 0)]
-    return bool((problem.gradient_bytes[problem.op_group[problem.consumers[gradient]]] >= 0).all())
+    updated = problem.op_group[problem.consumers[gradient_edges(problem)]]
+    return bool((problem.gradient_bytes[updated] >= 0).all())
 
 
 def devices_alike(problem: Problem) -> bool:

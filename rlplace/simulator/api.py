@@ -8,27 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.plan import PlacementPlan, check_plan
-from rlplace.plan.plan import SCHEDULES, check_order
+from rlplace.plan.plan import SCHEDULES
 from rlplace.problem import Problem
 from rlplace.simulator.expand import lower_plan
 from rlplace.simulator.inputs import check_devices, check_priority, check_stages, order_ranks, priority_ranks, stage_words
-from rlplace.simulator.reference import STUCK_GATES, STUCK_ORDER
-from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
+from rlplace.simulator.reference import stuck_reason
+from rlplace.simulator.schedules import ACTION_SCHEDULES, followed_order, schedule_order
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, unfinished
-
-if TYPE_CHECKING:
-    pass
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
-    """Bottom level of every op, the default priority; see `rlplace.simulator.reference.default_priority`.
+    """Bottom level of every op, the default priority; see `rlplace.simulator.priority.default_priority`.
 
     Returns:
         float64 [N] seconds, read-only.
@@ -93,11 +90,8 @@ def simulate(
     stage = check_stages(stage_of_group, problem)
     lowered = lower(problem, microbatches, schedule)
     tasks = lowered.tasks
-    if schedule in ACTION_SCHEDULES:
-        key = default_priority(problem) if priority is None else check_priority(priority, problem)
-        order = schedule_order(problem, devices, schedule, microbatches, stage, key)
-    elif order is not None:
-        check_order(order, devices, problem, microbatches)
+    key = lowered.priority if priority is None else check_priority(priority, problem)
+    order = followed_order(problem, devices, schedule, microbatches, stage, key, order)
     position = np.zeros(0, dtype=np.uint32)
     if order is not None:
         ranks, position = order_ranks(order, lowered)
@@ -114,7 +108,7 @@ def simulate(
     if outcome[0] != fast.DONE:
         if stages is None:
             lowered.give_work(work, timeline=True)
-        reasons = placement_violations(problem, devices) or [STUCK_ORDER if order is not None else STUCK_GATES]
+        reasons = placement_violations(problem, devices) or [stuck_reason(order)]
         return unfinished(problem, devices, device_of_op, reasons + moved, tasks)
     transfers = work.transfer[: work.layout[records.TRANSFERS]]
     value = transfers["value"]
@@ -264,7 +258,7 @@ class Simulator:
         self._results = _results(1, problem.num_devices)
         self._outcome = self._results[0]
         self.peak_memory_bytes, self.busy_s = self._results[2][0], self._results[3][0]
-        self._run = fast.simulate_plans
+        self._run, self._bad_device = fast.simulate_plans, fast.BAD_DEVICE
         self._arguments = () if runner.ordered else runner.arguments(self._work, self._devices, *self._results)
 
     @property
@@ -299,7 +293,7 @@ class Simulator:
         if self._runner.ordered:
             return self._runner.run(self._work, self._devices, *self._results)
         step, overflow = self._run(*self._arguments)
-        if self._outcome[0] == 3:
+        if self._outcome[0] == self._bad_device:
             raise InputError(f"device_of_group names a device outside 0..{len(self.busy_s) - 1}")
         return step, overflow
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.problem import Problem
 from rlplace.simulator.stages import stage_numbers
+from rlplace.simulator.tasks import order_tasks
 
 if TYPE_CHECKING:
     from rlplace.simulator.lowering import Lowered
@@ -77,13 +78,7 @@ def order_ranks(order: Sequence[Sequence[Any]], lowered: Lowered) -> tuple[NDArr
     from rlplace.simulator.lowering import with_inverse
 
     tasks = lowered.tasks
-    if tasks.microbatches == 1:
-        listed = np.array([op for row in order for op in row], dtype=np.int64)
-    else:
-        number = {key: task for task, key in enumerate(zip(tasks.op.tolist(), tasks.microbatch.tolist(), strict=True))}
-        once = tasks.microbatches - 1  # what runs once belongs to the last micro-batch and is listed with 0
-        pairs = [tuple(pair) for row in order for pair in row]
-        listed = np.array([number[op, m] if (op, m) in number else number[op, once] for op, m in pairs], dtype=np.int64)
+    listed = np.array([task for row in order_tasks(tasks, order) for task in row], dtype=np.int64)
     others = np.ones(tasks.num_tasks, dtype=bool)  # tasks of collectives are in no order
     others[listed] = False
     task_of_rank = np.concatenate([listed, np.flatnonzero(others)])

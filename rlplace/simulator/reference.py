@@ -25,12 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.plan.plan import check_order
 from rlplace.problem import FORWARD, Problem
-from rlplace.simulator.priority import default_priority, task_ranks
-from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
+from rlplace.simulator.priority import task_ranks
+from rlplace.simulator.schedules import followed_order
 from rlplace.simulator.stages import gates
-from rlplace.simulator.tasks import TaskGraph, task_graph
+from rlplace.simulator.tasks import TaskGraph, order_tasks, task_graph
 from rlplace.simulator.timeline import (
     Timeline,
     fixed_violations,
@@ -44,6 +43,11 @@ STUCK_ORDER = "the order makes devices wait for each other forever"
 STUCK_GATES = "a stage's forward waits for its own backward, which the schedule holds back; use the schedule list"
 
 _TASK, _TRANSFER = 0, 1
+
+
+def stuck_reason(order: Sequence[Sequence[Any]] | None) -> str:
+    """Why a step that has begun cannot complete: nothing but an order or gates can hold tasks back forever."""
+    return STUCK_GATES if order is None else STUCK_ORDER
 
 
 def simulate_reference(
@@ -68,11 +72,7 @@ def simulate_reference(
         stage_of_group: int [G], default the device.
     """
     devices = np.asarray(device_of_group, dtype=np.int32)
-    if schedule in ACTION_SCHEDULES:
-        key = default_priority(problem) if priority is None else priority
-        order = schedule_order(problem, devices, schedule, microbatches, stage_of_group, key)
-    elif order is not None:
-        check_order(order, devices, problem, microbatches)
+    order = followed_order(problem, devices, schedule, microbatches, stage_of_group, priority, order)
     device_of_op = devices[problem.op_group]
     moved = fixed_violations(problem, devices)
     tasks = task_graph(problem, microbatches)
@@ -82,7 +82,7 @@ def simulate_reference(
     run = ReferenceRun(problem, tasks, devices, priority, order, schedule, stage_of_group)
     run.run()
     if run.done < tasks.num_tasks:
-        return unfinished(problem, devices, device_of_op, [STUCK_ORDER if order is not None else STUCK_GATES, *moved], tasks)
+        return unfinished(problem, devices, device_of_op, [stuck_reason(order), *moved], tasks)
     peak = np.array(run.peak, dtype=np.int64)
     violations = memory_violations(problem, peak) + moved
     transfers = run.transfers
@@ -126,12 +126,7 @@ class ReferenceRun:
         self.op = tasks.op.tolist()
         self.device = device_of_group[problem.op_group[tasks.op]].tolist()  # of every task
         self.rank = task_ranks(problem, tasks, schedule, priority).tolist()
-        self.order: list[list[int]] | None = None  # per device its tasks
-        if order is not None:
-            number = {key: task for task, key in enumerate(zip(self.op, tasks.microbatch.tolist(), strict=True))}
-            pairs = [[(item, 0) if tasks.microbatches == 1 else tuple(item) for item in row] for row in order]
-            once = tasks.microbatches - 1  # what runs once belongs to the last micro-batch and is listed with 0
-            self.order = [[number[op, m] if (op, m) in number else number[op, once] for op, m in row] for row in pairs]
+        self.order = None if order is None else order_tasks(tasks, order)  # per device
         self.channels = problem.links.effective_channels
         self.now, self.done = 0.0, 0
         self.events: list[tuple[float, int, int, int]] = []  # (end, kind, task or value, destination)

@@ -84,7 +84,7 @@ def gradient_buckets(problem: Problem, device_of_group: NDArray[np.int32]) -> li
         InputError: A group is updated from gradients but the problem does not say how large they are.
     """
     tensor, reader = problem.edge_tensor, problem.consumers
-    gradient = _gradient_edges(problem)
+    gradient = gradient_edges(problem)
     level = lower(problem).priority
     complete: dict[int, float] = {}  # group -> bottom level of the last op that adds to its gradients
     for edge in np.flatnonzero(gradient).tolist():
@@ -110,7 +110,7 @@ def gradient_buckets(problem: Problem, device_of_group: NDArray[np.int32]) -> li
     return buckets
 
 
-def _gradient_edges(problem: Problem) -> NDArray[np.bool_]:
+def gradient_edges(problem: Problem) -> NDArray[np.bool_]:
     """Marks [E] where an update op reads what a forward or backward op makes."""
     made = problem.tensor_producer[problem.edge_tensor]
     found: NDArray[np.bool_] = (
@@ -134,7 +134,7 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
 
     # Updates wait for their bucket, buckets for the gradients.
     tensor, reader = copies.edge_tensor, copies.consumers.astype(np.int64)
-    gradient = _gradient_edges(copies)
+    gradient = gradient_edges(copies)
     copy, group = np.divmod(copies.op_group[reader].astype(np.int64), problem.num_groups)
     target = np.where(gradient, first + bucket_of_group[group] * count + copy, reader)
     pairs = np.unique(np.stack([tensor.astype(np.int64), target]), axis=1)  # a bucket reads a tensor once

@@ -9,20 +9,41 @@ task is not ready, as torch does.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
+from rlplace.plan.plan import check_order
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
 from rlplace.problem.order import successor_lists
 from rlplace.simulator.actions import stage_layout
+from rlplace.simulator.priority import default_priority
 from rlplace.simulator.stages import forward_stage_links, stage_numbers
 
 ACTION_SCHEDULES = ("interleaved", "zero_bubble")
 
 _PHASES = {"F": (FORWARD,), "B": (BACKWARD, BACKWARD_WEIGHT), "I": (BACKWARD,), "W": (BACKWARD_WEIGHT,)}
+
+
+def followed_order(
+    problem: Problem,
+    devices: NDArray[np.int32],
+    schedule: str,
+    microbatches: int,
+    stage_of_group: NDArray[np.int32] | None,
+    priority: NDArray[np.float64] | None,
+    order: Sequence[Sequence[Any]] | None,
+) -> Sequence[Sequence[Any]] | None:
+    """The order that devices follow: what an action schedule makes, else `order` once checked; None: priorities decide."""
+    if schedule in ACTION_SCHEDULES:
+        key = default_priority(problem) if priority is None else priority
+        return schedule_order(problem, devices, schedule, microbatches, stage_of_group, key)
+    if order is not None:
+        check_order(order, devices, problem, microbatches)
+    return order
 
 
 def schedule_order(

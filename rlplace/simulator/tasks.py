@@ -15,7 +15,9 @@ With one micro-batch, tasks are ops and values are tensors.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +65,19 @@ class TaskGraph:
     @property
     def num_values(self) -> int:
         return len(self.tensor)
+
+
+def order_tasks(tasks: TaskGraph, order: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Per device the tasks of an order, which holds ops, or (op, micro-batch) pairs when there are several micro-batches.
+
+    What runs once belongs to the last micro-batch and is listed with 0.
+    """
+    if tasks.microbatches == 1:
+        return [[int(op) for op in row] for row in order]
+    number = {key: task for task, key in enumerate(zip(tasks.op.tolist(), tasks.microbatch.tolist(), strict=True))}
+    once = tasks.microbatches - 1
+    pairs = [[tuple(pair) for pair in row] for row in order]
+    return [[number[op, m] if (op, m) in number else number[op, once] for op, m in row] for row in pairs]
 
 
 _CACHE: weakref.WeakKeyDictionary[Problem, dict[int, TaskGraph]] = weakref.WeakKeyDictionary()

@@ -40,32 +40,24 @@ def test_with_several_microbatches_it_runs_once_after_the_last():
 
 def test_transfers_and_collectives_wait_for_each_other_on_a_channel():
     """An 8-byte tensor takes 2 s from device 0 to 1 on channel 0; the collective wants it too and queues behind."""
-    problem = build_problem(
-        "channel",
-        time_s=[[1.0] * 2, [3.0] * 2, [3.0] * 2, [1.0] * 2],
-        tensors=[TensorSpec(0, 8, [3]), TensorSpec(0, 0, [1, 2])],
-        memory_bytes=[None, None],
-        group=[0, 0, 2, 1],
-        resident_bytes=[0, 0, 0],
-        phase=[FORWARD] * 4,
-        links=PAIR,
-        collectives=[([1, 2], [0])],
-    )
-    line = simulate_reference(problem, [0, 1, 0])
+
+    def problem(channel):
+        return build_problem(
+            "channel",
+            time_s=[[1.0] * 2, [3.0] * 2, [3.0] * 2, [1.0] * 2],
+            tensors=[TensorSpec(0, 8, [3]), TensorSpec(0, 0, [1, 2])],
+            memory_bytes=[None, None],
+            group=[0, 0, 2, 1],
+            resident_bytes=[0, 0, 0],
+            phase=[FORWARD] * 4,
+            links=PAIR,
+            collectives=[([1, 2], [channel])],
+        )
+
+    line = simulate_reference(problem(0), [0, 1, 0])
     assert line.transfer_start_s.tolist() == [1.0]
     assert line.start_s.tolist() == [0.0, 3.0, 3.0, 3.0]
-    other = build_problem(
-        "free",
-        time_s=[[1.0] * 2, [3.0] * 2, [3.0] * 2, [1.0] * 2],
-        tensors=[TensorSpec(0, 8, [3]), TensorSpec(0, 0, [1, 2])],
-        memory_bytes=[None, None],
-        group=[0, 0, 2, 1],
-        resident_bytes=[0, 0, 0],
-        phase=[FORWARD] * 4,
-        links=PAIR,
-        collectives=[([1, 2], [1])],
-    )
-    assert simulate_reference(other, [0, 1, 0]).start_s.tolist() == [0.0, 1.0, 1.0, 3.0]
+    assert simulate_reference(problem(1), [0, 1, 0]).start_s.tolist() == [0.0, 1.0, 1.0, 3.0]
 
 
 def test_its_ops_take_memory_while_it_runs():

@@ -15,6 +15,7 @@ from rlplace.problem.problem import Device
 from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import Simulator, Timeline, default_priority, simulate, simulate_many
 from rlplace.simulator import reference as plain
+from rlplace.simulator.priority import default_priority as plain_priority
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 THOUSANDS = settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -124,7 +125,7 @@ def test_fast_equals_reference_on_thousands(run: tuple[Problem, list[int], dict[
 @settings(QUICK, max_examples=100)
 @given(problems())
 def test_default_priority_equals_reference(problem: Problem) -> None:
-    assert default_priority(problem).tobytes() == plain.default_priority(problem).tobytes()
+    assert default_priority(problem).tobytes() == plain_priority(problem).tobytes()
 
 
 @settings(QUICK, max_examples=100)

@@ -14,11 +14,13 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from rlplace.errors import InputError, show, unknown_name
+
+Record = TypeVar("Record")
 
 MAX_FILE_BYTES = 1 << 30
 """Larger files are refused before they are read."""
@@ -70,6 +72,25 @@ def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON: {error}") from None
     return check_header(data, format_name, version, where=str(path))
+
+
+def read_record(path: str | Path, format_name: str, version: int, parse: Callable[[dict[str, Any]], Record]) -> Record:
+    """Reads a file of a format and builds what it describes.
+
+    Args:
+        path: The file.
+        format_name: Its format.
+        version: The newest version that `parse` understands.
+        parse: Builds the record from the data without its header; its errors then name the file.
+
+    Raises:
+        InputError: The file is missing, malformed or newer than this code, or `parse` refuses it.
+    """
+    data = read_json(path, format_name, version)
+    try:
+        return parse(data)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def check_header(data: Any, format_name: str, version: int, where: str) -> dict[str, Any]:

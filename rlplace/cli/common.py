@@ -61,6 +61,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def pricing_flags(options: argparse.Namespace) -> list[str]:
+    """The options given that change how a model is captured and priced, and have no effect where it is not."""
+    given = [name for name in ("autocast", "master_weights", "weight_gradients", "costs") if getattr(options, name)]
+    given += ["host_mode"] if options.host_mode != "eager" else []
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
 def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded:
     """Loads a problem file, or captures a model and prices it for `cluster` (default: this machine)."""
     from rlplace.placing import Priced
@@ -69,11 +76,8 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
-        for name in ("autocast", "master_weights", "weight_gradients", "costs"):
-            if getattr(options, name):
-                raise InputError(f"{model} is priced already; leave --{name.replace('_', '-')} out, or name the model instead")
-        if options.host_mode != "eager":
-            raise InputError(f"{model} is priced already; leave --host-mode out, or name the model instead")
+        if given := pricing_flags(options):
+            raise InputError(f"{model} is priced already; leave {given[0]} out, or name the model instead")
         return Loaded(Priced.problem(Problem.load(model)), None)
     from rlplace.cluster.parse import parse
     from rlplace.graph.capture import capture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import add_model_options, milliseconds, positive, print_json, print_table, say, seconds
+from rlplace.cli.common import add_model_options, milliseconds, positive, pricing_flags, print_json, print_table, say, seconds
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,11 +47,10 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("measure: say what to time: --ops, --step or --links")
     if options.model is None:
         raise InputError("measure: --ops and --step need a MODEL, for example hf:gpt2")
-    for name in ("autocast", "master_weights", "weight_gradients", "costs"):
-        if getattr(options, name):
-            raise InputError(f"measure: --{name.replace('_', '-')} changes nothing that is timed; leave it out")
-    if options.host_mode != "eager":
-        raise InputError("measure: steps are timed in eager mode; leave --host-mode out")
+    if given := pricing_flags(options):
+        if given[0] == "--host-mode":
+            raise InputError("measure: steps are timed in eager mode; leave --host-mode out")
+        raise InputError(f"measure: {given[0]} changes nothing that is timed; leave it out")
     return _measure_model(options)
 
 

@@ -16,7 +16,7 @@ from rlplace.cost.measurement import (
     StepTiming,
 )
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, finite_number, read_json, write_json
+from rlplace.files import check_header, check_keys, finite_number, read_record, write_json
 from rlplace.graph.opgraph import OP_KINDS
 
 FORMAT = "rlplace.measurement"
@@ -41,11 +41,7 @@ def load_measurement(path: str | Path) -> Measurement:
     Raises:
         InputError: The file is missing, malformed, newer than this code, or holds impossible numbers.
     """
-    data = read_json(path, FORMAT, VERSION)
-    try:
-        return _parse(data)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return read_record(path, FORMAT, VERSION, _parse)
 
 
 def measurement_from_dict(data: dict[str, Any]) -> Measurement:

@@ -22,7 +22,7 @@ from rlplace.cost.table import (
     TargetCosts,
 )
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, finite_number, read_json, write_json
+from rlplace.files import check_header, check_keys, finite_number, read_record, write_json
 from rlplace.graph.opgraph import OP_KINDS
 
 FORMAT = "rlplace.cost"
@@ -52,11 +52,8 @@ def load_table(path: str | Path) -> CostTable:
     Raises:
         InputError: The file is missing, malformed, newer than this code, or holds impossible numbers.
     """
-    data = read_json(path, FORMAT, VERSION)
-    try:
-        return _parse(data, Path(path).name.removesuffix(".json").removesuffix(".cost"))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    name = Path(path).name.removesuffix(".json").removesuffix(".cost")
+    return read_record(path, FORMAT, VERSION, lambda data: _parse(data, name))
 
 
 def table_from_dict(data: dict[str, Any]) -> CostTable:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, read_json, write_json
+from rlplace.files import check_header, check_keys, read_record, write_json
 from rlplace.graph.opgraph import PHASES, TENSOR_ROLES, OpGraph, Parameter
 
 if TYPE_CHECKING:
@@ -35,11 +35,7 @@ def load_graph(path: str | Path) -> OpGraph:
     Raises:
         InputError: The file is missing, malformed, newer than this code, or describes an impossible graph.
     """
-    data = read_json(path, FORMAT, VERSION)
-    try:
-        return _parse(data)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return read_record(path, FORMAT, VERSION, _parse)
 
 
 def graph_from_dict(data: dict[str, Any]) -> OpGraph:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.files import read_json, write_json
+from rlplace.files import read_record, write_json
 from rlplace.problem import UPDATE, Problem
 
 FORMAT = "rlplace.plan"
@@ -76,14 +76,13 @@ class PlacementPlan:
         """
         from rlplace.plan.parse import plan_from_dict
 
-        data = read_json(path, FORMAT, VERSION)
-        try:
+        def parse(data: dict[str, Any]) -> PlacementPlan:
             plan = plan_from_dict(data)
             if problem is not None:
                 check_plan(plan, problem)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
-        return plan
+            return plan
+
+        return read_record(path, FORMAT, VERSION, parse)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data, defaults left out."""

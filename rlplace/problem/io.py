@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, read_json, write_json
+from rlplace.files import check_header, check_keys, read_record, write_json
 from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
 from rlplace.problem.problem import PHASES, Collective, Device, Links, Problem
 
@@ -36,11 +36,7 @@ def load_problem(path: str | Path) -> Problem:
     Raises:
         InputError: The file is missing, malformed, newer than this code, or describes an impossible problem.
     """
-    data = read_json(path, FORMAT, VERSION)
-    try:
-        return _parse(data)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return read_record(path, FORMAT, VERSION, _parse)
 
 
 def problem_from_dict(data: dict[str, Any]) -> Problem:

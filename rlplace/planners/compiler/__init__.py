@@ -1,0 +1,1 @@
+"""Compiler-driven partition of the step with run-time scheduling assistants."""

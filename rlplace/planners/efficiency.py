@@ -1,0 +1,205 @@
+"""Statistical efficiency: how many epochs a training run needs at a global batch.
+
+Two plans that process equally many samples a second are not equally good when one of them needs a larger global batch: beyond
+some batch a model needs more epochs to the same quality. A `BatchCurve` says how many; time to quality is proportional to
+``curve.epochs(global_batch) / samples_per_s``.
+
+Reference: Pal et al., "Optimizing multi-GPU parallelization strategies for deep learning training", IEEE Micro 39(5), 2019
+(arXiv 1907.13257), where the epochs are measured per model by emulating large batches. What is ours: the two laws that a curve
+may follow. They are one law in two forms, the inverse law between batch and updates, updates(B) = a + b / B (Shallue et al.,
+"Measuring the effects of data parallelism on neural network training", JMLR 20, 2019), and the critical batch,
+E(B) = E_min (1 + B / B_crit), with E_min = b / samples per epoch and B_crit = b / a.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlplace.errors import InputError, show
+from rlplace.files import check_keys, finite_number, read_record, write_json
+
+FORMAT = "rlplace.batch_curve"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class BatchCurve:
+    """Epochs to a fixed quality as a function of the global batch, by points or by a law.
+
+    Between points, epochs and batch follow a straight line on logarithmic axes (a power law). Below the first point epochs are
+    the first point's; above the last one the line of the last two points goes on, or stays level if it falls: epochs never
+    shrink outside of what was measured. A single point is a constant.
+
+    Attributes:
+        points: (global batch in samples, epochs) by rising batch, or empty when the curve is a law.
+        min_epochs: E_min of the law E(B) = E_min (1 + B / B_crit), epochs at the smallest batches; None with points.
+        critical_batch: B_crit in samples, at which epochs have doubled; inf where epochs never rise; None with points.
+        name: For people.
+
+    Raises:
+        InputError: Neither or both of points and law, or a number out of range.
+    """
+
+    points: tuple[tuple[float, float], ...] = ()
+    min_epochs: float | None = None
+    critical_batch: float | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        law = (self.min_epochs is not None, self.critical_batch is not None)
+        if law == (False, False) and self.points:
+            points = tuple(sorted((_positive(b, "batch"), _positive(e, "epochs")) for b, e in self.points))
+            if any(low[0] == high[0] for low, high in pairwise(points)):
+                raise InputError("batch curve: points: every batch may appear once")
+            object.__setattr__(self, "points", points)
+        elif law == (True, True) and not self.points:
+            _positive(self.min_epochs, "min_epochs")
+            if self.critical_batch != math.inf:
+                _positive(self.critical_batch, "critical_batch")
+        else:
+            raise InputError("batch curve: give either points, or min_epochs and critical_batch")
+
+    @staticmethod
+    def from_updates(floor: float, samples: float, samples_per_epoch: float, *, name: str = "") -> BatchCurve:
+        """The curve of the inverse law updates(B) = floor + samples / B.
+
+        Args:
+            floor: Updates that even the largest batch needs (a); 0: epochs never rise.
+            samples: Samples that even the smallest batch needs (b).
+            samples_per_epoch: Size of the data set.
+            name: For people.
+        """
+        if floor != 0:
+            _positive(floor, "updates floor")
+        critical = math.inf if floor == 0 else _positive(samples, "updates samples") / floor
+        least = _positive(samples, "updates samples") / _positive(samples_per_epoch, "samples_per_epoch")
+        return BatchCurve(min_epochs=least, critical_batch=critical, name=name)
+
+    @staticmethod
+    def fit(batches: Sequence[float], epochs: Sequence[float], *, name: str = "") -> BatchCurve:
+        """The law E_min (1 + B / B_crit) that fits measured epochs best, by relative least squares.
+
+        Args:
+            batches: Global batches in samples, at least two different ones.
+            epochs: Epochs to the same quality at each of them.
+            name: For people.
+
+        Raises:
+            InputError: Too few batches, or epochs that grow faster than the batch, which the law cannot: give points instead.
+        """
+        if len(batches) != len(epochs) or len(set(batches)) < 2:
+            raise InputError("batch curve: a fit needs the epochs of at least two different batches")
+        size = np.array([_positive(b, "batch") for b in batches])
+        seen = np.array([_positive(e, "epochs") for e in epochs])
+        # Columns 1 / E and B / E against ones: relative errors count, so that the costly end does not decide alone.
+        scale = size.max()
+        (base, slope), *_ = np.linalg.lstsq(np.stack([1.0 / seen, size / scale / seen], axis=1), np.ones(len(seen)), rcond=None)
+        if slope <= 1e-12 * base:
+            flat = float((1.0 / seen).sum() / (1.0 / seen**2).sum())
+            return BatchCurve(min_epochs=flat, critical_batch=math.inf, name=name)
+        if base <= 0:
+            raise InputError("batch curve: these epochs grow faster than the batch, the law does not fit; give them as points")
+        return BatchCurve(min_epochs=float(base), critical_batch=float(base / slope * scale), name=name)
+
+    def epochs(self, batch: float) -> float:
+        """Epochs that a global batch of `batch` samples needs."""
+        _positive(batch, "batch")
+        if self.min_epochs is not None and self.critical_batch is not None:
+            return self.min_epochs * (1.0 + batch / self.critical_batch)
+        first, last = self.points[0], self.points[-1]
+        if batch <= first[0] or len(self.points) == 1:
+            return first[1]
+        low, high = next(((a, b) for a, b in pairwise(self.points) if batch <= b[0]), self.points[-2:])
+        slope = math.log(high[1] / low[1]) / math.log(high[0] / low[0])
+        if batch > last[0]:
+            return last[1] * (batch / last[0]) ** max(slope, 0.0)
+        return high[1] if batch == high[0] else low[1] * (batch / low[0]) ** slope
+
+    def efficiency(self, batch: float, base: float) -> float:
+        """Statistical efficiency E(base) / E(batch) of a global batch relative to another one."""
+        return self.epochs(base) / self.epochs(batch)
+
+    def covers(self, batch: float) -> bool:
+        """Whether `batch` lies within what was measured; a law covers every batch."""
+        return not self.points or self.points[0][0] <= batch <= self.points[-1][0]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the curve as JSON, atomically."""
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        if self.name:
+            data["name"] = self.name
+        if self.points:
+            data["points"] = [list(point) for point in self.points]
+        else:
+            data["min_epochs"] = self.min_epochs
+            data["critical_batch"] = None if self.critical_batch == math.inf else self.critical_batch
+        write_json(path, data)
+
+    @staticmethod
+    def load(path: str | Path) -> BatchCurve:
+        """Reads and checks a file (docs/formats.md, section Batch curve).
+
+        Raises:
+            InputError: The file is missing, malformed or newer than this code.
+        """
+        return read_record(path, FORMAT, VERSION, batch_curve_from_dict)
+
+
+_FORMS: tuple[set[str], ...] = (
+    {"points"},
+    {"min_epochs", "critical_batch"},
+    {"updates_floor", "updates_samples", "samples_per_epoch"},
+)
+
+
+def batch_curve_from_dict(data: Mapping[str, Any]) -> BatchCurve:
+    """Builds a curve from the data of a file without its header.
+
+    Raises:
+        InputError: Names the key that is wrong.
+    """
+    keys = set().union(*_FORMS)
+    check_keys(data, set(), keys | {"name"}, "batch curve")
+    name = data.get("name", "")
+    if not isinstance(name, str):
+        raise InputError(f"batch curve: name: expected text, found {show(name)}")
+    given = set(data) & keys
+    if given not in _FORMS:
+        forms = "; or ".join(", ".join(sorted(form)) for form in _FORMS)
+        raise InputError(f"batch curve: give one form and all of its keys: {forms}")
+    if given == _FORMS[0]:
+        return BatchCurve(points=_points(data["points"]), name=name)
+    if given == _FORMS[1]:
+        critical = data["critical_batch"]
+        return BatchCurve(
+            min_epochs=finite_number(data["min_epochs"], "batch curve: min_epochs"),
+            critical_batch=math.inf if critical is None else finite_number(critical, "batch curve: critical_batch"),
+            name=name,
+        )
+    floor, samples, size = (
+        finite_number(data[key], f"batch curve: {key}") for key in ("updates_floor", "updates_samples", "samples_per_epoch")
+    )
+    return BatchCurve.from_updates(floor, samples, size, name=name)
+
+
+def _points(value: Any) -> tuple[tuple[float, float], ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(row, list) and len(row) == 2 for row in value):
+        raise InputError("batch curve: points: expected a list of [batch, epochs] pairs")
+    return tuple(
+        (finite_number(b, f"batch curve: points[{i}]"), finite_number(e, f"batch curve: points[{i}]"))
+        for i, (b, e) in enumerate(value)
+    )
+
+
+def _positive(value: Any, what: str) -> float:
+    number = finite_number(value.item() if isinstance(value, np.generic) else value, f"batch curve: {what}")
+    if not 1e-12 <= number <= 1e18:
+        raise InputError(f"batch curve: {what} must be in 1e-12..1e18, found {show(number)}")
+    return number

@@ -1,0 +1,64 @@
+"""Configurations of a layer: every way to cut its dimensions over at most p devices.
+
+A dimension of size n may be cut into e equal parts when e divides n and a part has at least `smallest_part` iterations, so parts
+are not only powers of two. Order: lexicographic, the first dimension slowest, the uncut configuration first.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.planners.pase.layers import Dim, Layer, LayerGraph
+
+IntArray = NDArray[np.int64]
+
+
+def configurations(layer: Layer, devices: int, smallest_part: int = 1) -> IntArray:
+    """Legal configurations of a layer.
+
+    Returns:
+        Array of shape (configurations, dimensions).
+
+    Raises:
+        InputError: Fewer than one device.
+    """
+    if devices < 1:
+        raise InputError(f"cannot split layers over {devices} devices; give at least 1")
+    rows = _rows(tuple(_cuts(dim, devices, smallest_part) for dim in layer.dims), devices)
+    if layer.contiguous:
+        rows = tuple(row for row in rows if _contiguous(layer.sizes(), row))
+    return np.array(rows, dtype=np.int64).reshape(len(rows), len(layer.dims))
+
+
+def all_configurations(graph: LayerGraph, devices: int) -> list[IntArray]:
+    """Legal configurations of every layer of a graph."""
+    return [configurations(layer, devices, graph.smallest_part) for layer in graph.layers]
+
+
+def _cuts(dim: Dim, devices: int, smallest_part: int) -> tuple[int, ...]:
+    """Numbers of parts that a dimension may be cut into, ascending; 1 is always one of them."""
+    if not dim.splittable:
+        return (1,)
+    most = min(devices, dim.size // max(1, smallest_part))
+    return (1, *(parts for parts in range(2, most + 1) if dim.size % parts == 0))
+
+
+@lru_cache(maxsize=4096)
+def _rows(cuts: tuple[tuple[int, ...], ...], devices: int) -> tuple[tuple[int, ...], ...]:
+    """Products of cuts that need no more than `devices`; cached because layers repeat."""
+    rows: list[tuple[tuple[int, ...], int]] = [((), 1)]
+    for options in cuts:
+        rows = [((*row, parts), used * parts) for row, used in rows for parts in options if used * parts <= devices]
+    return tuple(row for row, _ in rows)
+
+
+def _contiguous(sizes: tuple[int, ...], row: tuple[int, ...]) -> bool:
+    """Whether cutting a row-major space like this gives contiguous pieces: full cuts, then one partial cut, then none."""
+    axis = 0
+    while axis < len(sizes) and row[axis] == sizes[axis]:
+        axis += 1
+    return all(parts == 1 for parts in row[axis + 1 :])

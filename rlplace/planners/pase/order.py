@@ -1,0 +1,88 @@
+"""Elimination orders of a layer graph, and what tables they need.
+
+Min-degree: the vertex with fewest neighbours goes next (the lower index on ties), its neighbours become neighbours of each
+other. A vertex's *dependent set*, which its table is indexed by, are its neighbours at that moment.
+
+The paper's baseline is a breadth-first order whose tables depend on all later neighbours of the whole prefix.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from rlplace.errors import InputError
+from rlplace.planners.pase.layers import LayerGraph
+
+
+def neighbours(graph: LayerGraph) -> list[set[int]]:
+    """Undirected neighbours of every layer."""
+    near: list[set[int]] = [set() for _ in graph.layers]
+    for edge in graph.edges:
+        near[edge.source].add(edge.target)
+        near[edge.target].add(edge.source)
+    return near
+
+
+def min_degree(graph: LayerGraph) -> tuple[int, ...]:
+    """The minimum-degree elimination order."""
+    near = neighbours(graph)
+    left = set(range(len(near)))
+    order = []
+    while left:
+        vertex = min(left, key=lambda v: (len(near[v]), v))
+        left.remove(vertex)
+        _eliminate(near, vertex)
+        order.append(vertex)
+    return tuple(order)
+
+
+def breadth_first(graph: LayerGraph) -> tuple[int, ...]:
+    """Breadth-first from the first layer, component by component."""
+    near = neighbours(graph)
+    seen: set[int] = set()
+    order: list[int] = []
+    for root in range(len(near)):
+        queue = deque([root] if root not in seen else [])
+        seen.add(root)
+        while queue:
+            vertex = queue.popleft()
+            order.append(vertex)
+            fresh = sorted(near[vertex] - seen)
+            seen.update(fresh)
+            queue.extend(fresh)
+    return tuple(order)
+
+
+def dependent_sets(graph: LayerGraph, order: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each vertex of an order, in that order, its dependent set, ascending.
+
+    Raises:
+        InputError: The order is no permutation of the layers.
+    """
+    near = neighbours(graph)
+    if sorted(order) != list(range(len(near))):
+        raise InputError(f"an elimination order must name each of the {len(near)} layers of {graph.name!r} once")
+    return [_eliminate(near, vertex) for vertex in order]
+
+
+def prefix_sets(graph: LayerGraph, order: Sequence[int]) -> list[tuple[int, ...]]:
+    """The baseline's dependent sets: all later neighbours of the whole prefix."""
+    near = neighbours(graph)
+    done: set[int] = set()
+    border: set[int] = set()
+    sets = []
+    for vertex in order:
+        done.add(vertex)
+        border = (border | near[vertex]) - done
+        sets.append(tuple(sorted(border)))
+    return sets
+
+
+def _eliminate(near: list[set[int]], vertex: int) -> tuple[int, ...]:
+    """Takes a vertex out, joins its neighbours and returns them."""
+    around = near[vertex]
+    for other in around:
+        near[other] |= around
+        near[other] -= {vertex, other}
+    return tuple(sorted(around))

@@ -25,6 +25,7 @@ PLANNERS: dict[str, str] = {
     "heft": "rlplace.planners.heft:heft",
     "m_topo": "rlplace.planners.m_topo:m_topo",
     "m_etf": "rlplace.planners.m_etf:m_etf",
+    "m_sct": "rlplace.planners.m_sct:m_sct",
     "metis": "rlplace.planners.metis:metis",
     "critical_path": "rlplace.planners.critical_path:critical_path",
     "annealing": "rlplace.planners.annealing:annealing",

@@ -1,0 +1,172 @@
+"""m-SCT: small communication times, with memory.
+
+Problem: makespan on devices of limited memory, when transfers are no longer than ops. A linear program picks for every op a
+favorite child that should follow it on the same device (`rlplace.planners.favorites`). The schedule is then that of `m_etf`,
+except that a device whose last op's favorite child is ready, open, and starts nowhere earlier stays awake for it: it takes only
+the child, or an urgent op, one that every device could have started by now.
+
+Papers: Jeon et al., "Baechi: fast device placement of machine learning graphs", SoCC 2020, algorithm m-SCT; the memory-free
+algorithm is Hanen, Munier, "An approximation algorithm for scheduling dependent tasks on m processors with small
+communication delays", ETFA 1995. The program, rounding at 0.5, the last writer that wins and the awake device are those of
+Baechi's published code.
+
+Departures: a second, tiny term of the objective settles the edges that the makespan leaves open; colliding favorites are
+written with the smallest x last; edges within a group are free and no favorites; the program covers the ops that place their
+group (forward ops, and all ops of groups without one), since backward and update ops follow (Baechi's co-located gradients);
+above `MAX_NODES` of them, or when the solver runs out of time, it covers a contracted graph of consecutive runs of ops, of
+which the last op that feeds the favorite run keeps it. Memory, channels and ties are as in `m_etf`. Candidates differ in the
+number of devices and in the share of memory that may be planned. Merging an op into its only consumer is left to the groups.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.plan import PlacementPlan
+from rlplace.planners import sctkernels
+from rlplace.planners.evaluate import Assignment
+from rlplace.planners.favorites import favorite_children
+from rlplace.planners.floor import one_shot
+from rlplace.planners.groupgraph import mean_link
+from rlplace.planners.oparrays import op_arrays, upward_rank
+from rlplace.planners.subsets import device_subsets
+from rlplace.problem import FORWARD, Problem
+
+MAX_NODES = 6000
+"""Nodes of the largest program that is solved; twice as many take HiGHS about three times as long."""
+
+
+def m_sct(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
+    """The best of m-SCT's assignments; see the module docstring."""
+    solver_limit_s = None if time_limit_s is None else 0.5 * time_limit_s
+    rule = partial(candidates, solver_limit_s=solver_limit_s)
+    return one_shot(problem, "m_sct", rule, seed=seed, time_limit_s=time_limit_s, **execution)
+
+
+def candidates(problem: Problem, seed: int, *, solver_limit_s: float | None = None) -> Iterator[Assignment]:
+    """Assignments for every number of devices and share of memory.
+
+    Args:
+        problem: The problem.
+        seed: Not used.
+        solver_limit_s: Seconds for the linear program; when they are spent, a smaller graph is solved.
+    """
+    del seed
+    favorite = favorites(problem, time_limit_s=solver_limit_s)
+    limited = bool(np.isfinite(problem.memory_limit_bytes).any())
+    for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):
+        for share in (1.0, 0.85) if limited else (1.0,):
+            yield small_communication_first(problem, subset, favorite, share)[0]
+
+
+def leading_edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+    """The graph of the ops that place their group: forward ops, and all ops of groups that have none.
+
+    Returns:
+        int32 [n] ops in topological order; int32 [e] and int32 [e], ends of the edges as positions in it; float64 [e] mean
+        seconds of all tensors that an edge carries, once each.
+    """
+    order = problem.topological_order
+    forward = problem.op_phase == FORWARD
+    headed = np.zeros(problem.num_groups, dtype=bool)
+    headed[problem.op_group[forward]] = True
+    leads = forward | ~headed[problem.op_group]
+    ops = order[leads[order]]
+    at = np.full(problem.num_ops, -1, dtype=np.int64)
+    at[ops] = np.arange(len(ops))
+    tensor = problem.edge_tensor
+    producer = problem.tensor_producer[tensor]
+    inner = (producer >= 0) & (at[np.maximum(producer, 0)] >= 0) & (at[problem.consumers] >= 0)
+    tensor, source, target = tensor[inner], at[producer[inner]], at[problem.consumers[inner]]
+    latency, inverse = mean_link(problem)
+    seconds = latency + problem.tensor_bytes * inverse
+    off = ~np.eye(problem.num_devices, dtype=bool)
+    for number, matrix in problem.tensor_transfer_s.items():
+        seconds[number] = matrix[off].mean() if off.any() else 0.0
+    pair, which = np.unique(source * len(ops) + target, return_inverse=True)
+    transfer = np.bincount(which, weights=seconds[tensor], minlength=len(pair))
+    return ops, (pair // max(len(ops), 1)).astype(np.int32), (pair % max(len(ops), 1)).astype(np.int32), transfer
+
+
+def favorites(problem: Problem, *, max_nodes: int = MAX_NODES, time_limit_s: float | None = None) -> NDArray[np.int32]:
+    """int32 [N], the favorite child of every op, -1 for none.
+
+    Args:
+        problem: The problem.
+        max_nodes: Larger graphs are contracted to so many nodes.
+        time_limit_s: For the solver; half the nodes are tried when it is spent, and so on.
+    """
+    arrays = op_arrays(problem)
+    ops, source, target, transfer = leading_edges(problem)
+    finite = np.isfinite(arrays.time_s[ops])
+    mean = np.where(finite, arrays.time_s[ops], 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
+    group = problem.op_group[ops]
+    nodes = min(len(ops), max_nodes)
+    end_s = None if time_limit_s is None else time.monotonic() + time_limit_s
+    result = np.full(problem.num_ops, -1, dtype=np.int32)
+    while nodes > 1:
+        # Runs of a topological order never form a cycle.
+        run = np.arange(len(ops)) * nodes // len(ops)
+        first, second = run[source], run[target]
+        pair, which = np.unique(first * nodes + second, return_inverse=True)
+        carried = np.bincount(which, weights=transfer, minlength=len(pair))
+        apart = pair // nodes != pair % nodes
+        bound = np.zeros(len(pair), dtype=bool)
+        bound[:] = True
+        bound[which[group[source] != group[target]]] = False
+        left_s = None if end_s is None else max(0.02, (end_s - time.monotonic()) / 2)
+        found = favorite_children(
+            np.bincount(run, weights=mean, minlength=nodes), (pair // nodes)[apart].astype(np.int32),
+            (pair % nodes)[apart].astype(np.int32), carried[apart], bound=bound[apart], time_limit_s=left_s,
+        )  # fmt: skip
+        if found is not None:
+            chosen = (found.child[first] == second) & (first != second) & (group[source] != group[target])
+            # Later edges overwrite earlier ones: the last op of a run that feeds the favorite run keeps it.
+            result[ops[source[chosen]]] = -1
+            taken = np.full(nodes, -1, dtype=np.int64)
+            taken[first[chosen]] = np.flatnonzero(chosen)
+            edges = taken[taken >= 0]
+            result[ops[source[edges]]] = ops[target[edges]]
+            return result
+        nodes //= 4
+    return result
+
+
+def small_communication_first(
+    problem: Problem, subset: Sequence[int], favorite: NDArray[np.int32], share: float = 1.0
+) -> tuple[Assignment, NDArray[np.float64], NDArray[np.float64], int]:
+    """Runs m-SCT's list scheduling on a subset of devices with a share of their memory.
+
+    Returns:
+        int32 [G] devices; m-SCT's own start and finish times, float64 [N] seconds; how often a device waited for a favorite.
+    """
+    arrays = op_arrays(problem)
+    mask = np.zeros(problem.num_devices, dtype=bool)
+    mask[list(subset)] = True
+    devices = np.full(problem.num_groups, -1, dtype=np.int32)
+    room = problem.memory_limit_bytes * share
+    priority = upward_rank(problem, communication=False)
+    ops, tensors, count = problem.num_ops, problem.num_tensors, problem.num_devices
+    start, finish, arrival = np.zeros(ops), np.zeros(ops), np.full((tensors, count), -1.0)
+    missing, offered, fresh = arrays.num_made_inputs.copy(), np.zeros(ops, dtype=np.int64), np.zeros(ops, dtype=np.int64)
+    ready = arrays.order[missing[arrays.order] == 0]
+    fresh[: len(ready)] = ready
+    later, now = (
+        (np.empty((count, ops)), np.empty((count, ops), dtype=np.int64), np.zeros(count, dtype=np.int64)) for _ in range(2)
+    )
+    waits = sctkernels.favorite_child_first(
+        favorite, priority, mask, devices, room, start, finish, arrival, np.zeros(arrays.num_channels), np.zeros(count),
+        missing, np.zeros(ops, dtype=np.bool_), offered, fresh, *later, *now, np.full((ops, count), np.inf), np.zeros(ops),
+        np.full(count, -1, dtype=np.int64), arrays.output_ptr, arrays.outputs, arrays.consumer_ptr, arrays.consumers,
+        arrays.time_s, arrays.op_group, arrays.footprint, *arrays.links(), len(ready),
+    )  # fmt: skip
+    for group in np.flatnonzero(devices < 0):  # groups without ops
+        devices[group] = int(np.where(problem.group_allowed[group], room, -np.inf).argmax())
+        room[devices[group]] -= float(arrays.footprint[group])
+    return devices, start, finish, int(waits)

@@ -1,0 +1,143 @@
+"""Compiled parts of bi-partition: the cost of a worker, the dynamic programmes over pairs of cuts, and the Pareto sweep.
+
+Every array that goes by worker is [W, ...] in pipeline order; prefix arrays have L + 1 entries. `ahead` and `back` [W, L + 1]
+are prefix seconds of the two passes; `cut_a` and `cut_g` [L + 1] the bytes that cross each cut, 0 at both ends; `stash`,
+`weight` and `resident` [L + 1] prefix bytes.
+"""
+
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+
+
+@njit(**_INNER)
+def _worker(
+    i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions, overlap,
+):  # fmt: skip
+    """Cost of worker i with forward layers p0..p and backward layers q0..q, and its traffic in seconds.
+
+    What it sends and what it receives run at the same time, so that the larger of the two counts. Infinite when the memory
+    limit does not hold.
+    """
+    low, high = max(p0, q0), min(p, q)
+    both = low < high
+    stash_f, stash_b = stash[p] - stash[p0], stash[q] - stash[q0]
+    weight_f, weight_b = weight[p] - weight[p0], weight[q] - weight[q0]
+    if both:  # only the parts of displaced layers stay
+        stash_f -= stash[high] - stash[low]
+        stash_b -= stash[high] - stash[low]
+        weight_f -= weight[high] - weight[low]
+        weight_b -= weight[high] - weight[low]
+    if limit[i] < np.inf:
+        held = resident[q] - resident[q0] + (versions - 1) * (weight[q] - weight[q0]) + versions * weight_f
+        if held + flight[i] * (stash[p] - stash[p0] + stash_b) > limit[i]:
+            return np.inf, 0.0
+    sent, received = stash_f + share * weight_b, stash_b + share * weight_f
+    if p > p0:
+        sent += cut_a[p]
+        received += cut_a[p0]
+    if q > q0:
+        sent += cut_g[q0]
+        received += cut_g[q]
+    load = ahead[i, p] - ahead[i, p0] + (back[i, q] - back[i, q0])
+    traffic = max(sent, received) * inverse[i]
+    return (max(load, traffic) if overlap else load + traffic), traffic
+
+
+@njit(**_KERNEL)
+def worker_costs(
+    forward, backward, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions, overlap,
+    cost,
+):  # fmt: skip
+    """Fills `cost` [W] for given cuts."""
+    for i in range(len(cost)):
+        cost[i] = _worker(
+            i, forward[i], forward[i + 1], backward[i], backward[i + 1], ahead, back, cut_a, cut_g, stash, weight, resident,
+            inverse, limit, flight, share, versions, overlap,
+        )[0]  # fmt: skip
+
+
+@njit(**_KERNEL)
+def partition(
+    gap, bound, least_traffic, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions,
+    overlap, best, origin,
+):  # fmt: skip
+    """Fills `best` and `origin` [W + 1, L + 1, 2 gap + 1] for pairs of cuts (p, q) with |p - q| <= gap, at [i, p, q - p + gap].
+
+    ``best[i, p, q]``: the first p forward and q backward layers on the first i workers. Workers may stay empty. No worker may
+    cost more than `bound`. The objective is the largest cost; with `least_traffic` the sum of transfer seconds and a little
+    for every displaced layer. `origin` is the pair before, as p * (L + 1) + q.
+    """
+    workers, layers = len(inverse), ahead.shape[1] - 1
+    width = 2 * gap + 1
+    little = 1e-9 * (ahead[0, layers] + back[0, layers]) / layers
+    best[:] = np.inf
+    best[0, 0, gap] = 0.0
+    for i in range(workers):
+        last = i == workers - 1
+        for p0 in range(layers + 1):
+            for d0 in range(width):
+                q0 = p0 + d0 - gap
+                before = best[i, p0, d0] if 0 <= q0 <= layers else np.inf
+                if before == np.inf:
+                    continue
+                for p in range(layers if last else p0, layers + 1):
+                    seconds = ahead[i, p] - ahead[i, p0]
+                    if seconds > bound:
+                        break
+                    top = min(layers, p + gap)
+                    for q in range(top if last else max(q0, p - gap), top + 1):
+                        if q < q0 or (last and q < layers):
+                            continue
+                        if seconds + (back[i, q] - back[i, q0]) > bound:
+                            break
+                        cost, traffic = _worker(
+                            i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight,
+                            share, versions, overlap,
+                        )  # fmt: skip
+                        if cost > bound:
+                            continue
+                        if least_traffic:
+                            common = min(p, q) - max(p0, q0)
+                            value = before + traffic + little * (p - p0 - max(common, 0))
+                        else:
+                            value = max(before, cost)
+                        d = q - p + gap
+                        if value < best[i + 1, p, d]:
+                            best[i + 1, p, d] = value
+                            origin[i + 1, p, d] = p0 * (layers + 1) + q0
+
+
+@njit(**_KERNEL)
+def reach(bound, ahead, back, farthest, origin):
+    """Fills `farthest` and `origin` [W + 1, L + 1]: compute only, no gap, no worker above `bound`.
+
+    ``farthest[i, p]``: the most backward layers that the first i workers can run beside the first p forward layers, -1 where
+    they cannot run those. More of both is never worse, so that only pairs that no other pair exceeds in both are extended.
+    """
+    workers, layers = ahead.shape[0], ahead.shape[1] - 1
+    farthest[:] = -1
+    farthest[0, 0] = 0
+    for i in range(workers):
+        beyond = -1
+        for p0 in range(layers, -1, -1):
+            q0 = farthest[i, p0]
+            if q0 <= beyond:
+                continue
+            beyond = q0
+            q = layers
+            for p in range(p0, layers + 1):
+                seconds = ahead[i, p] - ahead[i, p0]
+                while q >= q0 and seconds + (back[i, q] - back[i, q0]) > bound:
+                    q -= 1
+                if q < q0:
+                    break
+                if q > farthest[i + 1, p]:
+                    farthest[i + 1, p] = q
+                    origin[i + 1, p] = p0

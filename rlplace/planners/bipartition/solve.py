@@ -1,0 +1,149 @@
+"""Bi-partition of a chain: the exact dynamic programmes and the compute-only bisection.
+
+Problem: cut the forward pass of L layers and, elsewhere, the backward pass into one run of layers for each of W workers, so
+that the most loaded worker is as little loaded as possible.
+
+* `bi_partition`: ``T[i][p][q] = min over p' <= p, q' <= q of max(T[i-1][p'][q'], cost(p'..p; q'..q))``, O(W L^4), or
+  O(W L^2 g^2) where forward and backward cuts may be at most g layers apart. g = 0 is the layer-wise partition.
+* `bisect_compute`: without communication, memory and gap, a bisection on the bottleneck; for a bound, each worker extends the
+  Pareto frontier of (forward layers, most backward layers) greedily. About O(W L^2) a probe.
+
+Among cuts with the smallest bottleneck the ones with the least traffic are returned, and of those the ones that displace the
+fewest layers. PipeDream's layer-wise plan is the special case of equal cuts, so that the optimum is never worse than that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError, show
+from rlplace.planners.bipartition import kernels
+from rlplace.planners.bipartition.chain import Chain, Cuts, Workers, make_workers
+
+
+def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None, *, slack: float = 1.0) -> Cuts | None:
+    """The exact optimum with separate forward and backward cuts.
+
+    Args:
+        chain: The layers.
+        workers: The pipeline, or a number of workers without communication costs and memory limits.
+        gap: Layers that a forward cut and its backward cut may be apart; None: any number.
+        slack: Workers may cost this many times the optimum, and traffic is then as small as it can be.
+
+    Returns:
+        The cuts, or None when none respect the memory limits.
+
+    Raises:
+        InputError: A negative gap, a slack below 1, or times for another number of workers.
+    """
+    if gap is not None and (isinstance(gap, bool) or not isinstance(gap, (int, np.integer)) or gap < 0):
+        raise InputError(f"bi_partition: gap must be a whole number from 0 up, or None, found {show(gap)}")
+    if not slack >= 1.0:
+        raise InputError(f"bi_partition: slack must be at least 1, found {show(slack)}")
+    pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
+    arrays = _arrays(chain, pipeline)
+    reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
+    # The layer-wise optimum bounds everything else, which prunes most pairs of cuts.
+    bound = _bottleneck(chain, pipeline, arrays, 0, np.inf)
+    if reach:
+        bound = _bottleneck(chain, pipeline, arrays, reach, bound)
+    if bound == np.inf:
+        return None
+    best, origin = _tables(chain, pipeline, reach)
+    kernels.partition(reach, bound * slack, True, *arrays, best, origin)
+    forward, backward = _trace(origin, reach, chain.num_layers)
+    return _cuts(forward, backward, arrays)
+
+
+def layer_wise(chain: Chain, workers: Workers | int) -> Cuts | None:
+    """The exact optimum with equal cuts, as PipeDream without replication; None when memory limits leave none."""
+    return bi_partition(chain, workers, 0)
+
+
+def bisect_compute(chain: Chain, workers: Workers | int) -> Cuts:
+    """The optimum without communication and memory, for chains too long for `bi_partition` without a gap."""
+    pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
+    ahead, back = _prefix(chain.forward_s, pipeline.count), _prefix(chain.backward_s, pipeline.count)
+    shape = (pipeline.count + 1, chain.num_layers + 1)
+    farthest, origin = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    low, high = 0.0, np.inf
+    found: tuple[list[int], list[int]] | None = None
+    while found is None or low < high:
+        bound = high if found is None else 0.5 * (low + high)
+        if found is not None and not low < bound < high:
+            break
+        kernels.reach(bound, ahead, back, farthest, origin)
+        if farthest[-1, -1] < chain.num_layers:
+            low = bound
+            continue
+        forward, backward = [chain.num_layers], [chain.num_layers]
+        for i in range(pipeline.count, 0, -1):
+            forward.append(int(origin[i, forward[-1]]))
+            backward.append(int(farthest[i - 1, forward[-1]]))
+        found = forward[::-1], backward[::-1]
+        load = np.diff(np.take_along_axis(ahead, _rows(found[0]), 1)) + np.diff(np.take_along_axis(back, _rows(found[1]), 1))
+        high = min(bound, float(np.diagonal(load).max()))
+    return _cuts(*found, _arrays(chain, make_workers(pipeline.count)))
+
+
+def _rows(cuts: list[int]) -> NDArray[np.int64]:
+    return np.tile(np.array(cuts), (len(cuts) - 1, 1))
+
+
+def cost_of(chain: Chain, workers: Workers, forward: Any, backward: Any) -> Cuts:
+    """The cuts that are given, with what each worker costs (inf where its memory does not suffice)."""
+    return _cuts(list(forward), list(backward), _arrays(chain, workers))
+
+
+def _bottleneck(chain: Chain, workers: Workers, arrays: tuple[Any, ...], gap: int, bound: float) -> float:
+    best, origin = _tables(chain, workers, gap)
+    kernels.partition(gap, bound, False, *arrays, best, origin)
+    return float(best[-1, -1, gap])
+
+
+def _tables(chain: Chain, workers: Workers, gap: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    shape = (workers.count + 1, chain.num_layers + 1, 2 * gap + 1)
+    return np.empty(shape), np.zeros(shape, dtype=np.int64)
+
+
+def _trace(origin: NDArray[np.int64], gap: int, layers: int) -> tuple[list[int], list[int]]:
+    forward, backward = [layers], [layers]
+    for i in range(len(origin) - 1, 0, -1):
+        p, q = divmod(int(origin[i, forward[-1], backward[-1] - forward[-1] + gap]), layers + 1)
+        forward.append(p)
+        backward.append(q)
+    return forward[::-1], backward[::-1]
+
+
+def _cuts(forward: list[int], backward: list[int], arrays: tuple[Any, ...]) -> Cuts:
+    cost = np.empty(len(forward) - 1)
+    kernels.worker_costs(np.array(forward), np.array(backward), *arrays, cost)
+    return Cuts(tuple(forward), tuple(backward), float(cost.max()), tuple(cost.tolist()))
+
+
+def _prefix(seconds: NDArray[np.float64], workers: int) -> NDArray[np.float64]:
+    rows = np.broadcast_to(seconds, (workers, len(seconds))) if seconds.ndim == 1 else seconds.T
+    if len(rows) != workers:
+        raise InputError(f"chain: times are for {len(rows)} workers, the pipeline has {workers}")
+    return np.concatenate([np.zeros((workers, 1)), np.cumsum(rows, axis=1)], axis=1)
+
+
+def _arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:
+    """The arguments of the kernels that describe the chain and the workers."""
+
+    def prefix(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.concatenate([[0.0], np.cumsum(values)])
+
+    def crossing(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.concatenate([[0.0], values[:-1], [0.0]])
+
+    return (
+        _prefix(chain.forward_s, workers.count), _prefix(chain.backward_s, workers.count),
+        crossing(chain.activation_bytes), crossing(chain.gradient_bytes),
+        prefix(chain.stash_bytes), prefix(chain.weight_bytes), prefix(chain.resident_bytes),
+        workers.seconds_per_byte.astype(np.float64), workers.memory_bytes.astype(np.float64),
+        workers.in_flight.astype(np.int64), float(workers.weight_share), int(workers.weight_versions), bool(workers.overlap),
+    )  # fmt: skip

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from rlplace.cluster.spec import Cluster
     from rlplace.graph.opgraph import OpGraph
+    from rlplace.planners.efficiency import BatchCurve
 
 
 def place(
@@ -30,6 +31,7 @@ def place(
     loss: Callable[[Any], Any] | None = None,
     optimizer: str = "adam",
     global_batch: int | None = None,
+    batch_curve: BatchCurve | None = None,
     groups: int = 200,
     weight_gradients: bool = False,
     costs: Any = None,
@@ -47,9 +49,11 @@ def place(
         example_inputs: For a module: its arguments as a tuple, or a dict of keyword arguments.
         loss: For a module: maps its output to the scalar loss; default ``output.loss``.
         optimizer: For a module: decides the optimizer state.
-        global_batch: Samples per step, to be split over replicas and micro-batches (`rlplace.planners.batches`). A module is
-            priced for every micro-batch size that divides it, a graph or problem is taken at its own. Default: one
-            micro-batch as given, one replica.
+        global_batch: Samples per step. Single device, model parallel, pipeline, data parallel and combinations are then
+            compared at that batch (`rlplace.planners.strategy`). A module is priced for every micro-batch size that divides
+            it, a graph or problem is taken at its own. Default: one micro-batch as given, one replica.
+        batch_curve: Epochs to the target by global batch. The batch as captured is then that of one replica, and the number
+            of replicas, with it the global batch, is chosen for the shortest time to the target.
         groups: Target number of groups.
         weight_gradients: See `rlplace.price`; so are `costs` and `host`.
         costs: See `weight_gradients`.
@@ -89,8 +93,9 @@ def place(
 
             priced = Priced.model(whole, capture_at, machine, **pricing)
     return place_priced(
-        priced, planner=planner, seed=seed, time_limit_s=time_limit_s, global_batch=global_batch, **options
-    ).plan
+        priced, planner=planner, seed=seed, time_limit_s=time_limit_s, global_batch=global_batch, batch_curve=batch_curve,
+        **options,
+    ).plan  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,24 +219,31 @@ def plan_priced(
     seed: int = 0,
     time_limit_s: float | None = None,
     global_batch: int | None = None,
+    batch_curve: BatchCurve | None = None,
     **options: Any,
 ) -> tuple[Problem, PlacementPlan]:
     """Runs a planner on what is priced; the problem at the micro-batch size that was chosen, and its plan. See `place`."""
     function = get_planner(planner)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InputError(f"seed: expected a whole number from 0 up, found {show(seed)}")
-    if global_batch is None:
+    if global_batch is None and batch_curve is None:
         return priced.first, function(priced.first, seed=seed, time_limit_s=time_limit_s, **options)
-    from rlplace.planners.batches import MAX_GLOBAL_BATCH, place_batches
+    from rlplace.planners.strategy.choices import MAX_GLOBAL_BATCH
+    from rlplace.planners.strategy.sweep import place_strategies
 
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or not 1 <= global_batch <= MAX_GLOBAL_BATCH:
+    given = "a global batch" if batch_curve is None else "a batch curve"
+    if batch_curve is not None and global_batch is not None:
+        raise InputError("a batch curve chooses the global batch; leave global_batch out, or the curve")
+    if batch_curve is None and (
+        isinstance(global_batch, bool) or not isinstance(global_batch, int) or not 1 <= global_batch <= MAX_GLOBAL_BATCH
+    ):
         raise InputError(f"global_batch: expected a whole number from 1 to {MAX_GLOBAL_BATCH}, found {show(global_batch)}")
     fixed = sorted({"microbatches", "schedule"} & set(options))
     if fixed:
-        raise InputError(f"a global batch chooses {' and '.join(fixed)} itself; leave one of them out")
-    return place_batches(
-        priced.at, global_batch, samples=priced.samples, first=priced.first, planner=planner, seed=seed,
-        time_limit_s=time_limit_s, **options,
+        raise InputError(f"{given} chooses {' and '.join(fixed)} itself; leave one of them out")
+    return place_strategies(
+        priced.at, first=priced.first, global_batch=global_batch, curve=batch_curve, samples=priced.samples, planner=planner,
+        seed=seed, time_limit_s=time_limit_s, **options,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from rlplace.cli.common import (
     seconds,
 )
 from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, warn_of_update, with_memory
+from rlplace.cli.strategies import count, show_strategies
 from rlplace.errors import InputError
 from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
 from rlplace.problem import Problem
@@ -41,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
     parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of --batch samples (1)")
     parser.add_argument("--schedule", choices=FREE_SCHEDULES, default="list", help="how micro-batches take turns (list)")
+    parser.add_argument(
+        "--batch-curve",
+        metavar="FILE",
+        help="epochs by global batch: --batch is then of a replica, the number of replicas is chosen",
+    )
     add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     parser.add_argument("--json", action="store_true", help="print what the plan file holds")
@@ -52,14 +58,19 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.files import check_output
     from rlplace.placing import place_priced
     from rlplace.planners import get_planner
+    from rlplace.planners.efficiency import BatchCurve
 
     if options.out:
         check_output(options.out)
     check_memory_options(options)
-    if options.global_batch is not None and (options.microbatches > 1 or options.schedule != "list"):
+    chooser = "--batch-curve" if options.batch_curve else "--global-batch" if options.global_batch is not None else None
+    if chooser and (options.microbatches > 1 or options.schedule != "list"):
         raise InputError(
-            "--global-batch chooses micro-batches and schedule itself; leave it out, or leave out --microbatches and --schedule"
+            f"{chooser} chooses micro-batches and schedule itself; leave it out, or leave out --microbatches and --schedule"
         )
+    if options.batch_curve and options.global_batch is not None:
+        raise InputError("--batch-curve chooses the global batch, --batch samples a replica; leave --global-batch out")
+    curve = BatchCurve.load(options.batch_curve) if options.batch_curve else None
     get_planner(options.planner)
     if options.planner == "agent":
         check_agent(options.agent)
@@ -74,6 +85,7 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         time_limit_s=options.time_limit,
         global_batch=options.global_batch,
+        batch_curve=curve,
         **extra,
     )
     plan, footprints = placed.plan, None
@@ -110,30 +122,38 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
         )
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
-    if predicted.get("choices"):
-        _show_choices(predicted["choices"])
+    if predicted.get("strategies"):
+        show_strategies(predicted["strategies"])
     print(f"planner {plan.planner}, problem {problem.name}, executor {predicted['executor']}, simulated")
     samples = problem.samples_per_microbatch
     print(
-        f"{samples * plan.microbatches * len(rows_of)} samples a step: {_count(len(rows_of), 'replica')} x "
-        f"{_count(plan.microbatches, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}"
+        f"{samples * plan.microbatches * len(rows_of)} samples a step: {count(len(rows_of), 'replica')} x "
+        f"{count(plan.microbatches, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}"
     )
     print(f"step time {milliseconds(predicted['step_time_s'])} ms, {predicted['samples_per_s']:.2f} samples/s")
     if predicted.get("floor_step_time_s") and len(rows_of) == 1:
         print(f"best classical planner {milliseconds(predicted['floor_step_time_s'])} ms")
+    if len(rows_of) == 1 and plan.microbatches == 1:
+        _show_speedup(plan, problem)
     if "op_level" in predicted:
         op_level = predicted["op_level"]
         print(f"simulated op by op {milliseconds(op_level['step_time_s'])} ms, feasible {op_level['feasible']}")
 
 
-def _count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}" + (plural if number != 1 else "")
+def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
+    """What several devices bring to a single batch: often no more than room."""
+    from rlplace.planners.subsets import device_classes
+    from rlplace.simulator import simulate
 
-
-def _show_choices(choices: list[dict[str, Any]]) -> None:
-    rows = [
-        [str(c["replicas"]), str(c["microbatches"]), str(c["samples"]), milliseconds(c["step_time_s"])]
-        for c in sorted(choices, key=lambda c: (c["step_time_s"] is None, c["step_time_s"]))
-    ]
-    print_table(["replicas", "micro-batches", "samples each", "floor ms"], rows)
-    print("ways to split the global batch that were tried, with the best classical plan of each; - does not fit\n")
+    used = len(np.unique(plan.device_of_group))
+    if used == 1 or (problem.group_device >= 0).any():
+        return
+    alone = [simulate(problem, np.full(problem.num_groups, like[0])).step_time_s for like in device_classes(problem)]
+    quickest = min((step for step in alone if step is not None), default=None)
+    if quickest is None:
+        return
+    ratio = quickest / plan.predicted["step_time_s"]
+    line = f"one device with room for it all would take {milliseconds(quickest)} ms: {used} devices are {ratio:.2f} times as fast"
+    if ratio < 0.75 * used:
+        line += "; with --global-batch the batch is split over replicas and micro-batches where that is quicker"
+    print(line)

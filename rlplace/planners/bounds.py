@@ -51,7 +51,7 @@ class Bounds:
 def lower_bounds(problem: Problem) -> Bounds:
     """Computes all bounds; seconds and bytes."""
     return Bounds(
-        critical_path_s=_critical_path(problem),
+        critical_path_s=critical_path_s(problem),
         work_s=_work(problem.group_time_s),
         largest_group_s=float(problem.group_time_s.min(axis=1).max(initial=0.0)),
         resident_bytes=int(problem.resident_bytes.sum()),
@@ -60,7 +60,8 @@ def lower_bounds(problem: Problem) -> Bounds:
     )
 
 
-def _critical_path(problem: Problem) -> float:
+def critical_path_s(problem: Problem) -> float:
+    """Seconds of the longest chain of ops, each on its fastest device, without transfers."""
     shortest = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.inf).min(axis=1)
     made = problem.tensor_producer[problem.edge_tensor] >= 0
     target = problem.consumers[made]

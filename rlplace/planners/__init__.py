@@ -28,6 +28,7 @@ PLANNERS: dict[str, str] = {
     "m_sct": "rlplace.planners.m_sct:m_sct",
     "metis": "rlplace.planners.metis:metis",
     "critical_path": "rlplace.planners.critical_path:critical_path",
+    "compiler": "rlplace.planners.compiler.planner:compiler",
     "annealing": "rlplace.planners.annealing:annealing",
     "local_search": "rlplace.planners.local_search:local_search",
     "best": "rlplace.planners.best:best",

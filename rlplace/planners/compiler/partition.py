@@ -1,0 +1,227 @@
+"""The static partition: seed, then rounds of fusing and refining."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError, unknown_name
+from rlplace.planners.compiler import fm, seeds
+from rlplace.planners.compiler.coarsen import match
+from rlplace.planners.compiler.nets import Level, Nets, contract, finest_level, forward_pairs, problem_nets
+from rlplace.planners.groupgraph import finite_links, group_graph, mean_link
+from rlplace.problem import Problem
+from rlplace.problem.order import topological_order
+
+OBJECTIVES = ("combined", "cut", "balance")
+"""Least traffic under balance; least traffic whatever the loads; equal loads whatever the traffic."""
+
+PASSES = 10
+"""Refinement passes at each level, at most."""
+
+ROUNDS = 4
+"""Rounds of fusing and refining, at most; they end when one brings nothing."""
+
+COARSEST = 24
+"""Vertices per device at which fusing stops."""
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Groups on devices.
+
+    Attributes:
+        device_of_group: int32 [G].
+        cut_s: Seconds of all transfers, one after another; a tensor counts once for each device that it is sent to.
+        imbalance: Largest of the loads relative to its fair share, minus 1.
+    """
+
+    device_of_group: NDArray[np.int32]
+    cut_s: float
+    imbalance: float
+
+
+def partition(
+    problem: Problem,
+    devices: Sequence[int] | None = None,
+    *,
+    eps: float = 0.05,
+    bands: int = 1,
+    objective: str = "combined",
+    stages: bool = False,
+    seed: int = 0,
+    nets: Nets | None = None,
+) -> Partition:
+    """Cuts the graph of groups so that devices trade little and have equal loads.
+
+    Args:
+        problem: The priced graph.
+        devices: Devices to use, default all; with `stages`, in order of the stages.
+        eps: Allowed imbalance: the load of a device may be 1 + `eps` times its fair share (more where single groups are
+            larger than that).
+        bands: Parts of the step in each of which loads are balanced; 1 balances totals only.
+        objective: One of `OBJECTIVES`.
+        stages: Forward ops of a device read from earlier devices of the row only, so that devices form a pipeline.
+        seed: Of the order in which groups are fused.
+        nets: Traffic between groups, default `problem_nets`.
+
+    Raises:
+        InputError: An argument is out of range.
+    """
+    row = list(range(problem.num_devices)) if devices is None else [int(d) for d in devices]
+    if objective not in OBJECTIVES:
+        raise unknown_name("objective", objective, OBJECTIVES)
+    if not row or len(set(row)) < len(row) or not all(0 <= d < problem.num_devices for d in row):
+        raise InputError(f"partition: devices must be distinct numbers in 0..{problem.num_devices - 1}, found {row}")
+    if not np.isfinite(eps) or eps <= 0 or bands < 1 or (stages and bands > 1):
+        raise InputError("partition: eps must be above 0, bands at least 1, and 1 where stages are asked for")
+    run = _Run(problem, row, eps, bands, objective, stages, problem_nets(problem) if nets is None else nets)
+    rng = np.random.default_rng(seed)
+    best: tuple[tuple[float, float, float], NDArray[np.int32]] | None = None
+    for start in run.starts():
+        part = start if objective == "balance" else run.improve(start, rng)
+        score = run.score(part)
+        if best is None or score < best[0]:
+            best = score, part
+    assert best is not None
+    score, part = best
+    return Partition(np.array(row, dtype=np.int32)[part], score[1], score[2])
+
+
+class _Run:
+    """One call of `partition`."""
+
+    def __init__(
+        self, problem: Problem, row: list[int], eps: float, bands: int, objective: str, stages: bool, nets: Nets
+    ) -> None:
+        self.problem, self.row, self.eps, self.stages, self.objective = problem, row, eps, stages, objective
+        self.level = finest_level(problem, row, nets, seeds.bands(problem, bands), stages=stages)
+        latency, inverse = finite_links(problem)
+        index = np.ix_(row, row)
+        self.links = np.ascontiguousarray(latency[index]), np.ascontiguousarray(inverse[index])
+        self.link = mean_link(problem)
+        self.fair = _fair_loads(self.level, bands)
+        self.room = np.maximum(problem.memory_limit_bytes[row], 1.0)
+        # A cell must at least hold its largest vertex, or nothing is ever balanced.
+        largest = np.zeros(bands)
+        shortest = np.where(np.isfinite(self.level.time_s), self.level.time_s, np.inf).min(axis=1)
+        np.maximum.at(largest, self.level.band, np.where(np.isfinite(shortest), shortest, 0.0))
+        bound = np.maximum(self.fair * (1 + eps), largest * (1 + 1e-9))
+        if objective == "cut":
+            bound = np.full(bands, np.inf)
+        self.limit = np.ascontiguousarray(np.broadcast_to(np.maximum(bound, 1e-30), (len(row), bands)))
+
+    def starts(self) -> Iterator[NDArray[np.int32]]:
+        """Seeds, at least one."""
+        problem, level = self.problem, self.level
+        graph = group_graph(problem)
+        if self.objective == "balance":
+            yield seeds.balanced_loads(level, self.limit, self.room)
+            return
+        time = graph.mean_time_s
+        orders = [graph.order] if self.stages else [graph.order, graph.depth_first_order]
+        if self.stages:
+            orders = [_staged_order(problem)]
+        if self.limit.shape[1] == 1:
+            finite = np.isfinite(level.time_s)
+            speed = 1.0 / np.maximum(np.where(finite, level.time_s, time[:, None]).sum(axis=0), 1e-30)
+            for order in orders:
+                crossing = seeds.crossing_seconds(problem, order, self.link)
+                yield self._legal(seeds.contiguous(time, order, crossing, speed, self.eps))
+        for order in () if self.stages else orders:
+            yield self._legal(seeds.streamed(level, order, self.limit, self.room, self.link))
+
+    def _legal(self, part: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Vertices that may not sit where a seed put them go to the device of the row with the least time for them."""
+        barred = ~np.isfinite(self.level.time_s[np.arange(len(part)), part])
+        part = part.copy()
+        part[barred] = self.level.time_s[barred].argmin(axis=1)
+        return part
+
+    def improve(self, part: NDArray[np.int32], rng: np.random.Generator) -> NDArray[np.int32]:
+        """Rounds of fusing vertices of one device step by step, and refining on the way back."""
+        part = part.copy()
+        self._refine(self.level, part)
+        for _ in range(ROUNDS):
+            before = self.score(part)
+            levels, clusters, parts = [self.level], [], [part]
+            while len(parts[-1]) > COARSEST * len(self.row):
+                order = rng.permutation(len(parts[-1]))
+                most = float(self.fair.max()) / 4
+                cluster = match(levels[-1], parts[-1], order, self.link, most)
+                count = int(cluster.max()) + 1
+                if count > 0.95 * len(cluster):
+                    break
+                coarse = np.zeros(count, dtype=np.int32)
+                coarse[cluster] = parts[-1]
+                levels.append(contract(levels[-1], cluster))
+                clusters.append(cluster)
+                parts.append(coarse)
+            for depth in range(len(levels) - 1, -1, -1):
+                if depth < len(clusters):
+                    parts[depth] = parts[depth + 1][clusters[depth]].astype(np.int32)
+                self._refine(levels[depth], parts[depth])
+            part = parts[0]
+            if not self.score(part) < before:
+                break
+        return part
+
+    def _refine(self, level: Level, part: NDArray[np.int32]) -> None:
+        """Passes until neither moves nor swaps improve."""
+        stale = 0
+        for index in range(PASSES):
+            loose = index % 2 == 1
+            better = fm.refine(
+                part, loose, max(50, len(part) // 4), level.time_s, level.footprint_bytes, level.band, *level.nets,
+                *level[4:], *self.links, self.limit, self.room,
+            )  # fmt: skip
+            stale = 0 if better else stale + 1
+            if stale == 2:
+                return
+
+    def score(self, part: NDArray[np.int32]) -> tuple[float, float, float]:
+        """Excess, cut seconds and imbalance."""
+        level, devices = self.level, len(self.row)
+        load, used = np.zeros(self.limit.shape), np.zeros(devices)
+        held = np.zeros((len(level.nets.source), devices), dtype=np.int32)
+        cut, excess = fm.state(
+            part, level.time_s, level.footprint_bytes, level.band, *level.nets, *self.links, self.limit, self.room, held, load,
+            used,
+        )  # fmt: skip
+        over = load / np.maximum(self.fair, 1e-30)
+        return (0.0 if excess < 1e-9 else excess), cut, float(over.max()) - 1.0
+
+
+def _fair_loads(level: Level, bands: int) -> NDArray[np.float64]:
+    """float64 [W], the time at which all devices would end if the work of a band could be shared at will."""
+    finite = np.isfinite(level.time_s)
+    mean = np.where(finite, level.time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
+    total = np.zeros((bands, level.time_s.shape[1]))
+    np.add.at(total, level.band, np.where(finite, level.time_s, mean[:, None]))
+    fair: NDArray[np.float64] = 1.0 / (1.0 / np.maximum(total, 1e-30)).sum(axis=1)
+    return fair
+
+
+def _staged_order(problem: Problem) -> NDArray[np.int32]:
+    """int32 [G], groups so that forward ops read from earlier groups; groups on a common cycle stand together."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    groups = problem.num_groups
+    a, b = forward_pairs(problem)
+    _, part = connected_components(coo_array((np.ones(len(a)), (a, b)), shape=(groups, groups)), connection="strong")
+    order = group_graph(problem).order
+    # Components by first member, so that the topological order of components follows the order of groups.
+    first = {int(c): i for i, c in enumerate(dict.fromkeys(part[order].tolist()))}
+    part = np.array([first[int(c)] for c in part], dtype=np.int64)
+    apart = part[a] != part[b]
+    ranked, _ = topological_order(part[a][apart], part[b][apart], len(first))
+    place = np.empty(len(first), dtype=np.int64)
+    place[ranked] = np.arange(len(first))
+    position = np.empty(groups, dtype=np.int64)
+    position[order] = np.arange(groups)
+    return np.lexsort((position, place[part])).astype(np.int32)
+

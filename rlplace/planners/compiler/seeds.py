@@ -1,0 +1,168 @@
+"""Where refinement starts: contiguous pieces of a topological order, streamed bands, or plain balance.
+
+Bands cut the step into parts of equal work by when groups can start: with W bands, every device gets its share of each, so that
+all have work at all times. One band asks for equal totals only, which a row of stages satisfies although its devices take turns.
+"""
+
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from rlplace.planners.compiler.nets import Level
+from rlplace.planners.groupgraph import group_graph
+from rlplace.planners.oparrays import by_rank, op_arrays
+from rlplace.problem import Problem
+
+_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+
+def bands(problem: Problem, count: int) -> NDArray[np.int32]:
+    """int32 [G], which of `count` bands of about equal work each group runs in, by the earliest start of its first op."""
+    graph = group_graph(problem)
+    if count <= 1 or problem.num_groups == 0:
+        return np.zeros(problem.num_groups, dtype=np.int32)
+    start = earliest_starts(problem)
+    order = np.lexsort((np.argsort(graph.order, kind="stable"), start))
+    work = np.cumsum(graph.mean_time_s[order])
+    middle = work - 0.5 * graph.mean_time_s[order]
+    band = np.zeros(problem.num_groups, dtype=np.int32)
+    band[order] = np.minimum((middle / max(float(work[-1]), 1e-30) * count).astype(np.int32), count - 1)
+    return band
+
+
+def earliest_starts(problem: Problem) -> NDArray[np.float64]:
+    """float64 [G], longest path of mean times before the first op of each group, transfers left out."""
+    arrays = op_arrays(problem)
+    finite = np.isfinite(arrays.time_s)
+    mean = np.where(finite, arrays.time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
+    start = np.zeros(problem.num_ops)
+    _top_levels(arrays.order, mean, arrays.input_ptr, arrays.inputs, arrays.producer, start)
+    first = np.full(problem.num_groups, np.inf)
+    np.minimum.at(first, problem.op_group, start)
+    return np.where(np.isfinite(first), first, 0.0)
+
+
+@njit(**_KERNEL)
+def _top_levels(order, mean, input_ptr, inputs, producer, start):
+    for op in order:
+        for i in range(input_ptr[op], input_ptr[op + 1]):
+            source = producer[inputs[i]]
+            if source >= 0:
+                start[op] = max(start[op], start[source] + mean[source])
+
+
+def contiguous(
+    time_s: NDArray[np.float64], order: NDArray[np.int32], cut_s: NDArray[np.float64], share: NDArray[np.float64], eps: float
+) -> NDArray[np.int32]:
+    """K contiguous pieces of an order, each cut where least is sent across within `eps` of the prefix sum that it aims at.
+
+    Args:
+        time_s: float64 [G], mean time of every vertex.
+        order: int32 [G].
+        cut_s: float64 [G + 1], seconds that cross a cut before each place of the order.
+        share: float64 [K], share of the work of each piece.
+        eps: Allowed imbalance; a cut stays within half of it, in shares of a mean piece.
+
+    Returns:
+        int32 [G], the piece of each vertex.
+    """
+    prefix = np.concatenate([[0.0], np.cumsum(time_s[order])])
+    total, parts = float(prefix[-1]), len(share)
+    aims = np.cumsum(share / share.sum())[:-1] * total
+    cuts, last = [0], 0
+    for k, aim in enumerate(aims.tolist()):
+        slack = 0.5 * eps * total / parts
+        inside = np.flatnonzero((prefix >= aim - slack) & (prefix <= aim + slack))
+        inside = inside[(inside > last) & (inside <= len(order) - (parts - 1 - k))]
+        if len(inside):
+            last = int(inside[np.argmin(cut_s[inside])])
+        else:
+            last = min(max(int(np.abs(prefix - aim).argmin()), last), len(order))
+        cuts.append(last)
+    part = np.empty(len(order), dtype=np.int32)
+    part[order] = np.repeat(np.arange(parts, dtype=np.int32), np.diff([*cuts, len(order)]))
+    return part
+
+
+def crossing_seconds(problem: Problem, order: NDArray[np.int32], link: tuple[float, float]) -> NDArray[np.float64]:
+    """float64 [G + 1], seconds of all edges of the group graph over a cut before each place of an order."""
+    graph = group_graph(problem)
+    groups = len(order)
+    position = np.empty(groups, dtype=np.int64)
+    position[order] = np.arange(groups)
+    at, to = position[graph.source], position[graph.target]
+    seconds = graph.edge_s(*link)
+    opens = np.bincount(np.minimum(at, to) + 1, weights=seconds, minlength=groups + 2)
+    closes = np.bincount(np.maximum(at, to) + 1, weights=seconds, minlength=groups + 2)
+    crossing: NDArray[np.float64] = np.cumsum(opens - closes)[: groups + 1]
+    return crossing
+
+
+def streamed(
+    level: Level, order: NDArray[np.int32], limit: NDArray[np.float64], room: NDArray[np.float64], link: tuple[float, float]
+) -> NDArray[np.int32]:
+    """int32 [G]: each vertex in turn goes where most of its traffic with earlier ones is, of the cells that have room for it."""
+    nets = level.nets
+    seconds = nets.count * link[0] + nets.size_bytes * link[1] + nets.fixed_s
+    part = np.full(len(order), -1, dtype=np.int32)
+    _stream(
+        order, part, level.time_s, level.footprint_bytes, level.band, seconds, nets.source, nets.pin_ptr, nets.pins,
+        level.source_ptr, level.source_nets, level.reader_ptr, level.reader_nets, limit, room,
+    )  # fmt: skip
+    return part
+
+
+@njit(**_KERNEL)
+def _stream(
+    order, part, time_s, footprint, band, seconds, source, pin_ptr, pins, s_ptr, s_nets, r_ptr, r_nets, limit, room
+):  # fmt: skip
+    devices = time_s.shape[1]
+    load, used, trade = np.zeros(limit.shape), np.zeros(devices), np.zeros(devices)
+    for v in order:
+        trade[:] = 0.0
+        for i in range(s_ptr[v], s_ptr[v + 1]):
+            for j in range(pin_ptr[s_nets[i]], pin_ptr[s_nets[i] + 1]):
+                if part[pins[j]] >= 0:
+                    trade[part[pins[j]]] += seconds[s_nets[i]]
+        for i in range(r_ptr[v], r_ptr[v + 1]):
+            if part[source[r_nets[i]]] >= 0:
+                trade[part[source[r_nets[i]]]] += seconds[r_nets[i]]
+        best, fits = -1, False
+        for d in range(devices):
+            if time_s[v, d] == np.inf:
+                continue
+            after = load[d, band[v]] + time_s[v, d]
+            room_here = after <= limit[d, band[v]] and used[d] + footprint[v] <= room[d]
+            if best < 0 or (room_here and not fits):
+                best, fits = d, room_here
+            elif room_here == fits:
+                than = load[best, band[v]] + time_s[v, best]
+                if not fits:
+                    closer = after < than
+                elif trade[d] != trade[best]:
+                    closer = trade[d] > trade[best]
+                else:
+                    closer = after < than
+                if closer:
+                    best = d
+        part[v] = max(best, 0)
+        load[part[v], band[v]] += time_s[v, part[v]] if best >= 0 else 0.0
+        used[part[v]] += footprint[v]
+
+
+def balanced_loads(level: Level, limit: NDArray[np.float64], room: NDArray[np.float64]) -> NDArray[np.int32]:
+    """int32 [G]: longest first, each vertex on the device of its band that then has the smallest load; traffic is not looked at."""
+    zero = np.zeros((0,))
+    mean = np.where(np.isfinite(level.time_s), level.time_s, 0.0).sum(axis=1)
+    order = np.argsort(-mean, kind="stable").astype(np.int32)
+    part = np.full(len(order), -1, dtype=np.int32)
+    ptr, none = np.zeros(len(order) + 1, dtype=np.int64), np.zeros(0, dtype=np.int32)
+    _stream(
+        order, part, level.time_s, level.footprint_bytes, level.band, zero, none, ptr[:1], none, ptr, none, ptr, none,
+        limit * 1e9, room,
+    )  # fmt: skip
+    return part

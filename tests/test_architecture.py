@@ -26,8 +26,9 @@ LEVEL = {
     "placing": 8,
     "agents": 8,
     "checkpoints": 8,
-    "cli": 9,
-    "__main__": 10,
+    "comparing": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 # Conveniences on records that reach up at call time only, inside a function or for type checkers.
 LATE = {("problem", "cluster")}

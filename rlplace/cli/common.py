@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
+    from rlplace.cluster.spec import Cluster
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placing import Priced
     from rlplace.problem import Problem
@@ -68,25 +70,49 @@ def pricing_flags(options: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A MODEL that was captured once and can be priced for any cluster.
+
+    Attributes:
+        graph: At the batch that was asked for.
+        capture_at: Captures it with so many samples; what was captured is kept.
+    """
+
+    graph: OpGraph
+    capture_at: Callable[[int], OpGraph]
+
+
 def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded:
     """Loads a problem file, or captures a model and prices it for `cluster` (default: this machine)."""
-    from rlplace.placing import Priced
-    from rlplace.problem import Problem
-
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
-        if given := pricing_flags(options):
-            raise InputError(f"{model} is priced already; leave {given[0]} out, or name the model instead")
-        return Loaded(Priced.problem(Problem.load(model)), None)
+        return Loaded(load_problem(model, options), None)
     from rlplace.cluster.parse import parse
-    from rlplace.graph.capture import capture
-    from rlplace.zoo import load_model
 
     machine = parse(cluster or "host")
     if options.costs:
         check_costs(options.costs, [kind.name for kind in machine.kinds])
+    return price_model(capture_model(model, options), machine, options)
 
+
+def load_problem(path: str, options: argparse.Namespace) -> Priced:
+    """Loads a problem file; options that would change its prices are refused."""
+    from rlplace.placing import Priced
+    from rlplace.problem import Problem
+
+    if given := pricing_flags(options):
+        raise InputError(f"{path} is priced already; leave {given[0]} out, or name the model instead")
+    return Priced.problem(Problem.load(path))
+
+
+def capture_model(model: str, options: argparse.Namespace) -> Captured:
+    """Builds a model and captures its training step."""
+    from rlplace.graph.capture import capture
+    from rlplace.zoo import load_model
+
+    @functools.cache
     def capture_at(batch: int) -> OpGraph:
         source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
         if options.autocast is not None or options.master_weights:
@@ -106,10 +132,17 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded
                 source=source,
             )
 
-    graph = capture_at(options.batch)
+    return Captured(capture_at(options.batch), capture_at)
+
+
+def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Loaded:
+    """Prices a captured model for a cluster."""
+    from rlplace.placing import Priced
+
+    graph = captured.graph
     priced = Priced.model(
         graph,
-        capture_at,
+        captured.capture_at,
         machine,
         groups=options.granularity,
         weight_gradients=options.weight_gradients,

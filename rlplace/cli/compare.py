@@ -3,110 +3,153 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-import time
-from typing import TYPE_CHECKING, Any
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rlplace.cli.common import (
     add_model_options,
+    capture_model,
     check_agent,
-    load,
-    milliseconds,
+    check_costs,
+    load_problem,
     positive,
+    price_model,
     print_json,
-    print_table,
     say,
     seconds,
 )
-from rlplace.errors import InfeasibleError, InputError
+from rlplace.cli.compare_table import show, to_csv
+from rlplace.errors import InputError
 
 if TYPE_CHECKING:
+    from rlplace.cli.common import Captured
+    from rlplace.comparing import Case
+    from rlplace.comparing.run import Report
     from rlplace.placing import Priced
 
-HELP = "compare planners on models"
-EXAMPLE = "example: rlplace compare hf:gpt2 zoo:inception --cluster a100-80g:4 --planners best,annealing,agent"
-METRIC = "makespan of one step"
-DEFAULT = "single,round_robin,balanced,heft,m_etf,metis,best,annealing,local_search,agent"
+HELP = "compare planners on models and clusters"
+EXAMPLE = (
+    "example: rlplace compare hf:gpt2 zoo:inception --cluster a100-80g:4 --cluster v100:4,pcie --planners best,annealing,agent"
+)
+CLASSICAL = "single,round_robin,balanced,heft,m_etf,metis,best,annealing,local_search,agent"
+ALL = "all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument("models", metavar="MODEL", nargs="+", help="models or *.problem.json files")
-    parser.add_argument("--cluster", metavar="C", help="cluster (this machine)")
-    parser.add_argument("--planners", default=DEFAULT, metavar="A,B", help=f"planners ({DEFAULT})")
+    parser.add_argument("--cluster", metavar="C", action="append", help="cluster (this machine); may be given several times")
+    parser.add_argument("--planners", default=CLASSICAL, metavar="A,B", help=f"planners, or {ALL} ({CLASSICAL})")
     parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds of random planners (1)")
     parser.add_argument("--agent", default="default", metavar="NAME", help="checkpoint name or folder (default)")
     parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds per plan (5)")
     parser.add_argument(
         "--calls", type=positive, metavar="N", help="simulator calls after the floor for every search, instead of time"
     )
+    parser.add_argument("--split", action="store_true", help="all planners also on the problem with its backward split off")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
+    parser.add_argument("--out", metavar="FILE.json[l]", help="write every row as soon as it is there")
+    parser.add_argument("--resume", action="store_true", help="go on with the rows that --out has")
     add_model_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
-    from rlplace.planners import get_planner
+    from rlplace.comparing import Settings, Store, compare, count_rows, gather
+    from rlplace.files import check_output, write_text
 
-    names = [name.strip() for name in options.planners.split(",") if name.strip()]
+    names = _planners(options.planners)
+    if "agent" in names:
+        check_agent(options.agent)
+    if options.csv:
+        check_output(options.csv)
+    if options.resume and not options.out:
+        raise InputError("--resume goes on with a file; name it with --out")
+    cases = _cases(options)
+    settings = Settings(options.calls, options.time_limit, options.seeds, options.global_batch, options.agent)
+    store = Store(settings, options.out, resume=options.resume)
+    if store.rows:
+        say(f"{options.out}: {len(store.rows)} rows are there already")
+    interrupted = False
+    try:
+        with _progress(len(cases) * count_rows(names, split=options.split)) as report:
+            compare(cases, names, store, split=options.split, report=report)
+    except KeyboardInterrupt:
+        interrupted = True
+    found = gather(store, cases, names, split=options.split)
+    store.finish(found.summaries, complete=found.complete)
+    if options.csv:
+        write_text(options.csv, to_csv(found))
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        show(found)
+    if interrupted:
+        kept = f"{options.out} has them, --resume goes on" if options.out else "--out would have kept them for --resume"
+        say(f"rlplace: interrupted after {len(found.rows)} rows; {kept}")
+        return 130
+    return 0
+
+
+def _planners(text: str) -> list[str]:
+    from rlplace.planners import PLANNERS, get_planner
+
+    names = list(PLANNERS) if text.strip() == ALL else [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise InputError("--planners names no planner, for example best,agent")
     for name in names:
         get_planner(name)
-    if "agent" in names:
-        check_agent(options.agent)
-    rows: list[dict[str, Any]] = []
-    for model in options.models:
-        priced = load(model, None if model.endswith(".problem.json") else options.cluster, options).priced
-        for name in names:
-            say(f"{model}: {name}")
-            rows.append(_row(name, model, priced, options))
-    if options.json:
-        print_json({"executor": "list", "metric": METRIC, "global_batch": options.global_batch, "rows": rows})
-        return 0
-    table = []
-    for row in rows:
-        spread = "" if row["spread_s"] is None else f"{row['spread_s'] * 1e3:.3f}"
-        note = "" if row["feasible"] else "no feasible plan"
-        rate = "-" if row["samples_per_s"] is None else f"{row['samples_per_s']:.2f}"
-        cells = [row["model"], row["planner"], milliseconds(row["step_time_s"]), spread, rate]
-        if options.global_batch is not None:
-            cells.append("-" if row["replicas"] is None else f"{row['replicas']} x {row['microbatches']}")
-        table.append([*cells, f"{row['seconds']:.2f}", note])
-    split = ["replicas x micro-batches"] if options.global_batch is not None else []
-    print_table(["problem", "planner", "step ms", "spread ms", "samples/s", *split, "seconds", ""], table)
-    print(f"\n{METRIC}, executor list, simulated; spread is the largest minus the smallest over seeds")
-    return 0
+    return list(dict.fromkeys(names))
 
 
-def _row(name: str, model: str, priced: Priced, options: argparse.Namespace) -> dict[str, Any]:
-    from rlplace.placing import plan_priced
-    from rlplace.planners import get_planner
+def _cases(options: argparse.Namespace) -> list[Case]:
+    """Every model on every cluster, and every problem file on its own devices; a model is captured once."""
+    from rlplace.cluster.parse import parse
+    from rlplace.comparing import Case
 
-    accepted = inspect.signature(get_planner(name)).parameters
-    extra: dict[str, Any] = {"agent": options.agent} if name == "agent" else {}
-    if options.calls is not None and "calls" in accepted:
-        extra["calls"] = options.calls
-    limit = None if "calls" in extra else options.time_limit
-    plans, begin, reason = [], time.perf_counter(), None
-    for seed in range(options.seeds):
-        try:
-            found = plan_priced(priced, planner=name, seed=seed, time_limit_s=limit, global_batch=options.global_batch, **extra)
-        except InfeasibleError as error:
-            reason = str(error)
-        else:
-            plans.append(found[1])
-    steps = [plan.predicted["step_time_s"] for plan in plans]
-    return {
-        "model": model,
-        "planner": name,
-        "feasible": len(steps) == options.seeds,
-        "step_time_s": sum(steps) / len(steps) if steps else None,
-        "spread_s": max(steps) - min(steps) if len(steps) > 1 else None,
-        "samples_per_s": sum(plan.predicted["samples_per_s"] for plan in plans) / len(plans) if plans else None,
-        "replicas": len(plans[0].replicas or [0]) if plans else None,
-        "microbatches": plans[0].microbatches if plans else None,
-        "seeds": options.seeds,
-        "seconds": (time.perf_counter() - begin) / options.seeds,
-        "reason": reason,
-    }
+    models = list(dict.fromkeys(options.models))
+    files = [model for model in models if model.endswith(".problem.json")]
+    if options.cluster and len(files) == len(models):
+        raise InputError("problem files have their own devices; leave --cluster out, or name a model as well")
+    texts = list(dict.fromkeys(options.cluster or ["host"])) if len(files) < len(models) else []
+    machines = {text: parse(text) for text in texts}
+    if options.costs and machines:
+        check_costs(options.costs, [kind.name for machine in machines.values() for kind in machine.kinds])
+    cases = []
+    for model in models:
+        if model in files:
+            problem = load_problem(model, options)
+            source = (problem.first.source or {}).get("cluster")
+            cases.append(Case(model, source if isinstance(source, str) else "", lambda problem=problem: problem))
+            continue
+        once: list[Captured] = []
+
+        def load(text: str, model: str = model, once: list[Captured] = once) -> Priced:
+            if not once:
+                once.append(capture_model(model, options))
+            return price_model(once[0], machines[text], options).priced
+
+        cases += [Case(model, text, lambda text=text, load=load: load(text)) for text in texts]
+    return cases
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Report]:
+    """A bar on a terminal, one line a row elsewhere; always on stderr."""
+    if not sys.stderr.isatty():
+        yield lambda text, finished: None if finished else say(text)
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, file=sys.stderr, unit="row", leave=False, dynamic_ncols=True) as bar:
+
+        def report(text: str, finished: bool) -> None:
+            if finished:
+                bar.update()
+            else:
+                bar.set_description_str(text[-60:])
+
+        yield report

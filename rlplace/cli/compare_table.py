@@ -1,0 +1,158 @@
+"""A comparison for people, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlplace.cli.common import milliseconds, print_table
+from rlplace.files import canonical_json
+
+if TYPE_CHECKING:
+    from rlplace.comparing import Comparison, ProblemInfo, Row, Summary
+
+_BOUNDS = ("critical_path_s", "work_s", "largest_group_s", "memory_forced_s", "least_devices")
+
+
+def show(found: Comparison) -> None:
+    """Prints problems, rows and summaries."""
+    from rlplace.comparing.records import REFERENCE, TIE
+
+    if not found.rows:
+        print("no rows")
+        return
+    print_table(
+        ["problem", "groups", "bound ms", "binds", "critical path", "work", "largest group", "memory", "least devices"],
+        [_problem_cells(info) for info in found.problems],
+    )
+    print()
+    print_table(
+        ["problem", "planner", "metric", "step ms", "spread ms", "samples/s", "R x M", f"vs {REFERENCE}", "gap", "memory",
+         "calls", "seconds", ""],
+        _row_cells(found.rows),
+    )  # fmt: skip
+    for metric in dict.fromkeys(summary.metric for summary in found.summaries):
+        print(f"\nall problems, {metric}")
+        print_table(
+            ["planner", "feasible", f"vs {REFERENCE}", "95 % interval", "wins", "ties", "losses", f"only {REFERENCE}",
+             "only it", "gap", "calls", "seconds"],
+            [_summary_cells(summary) for summary in found.summaries if summary.metric == metric],
+        )  # fmt: skip
+    print(f"\n{legend(found, REFERENCE, TIE)}")
+
+
+def legend(found: Comparison, reference: str, tie: float) -> str:
+    """What the numbers are; a table without it is worth nothing."""
+    settings = found.settings
+    budget = f"{settings.time_limit_s:g} s a plan"
+    if settings.calls is not None:
+        budget = f"{settings.calls} simulator calls after the floor for every search, {budget} for the others"
+    used = {row.planner: row.random for row in found.rows}
+    shuffled = [name for name, flag in used.items() if flag]
+    rest = [name for name, flag in used.items() if not flag]
+    lines = [
+        f"executor list, simulated; every plan simulated anew; budget: {budget}",
+        f"vs {reference}: step time over that of {reference} in the same metric with the same samples a step, geometric mean "
+        f"over problems, below 1 is faster; a tie is within {100 * tie:g} %; metrics are never mixed",
+        "gap: step time over the largest lower bound of plans with these replicas and micro-batches (R x M), minus 1; "
+        "memory: largest share of a device's memory; calls: simulator calls, floor included",
+    ]
+    if shuffled:
+        spread = "; spread is the largest minus the smallest" if settings.seeds > 1 else ""
+        seeds = f"seeds 0 to {settings.seeds - 1}" if settings.seeds > 1 else "seed 0"
+        lines.append(f"{seeds}: {', '.join(shuffled)}{spread}")
+    if rest:
+        lines.append(f"deterministic, run once: {', '.join(rest)}")
+    return "\n".join(lines)
+
+
+def to_csv(found: Comparison) -> str:
+    """One line a row, with the bounds of its problem; empty where there is no value."""
+    from rlplace.comparing.records import as_dict
+
+    problems = {info.key: info for info in found.problems}
+    stream = io.StringIO()
+    writer: csv.DictWriter[str] | None = None
+    for row in found.rows:
+        info = problems[row.model, row.cluster, row.split]
+        data = {**as_dict(row), "feasible": row.feasible, "fingerprint": info.fingerprint}
+        data |= {name: getattr(info, name) for name in _BOUNDS} | {"settings": canonical_json(as_dict(found.settings))}
+        if writer is None:
+            writer = csv.DictWriter(stream, list(data), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(data)
+    return stream.getvalue()
+
+
+def place_of(model: str, cluster: str, split: bool) -> str:
+    """A problem by name."""
+    return model + (f" on {cluster}" if cluster else "") + (", backward apart" if split else "")
+
+
+def _problem_cells(info: ProblemInfo) -> list[str]:
+    from rlplace.comparing.bounds import largest
+
+    parts = (info.critical_path_s, info.work_s, info.largest_group_s, info.memory_forced_s)
+    bound, binding = largest(*parts)
+    least = "none fits" if info.least_devices is None else f"{info.least_devices} of {info.devices}"
+    return [
+        place_of(info.model, info.cluster, info.split), str(info.groups), milliseconds(bound), binding,
+        *(milliseconds(part) for part in parts), least,
+    ]  # fmt: skip
+
+
+def _row_cells(rows: Sequence[Row]) -> list[list[str]]:
+    table, last = [], ""
+    for row in rows:
+        name = place_of(row.model, row.cluster, row.split)
+        note = row.reason or ""
+        if row.status != "ok":
+            found = f", {row.feasible_seeds} of {row.seeds} seeds found a plan" if row.feasible_seeds else ""
+            note = f"{row.status}{found}: {note}"
+        table.append(
+            [
+                name if name != last else "",
+                row.planner,
+                _short(row),
+                milliseconds(row.step_time_s) if row.cost is None else f"{row.cost:.6g}",
+                "" if row.spread_s is None else milliseconds(row.spread_s),
+                _number(row.samples_per_s, ".2f"),
+                "-" if row.replicas is None else f"{row.replicas} x {row.microbatches}",
+                _number(row.ratio, ".4f"),
+                _percent(row.gap),
+                _percent(row.memory_share),
+                f"{row.simulator_calls:.0f}",
+                f"{row.seconds:.2f}",
+                note if len(note) <= 100 else f"{note[:97]}...",
+            ]
+        )
+        last = name
+    return table
+
+
+def _short(row: Row) -> str:
+    """The metric in one word; with the samples a step where there are several micro-batches or replicas."""
+    from rlplace.comparing.records import COST, MAKESPAN
+
+    if row.metric.startswith(MAKESPAN):
+        return "step"
+    return "cost" if row.metric.startswith(COST) else f"rate of {row.samples}" if row.samples else "rate"
+
+
+def _summary_cells(summary: Summary) -> list[str]:
+    interval = "-" if summary.low is None else f"{summary.low:.4f} to {summary.high:.4f}"
+    return [
+        summary.planner, f"{summary.feasible}/{summary.problems}", _number(summary.ratio, ".4f"), interval, str(summary.wins),
+        str(summary.ties), str(summary.losses), str(summary.only_reference), str(summary.only_it), _percent(summary.gap),
+        f"{summary.simulator_calls:.0f}", f"{summary.seconds:.2f}",
+    ]  # fmt: skip
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,240 @@
+"""One planner on one problem: the runs over seeds, their plans simulated anew, and the row that comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlplace.comparing.bounds import execution_bound
+from rlplace.comparing.records import APART, COST, FAILED, INFEASIBLE, MAKESPAN, MISSING, OK, RATE, Row, Settings
+from rlplace.errors import InfeasibleError, MissingError, RlplaceError
+from rlplace.placing import Priced, plan_priced
+from rlplace.plan import PlacementPlan
+from rlplace.planners import get_planner
+from rlplace.planners.evaluate import count_calls
+from rlplace.problem import Problem
+from rlplace.problem.generate import random_problem
+from rlplace.simulator import simulate
+
+SEEDED = frozenset({"random", "metis"})
+"""Planners without a budget of calls whose plan depends on the seed; a test holds this list."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A problem of the comparison, ready to plan.
+
+    Attributes:
+        model, cluster, split: Of its `ProblemInfo`.
+        priced: What planners are given.
+        bounds: `execution_bound` by fingerprint, micro-batches and replicas.
+    """
+
+    model: str
+    cluster: str
+    split: bool
+    priced: Priced
+    bounds: dict[tuple[str, int, int], tuple[float, str]] = field(default_factory=dict)
+
+    def bound(self, problem: Problem, microbatches: int, replicas: int) -> tuple[float, str]:
+        """`execution_bound`, computed once."""
+        key = (problem.fingerprint, microbatches, replicas)
+        if key not in self.bounds:
+            self.bounds[key] = execution_bound(problem, microbatches, replicas)
+        return self.bounds[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A plan as the simulator sees it.
+
+    Attributes:
+        metric: What it may be compared by.
+        plan: The plan.
+        problem: What it solves.
+        samples: Of a step.
+        step_time_s: None for `COST`.
+        memory_share: See `Row`.
+        cost: For `COST`.
+        remark: The planner's own prediction, where it differs.
+    """
+
+    metric: str
+    plan: PlacementPlan
+    problem: Problem
+    samples: int
+    step_time_s: float | None = None
+    memory_share: float | None = None
+    cost: float | None = None
+    remark: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run of a planner: a measured plan or a reason, and what it took."""
+
+    measured: Measured | None
+    status: str
+    reason: str | None
+    simulator_calls: int
+    seconds: float
+
+
+def takes_calls(name: str) -> bool:
+    """Whether the planner is a search with a budget of simulator calls."""
+    return "calls" in inspect.signature(get_planner(name)).parameters
+
+
+def is_random(name: str) -> bool:
+    """Whether the planner's plan depends on its seed."""
+    return name in SEEDED or takes_calls(name)
+
+
+def warm_up(name: str, settings: Settings) -> None:
+    """Plans a small problem, so that imports and compilation are on nobody's clock; what goes wrong shows in the rows."""
+    try:
+        options = _options(name, dataclasses.replace(settings, calls=4))
+        get_planner(name)(random_problem(0, 6, 2), seed=0, time_limit_s=1.0, **options)
+    except Exception:
+        return
+
+
+def run_row(name: str, target: Target, settings: Settings) -> Row:
+    """Runs a planner on a problem, once or once a seed; errors become the row's reason."""
+    shuffled = is_random(name)
+    runs: list[Run] = []
+    for seed in range(settings.seeds if shuffled else 1):
+        runs.append(_run(name, target, settings, seed))
+        if runs[-1].status in (MISSING, FAILED):
+            break
+    bad = next((run for run in runs if run.status != OK), None)
+    row = Row(
+        model=target.model,
+        cluster=target.cluster,
+        split=target.split,
+        planner=name,
+        metric=(MAKESPAN if settings.global_batch is None else RATE) + (APART if target.split else ""),
+        status=OK if bad is None else bad.status,
+        reason=next((run.reason for run in runs if run.reason), None) if bad is None else bad.reason,
+        random=shuffled,
+        seeds=len(runs),
+        feasible_seeds=sum(run.status == OK for run in runs),
+        simulator_calls=sum(run.simulator_calls for run in runs) / len(runs),
+        seconds=sum(run.seconds for run in runs) / len(runs),
+    )
+    found = [run.measured for run in runs if run.measured is not None]
+    return _with_plans(row, found, target) if found else row
+
+
+def _run(name: str, target: Target, settings: Settings, seed: int) -> Run:
+    limit = None if settings.calls is not None and takes_calls(name) else settings.time_limit_s
+    measured: Measured | None = None
+    status, reason, extra, took = OK, None, 0, None
+    begin = time.perf_counter()
+    with count_calls() as counter:
+        try:
+            problem, plan = plan_priced(
+                target.priced, planner=name, seed=seed, time_limit_s=limit, global_batch=settings.global_batch,
+                **_options(name, settings),
+            )  # fmt: skip
+            took = time.perf_counter() - begin
+            extra = int(plan.predicted.get("search_calls", 0))  # the agent simulates in an environment of its own
+            measured = measure(plan, problem, settings, split=target.split)
+            reason = measured.remark
+        except InfeasibleError as error:
+            status, reason = INFEASIBLE, _one_line(error)
+        except MissingError as error:
+            status, reason = MISSING, _one_line(error)
+        except RlplaceError as error:
+            status, reason = FAILED, _one_line(error)
+        except Exception as error:  # a planner's bug is that planner's row, not the end of the comparison
+            status, reason = FAILED, f"{type(error).__name__}: {_one_line(error)}"
+    seconds = time.perf_counter() - begin if took is None else took
+    return Run(measured, status, reason, counter.calls + extra, seconds)
+
+
+def _options(name: str, settings: Settings) -> dict[str, Any]:
+    options: dict[str, Any] = {"agent": settings.agent} if name == "agent" else {}
+    if settings.calls is not None and takes_calls(name):
+        options["calls"] = settings.calls
+    return options
+
+
+def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, split: bool) -> Measured:
+    """Simulates a plan anew and says by what it may be compared.
+
+    Raises:
+        InfeasibleError: It does not fit, whatever its planner says.
+        InputError: It is for another problem.
+    """
+    apart = APART if split else ""
+    replicas = len(plan.replicas or [0])
+    samples = problem.samples_per_microbatch * plan.microbatches * replicas
+    if any(parts != 1 for dims in (plan.shards or {}).values() for parts in dims.values()):
+        cost = plan.predicted.get("cost")
+        return Measured(COST + apart, plan, problem, samples, cost=None if cost is None else float(cost))
+    line = simulate(problem, plan)
+    if not line.feasible or line.step_time_s is None:
+        raise InfeasibleError(f"the plan does not fit when it is simulated again: {line.violations[0]}")
+    shares = [
+        float(peak) / device.memory_bytes
+        for device, peak in zip(problem.devices, line.peak_memory_bytes, strict=True)
+        if device.memory_bytes
+    ]
+    alone = settings.global_batch is None and plan.microbatches == replicas == 1
+    said = plan.predicted.get("step_time_s")
+    same = said is None or math.isclose(said, line.step_time_s, rel_tol=1e-9)
+    remark = None if same else f"the planner said {1e3 * said:.3f} ms"
+    return Measured(
+        (MAKESPAN if alone else RATE) + apart,
+        plan,
+        problem,
+        samples,
+        line.step_time_s,
+        max(shares, default=None),
+        remark=remark,
+    )
+
+
+def _with_plans(row: Row, found: Sequence[Measured], target: Target) -> Row:
+    """The row with the figures of its plans, which must be of one kind."""
+    kinds = {(item.metric, item.samples) for item in found}
+    if len(kinds) > 1:
+        return dataclasses.replace(row, status=FAILED, reason="plans of different seeds are of different kinds; run one seed")
+    metric, samples = kinds.pop()
+    if metric.startswith(COST):
+        costs = [item.cost for item in found if item.cost is not None]
+        cost = sum(costs) / len(costs) if costs else None
+        return dataclasses.replace(row, metric=metric, samples=samples, cost=cost)
+    timed = [(item.step_time_s, item) for item in found if item.step_time_s is not None]
+    steps = [step for step, _ in timed]
+    best = min(timed, key=lambda pair: pair[0])[1]
+    mean = sum(steps) / len(steps)
+    replicas = len(best.plan.replicas or [0])
+    bound, binding = target.bound(best.problem, best.plan.microbatches, replicas)
+    alone = not best.plan.optimizer_sharding  # sharded updates take a part of the time that bounds count
+    shares = [item.memory_share for item in found if item.memory_share is not None]
+    return dataclasses.replace(
+        row,
+        metric=metric,
+        samples=samples,
+        step_time_s=mean,
+        spread_s=max(steps) - min(steps) if len(steps) > 1 else None,
+        samples_per_s=sum(samples / step for step in steps) / len(steps),
+        replicas=replicas,
+        microbatches=best.plan.microbatches,
+        schedule=best.plan.schedule,
+        memory_share=max(shares, default=None),
+        bound_s=bound if alone else None,
+        binding=binding if alone else None,
+        gap=mean / bound - 1.0 if alone and bound > 0 else None,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

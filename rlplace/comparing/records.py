@@ -1,0 +1,273 @@
+"""The records of a comparison: settings, problems, rows, summaries; plain values, so that they go to JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlplace import __version__
+from rlplace.errors import InputError
+from rlplace.files import check_keys
+
+FORMAT = "rlplace.comparison"
+VERSION = 1
+
+MAKESPAN = "makespan of one step"
+RATE = "samples per second at an equal global batch"
+COST = "sum of costs of a sharding model"
+METRICS = (MAKESPAN, RATE, COST)
+"""What rows may be compared by; numbers of one metric say nothing about those of another."""
+
+APART = ", backward in groups of its own"
+"""Added to the metric on a split problem (`rlplace.cost.split`), whose plans are of another kind as well."""
+
+OK, INFEASIBLE, MISSING, FAILED = "ok", "infeasible", "missing", "failed"
+
+REFERENCE = "best"
+"""The planner that the others are measured against; it is always run."""
+
+TIE = 1e-3
+"""Step times nearer than this, relative to the reference, are a tie."""
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every planner of a comparison is given; rows made under other settings do not belong beside each other.
+
+    Attributes:
+        calls: Simulator calls after the floor for every search, which then has no time limit; None: searches have the time.
+        time_limit_s: Wall time of a plan.
+        seeds: Runs of whatever is random, with seeds 0, 1, ...
+        global_batch: Samples of a step; None: the micro-batch of the problem.
+        agent: Checkpoint of the planner `agent`.
+        version: Of rlplace.
+    """
+
+    calls: int | None = None
+    time_limit_s: float = 5.0
+    seeds: int = 1
+    global_batch: int | None = None
+    agent: str = "default"
+    version: str = __version__
+
+
+@dataclass(frozen=True)
+class ProblemInfo:
+    """A problem of the comparison and what no plan can beat there.
+
+    Attributes:
+        model: MODEL, or the path of the problem file.
+        cluster: CLUSTER; of a problem file the cluster that it was priced for, or "".
+        split: The backward of every group is a group of its own.
+        fingerprint: Of the problem.
+        samples: Of one micro-batch.
+        groups, ops, devices: Sizes.
+        critical_path_s, work_s, largest_group_s: See `rlplace.planners.bounds`.
+        memory_forced_s: See `rlplace.planners.memory_bound`.
+        least_devices: So few devices could hold the resident bytes and the activations at their peak; None: not even all.
+    """
+
+    model: str
+    cluster: str
+    split: bool
+    fingerprint: str
+    samples: int
+    groups: int
+    ops: int
+    devices: int
+    critical_path_s: float
+    work_s: float
+    largest_group_s: float
+    memory_forced_s: float
+    least_devices: int | None
+
+    @property
+    def key(self) -> tuple[str, str, bool]:
+        """Model, cluster and whether the backward is split off."""
+        return self.model, self.cluster, self.split
+
+
+@dataclass(frozen=True)
+class Row:
+    """One planner on one problem.
+
+    Attributes:
+        model, cluster, split: Of the `ProblemInfo`.
+        planner: Name.
+        metric: One of `METRICS`, with `APART` on a split problem; decided by the plan, and for a planner without one by what
+            was asked of it.
+        status: "ok", "infeasible", "missing" (an extra) or "failed".
+        reason: Why not "ok", in one line; on an "ok" row a remark or None.
+        random: The planner uses its seed; others run once.
+        seeds: Runs made.
+        feasible_seeds: Of these with a plan that fits.
+        step_time_s: Mean over the seeds that found a plan, simulated anew.
+        spread_s: Largest minus smallest; None with fewer than two plans.
+        samples: Samples that a step processes.
+        samples_per_s: Mean.
+        cost: For `COST`: the value of the sharding model, in its own unit.
+        replicas, microbatches, schedule: Of the fastest plan.
+        memory_share: Peak memory, as the largest share of a device's memory, the largest over seeds; None without limits.
+        simulator_calls: Mean simulator calls of a run, floor included.
+        seconds: Mean wall time of a run.
+        bound_s: Largest lower bound on the step time of any plan with these replicas and micro-batches.
+        binding: The bound that is largest.
+        gap: ``step_time_s / bound_s - 1``.
+        ratio: `step_time_s` over that of `REFERENCE` in the same metric with the same samples; None where either is missing.
+        reference: The row is here because others are measured against it, nobody asked for it.
+    """
+
+    model: str
+    cluster: str
+    split: bool
+    planner: str
+    metric: str
+    status: str
+    reason: str | None
+    random: bool
+    seeds: int
+    feasible_seeds: int
+    step_time_s: float | None = None
+    spread_s: float | None = None
+    samples: int | None = None
+    samples_per_s: float | None = None
+    cost: float | None = None
+    replicas: int | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    memory_share: float | None = None
+    simulator_calls: float = 0.0
+    seconds: float = 0.0
+    bound_s: float | None = None
+    binding: str | None = None
+    gap: float | None = None
+    ratio: float | None = None
+    reference: bool = False
+
+    @property
+    def feasible(self) -> bool:
+        """Every run found a plan that fits."""
+        return self.status == OK
+
+    @property
+    def key(self) -> tuple[str, str, bool, str, bool, str | None, int | None]:
+        """Tells rows of one comparison apart; metric and samples only count for reference rows, which may be several."""
+        extra = (self.metric, self.samples) if self.reference else (None, None)
+        return self.model, self.cluster, self.split, self.planner, self.reference, *extra
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One planner over all problems, in one metric.
+
+    Attributes:
+        metric: Of its rows.
+        planner: Name.
+        problems: Problems with a row of this planner.
+        feasible: Of these with a plan in every run.
+        compared: Of these where the reference has a plan too; the figures below are over them.
+        ratio: Geometric mean of the step time over that of the reference, below 1 is faster; None without problems.
+        low, high: 95 % bootstrap interval of `ratio` over problems; None below three problems.
+        wins, ties, losses: Faster, as fast (within `TIE`), slower than the reference.
+        only_it, only_reference: Problems where one of the two alone has a plan.
+        gap: Geometric mean of ``1 + gap``, minus 1, over feasible problems.
+        simulator_calls, seconds: Mean of a run over all its problems.
+    """
+
+    metric: str
+    planner: str
+    problems: int
+    feasible: int
+    compared: int
+    ratio: float | None
+    low: float | None
+    high: float | None
+    wins: int
+    ties: int
+    losses: int
+    only_it: int
+    only_reference: int
+    gap: float | None
+    simulator_calls: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison, complete or interrupted.
+
+    Attributes:
+        settings: What every planner was given.
+        problems: In the order asked for.
+        rows: Problem by problem, planners in the order asked for.
+        summaries: Metric by metric, planners likewise.
+        complete: Every row that was asked for is there.
+    """
+
+    settings: Settings
+    problems: tuple[ProblemInfo, ...]
+    rows: tuple[Row, ...]
+    summaries: tuple[Summary, ...]
+    complete: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as plain JSON data."""
+        return document(self.settings, self.problems, self.rows, self.summaries, complete=self.complete)
+
+
+def document(
+    settings: Settings,
+    problems: Iterable[ProblemInfo],
+    rows: Iterable[Row],
+    summaries: Iterable[Summary],
+    *,
+    complete: bool,
+) -> dict[str, Any]:
+    """What ``--json`` prints and a ``*.json`` file holds."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "executor": "list",
+        "tie": TIE,
+        "complete": complete,
+        "settings": as_dict(settings),
+        "problems": [as_dict(problem) for problem in problems],
+        "rows": [{**as_dict(row), "feasible": row.feasible} for row in rows],
+        "summaries": [as_dict(summary) for summary in summaries],
+    }
+
+
+def as_dict(record: Any) -> dict[str, Any]:
+    """The fields of a record."""
+    return {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
+
+
+def from_dict(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
+    """Builds a record from its fields.
+
+    Raises:
+        InputError: A key is missing or unknown, or a value is of another type.
+    """
+    items = dataclasses.fields(kind)  # type: ignore[arg-type]
+    required = [i.name for i in items if i.default is dataclasses.MISSING]
+    check_keys(data, required, [i.name for i in items], where)
+    for item in items:
+        if item.name in data and not _fits(data[item.name], str(item.type)):
+            raise InputError(f"{where}: {item.name} must be {item.type}, found {str(data[item.name])[:40]!r}")
+    return kind(**data)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    kinds = annotation.split(" | ")
+    if value is None:
+        return "None" in kinds
+    return any(
+        isinstance(value, _TYPES[kind]) and (kind == "bool" or not isinstance(value, bool)) for kind in kinds if kind in _TYPES
+    )

@@ -1,0 +1,104 @@
+"""From rows to one line a planner and metric: geometric means, wins and losses, bootstrap intervals."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlplace.comparing.records import OK, REFERENCE, TIE, Row, Summary
+
+RESAMPLES = 2000
+"""Bootstrap samples."""
+
+LEAST = 3
+"""Problems below which an interval would say nothing."""
+
+
+def summarize(rows: Sequence[Row], planners: Sequence[str]) -> tuple[Summary, ...]:
+    """One summary per metric and planner; metrics are never mixed.
+
+    A row without a plan counts for the metric in which its planner has most of its plans, as nobody knows what its plan
+    would have been.
+
+    Args:
+        rows: All rows, reference rows included.
+        planners: Order of the lines.
+    """
+    usual: dict[tuple[str, bool], str] = {}
+    for name in planners:
+        for split in (False, True):
+            mine = [row for row in rows if row.planner == name and row.split == split and not row.reference]
+            counts = Counter(row.metric for row in mine if row.status == OK)
+            if counts:
+                usual[name, split] = counts.most_common(1)[0][0]
+    kept = [row for row in rows if not row.reference]
+    by_line: dict[tuple[str, str], list[Row]] = {}
+    for row in kept:
+        metric = row.metric if row.status == OK else usual.get((row.planner, row.split), row.metric)
+        by_line.setdefault((metric, row.planner), []).append(row)
+    metrics = sorted({metric for metric, _ in by_line}, key=lambda m: _rank(m))
+    return tuple(
+        _line(metric, name, by_line[metric, name], rows) for metric in metrics for name in planners if (metric, name) in by_line
+    )
+
+
+def _rank(metric: str) -> tuple[bool, str]:
+    return "," in metric, metric
+
+
+def reference_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The row of `REFERENCE` on the same problem, in the same metric, with the same samples a step."""
+    for other in rows:
+        if (
+            other.planner == REFERENCE
+            and (other.model, other.cluster, other.split) == (row.model, row.cluster, row.split)
+            and other.metric == row.metric
+            and (other.samples == row.samples or row.samples is None or other.samples is None)
+        ):
+            return other
+    return None
+
+
+def _line(metric: str, name: str, mine: Sequence[Row], rows: Sequence[Row]) -> Summary:
+    # What a row without a plan would have been measured against is unknown where its planner is usually in another metric.
+    references = [reference_of(row, rows) if row.metric == metric else None for row in mine]
+    ratios = [row.ratio for row in mine if row.status == OK and row.ratio is not None]
+    gaps = [row.gap for row in mine if row.status == OK and row.gap is not None]
+    low, high = interval(ratios)
+    has = [(row.status == OK, other is not None and other.status == OK) for row, other in zip(mine, references, strict=True)]
+    return Summary(
+        metric=metric,
+        planner=name,
+        problems=len(mine),
+        feasible=sum(row.status == OK for row in mine),
+        compared=len(ratios),
+        ratio=geometric_mean(ratios),
+        low=low,
+        high=high,
+        wins=sum(ratio < 1 - TIE for ratio in ratios),
+        ties=sum(1 - TIE <= ratio <= 1 + TIE for ratio in ratios),
+        losses=sum(ratio > 1 + TIE for ratio in ratios),
+        only_it=sum(own and not other for own, other in has),
+        only_reference=sum(other and not own for own, other in has),
+        gap=None if not gaps else math.exp(sum(math.log1p(gap) for gap in gaps) / len(gaps)) - 1.0,
+        simulator_calls=sum(row.simulator_calls for row in mine) / len(mine),
+        seconds=sum(row.seconds for row in mine) / len(mine),
+    )
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """None without values."""
+    return math.exp(sum(math.log(value) for value in values) / len(values)) if values else None
+
+
+def interval(ratios: Sequence[float]) -> tuple[float | None, float | None]:
+    """95 % bootstrap interval of the geometric mean, by resampling problems; None below `LEAST` of them."""
+    if len(ratios) < LEAST:
+        return None, None
+    logs = np.log(np.asarray(ratios))
+    draws = np.random.default_rng(0).integers(0, len(logs), (RESAMPLES, len(logs)))
+    low, high = np.exp(np.percentile(logs[draws].mean(axis=1), [2.5, 97.5]))
+    return float(low), float(high)

@@ -29,6 +29,7 @@ PLANNERS: dict[str, str] = {
     "metis": "rlplace.planners.metis:metis",
     "critical_path": "rlplace.planners.critical_path:critical_path",
     "compiler": "rlplace.planners.compiler.planner:compiler",
+    "accelerate": "rlplace.planners.accelerate:accelerate",
     "annealing": "rlplace.planners.annealing:annealing",
     "local_search": "rlplace.planners.local_search:local_search",
     "best": "rlplace.planners.best:best",

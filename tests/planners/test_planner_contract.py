@@ -15,7 +15,7 @@ from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 SEARCH = ("annealing", "local_search")
-CLASSICAL = ("random", "compiler", *ONE_SHOT, "m_sct", "best", *SEARCH)
+CLASSICAL = ("random", "compiler", *ONE_SHOT, "m_sct", "accelerate", "best", *SEARCH)
 
 
 def options_of(name, calls=60):

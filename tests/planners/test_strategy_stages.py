@@ -113,8 +113,8 @@ def test_pure_data_parallelism_wins_where_epochs_never_rise():
     assert len(plan.replicas) == 4 and len(plan.replicas[0]) == 1
 
 
-def test_one_replica_wins_where_every_larger_batch_costs_as_much_as_it_brings():
-    plan = placed(BatchCurve(points=((8, 10), (16, 20), (32, 40))))
+def test_one_replica_wins_where_every_larger_batch_costs_more_than_it_brings():
+    plan = placed(BatchCurve(points=((8, 10), (16, 21), (32, 44))))
     assert plan.replicas is None and len(np.unique(plan.device_of_group)) == 2
 
 

@@ -1,6 +1,6 @@
 """Configurations of a layer: every way to cut its dimensions over at most p devices.
 
-A dimension of size n may be cut into e equal parts when e divides n and a part has at least `smallest_part` iterations, so parts
+A dimension of size n may be cut into e equal parts when e divides n and a part has at least `smallest_part` iterations; parts
 are not only powers of two. Order: lexicographic, the first dimension slowest, the uncut configuration first.
 """
 

@@ -16,7 +16,10 @@ repair does the rest.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -98,16 +101,36 @@ def partition(
     order = np.argsort(rows, kind="stable")
     xadj = np.searchsorted(rows[order], np.arange(problem.num_groups + 1))
     options = pymetis.Options(seed=int(seed % (1 << 31)), ufactor=int(imbalance))
-    result = pymetis.part_graph(
-        parts,
-        pymetis.CSRAdjacency(xadj.tolist(), columns[order].tolist()),
-        vweights=_whole(weight, least=0).tolist(),
-        eweights=_whole(np.concatenate([total, total])[order], least=1).tolist(),
-        tpwgts=(share / share.sum()).tolist(),
-        recursive=parts <= 8,
-        options=options,
-    )
+    with _stdout_kept_clean():
+        result = pymetis.part_graph(
+            parts,
+            pymetis.CSRAdjacency(xadj.tolist(), columns[order].tolist()),
+            vweights=_whole(weight, least=0).tolist(),
+            eweights=_whole(np.concatenate([total, total])[order], least=1).tolist(),
+            tpwgts=(share / share.sum()).tolist(),
+            recursive=parts <= 8,
+            options=options,
+        )
     return np.asarray(result.vertex_part, dtype=np.int32)
+
+
+@contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """Drops what METIS prints to the C library's stdout when parts are empty: it would end up between results."""
+    if os.name != "posix":
+        yield
+        return
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _whole(values: NDArray[np.float64], *, least: int) -> NDArray[np.int64]:

@@ -226,3 +226,12 @@ def test_bounds_hold_for_random_plans(setting):
 def test_work_bound_is_exact_for_divisible_work_on_uniform_devices():
     problem = build_problem("work", time_s=[[4.0, 1.0]] * 50, tensors=[], memory_bytes=[None] * 2)
     assert bounds.lower_bounds(problem).work_s == pytest.approx(50 / (1 + 0.25))
+
+
+def test_metis_keeps_its_warnings_off_stdout(capfd):
+    """A part that is to hold nothing makes METIS complain; results are printed there."""
+    problem = random_problem(3, 6, 4)
+    print("before", end="")
+    partition(problem, np.ones(6), np.array([1.0, 0.0, 0.0, 0.0]), 50, 0)
+    print("after", end="")
+    assert capfd.readouterr().out == "beforeafter"

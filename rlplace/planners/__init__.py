@@ -29,7 +29,10 @@ PLANNERS: dict[str, str] = {
     "metis": "rlplace.planners.metis:metis",
     "critical_path": "rlplace.planners.critical_path:critical_path",
     "compiler": "rlplace.planners.compiler.planner:compiler",
+    "pardnn": "rlplace.planners.pardnn.planner:pardnn",
     "accelerate": "rlplace.planners.accelerate:accelerate",
+    "gpipe": "rlplace.planners.gpipe:gpipe",
+    "bipartition": "rlplace.planners.bipartition.planner:bipartition",
     "annealing": "rlplace.planners.annealing:annealing",
     "local_search": "rlplace.planners.local_search:local_search",
     "best": "rlplace.planners.best:best",
@@ -39,6 +42,9 @@ PLANNERS: dict[str, str] = {
 
 ONE_SHOT = ("single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin")
 """Planners that build plans without search, strong and quick ones first; `best` is the best of these."""
+
+NEEDS_SPLIT = frozenset({"bipartition"})
+"""Planners that place forward and backward passes apart and so take `rlplace.cost.split.split_backward(problem)`."""
 
 Planner = Callable[..., "PlacementPlan"]
 
@@ -82,4 +88,4 @@ def run_planner(name: str, problem: Problem, *, seed: int = 0, time_limit_s: flo
     return PlannerRun(plan, time.perf_counter() - start_s, counter.calls)
 
 
-__all__ = ["ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "run_planner"]
+__all__ = ["NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "run_planner"]

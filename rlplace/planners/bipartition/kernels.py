@@ -66,13 +66,14 @@ def worker_costs(
 @njit(**_KERNEL)
 def partition(
     gap, bound, least_traffic, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions,
-    overlap, best, origin,
+    overlap, left_ahead, left_back, best, origin,
 ):  # fmt: skip
     """Fills `best` and `origin` [W + 1, L + 1, 2 gap + 1] for pairs of cuts (p, q) with |p - q| <= gap, at [i, p, q - p + gap].
 
     ``best[i, p, q]``: the first p forward and q backward layers on the first i workers. Workers may stay empty. No worker may
     cost more than `bound`. The objective is the largest cost; with `least_traffic` the sum of transfer seconds and a little
-    for every displaced layer. `origin` is the pair before, as p * (L + 1) + q.
+    for every displaced layer. `origin` is the pair before, as p * (L + 1) + q. `left_ahead` and `left_back` [L + 1] are
+    seconds of the layers from each on, on their quickest workers: pairs that leave more than the rest can take are dropped.
     """
     workers, layers = len(inverse), ahead.shape[1] - 1
     width = 2 * gap + 1
@@ -81,6 +82,7 @@ def partition(
     best[0, 0, gap] = 0.0
     for i in range(workers):
         last = i == workers - 1
+        rest = bound * (workers - 1 - i) * (1.0 + 1e-9)
         for p0 in range(layers + 1):
             for d0 in range(width):
                 q0 = p0 + d0 - gap
@@ -93,7 +95,7 @@ def partition(
                         break
                     top = min(layers, p + gap)
                     for q in range(top if last else max(q0, p - gap), top + 1):
-                        if q < q0 or (last and q < layers):
+                        if q < q0 or (last and q < layers) or left_ahead[p] + left_back[q] > rest:
                             continue
                         if seconds + (back[i, q] - back[i, q0]) > bound:
                             break

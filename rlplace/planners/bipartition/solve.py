@@ -43,19 +43,27 @@ def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None, *
         raise InputError(f"bi_partition: gap must be a whole number from 0 up, or None, found {show(gap)}")
     if not slack >= 1.0:
         raise InputError(f"bi_partition: slack must be at least 1, found {show(slack)}")
+    bound = bottleneck_s(chain, workers, gap)
+    return None if bound == np.inf else least_traffic(chain, workers, bound * slack, gap)
+
+
+def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None) -> float:
+    """The smallest largest cost of a worker; inf where memory limits leave no cuts. Arguments as for `bi_partition`."""
+    pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
+    arrays = _arrays(chain, pipeline)
+    # The layer-wise optimum bounds everything else, which prunes most pairs of cuts.
+    bound, _ = _run(chain, pipeline, arrays, 0, np.inf, False)
+    reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
+    return _run(chain, pipeline, arrays, reach, bound, False)[0] if reach else bound
+
+
+def least_traffic(chain: Chain, workers: Workers | int, bound_s: float, gap: int | None = None) -> Cuts | None:
+    """The cuts with the least traffic among those where no worker costs more than `bound_s`; None when there are none."""
     pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
     arrays = _arrays(chain, pipeline)
     reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
-    # The layer-wise optimum bounds everything else, which prunes most pairs of cuts.
-    bound = _bottleneck(chain, pipeline, arrays, 0, np.inf)
-    if reach:
-        bound = _bottleneck(chain, pipeline, arrays, reach, bound)
-    if bound == np.inf:
-        return None
-    best, origin = _tables(chain, pipeline, reach)
-    kernels.partition(reach, bound * slack, True, *arrays, best, origin)
-    forward, backward = _trace(origin, reach, chain.num_layers)
-    return _cuts(forward, backward, arrays)
+    value, origin = _run(chain, pipeline, arrays, reach, bound_s, True)
+    return None if value == np.inf else _cuts(*_trace(origin, reach, chain.num_layers), arrays)
 
 
 def layer_wise(chain: Chain, workers: Workers | int) -> Cuts | None:
@@ -98,15 +106,18 @@ def cost_of(chain: Chain, workers: Workers, forward: Any, backward: Any) -> Cuts
     return _cuts(list(forward), list(backward), _arrays(chain, workers))
 
 
-def _bottleneck(chain: Chain, workers: Workers, arrays: tuple[Any, ...], gap: int, bound: float) -> float:
-    best, origin = _tables(chain, workers, gap)
-    kernels.partition(gap, bound, False, *arrays, best, origin)
-    return float(best[-1, -1, gap])
-
-
-def _tables(chain: Chain, workers: Workers, gap: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _run(
+    chain: Chain, workers: Workers, arrays: tuple[Any, ...], gap: int, bound: float, least_traffic: bool
+) -> tuple[float, NDArray[np.int64]]:
+    """The value of the whole chain, inf when the bound leaves no cuts, and the table to trace."""
     shape = (workers.count + 1, chain.num_layers + 1, 2 * gap + 1)
-    return np.empty(shape), np.zeros(shape, dtype=np.int64)
+    best, origin = np.empty(shape), np.zeros(shape, dtype=np.int64)
+    left = []
+    for prefix in arrays[:2]:
+        quickest = np.diff(prefix, axis=1).min(axis=0)
+        left.append(np.concatenate([np.cumsum(quickest[::-1])[::-1], [0.0]]))
+    kernels.partition(gap, bound, least_traffic, *arrays, *left, best, origin)
+    return float(best[-1, -1, gap]), origin
 
 
 def _trace(origin: NDArray[np.int64], gap: int, layers: int) -> tuple[list[int], list[int]]:

@@ -1,0 +1,131 @@
+"""Bi-Partition: a pipeline whose forward and backward passes are cut at different layers.
+
+Problem: throughput of pipelined training in steady state. A layer-wise cut cannot balance layers of very different cost;
+with cuts of their own for the forward and the backward pass every worker's total can be nearly equal.
+
+Paper: Cui, Qu, Zhang, Tang, Ye, "Bi-Partition ...", Journal of Cloud Computing 12:22, 2023; baseline PipeDream. From the
+paper: the idea, the objective and the baseline; its headline is up to 1.9 times PipeDream's training efficiency. The rest is
+reconstruction: the cost model (displaced layers, whose two passes run on different workers, pay for shipping what the
+backward pass reads and for returning weights, and count twice in memory), the dynamic programme with and without a gap
+limit, and the bisection (`rlplace.planners.bipartition.solve`).
+
+Departures: updates are synchronous, once a step, so weights have one version and travel once a step, where PipeDream keeps a
+version for each mini-batch in flight; a general graph is made a chain (`rlplace.planners.bipartition.layers`); the simulator
+picks among cuts for gap 0 and the gap asked for, with the smallest bottleneck or with a little more of it and less traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from rlplace.errors import InputError, show
+from rlplace.plan import PlacementPlan
+from rlplace.planners.bipartition.chain import Cuts
+from rlplace.planners.bipartition.layers import (
+    Layers,
+    layer_orders,
+    make_layers,
+    make_pipeline,
+    pipeline_execution,
+    require_split,
+)
+from rlplace.planners.bipartition.solve import bi_partition, bottleneck_s, layer_wise, least_traffic
+from rlplace.planners.evaluate import Assignment
+from rlplace.planners.floor import one_shot
+from rlplace.planners.groupgraph import group_graph
+from rlplace.planners.subsets import device_order, device_subsets
+from rlplace.problem import Problem
+
+GAP = 8
+"""Layers that a forward cut and its backward cut may be apart unless told otherwise."""
+
+GAPS = (0, 1, 3)
+"""Smaller gaps that are tried as well: the simulator knows more than the chain, and displaced layers may not pay."""
+
+SLACKS = (1.0, 1.1)
+"""Bottlenecks allowed, as multiples of the optimum, when traffic is minimised."""
+
+
+def bipartition(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    gap: int = GAP,
+    microbatches: int = 1,
+    schedule: str | None = None,
+) -> PlacementPlan:
+    """The best pipeline with separate forward and backward cuts; see the module docstring.
+
+    Args:
+        problem: A split problem (`rlplace.cost.split.split_backward`); the plan refers to it.
+        seed: Unused: nothing is random.
+        time_limit_s: Wall time.
+        gap: Layers that a forward cut and its backward cut may be apart; 0: the layer-wise pipeline.
+        microbatches: Of a step.
+        schedule: Default `1f1b` when there are several micro-batches, else `list`.
+
+    Returns:
+        The plan; ``predicted["bipartition"]`` compares the two optima of the chain without communication.
+
+    Raises:
+        InputError: The problem is not split, or the gap is no whole number from 0 up.
+        InfeasibleError: No plan fits.
+    """
+    require_split(problem, "bipartition")
+    if isinstance(gap, bool) or not isinstance(gap, (int, np.integer)) or gap < 0:
+        raise InputError(f"bipartition: gap must be a whole number from 0 up, found {show(gap)}")
+    run = pipeline_execution(microbatches, schedule)
+
+    def chosen(problem: Problem, seed: int) -> Iterator[Assignment]:
+        return candidates(problem, seed, gap=int(gap), **run)
+
+    plan = one_shot(problem, "bipartition", chosen, seed=seed, time_limit_s=time_limit_s, **run)
+    return plan.with_predicted({**plan.predicted, "bipartition": chain_gain(problem, int(gap), microbatches)})
+
+
+def candidates(
+    problem: Problem, seed: int, *, gap: int = GAP, microbatches: int = 1, schedule: str = "1f1b"
+) -> Iterator[Assignment]:
+    """Pipelines over 1 to D devices, for both topological orders, gap 0 and `gap`, and the slacks."""
+    del seed
+    require_split(problem, "bipartition")
+    gaps = sorted({gap, *(smaller for smaller in GAPS if smaller < gap)})
+    for subset in reversed(device_subsets(problem)):
+        for order in layer_orders(problem):
+            layers = make_layers(problem, order, subset, microbatches=microbatches)
+            yield from (layers.assign(problem, cuts) for cuts in _cuts(problem, layers, gaps, microbatches, schedule))
+
+
+def _cuts(problem: Problem, layers: Layers, gaps: list[int], microbatches: int, schedule: str) -> Iterator[Cuts]:
+    """Distinct cuts, smallest gap first; without memory limits where those leave none, for the repair to work on."""
+    seen = set()
+    for limited in (True, False):
+        pipeline = make_pipeline(problem, layers.devices, microbatches=microbatches, schedule=schedule, limited=limited)
+        for gap in gaps:
+            bound = bottleneck_s(layers.chain, pipeline, gap)
+            for slack in SLACKS if bound < np.inf else ():
+                cuts = least_traffic(layers.chain, pipeline, bound * slack, gap)
+                if cuts is not None and (cuts.forward, cuts.backward) not in seen:
+                    seen.add((cuts.forward, cuts.backward))
+                    yield cuts
+        if seen:
+            return
+
+
+def chain_gain(problem: Problem, gap: int, microbatches: int = 1) -> dict[str, Any]:
+    """The layer-wise optimum of the chain on all devices against the one with a gap, without communication and memory."""
+    devices = device_order(problem)
+    layers = make_layers(problem, group_graph(problem).order, devices, microbatches=microbatches)
+    plain, apart = layer_wise(layers.chain, len(devices)), bi_partition(layers.chain, len(devices), gap)
+    assert plain is not None and apart is not None  # without memory limits there is always one
+    return {
+        "layers": layers.chain.num_layers,
+        "gap": apart.gap,
+        "displaced_layers": len(apart.displaced),
+        "bottleneck_s": apart.bottleneck_s,
+        "layer_wise_bottleneck_s": plain.bottleneck_s,
+    }

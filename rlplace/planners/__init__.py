@@ -33,8 +33,10 @@ PLANNERS: dict[str, str] = {
     "accelerate": "rlplace.planners.accelerate:accelerate",
     "gpipe": "rlplace.planners.gpipe:gpipe",
     "bipartition": "rlplace.planners.bipartition.planner:bipartition",
+    "brkga": "rlplace.planners.brkga:brkga",
     "annealing": "rlplace.planners.annealing:annealing",
     "local_search": "rlplace.planners.local_search:local_search",
+    "cp_sat": "rlplace.planners.cp_sat:cp_sat",
     "best": "rlplace.planners.best:best",
     "agent": "rlplace.agents.planner:agent",
 }

@@ -14,8 +14,8 @@ from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
-SEARCH = ("annealing", "local_search")
-CLASSICAL = ("random", "compiler", *ONE_SHOT, "m_sct", "accelerate", "best", *SEARCH)
+SEARCH = ("annealing", "local_search", "brkga")
+CLASSICAL = ("random", "compiler", "pardnn", *ONE_SHOT, "m_sct", "accelerate", "best", *SEARCH)
 
 
 def options_of(name, calls=60):

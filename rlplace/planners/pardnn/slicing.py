@@ -1,0 +1,136 @@
+"""Step 1a of ParDNN: cutting the graph into paths.
+
+The K heaviest paths, each taken out before the next one is looked for, become the primary clusters; everything else falls into
+secondary clusters by following, from the most critical unvisited node on, the child on the longest way to the end. Time
+O(K (V + E)).
+
+Nodes that may not go to every device in use stay out of primaries and become clusters of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.planners.pardnn.nodegraph import NodeGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Clusters:
+    """A graph cut into paths.
+
+    Attributes:
+        cluster: int32 [V]; the primaries are 0 to `primaries` - 1, the secondaries follow by falling criticality.
+        primaries: How many primaries there are, K unless the graph ran out of nodes.
+        member_ptr: int64 [S + 1]; cluster s holds ``member[member_ptr[s]:member_ptr[s + 1]]``.
+        member: int32 [V], nodes of each cluster in topological order.
+        top_s, bottom_s: float64 [V], longest path to the start of a node and from its start to the end, with edges inside
+            clusters at no cost.
+    """
+
+    cluster: NDArray[np.int32]
+    primaries: int
+    member_ptr: NDArray[np.int64]
+    member: NDArray[np.int32]
+    top_s: NDArray[np.float64]
+    bottom_s: NDArray[np.float64]
+
+    @property
+    def num_clusters(self) -> int:
+        return len(self.member_ptr) - 1
+
+    def members(self, cluster: int) -> NDArray[np.int32]:
+        """The nodes of a cluster, in order."""
+        return self.member[self.member_ptr[cluster] : self.member_ptr[cluster + 1]]
+
+
+def slice_graph(graph: NodeGraph, count: int | None = None) -> Clusters:
+    """Cuts a graph.
+
+    Args:
+        graph: The graph.
+        count: K, the number of primaries; default the number of devices in use.
+    """
+    from rlplace.planners.pardnn import kernels
+
+    cluster, bottom = _no_cluster(graph), np.zeros(graph.num_nodes)
+    barred = graph.restricted
+    wanted = len(graph.devices) if count is None else count
+    primaries = int(kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, wanted, cluster, bottom))
+    top, bottom = node_levels(graph, cluster)
+    # Most critical first; of equally critical nodes the one that comes first, so that a path is not entered in its middle.
+    starts = np.lexsort((np.arange(graph.num_nodes), top, -_rounded(top + bottom))).astype(np.int32)
+    number = int(kernels.greedy_paths(starts, *graph.out, barred, bottom, cluster, primaries))
+    return finish_clusters(graph, cluster, primaries, number)
+
+
+def finish_clusters(graph: NodeGraph, cluster: NDArray[np.int32], primaries: int, number: int) -> Clusters:
+    """Levels of a clustered graph, and its secondaries renumbered by criticality, the highest level of their nodes."""
+    top, bottom = node_levels(graph, cluster)
+    level = _rounded(top + bottom)
+    critical, first = np.zeros(number), np.full(number, np.inf)
+    np.maximum.at(critical, cluster, level)
+    np.minimum.at(first, cluster, top)
+    sequence = np.lexsort((first, -critical))
+    rank = np.empty(number, dtype=np.int32)
+    rank[sequence[sequence >= primaries]] = np.arange(primaries, number)
+    rank[:primaries] = np.arange(primaries)
+    cluster = rank[cluster]
+    position = np.empty(graph.num_nodes, dtype=np.int64)
+    position[graph.order] = np.arange(graph.num_nodes)
+    member = np.lexsort((position, cluster)).astype(np.int32)
+    ptr = np.searchsorted(cluster[member], np.arange(number + 1)).astype(np.int64)
+    return Clusters(cluster, primaries, ptr, member, top, bottom)
+
+
+def node_levels(graph: NodeGraph, cluster: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """float64 [V] top levels and float64 [V] bottom levels in seconds, with edges inside clusters at no cost."""
+    from rlplace.planners.pardnn import kernels
+
+    top, bottom = np.zeros(graph.num_nodes), np.zeros(graph.num_nodes)
+    kernels.levels(graph.order, graph.weight_s, *graph.out, cluster, top, bottom)
+    return top, bottom
+
+
+def heaviest_path(graph: NodeGraph) -> NDArray[np.int64]:
+    """Nodes of the longest path, transfers included."""
+    from rlplace.planners.pardnn import kernels
+
+    cluster = _no_cluster(graph)
+    barred = np.zeros(graph.num_nodes, dtype=bool)
+    kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, 1, cluster, np.zeros(graph.num_nodes))
+    return np.flatnonzero(cluster == 0)
+
+
+def cut_long_primary(graph: NodeGraph, clusters: Clusters) -> Clusters:
+    """Gives every short primary a contiguous chunk of the longest one, for thin graphs that must spread their memory.
+
+    A primary is short when it has less than half of the longest one's work divided by the number of primaries. Chunks are
+    equal shares of the longest primary's work, cut from its end; the longest keeps the first share.
+    """
+    weight = np.array([graph.weight_s[clusters.members(p)].sum() for p in range(clusters.primaries)])
+    if len(weight) < 2:
+        return clusters
+    longest = int(weight.argmax())
+    short = [p for p in range(len(weight)) if p != longest and weight[p] < 0.5 * weight[longest] / len(weight)]
+    if not short:
+        return clusters
+    nodes = clusters.members(longest)
+    done = np.cumsum(graph.weight_s[nodes]) - 0.5 * graph.weight_s[nodes]
+    share = np.minimum((done / weight[longest] * (len(short) + 1)).astype(np.int64), len(short))
+    owners = np.array([longest, *short], dtype=np.int32)
+    cluster = clusters.cluster.copy()
+    cluster[nodes] = owners[share]
+    return finish_clusters(graph, cluster, clusters.primaries, clusters.num_clusters)
+
+
+def _no_cluster(graph: NodeGraph) -> NDArray[np.int32]:
+    return np.full(graph.num_nodes, -1, dtype=np.int32)
+
+
+def _rounded(level_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Levels to nine digits of the highest one, so that sums in another order are still equal."""
+    scale = float(level_s.max(initial=0.0))
+    return np.round(level_s / scale, 9) if scale > 0 else level_s

@@ -1,0 +1,272 @@
+"""The compiled sweep of heuristic H1: memory over the events of a run, and moves where it passes a limit.
+
+All of it lies in one file, because numba's on-disk cache only notices changes of the file that holds the compiled function.
+"""
+
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def, assignment"
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+
+OP_END, ARRIVED, SENT, OP_START, OP_END_AT_ONCE = range(5)
+"""Kinds of events, in the order in which they count within an instant; the last is the end of an op of no time."""
+
+
+class Facts(NamedTuple):
+    """What does not change; names as in `rlplace.planners.oparrays.OpArrays` where they agree."""
+
+    op_group: Any  # int32 [N]
+    input_ptr: Any
+    inputs: Any
+    producer: Any  # int32 [T]
+    holder: Any  # int32 [T], group that makes or owns the tensor
+    output_ptr: Any
+    outputs: Any
+    consumer_ptr: Any
+    consumers: Any
+    size: Any  # float64 [T] bytes
+    cost_s: Any  # float64 [T], seconds of a transfer
+    ops_ptr: Any  # int64 [G + 1], ops of each group
+    ops: Any  # int32 [N]
+    temporary: Any  # float64 [N] bytes
+    resident: Any  # float64 [G] bytes
+    group_time: Any  # float64 [G, D], inf where a group may not sit
+    movable: Any  # bool [G]
+    limit: Any  # float64 [D] bytes
+
+
+class State(NamedTuple):
+    """What changes while events pass."""
+
+    devices: Any  # int32 [G]
+    phase: Any  # int8 [N], 1 running, 2 done
+    uses: Any  # int32 [T, D], readers to come on each device
+    sends: Any  # int32 [T], transfers to come
+    held: Any  # bool [T, D], a copy is there; never of an owner's tensor on its owner's device
+    rerouted: Any  # bool [T], still to be made, and its maker or a reader has moved
+    memory: Any  # float64 [D], starts with resident bytes
+    peak: Any  # float64 [D], a copy of it
+    over: Any  # float64 [D], largest overflow that was left
+    room: Any  # float64 [D], bytes under the limit at the device's peak in the run as it was
+    seen: Any  # int64 [T, 2], scratch: reading groups are numbered, and their readers of a tensor counted
+    stamp: Any  # int64 [1], last such number
+
+
+@njit(**_INNER)
+def _hold(tensor, device, f, s):
+    """A copy appears on a device, unless it is there."""
+    if not s.held[tensor, device]:
+        s.held[tensor, device] = True
+        s.memory[device] += f.size[tensor]
+        s.peak[device] = max(s.peak[device], s.memory[device])
+
+
+@njit(**_INNER)
+def _drop(tensor, device, f, s):
+    """A copy leaves a device, if it is there."""
+    if s.held[tensor, device]:
+        s.held[tensor, device] = False
+        s.memory[device] -= f.size[tensor]
+
+
+@njit(**_INNER)
+def _freed(group, f, s):
+    """Bytes that leave the group's device with it now, the paper's Mpot."""
+    device = s.devices[group]
+    s.stamp[0] += 1
+    freed = f.resident[group]
+    for i in range(f.ops_ptr[group], f.ops_ptr[group + 1]):
+        op = f.ops[i]
+        if s.phase[op] == 2:
+            continue
+        for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
+            tensor = f.inputs[k]
+            if s.seen[tensor, 0] != s.stamp[0]:
+                s.seen[tensor, 0], s.seen[tensor, 1] = s.stamp[0], 0
+            s.seen[tensor, 1] += 1
+            if s.held[tensor, device] and s.seen[tensor, 1] == s.uses[tensor, device]:
+                freed += f.size[tensor]
+        if s.phase[op] == 1:
+            freed += f.temporary[op]
+            for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
+                if s.uses[f.outputs[k], device] == 0:
+                    freed += f.size[f.outputs[k]]
+    return freed
+
+
+@njit(**_INNER)
+def _move(group, target, f, s):
+    """Moves a group: what it still reads and makes is from now on on the other device."""
+    device = s.devices[group]
+    s.devices[group] = target
+    s.memory[device] -= f.resident[group]
+    s.memory[target] += f.resident[group]
+    for i in range(f.ops_ptr[group], f.ops_ptr[group + 1]):
+        op = f.ops[i]
+        if s.phase[op] == 2:
+            continue
+        for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
+            tensor = f.inputs[k]
+            s.uses[tensor, device] -= 1
+            s.uses[tensor, target] += 1
+            source = s.devices[f.holder[tensor]]
+            if s.uses[tensor, device] == 0 and not (s.sends[tensor] > 0 and source == device):
+                _drop(tensor, device, f, s)
+            maker = f.producer[tensor]
+            if maker >= 0 and s.phase[maker] != 2:
+                s.rerouted[tensor] = True
+            elif maker >= 0 or source != target:
+                _hold(tensor, target, f, s)
+        for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
+            s.rerouted[f.outputs[k]] = True
+            if s.phase[op] == 1:
+                _drop(f.outputs[k], device, f, s)
+                _hold(f.outputs[k], target, f, s)
+        if s.phase[op] == 1:
+            s.memory[device] -= f.temporary[op]
+            s.memory[target] += f.temporary[op]
+    s.peak[target] = max(s.peak[target], s.memory[target])
+
+
+@njit(**_INNER)
+def _neighbours(group, device, f, s):
+    """Seconds of transfers between a group and groups on a device, if they were apart."""
+    seconds = 0.0
+    for i in range(f.ops_ptr[group], f.ops_ptr[group + 1]):
+        op = f.ops[i]
+        for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
+            other = f.holder[f.inputs[k]]
+            if other != group and s.devices[other] == device:
+                seconds += f.cost_s[f.inputs[k]]
+        for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
+            for j in range(f.consumer_ptr[f.outputs[k]], f.consumer_ptr[f.outputs[k] + 1]):
+                other = f.op_group[f.consumers[j]]
+                if other != group and s.devices[other] == device:
+                    seconds += f.cost_s[f.outputs[k]]
+    return seconds
+
+
+@njit(**_INNER)
+def _target(group, gain, f, s):
+    """The device to move a group to, -1 if none has room.
+
+    One that has room at its own peak is safe; one that has room only now may overflow later, and is the last resort.
+    """
+    best, lowest, safe = -1, np.inf, False
+    for device in range(len(f.limit)):
+        seconds = f.group_time[group, device]
+        if device == s.devices[group] or seconds == np.inf or s.memory[device] + gain > f.limit[device]:
+            continue
+        safe_now = s.room[device] >= gain
+        if safe and not safe_now:
+            continue
+        price = seconds - _neighbours(group, device, f, s)
+        if best < 0 or (safe_now and not safe) or price < lowest or (price == lowest and s.room[device] > s.room[best]):
+            best, lowest, safe = device, price, safe_now
+    return best
+
+
+@njit(**_INNER)
+def _relieve(device, slack, moves, f, s):
+    """The paper's greedy min-knapsack: the cheaper of the best group by cost per freed byte and the cheapest that is enough."""
+    need = s.memory[device] - f.limit[device] + slack
+    pick = np.flatnonzero((s.devices == device) & f.movable)
+    cost, freed = np.empty(len(pick)), np.empty(len(pick))
+    count = 0
+    for i in range(len(pick)):
+        gain = _freed(pick[i], f, s)
+        if gain > 0.0:
+            cost[count] = f.group_time[pick[i], device] + _neighbours(pick[i], device, f, s)
+            pick[count], freed[count] = pick[i], gain
+            count += 1
+    by_ratio, by_cost = np.argsort(cost[:count] / freed[:count]), np.argsort(cost[:count])
+    gone = np.zeros(count, dtype=np.bool_)
+    made, first, second = 0, 0, 0
+    while need > 0.0 and made < moves:
+        while first < count and gone[by_ratio[first]]:
+            first += 1
+        while second < count and (gone[by_cost[second]] or freed[by_cost[second]] < need):
+            second += 1
+        if first == count:
+            break
+        index = by_ratio[first]
+        if second < count and cost[by_cost[second]] < cost[index]:
+            index = by_cost[second]
+        gone[index] = True
+        group = pick[index]
+        gain = _freed(group, f, s)
+        target = _target(group, gain, f, s)
+        if gain <= 0.0 or target < 0:
+            continue
+        _move(group, target, f, s)
+        s.room[target] -= gain
+        s.room[device] += f.resident[group]
+        need -= gain
+        made += 1
+    return made
+
+
+@njit(**_INNER)
+def _end(op, f, s):
+    """An op ends: its temporaries go, its inputs if nobody else waits for them, and its outputs if nobody does."""
+    device = s.devices[f.op_group[op]]
+    s.phase[op] = 2
+    s.memory[device] -= f.temporary[op]
+    for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
+        tensor = f.inputs[k]
+        s.uses[tensor, device] -= 1
+        if s.uses[tensor, device] == 0 and not (s.sends[tensor] > 0 and s.devices[f.holder[tensor]] == device):
+            _drop(tensor, device, f, s)
+    for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
+        tensor = f.outputs[k]
+        # The run knows nothing of transfers that a move has made necessary; their copies come now.
+        if s.rerouted[tensor]:
+            for other in range(len(f.limit)):
+                if other != device and s.uses[tensor, other] > 0:
+                    _hold(tensor, other, f, s)
+        if s.uses[tensor, device] == 0 and s.sends[tensor] <= 0:
+            _drop(tensor, device, f, s)
+
+
+@njit(**_KERNEL)
+def sweep(kind, item, place, moves, slack, f, s):
+    """Tracks Mcons over the events of a run and, where it passes a limit, moves groups away; returns the moves made.
+
+    kind, item, place: the events in order: ops that start and end, tensors that are sent and arrive, at a device (`place`).
+    moves: how many may be made; 0 only measures. slack: float64 [D], bytes freed beyond the overflow.
+    """
+    made = 0
+    for event in range(len(kind)):
+        what, which = kind[event], item[event]
+        device = -1
+        if what == OP_START:
+            device = s.devices[f.op_group[which]]
+            s.phase[which] = 1
+            for k in range(f.output_ptr[which], f.output_ptr[which + 1]):
+                _hold(f.outputs[k], device, f, s)
+            s.memory[device] += f.temporary[which]
+            s.peak[device] = max(s.peak[device], s.memory[device])
+        elif what == SENT:
+            device = place[event]
+            if s.uses[which, device] == 0 or s.devices[f.holder[which]] == device:
+                continue
+            _hold(which, device, f, s)
+        elif what == ARRIVED:
+            s.sends[which] -= 1
+            source = s.devices[f.holder[which]]
+            if s.sends[which] == 0 and s.uses[which, source] == 0:
+                _drop(which, source, f, s)
+        else:
+            _end(which, f, s)
+        if device >= 0 and s.memory[device] > f.limit[device]:
+            if made < moves:
+                made += _relieve(device, slack[device], moves - made, f, s)
+            s.over[device] = max(s.over[device], s.memory[device] - f.limit[device])
+    return made

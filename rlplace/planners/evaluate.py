@@ -167,10 +167,10 @@ class Evaluator:
         score = self.score(devices)
         return Answer(devices, score, self._simulator.peak_memory_bytes.copy())
 
-    def timeline(self, devices: Assignment) -> Timeline:
-        """The whole timeline of an assignment; one call like any other."""
+    def timeline(self, devices: Assignment, **order: Any) -> Timeline:
+        """The whole timeline of an assignment; one call like any other. `order` holds a `priority` or an `order`, if any."""
         self._count()
-        return simulate(self.problem, devices, **self.execution.arguments)
+        return simulate(self.problem, devices, **self.execution.arguments, **order)
 
     def _count(self) -> None:
         self.calls += 1

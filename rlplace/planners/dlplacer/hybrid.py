@@ -1,8 +1,8 @@
 """The algebra of hybrid data and model parallelism: what N replicas of M devices each are worth.
 
-Time to quality is time per step times steps per epoch times epochs. With N data-parallel workers of M devices each, a step takes
-T_M / SE_N, an epoch has 1 / N of the steps, and the epochs E_N grow with the global batch, N times the batch of a worker. So the
-speed-up over one device is
+Time to quality is time per step times steps per epoch times epochs. With N data-parallel workers of M devices each, a step
+takes T_M / SE_N, an epoch has 1 / N of the steps, and the epochs E_N grow with the global batch, N times the batch of a
+worker. So the speed-up over one device is
 
     SU(N x M) = SU^M * SE_N * N * E_1 / E_N,        SU^M = T_1 / T_M,    SE_N = T_1 / T_N,
 

@@ -1,0 +1,168 @@
+"""Exact placement of small problems with a proof: the placement program, solved by CP-SAT.
+
+Problem: step time of the executor, memory included, over all assignments and all orders of ops on devices. The program
+(`rlplace.planners.dlplacer.program`) has every simulated step among its solutions, so what the solver proves is a lower bound
+for every plan, whatever its order or schedule. The floor, `best`, is the hint. The best solutions are each simulated three ways:
+with default priorities, with the solver's starts as priorities, and with its order of ops on every device; the fastest is the
+plan. ``plan.predicted["proof"]`` says what is known: `lower_bound_s`, the `gap` of the plan's step time to it, `status`
+(``"optimal"`` when there is no gap), and the program's own status and makespan.
+
+Solver: Perron, Didier, "CP-SAT", the constraint solver of OR-tools (the extra `exact`). The program is the one of `dlplacer`;
+see there for the paper.
+
+Where a gap can remain although the program is solved to optimality: the executor sends tensors in the order in which they are
+finished, the program in any order; and it may start transfers no later than they can, the program delays them where that saves
+memory. Times without a common unit are rounded down to 4e-9 of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.plan import PlacementPlan, make_plan
+from rlplace.planners.best import best_answer, warm_up
+from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
+from rlplace.planners.dlplacer.memory import limit_timeline
+from rlplace.planners.dlplacer.program import build_program, solver_library
+from rlplace.planners.dlplacer.solve import EFFORT, Outcome, Solution, solve
+from rlplace.planners.evaluate import Deadline, Evaluator, Execution
+from rlplace.planners.shortage import check_possible, raise_infeasible
+from rlplace.problem import UPDATE, Problem
+from rlplace.simulator import Timeline
+
+MAX_TASKS = 200
+"""Tasks (ops times micro-batches) that the planner accepts by default."""
+
+OPTIMAL_GAP = 1e-6
+"""Relative gap below which a plan counts as proven optimal: rounding to ticks costs less."""
+
+_REALISED = 12
+"""Improving solutions that are simulated, the best ones."""
+
+
+def cp_sat(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    effort: float = EFFORT,
+    max_tasks: int = MAX_TASKS,
+    **execution: Any,
+) -> PlacementPlan:
+    """The plan of smallest step time, with a proof or the gap that is left.
+
+    Args:
+        problem: The problem.
+        seed: Of the solver.
+        time_limit_s: Seconds, floor included; without it the result depends on the problem and the seed alone.
+        effort: Limit in the solver's deterministic seconds.
+        max_tasks: Larger problems are refused.
+        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+
+    Raises:
+        InputError: The problem is too large.
+        InfeasibleError: No plan fits, which may be proven, or none was found.
+        MissingError: OR-tools is not installed.
+    """
+    run = Execution(**execution)
+    count = problem.num_ops * run.microbatches
+    if count > max_tasks:
+        raise InputError(
+            f"cp_sat: the problem has {count} tasks, the limit is {max_tasks}; use planner 'dlplacer', which coarsens first, "
+            f"coarser groups, or max_tasks={count} and patience"
+        )
+    solver_library()
+    check_possible(problem)
+    warm_up()
+    deadline = Deadline(time_limit_s)
+    evaluator = Evaluator(problem, run)
+    floor = best_answer(problem, evaluator, deadline)
+    line = None if floor is None else evaluator.timeline(floor.devices)
+    hint = line if line is not None and line.feasible else None
+    horizon_s = safe_horizon_s(problem, run.microbatches) if hint is None else hint.step_time_s
+    assert horizon_s is not None
+    instance = make_instance(problem, horizon_s, run.microbatches)
+    program = build_program(instance, contention=True)
+    limit_timeline(program)
+    outcome = solve(program, hint=hint, seed=seed, effort=effort, time_limit_s=deadline.left_s())
+    if outcome.status == "infeasible" and hint is None:
+        raise InfeasibleError(
+            "cp_sat proved that no plan fits: every assignment and order exceeds some device's memory or needs a missing link; "
+            "use finer groups, larger devices, or a smaller batch"
+        )
+    plan = _best_plan(problem, instance, evaluator, outcome, hint, seed)
+    if plan is None:
+        raise_infeasible(problem, line, planner="cp_sat", schedule=run.schedule)
+    return plan.with_predicted({**plan.predicted, "proof": proof(outcome, plan.predicted["step_time_s"], instance)})
+
+
+def proof(outcome: Outcome, step_time_s: float, instance: Instance) -> dict[str, Any]:
+    """What is proven about a plan of this problem, as plain data."""
+    bound = min(outcome.bound_s, step_time_s)
+    gap = 1.0 - bound / step_time_s if step_time_s > 0 else 0.0
+    return {
+        "status": "optimal" if gap <= OPTIMAL_GAP else "feasible",
+        "lower_bound_s": bound,
+        "gap": gap if gap > OPTIMAL_GAP else 0.0,
+        "program_status": outcome.status,
+        "program_step_time_s": outcome.objective_s,
+        "exact_times": instance.ticks.exact,
+    }
+
+
+def _best_plan(
+    problem: Problem, instance: Instance, evaluator: Evaluator, outcome: Outcome, hint: Timeline | None, seed: int
+) -> PlacementPlan | None:
+    """The fastest feasible way to run the floor's or the solver's assignments; the plainest one of equal ways."""
+    run = evaluator.execution
+    found: list[tuple[float, PlacementPlan]] = []
+
+    def consider(line: Timeline, devices: Any, **fields: Any) -> None:
+        if line.feasible and line.step_time_s is not None:
+            arguments = {key: value for key, value in run.arguments.items() if key not in fields}
+            made = make_plan(
+                problem, devices, planner="cp_sat", seed=seed, predicted=line.predicted(problem), **arguments, **fields
+            )
+            found.append((line.step_time_s, made))
+
+    if hint is not None:
+        devices = np.zeros(problem.num_groups, dtype=np.int32)
+        devices[problem.op_group] = hint.device_of_op
+        consider(hint, devices)
+    for solution in outcome.solutions[:_REALISED]:
+        for fields in _ways(instance, solution, run):
+            consider(evaluator.timeline(solution.device_of_group, **fields), solution.device_of_group, **fields)
+        if found and min(found, key=lambda f: f[0])[0] <= outcome.bound_s * (1 + OPTIMAL_GAP):
+            break
+    # Ways were tried plainest first, and `min` keeps the first of equals.
+    return min(found, key=lambda f: f[0])[1] if found else None
+
+
+def _ways(instance: Instance, solution: Solution, run: Execution) -> Iterator[dict[str, Any]]:
+    """Arguments of the simulator: default priorities, the solution's starts as priorities, its order on every device."""
+    yield {}
+    if run.schedule != "list":
+        return
+    ops, tasks = instance.problem.num_ops, instance.tasks
+    first = np.full(ops, np.iinfo(np.int64).max)
+    np.minimum.at(first, tasks.op, solution.start)
+    position = np.empty(instance.num_tasks, dtype=np.int64)
+    position[instance.order] = np.arange(instance.num_tasks)
+    place = np.empty(ops, dtype=np.float64)
+    place[np.lexsort((instance.problem.topological_order.argsort(), first))] = np.arange(ops, dtype=np.float64)[::-1]
+    yield {"priority": place}
+    devices = solution.device_of_group[instance.group]
+    end = solution.start + instance.duration[np.arange(instance.num_tasks), devices]
+    sequence = np.lexsort((position, end, solution.start)).tolist()
+    order: list[list[Any]] = [[] for _ in instance.problem.devices]
+    for task in sequence:
+        if instance.occupies[task]:
+            op = int(tasks.op[task])
+            once = run.microbatches > 1 and instance.problem.op_phase[op] == UPDATE
+            pair = (op, 0 if once else int(tasks.microbatch[task]))
+            order[devices[task]].append(op if run.microbatches == 1 else pair)
+    yield {"order": order}

@@ -1,0 +1,159 @@
+"""Memory limits of the placement program, in two strengths.
+
+`limit_timeline` is the executor's own account (resident bytes always; outputs from the start of their producer, received copies
+from the start of their transfer, both until the last reader or send ends; temporaries while their op runs) as one cumulative
+constraint per device. It needs a program with contention and is meant for small problems. Where bytes are too many for the
+solver they are rounded so that the program allows more, never less; frees and allocations of one instant may come in either
+order. So its bound stays a bound.
+
+`limit_static` needs no times: resident bytes, tensors that forward ops keep for backward ops, received copies of those, and the
+largest temporary need of one group. It is an estimate of the peak and meant for coarse programs, whose plans are simulated and
+repaired anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlplace.planners.dlplacer.program import Program
+from rlplace.planners.groupgraph import group_graph
+from rlplace.problem import BACKWARD, FORWARD, Problem
+
+_MAX_UNITS = 1 << 24
+
+
+def limited_devices(problem: Problem) -> list[int]:
+    """Devices whose limit could bind: everything together would not fit."""
+    tasks = int(problem.resident_bytes.sum() + problem.tensor_bytes.sum() + problem.temporary_bytes.max(initial=0))
+    return [device for device, limit in enumerate(problem.memory_limit_bytes.tolist()) if limit < tasks]
+
+
+def limit_timeline(program: Program) -> None:
+    """Adds the executor's memory account; the program must have been built with contention."""
+    instance, model = program.instance, program.model
+    problem = instance.problem
+    limits = problem.memory_limit_bytes
+    microbatches = instance.tasks.microbatches
+    everything = int(problem.resident_bytes.sum() + microbatches * problem.tensor_bytes.sum() + problem.temporary_bytes.max())
+    devices = [d for d in range(problem.num_devices) if limits[d] < everything]
+    if not devices:
+        return
+    freed = [_freed_at_home(program, value) for value in range(instance.num_values)]
+    for device in devices:
+        unit = max(1, -(-int(limits[device]) // _MAX_UNITS))
+        capacity = int(limits[device]) // unit
+        intervals: list[Any] = []
+        demands: list[int] = []
+        for task in range(instance.num_tasks):
+            literal = program.place[instance.group[task]].get(device)
+            size = int(problem.temporary_bytes[instance.tasks.op[task]]) // unit
+            if literal is not None and size > 0:
+                ticks = int(instance.duration[task, device])
+                intervals.append(
+                    model.new_optional_fixed_size_interval_var(
+                        program.start[task], ticks, literal, f"temporary_{task}_{device}"
+                    )
+                )
+                demands.append(size)
+        for value in range(instance.num_values):
+            size = int(problem.tensor_bytes[instance.tasks.tensor[value]]) // unit
+            if size == 0:
+                continue
+            literal = program.place[instance.holder[value]].get(device)
+            if literal is not None and instance.producers[value]:
+                born, end, length = freed[value]
+                intervals.append(model.new_optional_interval_var(born, length, end, literal, f"live_{value}_{device}"))
+                demands.append(size)
+            if (value, device) in program.sent:
+                intervals.append(_copy(program, value, device))
+                demands.append(size)
+        resident = [
+            (int(problem.resident_bytes[group]) // unit) * literals[device]
+            for group, literals in enumerate(program.place)
+            if device in literals and problem.resident_bytes[group] >= unit
+        ]
+        room = model.new_int_var(0, max(capacity, 0), f"room_{device}")
+        model.add(room <= capacity - sum(resident))
+        model.add_cumulative(intervals, demands, room)
+
+
+def _freed_at_home(program: Program, value: int) -> tuple[Any, Any, Any]:
+    """When a value takes memory where it is made, when it is freed there, and the ticks between."""
+    instance, model = program.instance, program.model
+    top = instance.horizon
+    makers, home = instance.producers[value], int(instance.holder[value])
+    end, length = model.new_int_var(0, top, f"freed_{value}"), model.new_int_var(0, top, f"life_{value}")
+    born = program.start[makers[0]] if makers else 0
+    if len(makers) > 1:
+        born = model.new_int_var(0, top, f"born_{value}")
+        for maker in makers:
+            model.add(born <= program.start[maker])
+    for maker in makers:
+        model.add(end >= program.end(maker))
+    for reader in instance.readers[value]:
+        group = int(instance.group[reader])
+        if group == home:
+            model.add(end >= program.end(reader))
+        else:
+            model.add(end >= program.end(reader)).only_enforce_if(~program.apart_literal(home, group))
+    for device in range(instance.problem.num_devices):
+        for source in program.place[home]:
+            carried = program.carried.get((value, source, device))
+            if carried is not None:
+                ticks = int(instance.transfer[value, source, device])
+                model.add(end >= program.sent[value, device] + ticks).only_enforce_if(carried)
+    return born, end, length
+
+
+def _copy(program: Program, value: int, device: int) -> Any:
+    instance, model = program.instance, program.model
+    end = model.new_int_var(0, instance.horizon, f"dropped_{value}_{device}")
+    length = model.new_int_var(0, instance.horizon, f"held_{value}_{device}")
+    needed = program.needed[value, device]
+    for reader in program.remote_readers(value):
+        literal = program.place[instance.group[reader]].get(device)
+        if literal is not None:
+            model.add(end >= program.end(reader)).only_enforce_if([needed, literal])
+    return model.new_optional_interval_var(program.sent[value, device], length, end, needed, f"copy_{value}_{device}")
+
+
+def limit_static(program: Program) -> None:
+    """Adds the estimate of the peak that needs no times."""
+    instance, model = program.instance, program.model
+    problem = instance.problem
+    devices = limited_devices(problem)
+    if not devices:
+        return
+    footprint = group_graph(problem).footprint_bytes.tolist()
+    saved = _saved(problem)
+    brief = problem.temporary_bytes.copy()
+    for tensor in np.flatnonzero(~saved & (problem.tensor_producer >= 0)).tolist():
+        brief[problem.tensor_producer[tensor]] += problem.tensor_bytes[tensor]
+    largest = np.zeros(problem.num_groups, dtype=np.int64)
+    np.maximum.at(largest, problem.op_group, brief)
+    for device in devices:
+        terms = [size * program.place[g][device] for g, size in enumerate(footprint) if device in program.place[g]]
+        for value in np.flatnonzero(saved[instance.tasks.tensor]).tolist():
+            size = int(problem.tensor_bytes[instance.tasks.tensor[value]])
+            if size and any(device in program.place[instance.group[task]] for task in program.remote_readers(value)):
+                terms.append(size * program.needs(value, device))
+        limit = int(problem.memory_limit_bytes[device])
+        base = model.new_int_var(0, max(limit, 0), f"base_{device}")
+        model.add(base >= sum(terms))
+        for group, size in enumerate(largest.tolist()):
+            if device in program.place[group]:
+                model.add(base + size * program.place[group][device] <= limit)
+
+
+def _saved(problem: Problem) -> np.ndarray:
+    """Boolean [T], tensors that forward ops make and backward ops read, and parameters that other groups read."""
+    edge = problem.edge_tensor
+    producer = problem.tensor_producer[edge]
+    kept = (producer < 0) | (
+        (problem.op_phase[np.maximum(producer, 0)] == FORWARD) & (problem.op_phase[problem.consumers] >= BACKWARD)
+    )
+    found = np.zeros(problem.num_tensors, dtype=bool)
+    found[edge[kept]] = True
+    return found

@@ -1,0 +1,144 @@
+"""Runs the solver on a placement program: hint, limits, and what it proved.
+
+One worker and a limit on deterministic time make the result a function of the program and the seed. A limit in seconds, when a
+person gives one, ends the search too, and then only the machine's speed decides how far it came.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.planners.dlplacer.program import Program, relabel, solver_library
+from rlplace.simulator import Timeline
+
+EFFORT = 60.0
+"""Default limit in the solver's deterministic seconds; on a slow core one of them takes about a second."""
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """One solution of the program.
+
+    Attributes:
+        device_of_group: int32 [G].
+        start: int64 [K], ticks.
+    """
+
+    device_of_group: NDArray[np.int32]
+    start: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What the solver found.
+
+    Attributes:
+        status: ``"optimal"``, ``"feasible"``, ``"infeasible"`` or ``"unknown"`` (nothing found, nothing proven).
+        objective_s: Makespan of the best solution, None without one.
+        bound_s: No solution of the program is shorter; inf when it has none.
+        solutions: Improving ones, the best first.
+    """
+
+    status: str
+    objective_s: float | None
+    bound_s: float
+    solutions: tuple[Solution, ...]
+
+    @property
+    def gap(self) -> float | None:
+        """(objective - bound) / objective on the program; None without a solution."""
+        if self.objective_s is None:
+            return None
+        return max(0.0, 1.0 - self.bound_s / self.objective_s) if self.objective_s > 0 else 0.0
+
+
+def solve(program: Program, *, hint: Timeline | None, seed: int, effort: float, time_limit_s: float) -> Outcome:
+    """Solves a program.
+
+    Args:
+        program: The program.
+        hint: A simulated step that is a solution of it, to start from.
+        seed: Of the solver.
+        effort: Limit in deterministic seconds.
+        time_limit_s: Limit in seconds, inf for none.
+    """
+    cp_model = solver_library()
+    if hint is not None:
+        add_hint(program, hint)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.interleave_search = True  # the portfolio of searches in turns, which stays deterministic
+    solver.parameters.random_seed = seed % (1 << 31)
+    solver.parameters.max_deterministic_time = effort
+    if math.isfinite(time_limit_s):
+        solver.parameters.max_time_in_seconds = max(time_limit_s, 0.01)
+    solutions: list[Solution] = []
+
+    class Keep(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
+        def on_solution_callback(self) -> None:
+            solutions.append(_read(program, self.value, self.boolean_value))
+
+    status = solver.solve(program.model, Keep())
+    name = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}.get(
+        status, "unknown"
+    )
+    ticks = program.instance.ticks
+    if name == "infeasible":
+        return Outcome(name, None, math.inf, ())
+    bound = ticks.seconds(max(0.0, float(solver.best_objective_bound)))
+    if name == "unknown":
+        return Outcome(name, None, bound, ())
+    return Outcome(name, ticks.seconds(solver.objective_value), bound, tuple(solutions[::-1]))
+
+
+def _read(program: Program, value: Any, boolean: Any) -> Solution:
+    devices = [next(d for d, literal in literals.items() if boolean(literal)) for literals in program.place]
+    return Solution(np.array(devices, dtype=np.int32), np.array([value(start) for start in program.start], dtype=np.int64))
+
+
+def add_hint(program: Program, line: Timeline) -> None:
+    """Tells the solver of a simulated step, with devices renamed so that it obeys the symmetry breaking."""
+    instance, model = program.instance, program.model
+    given = np.zeros(len(program.place), dtype=np.int32)
+    given[instance.problem.op_group] = line.device_of_op
+    names = relabel(program, given)
+    devices = names[given].tolist()
+    for group, literals in enumerate(program.place):
+        for device, literal in literals.items():
+            model.add_hint(literal, devices[group] == device)
+    start = instance.ticks.down(line.start_s).tolist()
+    for task, variable in enumerate(program.start):
+        model.add_hint(variable, start[task])
+    assert line.step_time_s is not None
+    model.add_hint(program.makespan, int(instance.ticks.down(np.array([line.step_time_s]))[0]))
+    for (first, second), literal in program.apart.items():
+        model.add_hint(literal, devices[first] != devices[second])
+    moved = _moved(program, line, names)
+    for key, literal in program.needed.items():
+        model.add_hint(literal, key in moved)
+    for key, variable in program.sent.items():
+        if key in moved:
+            model.add_hint(variable, moved[key][0])
+    for (value, source, device), literal in program.carried.items():
+        if literal is not program.needed[value, device]:
+            model.add_hint(literal, (value, device) in moved and moved[value, device][1] == source)
+
+
+def _moved(program: Program, line: Timeline, names: NDArray[np.int32]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Start in ticks and source of every transfer, by value and renamed destination."""
+    tasks = program.instance.tasks
+    number = {key: v for v, key in enumerate(zip(tasks.tensor.tolist(), tasks.value_microbatch.tolist(), strict=True))}
+    start = program.instance.ticks.down(line.transfer_start_s).tolist()
+    found = {}
+    rows = zip(
+        line.transfer_tensor.tolist(), line.transfer_microbatch.tolist(), line.transfer_source.tolist(),
+        line.transfer_destination.tolist(), start, strict=True,
+    )  # fmt: skip
+    for tensor, microbatch, source, destination, begun in rows:
+        found[number[tensor, microbatch], int(names[destination])] = (begun, int(names[source]))
+    return found

@@ -65,7 +65,7 @@ def explain(entries: Sequence[Entry]) -> list[str]:
             lines.append(f"  {entry['kind']}: {str(entry['reason']).partition(';')[0]}")
     late = sum(str(entry["reason"]).startswith("not tried: the time") for entry in entries)
     if late:
-        lines.append(f"  {late} strategies were not tried for lack of time; a larger --time-limit tries them")
+        lines.append(f"  not tried for lack of time: {late} strategies; a larger --time-limit tries them")
     return lines
 
 

@@ -34,7 +34,7 @@ from rlplace.planners.floor import one_shot
 from rlplace.planners.subsets import device_subsets
 from rlplace.problem import Problem
 
-MAX_LAYERS = 2048
+MAX_LAYERS = 512
 """Layers that are told apart; neighbours are merged beyond."""
 
 

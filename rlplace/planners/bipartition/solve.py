@@ -51,8 +51,9 @@ def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None) -
     """The smallest largest cost of a worker; inf where memory limits leave no cuts. Arguments as for `bi_partition`."""
     pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
     arrays = _arrays(chain, pipeline)
-    # The layer-wise optimum bounds everything else, which prunes most pairs of cuts.
-    bound, _ = _run(chain, pipeline, arrays, 0, np.inf, False)
+    # Any cuts bound the layer-wise optimum, and that bounds everything else, which prunes most pairs of cuts.
+    bound = min(_cuts(cuts, cuts, arrays).bottleneck_s for cuts in _quick_cuts(chain, arrays[0] + arrays[1]))
+    bound, _ = _run(chain, pipeline, arrays, 0, bound, False)
     reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
     return _run(chain, pipeline, arrays, reach, bound, False)[0] if reach else bound
 
@@ -104,6 +105,23 @@ def _rows(cuts: list[int]) -> NDArray[np.int64]:
 def cost_of(chain: Chain, workers: Workers, forward: Any, backward: Any) -> Cuts:
     """The cuts that are given, with what each worker costs (inf where its memory does not suffice)."""
     return _cuts(list(forward), list(backward), _arrays(chain, workers))
+
+
+def _quick_cuts(chain: Chain, prefix: NDArray[np.float64]) -> list[list[int]]:
+    """Layer-wise cuts: everything on the quickest worker, and equal loads without communication."""
+    workers, layers = len(prefix), chain.num_layers
+    quickest = int(prefix[:, -1].argmin())
+    found = [[0] * (quickest + 1) + [layers] * (workers - quickest)]
+    low, high = 0.0, float(prefix[quickest, -1])
+    for _ in range(30):
+        middle = 0.5 * (low + high)
+        cuts = [0]
+        for row in prefix:
+            cuts.append(int(np.searchsorted(row, row[cuts[-1]] + middle, side="right")) - 1)
+        low, high = (low, middle) if cuts[-1] == layers else (middle, high)
+        if cuts[-1] == layers:
+            found[1:] = [cuts]
+    return found
 
 
 def _run(

@@ -1,7 +1,7 @@
 """Building a layer graph layer by layer, as a network is written down.
 
-A `Tensor` knows who makes it and how; adding a layer says how it reads its inputs, and the edges follow. An input of the network
-has no producer and costs nothing to bring.
+A `Tensor` knows who makes it and how; adding a layer says how it reads its inputs, and the edges follow. An input of the
+network has no producer and costs nothing to bring.
 """
 
 from __future__ import annotations

@@ -108,7 +108,9 @@ class CnnBuilder(GraphBuilder):
         """A layer whose iteration space is its output image."""
         dims = tuple(Dim(name, size) for name, size in zip("bchw", sizes, strict=True))
         layout = tuple((name,) for name in "bchw")
-        return self.add(self._name(kind), kind, dims, terms, [(x, layout) for x in inputs], tuple(zip(sizes, layout)))
+        return self.add(
+            self._name(kind), kind, dims, terms, [(x, layout) for x in inputs], tuple(zip(sizes, layout, strict=True))
+        )
 
 
 def alexnet(batch: int = 128) -> LayerGraph:

@@ -4,25 +4,49 @@ All costs are tables over one or two layers' configurations. Eliminating layer v
 minimum over v's configurations for every combination of the others (its dependent set), remembers the arg-min, and puts the
 result back as one table. When no layer is left, the number that remains is the optimum, and the arg-mins are read backwards.
 This is the paper's recurrence (its components are the tables that an earlier elimination left behind), for any order.
+
+The sum itself is never stored: with one layer w of the dependent set picked out, it is ``P[rest, v] + Q[rest, v, w]``, P and Q
+being small, and one compiled loop takes the minimum over v (a min-plus product).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.errors import InputError
 from rlplace.planners.pase.costs import CostTables, FloatArray, cost_tables
 from rlplace.planners.pase.layers import LayerGraph, Machine, SearchStatistics, Strategy, strategy_of
 from rlplace.planners.pase.order import dependent_sets, min_degree
 
-CHUNK_ELEMENTS = 1 << 22
-"""Combinations that are added up at a time; bounds the memory beside the tables themselves."""
+IntpArray = NDArray[np.intp]
 
-Table = tuple[tuple[int, ...], FloatArray]
-"""Layers, ascending, and a cost for every combination of their configurations."""
+MAX_TABLES_BYTES = 8 << 30
+"""What tables and arg-mins may take together; a search that would need more is refused before it starts."""
+
+MAX_SUM_BYTES = 1 << 28
+"""What the sum of several tables may take while a layer is eliminated; beyond that it is done piece by piece."""
+
+MAX_CONFIGURATIONS = 1 << 16
+"""Configurations of a layer; arg-mins are stored in two bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A cost for every combination of some layers' configurations.
+
+    Attributes:
+        scope: Layers, one an axis.
+        values: Array with one axis a layer.
+    """
+
+    scope: tuple[int, ...]
+    values: FloatArray
 
 
 def solve(graph: LayerGraph, devices: int, *, machine: Machine | None = None, order: Sequence[int] | None = None) -> Strategy:
@@ -33,84 +57,152 @@ def solve(graph: LayerGraph, devices: int, *, machine: Machine | None = None, or
         devices: p, most devices a layer may use.
         machine: Rates that turn words into FLOP; default: the paper's.
         order: Elimination order as layer indices; default: minimum degree. Any order gives the same cost.
+
+    Raises:
+        InputError: Fewer than one device, an order that is none, or tables beyond `MAX_TABLES_BYTES`, or a layer with more
+            than `MAX_CONFIGURATIONS` configurations.
     """
     start_s = time.perf_counter()
     tables = cost_tables(graph, devices, machine or Machine())
     order = min_degree(graph) if order is None else tuple(order)
-    chosen, statistics = eliminate(graph, tables, order, start_s)
+    sets = dependent_sets(graph, order)
+    counts = [len(rows) for rows in tables.configurations]
+    most_bytes = _tables_bytes(graph, order, sets, counts)
+    chosen = eliminate(graph, tables, order, sets)
+    combinations = [0] * len(counts)
+    for vertex, later in zip(order, sets, strict=True):
+        combinations[vertex] = prod(counts[other] for other in (vertex, *later))
     found = tables.strategy(graph, devices, chosen)
+    statistics = SearchStatistics(
+        largest_configurations=max(counts),
+        largest_dependent_set=max(len(later) for later in sets),
+        largest_product=max(combinations),
+        combinations=tuple(combinations),
+        order=order,
+        tables_bytes=most_bytes,
+        seconds=time.perf_counter() - start_s,
+    )
     return strategy_of(graph, devices, found.configurations, found.cost_flop, statistics)
 
 
-def eliminate(
-    graph: LayerGraph, tables: CostTables, order: Sequence[int], start_s: float
-) -> tuple[NDArray[np.int64], SearchStatistics]:
-    """The best configuration of every layer, by index, and what finding it took."""
-    sets = dependent_sets(graph, order)
-    counts = [len(rows) for rows in tables.configurations]
-    live = [((vertex,), cost) for vertex, cost in enumerate(tables.layer_flop)]
+def eliminate(graph: LayerGraph, tables: CostTables, order: Sequence[int], sets: Sequence[tuple[int, ...]]) -> IntpArray:
+    """The best configuration of every layer, by index.
+
+    Args:
+        graph: Layers and tensors.
+        tables: Costs.
+        order: Elimination order.
+        sets: The dependent set of each vertex of the order.
+    """
+    waiting: list[list[Table]] = [[Table((vertex,), cost)] for vertex, cost in enumerate(tables.layer_flop)]
+    place = {vertex: i for i, vertex in enumerate(order)}
+
+    def hand_on(table: Table) -> None:
+        """Leaves a table with the layer of its scope that goes first."""
+        if table.scope:
+            waiting[min(table.scope, key=place.__getitem__)].append(table)
+
     for edge, cost in zip(graph.edges, tables.edge_flop, strict=True):
-        live.append(((edge.source, edge.target), cost) if edge.source < edge.target else ((edge.target, edge.source), cost.T))
-    arg_mins: dict[int, NDArray[np.integer]] = {}
-    combinations = [0] * len(counts)
-    most_bytes = held_bytes = 0
+        hand_on(Table((edge.source, edge.target), cost))
+    arg_mins: dict[int, tuple[tuple[int, ...], NDArray[np.uint16]]] = {}
     for vertex, later in zip(order, sets, strict=True):
-        mine = [table for table in live if vertex in table[0]]
-        live = [table for table in live if vertex not in table[0]]
-        best, arg_mins[vertex] = _minimise(mine, vertex, later, counts)
-        live.append((later, best))
-        combinations[vertex] = counts[vertex] * best.size
-        held_bytes += arg_mins[vertex].nbytes
-        most_bytes = max(most_bytes, held_bytes + sum(table.nbytes for scope, table in live if len(scope) > 2))
-    chosen = np.zeros(len(counts), dtype=np.int64)
-    for vertex, later in zip(reversed(order), reversed(sets), strict=True):
-        chosen[vertex] = arg_mins[vertex][tuple(chosen[other] for other in later)]
-    statistics = SearchStatistics(
-        max(counts),
-        max(len(later) for later in sets),
-        max(combinations),
-        tuple(combinations),
-        tuple(order),
-        most_bytes,
-        time.perf_counter() - start_s,
-    )
-    return chosen, statistics
+        table, arg_min = _minimise(waiting[vertex], vertex, later)
+        waiting[vertex] = []
+        arg_mins[vertex] = table.scope, arg_min
+        hand_on(table)
+    chosen = np.zeros(len(order), dtype=np.intp)
+    for vertex in reversed(order):
+        scope, arg_min = arg_mins[vertex]
+        chosen[vertex] = arg_min[tuple(chosen[other] for other in scope)]
+    return chosen
 
 
-def _minimise(
-    tables: list[Table], vertex: int, later: tuple[int, ...], counts: list[int]
-) -> tuple[FloatArray, NDArray[np.integer]]:
-    """Minimum and arg-min over one layer's configurations of a sum of tables, indexed by the dependent set."""
-    axes = (*later, vertex)
-    parts = [_aligned(table, axes) for table in tables]
-    shape = tuple(counts[other] for other in later)
-    best = np.empty(shape)
-    arg = np.empty(shape, dtype=np.uint16 if counts[vertex] <= 1 << 16 else np.int64)
+def _tables_bytes(graph: LayerGraph, order: Sequence[int], sets: Sequence[tuple[int, ...]], counts: list[int]) -> int:
+    """Most bytes of tables and arg-mins at any time; known before a table is filled.
+
+    Raises:
+        InputError: More than `MAX_TABLES_BYTES`.
+    """
+    place = {vertex: i for i, vertex in enumerate(order)}
+    freed = [0] * (len(order) + 1)
+    tables = arg_mins = most = 0
+    for i, (vertex, later) in enumerate(zip(order, sets, strict=True)):
+        size = prod(counts[other] for other in later)
+        arg_mins += 2 * size
+        tables += 8 * size
+        most = max(most, tables + arg_mins)
+        freed[min((place[other] for other in later), default=len(order))] += 8 * size
+        tables -= freed[i]
+    if most > MAX_TABLES_BYTES or max(counts) > MAX_CONFIGURATIONS:
+        raise InputError(
+            f"layer graph {graph.name!r}: the search needs {most:.3g} bytes of tables (limit {MAX_TABLES_BYTES:.3g}) and "
+            f"{max(counts)} configurations a layer (limit {MAX_CONFIGURATIONS}); use fewer devices, merge layers or raise smallest_part"
+        )
+    return most
+
+
+def _minimise(tables: list[Table], vertex: int, later: tuple[int, ...]) -> tuple[Table, NDArray[np.uint16]]:
+    """Minimum over one layer's configurations of a sum of tables, for every combination of its dependent set."""
+    from rlplace.planners.pase.kernel import min_plus
+
+    counts = {axis: size for table in tables for axis, size in zip(table.scope, table.values.shape, strict=True)}
     if not later:
-        total = sum(parts[1:], parts[0])
-        arg[()] = total.argmin()
-        best[()] = total.min()
-        return best, arg
-    rows = max(1, CHUNK_ELEMENTS * shape[0] // (counts[vertex] * max(1, best.size)))
-    for first in range(0, shape[0], rows):
-        piece = slice(first, min(first + rows, shape[0]))
-        total = _sum([part[piece] if part.shape[0] > 1 else part for part in parts], (piece.stop - first, *shape[1:]))
-        arg[piece] = total.argmin(axis=-1)
-        best[piece] = total.min(axis=-1)
-    return best, arg
+        total = _sum(tables, (vertex,))
+        return Table((), np.array(total.min())), np.array(total.argmin(), dtype=np.uint16)
+    column = min(later, key=lambda axis: (_union(tables, axis, counts), -counts[axis]))
+    rest = tuple(axis for axis in later if axis != column)
+    if rest and 8 * _union(tables, column, counts) > MAX_SUM_BYTES:
+        return _piece_by_piece(tables, vertex, rest[0], (*rest[1:], column), counts[rest[0]])
+    left = _sum([table for table in tables if column not in table.scope], (*rest, vertex))
+    right = _sum([table for table in tables if column in table.scope], (*rest, vertex, column))
+    shape = tuple(counts[axis] for axis in rest)
+    # A side that does not depend on the layer itself still has to be as long as it.
+    left = np.broadcast_to(left, (*left.shape[:-1], counts[vertex]))
+    right = np.broadcast_to(right, (*right.shape[:-2], counts[vertex], counts[column]))
+    values, arg_min = min_plus(
+        np.ascontiguousarray(left).reshape(-1, counts[vertex]),
+        np.ascontiguousarray(right).reshape(-1, counts[vertex], counts[column]),
+        _rows(left.shape[:-1], shape),
+        _rows(right.shape[:-2], shape),
+    )
+    shape = (*shape, counts[column])
+    return Table((*rest, column), values.reshape(shape)), arg_min.reshape(shape)
 
 
-def _aligned(table: Table, axes: tuple[int, ...]) -> FloatArray:
-    """A table with one axis for each of `axes`, of length one where it does not depend on it."""
-    scope, cost = table
-    cost = cost.transpose([scope.index(axis) for axis in axes if axis in scope])
-    return cost.reshape([cost.shape[[a for a in axes if a in scope].index(axis)] if axis in scope else 1 for axis in axes])
+def _piece_by_piece(
+    tables: list[Table], vertex: int, axis: int, later: tuple[int, ...], count: int
+) -> tuple[Table, NDArray[np.uint16]]:
+    """The same for each configuration of one layer of the dependent set in turn, so that sums of tables stay small."""
+    pieces = []
+    for i in range(count):
+        fixed = []
+        for table in tables:
+            if axis in table.scope:
+                scope = tuple(other for other in table.scope if other != axis)
+                fixed.append(Table(scope, table.values.take(i, axis=table.scope.index(axis))))
+            else:
+                fixed.append(table)
+        pieces.append(_minimise(fixed, vertex, later))
+    scope = (axis, *pieces[0][0].scope)
+    return Table(scope, np.stack([table.values for table, _ in pieces])), np.stack([arg_min for _, arg_min in pieces])
 
 
-def _sum(parts: list[FloatArray], shape: tuple[int, ...]) -> FloatArray:
-    """Sum of broadcast arrays, small ones first so that big ones are touched once."""
-    parts = sorted(parts, key=lambda part: part.size)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return np.broadcast_to(total, (*shape, total.shape[-1]))
+def _union(tables: list[Table], axis: int, counts: dict[int, int]) -> int:
+    """Size of the sum of the tables that mention a layer."""
+    return prod(counts[other] for other in {other for table in tables if axis in table.scope for other in table.scope})
+
+
+def _sum(tables: list[Table], axes: tuple[int, ...]) -> FloatArray:
+    """Sum of tables with one axis for each of `axes`, of length one where no table depends on it but for the last two."""
+    total = np.zeros((1,) * len(axes))
+    for table in sorted(tables, key=lambda table: table.values.size):
+        mine = [axis for axis in axes if axis in table.scope]
+        values = table.values.transpose([table.scope.index(axis) for axis in mine])
+        shape = [values.shape[mine.index(axis)] if axis in mine else 1 for axis in axes]
+        total = total + values.reshape(shape)
+    return total
+
+
+def _rows(shape: tuple[int, ...], full: tuple[int, ...]) -> IntpArray:
+    """For every combination of the axes `full`, the flat index in an array of that many axes, some of length one."""
+    return np.ascontiguousarray(np.broadcast_to(np.arange(prod(shape)).reshape(shape), full)).reshape(-1)

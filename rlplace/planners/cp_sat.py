@@ -2,9 +2,9 @@
 
 Problem: step time of the executor, memory included, over all assignments and all orders of ops on devices. The program
 (`rlplace.planners.dlplacer.program`) has every simulated step among its solutions, so what the solver proves is a lower bound
-for every plan, whatever its order or schedule. The floor, `best`, is the hint. The best solutions are each simulated three ways:
-with default priorities, with the solver's starts as priorities, and with its order of ops on every device; the fastest is the
-plan. ``plan.predicted["proof"]`` says what is known: `lower_bound_s`, the `gap` of the plan's step time to it, `status`
+for every plan, whatever its order or schedule. The floor, `best`, is the hint. The best solutions are each simulated three
+ways: with default priorities, with the solver's starts as priorities, and with its order of ops on every device; the fastest is
+the plan. ``plan.predicted["proof"]`` says what is known: `lower_bound_s`, the `gap` of the plan's step time to it, `status`
 (``"optimal"`` when there is no gap), and the program's own status and makespan.
 
 Solver: Perron, Didier, "CP-SAT", the constraint solver of OR-tools (the extra `exact`). The program is the one of `dlplacer`;

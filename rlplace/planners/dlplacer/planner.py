@@ -1,0 +1,172 @@
+"""DLPlacer: an exact placement program on a coarsened graph.
+
+Problem: step time of one training step whose ops are spread over the devices of a replica (the model-parallel half of hybrid
+parallelism; the other half is `rlplace.planners.dlplacer.hybrid`), with memory limits, groups that stay together and links that
+carry one transfer at a time.
+
+Paper: Pal, Ebrahimi, Zulfiqar, Fu, Zhang, Migacz, Nellans, Gupta, "Optimizing multi-GPU parallelization strategies for deep
+learning training", IEEE Micro 39(5), 2019 (arXiv 1907.13257). The paper's are hybrid parallelism and an exact placement of part
+of the model's graph on a hardware graph. Its program is not published in full; the one here is a reconstruction: placement,
+start times, one op at a time on a device, transfers that overlap with compute, memory, link capacity, symmetry breaking. The
+paper uses an integer linear program; ours goes to CP-SAT, which has intervals, and is an integer program all the same.
+
+Steps: the graph is shrunk to at most `groups` nodes (`coarsen`: groups of no work join a neighbour, chains are fused, then
+pairs with much traffic); the program of the coarse problem is solved under a limit, with the better of `best` on the coarse
+problem and `best` on the problem itself as the hint; its solutions go back to the problem's groups, are simulated and repaired
+like any candidate. The floor is a candidate too, so the plan is never worse than `best`. ``plan.predicted["proof"]`` holds what
+the solver proved of the coarse program: it says nothing about plans that split a node, and the executor's step time may differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlplace.errors import InputError
+from rlplace.plan import PlacementPlan
+from rlplace.planners.best import best_answer, warm_up
+from rlplace.planners.dlplacer.coarsen import coarsen
+from rlplace.planners.dlplacer.contract import contract
+from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
+from rlplace.planners.dlplacer.memory import limit_static
+from rlplace.planners.dlplacer.program import Program, build_program, solver_library
+from rlplace.planners.dlplacer.solve import Outcome, solve
+from rlplace.planners.evaluate import Answer, Assignment, Deadline, Evaluator, Execution
+from rlplace.planners.floor import best_of, finish
+from rlplace.planners.shortage import check_possible
+from rlplace.problem import Problem
+from rlplace.simulator import Timeline
+
+GROUPS = 32
+"""Nodes of the coarse graph."""
+
+EFFORT = 20.0
+"""Default limit in the solver's deterministic seconds."""
+
+MAX_CARRIED = 4000
+"""Ways that tensors can go; with more of them, transfers are not kept apart on channels."""
+
+_CANDIDATES = 8
+"""Solutions that are simulated, the best ones."""
+
+_KEPT_S = 0.15
+"""Share of the time limit that is kept for what comes after the solver."""
+
+
+def dlplacer(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    groups: int = GROUPS,
+    effort: float = EFFORT,
+    contention: bool | None = None,
+    **execution: Any,
+) -> PlacementPlan:
+    """The best plan that the coarse program leads to; see the module docstring.
+
+    Args:
+        problem: The problem.
+        seed: Of the solver.
+        time_limit_s: Seconds, floor included; without it the result depends on the problem and the seed alone.
+        groups: Nodes of the coarse graph; problems with fewer groups are not coarsened.
+        effort: Limit in the solver's deterministic seconds.
+        contention: Whether channels carry one transfer at a time in the program; None: where that keeps it small enough.
+        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+
+    Raises:
+        InfeasibleError: Neither the floor nor the program led to a plan that fits.
+        MissingError: OR-tools is not installed.
+    """
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise InputError(f"dlplacer: groups: expected a whole number from 1 up, found {groups!r}")
+    run = Execution(**execution)
+    solver_library()
+    check_possible(problem)
+    warm_up()
+    deadline = Deadline(time_limit_s)
+    evaluator = Evaluator(problem, run)
+    floor = best_answer(problem, evaluator, deadline)
+    node_of_group = coarsen(problem, groups)
+    coarse = contract(problem, node_of_group)
+    hint = _hint(coarse, node_of_group, floor, deadline)
+    left_s = deadline.left_s()
+    solver_s = left_s if math.isinf(left_s) else max(0.0, left_s - _KEPT_S * (time_limit_s or 0.0))
+    outcome, program = _solve(coarse, hint, contention=contention, seed=seed, effort=effort, time_limit_s=solver_s)
+
+    def candidates() -> Iterator[Assignment]:
+        if floor is not None:
+            yield floor.devices
+        for solution in outcome.solutions[:_CANDIDATES]:
+            yield solution.device_of_group[node_of_group]
+
+    answer = best_of(problem, candidates(), evaluator, deadline)
+    if answer is not None and floor is not None and floor.score.rank < answer.score.rank:
+        answer = floor
+    plan = finish(problem, answer, run, planner="dlplacer", seed=seed)
+    facts = _proof(outcome, coarse, program.instance, contention=bool(program.carried))
+    return plan.with_predicted({**plan.predicted, "proof": facts})
+
+
+def _hint(coarse: Problem, node_of_group: Any, floor: Answer | None, deadline: Deadline) -> Timeline | None:
+    """The best simulated step of the coarse problem that is known without the solver."""
+    evaluator = Evaluator(coarse)
+    answers = [best_answer(coarse, evaluator, deadline)]
+    if floor is not None:
+        nodes = coarse.num_groups
+        votes = np.zeros((nodes, coarse.num_devices), dtype=np.int64)
+        np.add.at(votes, (node_of_group, floor.devices), 1)
+        votes[~coarse.group_allowed] = -1
+        answers.append(evaluator.answer(votes.argmax(axis=1).astype(np.int32)))
+    known = [a for a in answers if a is not None and a.score.feasible]
+    if not known:
+        return None
+    return evaluator.timeline(min(known, key=lambda a: a.score.rank).devices)
+
+
+def _solve(
+    coarse: Problem, hint: Timeline | None, *, contention: bool | None, seed: int, effort: float, time_limit_s: float
+) -> tuple[Outcome, Program]:
+    """Solves the coarse program; when its estimate of memory leaves no solution, without it: the repair comes later."""
+    horizon_s = safe_horizon_s(coarse) if hint is None else hint.step_time_s
+    assert horizon_s is not None
+    instance = make_instance(coarse, horizon_s)
+    if contention is None:
+        contention = _ways(instance) <= MAX_CARRIED
+    program = build_program(instance, contention=contention)
+    limit_static(program)
+    outcome = solve(program, hint=hint, seed=seed, effort=effort, time_limit_s=time_limit_s)
+    if outcome.status == "infeasible":
+        program = build_program(instance, contention=contention)
+        outcome = solve(program, hint=hint, seed=seed, effort=effort, time_limit_s=time_limit_s)
+        outcome = replace(outcome, status=f"{outcome.status} without memory" if outcome.solutions else outcome.status)
+    return outcome, program
+
+
+def _ways(instance: Instance) -> int:
+    """Sender and receiver pairs over all values that may be sent."""
+    allowed = instance.problem.group_allowed.sum(axis=1)
+    total = 0
+    for value, home in enumerate(instance.holder.tolist()):
+        if any(instance.group[task] != home for task in instance.readers[value]):
+            total += int(allowed[home]) * (instance.problem.num_devices - 1)
+    return total
+
+
+def _proof(outcome: Outcome, coarse: Problem, instance: Instance, *, contention: bool) -> dict[str, Any]:
+    finite = math.isfinite(outcome.bound_s)
+    return {
+        "program": "coarse",
+        "status": outcome.status,
+        "objective_s": outcome.objective_s,
+        "lower_bound_s": outcome.bound_s if finite else None,
+        "gap": outcome.gap,
+        "nodes": coarse.num_groups,
+        "ops": coarse.num_ops,
+        "contention": contention,
+        "exact_times": instance.ticks.exact,
+    }

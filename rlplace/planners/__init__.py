@@ -31,6 +31,7 @@ PLANNERS: dict[str, str] = {
     "compiler": "rlplace.planners.compiler.planner:compiler",
     "pardnn": "rlplace.planners.pardnn.planner:pardnn",
     "accelerate": "rlplace.planners.accelerate:accelerate",
+    "pipedream": "rlplace.planners.pipedream:pipedream",
     "gpipe": "rlplace.planners.gpipe:gpipe",
     "bipartition": "rlplace.planners.bipartition.planner:bipartition",
     "brkga": "rlplace.planners.brkga:brkga",

@@ -19,7 +19,7 @@ from rlplace.planners.bounds import lower_bounds
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
-SEARCH = ("annealing", "local_search")
+SEARCH = ("annealing", "local_search", "brkga")
 
 
 def problems(groups: int) -> list[Problem]:

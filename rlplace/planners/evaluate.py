@@ -162,6 +162,12 @@ class Evaluator:
         self._count()
         return Score(*self._simulator.evaluate(devices))
 
+    def scores(self, devices: NDArray[np.int32]) -> list[Score]:
+        """Scores of the rows of an int32 [K, G]; K calls."""
+        self._count(len(devices))
+        step, overflow = self._simulator.evaluate_many(devices)
+        return [Score(*pair) for pair in zip(step.tolist(), overflow.tolist(), strict=True)]
+
     def answer(self, devices: Assignment) -> Answer:
         """Score and peaks of an assignment; `devices` must not change afterwards."""
         score = self.score(devices)
@@ -172,7 +178,7 @@ class Evaluator:
         self._count()
         return simulate(self.problem, devices, **self.execution.arguments, **order)
 
-    def _count(self) -> None:
-        self.calls += 1
+    def _count(self, calls: int = 1) -> None:
+        self.calls += calls
         for counter in _counters:
-            counter.calls += 1
+            counter.calls += calls

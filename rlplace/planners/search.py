@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
-from rlplace.planners.best import best_answer, warm_up
+from rlplace.planners.best import floor_answers, warm_up
 from rlplace.planners.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution, Score
 from rlplace.planners.repair import legalize
 from rlplace.planners.shortage import check_possible
@@ -30,6 +30,7 @@ class Search:
         score: Its score.
         best_devices: int32 [G], the best assignment so far.
         best_score: Its score.
+        starts: The floor's answers, one a one-shot planner and the best first, or the given start alone.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class Search:
         warm_up()
         self.deadline = Deadline(time_limit_s)
         self.evaluator = Evaluator(problem, execution)
-        answer = self._start(problem, start)
+        self.starts = self._start(problem, start)
+        answer = self.starts[0]
         self.calls = CALLS if calls is None and time_limit_s is None else calls
         self._first = self.evaluator.calls
         self._began_s = self.deadline.left_s()
@@ -57,15 +59,14 @@ class Search:
         self.score = self.best_score = answer.score
         self.best_devices: Assignment = answer.devices
 
-    def _start(self, problem: Problem, start: Start) -> Answer:
-        if start is None:
-            answer = best_answer(problem, self.evaluator, self.deadline)
-            assert answer is not None  # the first candidate is always looked at
-            return answer
+    def _start(self, problem: Problem, start: Start) -> list[Answer]:
+        if start is None:  # the first candidate is always looked at
+            answers = [answer for _, answer in floor_answers(problem, self.evaluator, self.deadline)]
+            return sorted(answers, key=lambda answer: answer.score.rank)
         devices = start.device_of_group if isinstance(start, PlacementPlan) else np.asarray(start)
         if devices.shape != (problem.num_groups,):
             raise InputError(f"start has {devices.shape} entries, the problem {problem.num_groups} groups")
-        return self.evaluator.answer(legalize(problem, devices))
+        return [self.evaluator.answer(legalize(problem, devices))]
 
     def used(self) -> int:
         """Simulator calls after the floor."""
@@ -91,6 +92,14 @@ class Search:
         for group, _ in move:
             self._buffer[group] = self.devices[group]
         return score
+
+    def evaluate_many(self, devices: NDArray[np.int32]) -> list[Score]:
+        """Scores the rows of an int32 [K, G]; nothing is kept but a new best answer."""
+        scores = self.evaluator.scores(devices)
+        for row, score in zip(devices, scores, strict=True):
+            if score.rank < self.best_score.rank:
+                self.best_devices, self.best_score = row.copy(), score
+        return scores
 
     def accept(self, move: list[tuple[int, int]], score: Score) -> None:
         """Makes a move that was evaluated."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import (
@@ -22,9 +23,11 @@ from rlplace.cli.common import (
 )
 from rlplace.cli.compare_table import show, to_csv
 from rlplace.errors import InputError
+from rlplace.plan.plan import FREE_SCHEDULES
 
 if TYPE_CHECKING:
     from rlplace.cli.common import Captured
+    from rlplace.cluster.spec import Cluster
     from rlplace.comparing import Case
     from rlplace.comparing.run import Report
     from rlplace.placing import Priced
@@ -48,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls", type=positive, metavar="N", help="simulator calls after the floor for every search, instead of time"
     )
+    parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of --batch samples (1)")
+    parser.add_argument("--schedule", choices=FREE_SCHEDULES, help="how micro-batches take turns (each planner's own way)")
     parser.add_argument("--split", action="store_true", help="all planners also on the problem with its backward split off")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
@@ -69,14 +74,22 @@ def run(options: argparse.Namespace) -> int:
     if options.resume and not options.out:
         raise InputError("--resume goes on with a file; name it with --out")
     cases = _cases(options)
-    settings = Settings(options.calls, options.time_limit, options.seeds, options.global_batch, options.agent)
+    settings = Settings(
+        calls=options.calls,
+        time_limit_s=options.time_limit,
+        seeds=options.seeds,
+        global_batch=options.global_batch,
+        microbatches=options.microbatches,
+        schedule=options.schedule,
+        agent=options.agent,
+    )
     store = Store(settings, options.out, resume=options.resume)
     if store.rows:
         say(f"{options.out}: {len(store.rows)} rows are there already")
-    interrupted = False
+    interrupted, failures = False, []
     try:
         with _progress(len(cases) * count_rows(names, split=options.split)) as report:
-            compare(cases, names, store, split=options.split, report=report)
+            failures = compare(cases, names, store, split=options.split, report=report)
     except KeyboardInterrupt:
         interrupted = True
     found = gather(store, cases, names, split=options.split)
@@ -91,7 +104,11 @@ def run(options: argparse.Namespace) -> int:
         kept = f"{options.out} has them, --resume goes on" if options.out else "--out would have kept them for --resume"
         say(f"rlplace: interrupted after {len(found.rows)} rows; {kept}")
         return 130
-    return 0
+    for case, error in failures:
+        if options.debug:
+            raise error
+        say(f"rlplace: {case.model} on {case.cluster or 'its devices'}: {' '.join(str(error).split())}")
+    return failures[0][1].exit_code if failures else 0
 
 
 def _planners(text: str) -> list[str]:
@@ -123,24 +140,31 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         if model in files:
             problem = load_problem(model, options)
             source = (problem.first.source or {}).get("cluster")
-            cases.append(Case(model, source if isinstance(source, str) else "", lambda problem=problem: problem))
+            cases.append(Case(model, source if isinstance(source, str) else "", functools.partial(_same, problem)))
             continue
-        once: list[Captured] = []
-
-        def load(text: str, model: str = model, once: list[Captured] = once) -> Priced:
-            if not once:
-                once.append(capture_model(model, options))
-            return price_model(once[0], machines[text], options).priced
-
-        cases += [Case(model, text, lambda text=text, load=load: load(text)) for text in texts]
+        captured = functools.cache(functools.partial(capture_model, model, options))
+        cases += [Case(model, text, functools.partial(_priced, captured, machines[text], options)) for text in texts]
     return cases
+
+
+def _same(priced: Priced) -> Priced:
+    return priced
+
+
+def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Priced:
+    return price_model(captured(), machine, options).priced
 
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Report]:
     """A bar on a terminal, one line a row elsewhere; always on stderr."""
     if not sys.stderr.isatty():
-        yield lambda text, finished: None if finished else say(text)
+
+        def line(text: str, finished: bool) -> None:
+            if not finished:
+                say(text)
+
+        yield line
         return
     from tqdm import tqdm
 

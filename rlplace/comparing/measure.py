@@ -6,9 +6,9 @@ import dataclasses
 import inspect
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rlplace.comparing.bounds import execution_bound
 from rlplace.comparing.records import APART, COST, FAILED, INFEASIBLE, MAKESPAN, MISSING, OK, RATE, Row, Settings
@@ -21,8 +21,34 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 SEEDED = frozenset({"random", "metis"})
 """Planners without a budget of calls whose plan depends on the seed; a test holds this list."""
+
+
+class Clock:
+    """Adds up the time of what it is put around.
+
+    Attributes:
+        seconds: So far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """The function, timed."""
+
+        def timed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        return timed
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +59,7 @@ class Target:
         model, cluster, split: Of its `ProblemInfo`.
         priced: What planners are given.
         bounds: `execution_bound` by fingerprint, micro-batches and replicas.
+        clock: Runs while other micro-batch sizes are captured and priced, which is no planner's time.
     """
 
     model: str
@@ -40,6 +67,15 @@ class Target:
     split: bool
     priced: Priced
     bounds: dict[tuple[str, int, int], tuple[float, str]] = field(default_factory=dict)
+    clock: Clock = field(default_factory=lambda: Clock())
+
+    @staticmethod
+    def of(model: str, cluster: str, priced: Priced, *, split: bool) -> Target:
+        """A target whose `clock` runs when `priced` works."""
+        clock = Clock()
+        graph_of = None if priced.graph_of is None else clock.around(priced.graph_of)
+        build = None if priced.build is None else clock.around(priced.build)
+        return Target(model, cluster, split, dataclasses.replace(priced, graph_of=graph_of, build=build), clock=clock)
 
     def bound(self, problem: Problem, microbatches: int, replicas: int) -> tuple[float, str]:
         """`execution_bound`, computed once."""
@@ -95,6 +131,12 @@ def is_random(name: str) -> bool:
     return name in SEEDED or takes_calls(name)
 
 
+def takes_microbatches(name: str) -> bool:
+    """Whether the planner can plan for several micro-batches."""
+    parameters = inspect.signature(get_planner(name)).parameters.values()
+    return any(p.name == "microbatches" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
 def warm_up(name: str, settings: Settings) -> None:
     """Plans a small problem, so that imports and compilation are on nobody's clock; what goes wrong shows in the rows."""
     try:
@@ -118,7 +160,7 @@ def run_row(name: str, target: Target, settings: Settings) -> Row:
         cluster=target.cluster,
         split=target.split,
         planner=name,
-        metric=(MAKESPAN if settings.global_batch is None else RATE) + (APART if target.split else ""),
+        metric=_asked_metric(name, settings) + (APART if target.split else ""),
         status=OK if bad is None else bad.status,
         reason=next((run.reason for run in runs if run.reason), None) if bad is None else bad.reason,
         random=shuffled,
@@ -135,7 +177,7 @@ def _run(name: str, target: Target, settings: Settings, seed: int) -> Run:
     limit = None if settings.calls is not None and takes_calls(name) else settings.time_limit_s
     measured: Measured | None = None
     status, reason, extra, took = OK, None, 0, None
-    begin = time.perf_counter()
+    priced_s, begin = target.clock.seconds, time.perf_counter()
     with count_calls() as counter:
         try:
             problem, plan = plan_priced(
@@ -154,7 +196,7 @@ def _run(name: str, target: Target, settings: Settings, seed: int) -> Run:
             status, reason = FAILED, _one_line(error)
         except Exception as error:  # a planner's bug is that planner's row, not the end of the comparison
             status, reason = FAILED, f"{type(error).__name__}: {_one_line(error)}"
-    seconds = time.perf_counter() - begin if took is None else took
+    seconds = (time.perf_counter() - begin if took is None else took) - (target.clock.seconds - priced_s)
     return Run(measured, status, reason, counter.calls + extra, seconds)
 
 
@@ -162,7 +204,16 @@ def _options(name: str, settings: Settings) -> dict[str, Any]:
     options: dict[str, Any] = {"agent": settings.agent} if name == "agent" else {}
     if settings.calls is not None and takes_calls(name):
         options["calls"] = settings.calls
+    if settings.microbatches > 1 and takes_microbatches(name):
+        options["microbatches"] = settings.microbatches
+        if settings.schedule is not None:
+            options["schedule"] = settings.schedule
     return options
+
+
+def _asked_metric(name: str, settings: Settings) -> str:
+    several = settings.microbatches > 1 and takes_microbatches(name)
+    return MAKESPAN if settings.global_batch is None and not several else RATE
 
 
 def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, split: bool) -> Measured:
@@ -188,8 +239,9 @@ def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, split:
     ]
     alone = settings.global_batch is None and plan.microbatches == replicas == 1
     said = plan.predicted.get("step_time_s")
-    same = said is None or math.isclose(said, line.step_time_s, rel_tol=1e-9)
-    remark = None if same else f"the planner said {1e3 * said:.3f} ms"
+    remark = None
+    if said is not None and not math.isclose(said, line.step_time_s, rel_tol=1e-9):
+        remark = f"the planner said {1e3 * said:.3f} ms"
     return Measured(
         (MAKESPAN if alone else RATE) + apart,
         plan,

@@ -42,7 +42,9 @@ class Settings:
         calls: Simulator calls after the floor for every search, which then has no time limit; None: searches have the time.
         time_limit_s: Wall time of a plan.
         seeds: Runs of whatever is random, with seeds 0, 1, ...
-        global_batch: Samples of a step; None: the micro-batch of the problem.
+        global_batch: Samples of a step, split over replicas and micro-batches; None: one replica.
+        microbatches: Passes of a step, for every planner that knows micro-batches; not with a global batch.
+        schedule: How micro-batches take turns; None: as each planner would have it.
         agent: Checkpoint of the planner `agent`.
         version: Of rlplace.
     """
@@ -51,6 +53,8 @@ class Settings:
     time_limit_s: float = 5.0
     seeds: int = 1
     global_batch: int | None = None
+    microbatches: int = 1
+    schedule: str | None = None
     agent: str = "default"
     version: str = __version__
 

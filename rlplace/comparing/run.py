@@ -12,7 +12,7 @@ from rlplace.comparing.records import COST, OK, RATE, REFERENCE, Comparison, Row
 from rlplace.comparing.store import Store
 from rlplace.comparing.summary import reference_of, summarize
 from rlplace.cost.split import split_backward
-from rlplace.errors import InputError
+from rlplace.errors import InputError, RlplaceError
 from rlplace.placing import Priced
 from rlplace.planners import get_planner
 
@@ -60,7 +60,7 @@ def compare(
     *,
     split: bool = False,
     report: Report | None = None,
-) -> None:
+) -> list[tuple[Case, RlplaceError]]:
     """Runs what is not in the store yet.
 
     Args:
@@ -70,24 +70,37 @@ def compare(
         split: All planners on the split problem as well.
         report: Told about progress.
 
+    Returns:
+        The cases that could not be loaded, with the reason; the others are compared all the same.
+
     Raises:
         InputError: An unknown planner, or a problem that differs from the one in the store.
     """
     tell = report or (lambda text, finished: None)
     for name in planners:
         get_planner(name)
-    if store.settings.global_batch is not None and (split or APART_PLANNERS & set(planners)):
-        raise InputError("a global batch is split over replicas, which split problems do not have; leave one of them out")
+    if store.settings.global_batch is not None:
+        if split or APART_PLANNERS & set(planners):
+            raise InputError("a global batch is not split over a problem whose backward is apart; leave one of them out")
+        if store.settings.microbatches > 1 or store.settings.schedule is not None:
+            raise InputError("a global batch chooses micro-batches and schedule itself; leave them out, or the global batch")
+    if store.settings.schedule is not None and store.settings.microbatches == 1:
+        raise InputError("a schedule is for several micro-batches; give their number as well")
     warm: set[str] = set()
+    failures: list[tuple[Case, RlplaceError]] = []
     for case in cases:
-        priced = case.load()
+        try:
+            priced = case.load()
+        except RlplaceError as error:
+            failures.append((case, error))
+            continue
         for apart, names in _asked(planners, split).items():
             if not names:
                 continue
             given = Priced.problem(split_backward(priced.first)) if apart else priced
             info = problem_info(given.first, case.model, case.cluster, split=apart)
             store.add_problem(info)
-            target = Target(case.model, case.cluster, apart, given)
+            target = Target.of(case.model, case.cluster, given, split=apart)
             for name in names:
                 if (case.model, case.cluster, apart, name, False, None, None) in store.rows:
                     tell("", True)
@@ -98,14 +111,16 @@ def compare(
                 tell(f"{case.model} on {case.cluster or 'its devices'}{', split' if apart else ''}: {name}", False)
                 _finish(run_row(name, target, store.settings), target, store)
                 tell("", True)
+    return failures
 
 
 def _finish(row: Row, target: Target, store: Store) -> None:
     """Stores a row with its ratio, after the row that it is measured against."""
     rows = list(store.rows.values())
     other = row if row.planner == REFERENCE else reference_of(row, rows)
-    if other is None and row.metric.startswith(RATE) and row.status == OK and row.samples is not None:
-        settings = dataclasses.replace(store.settings, global_batch=row.samples)
+    if other is None and not row.metric.startswith(COST) and row.status == OK and row.samples is not None:
+        batch = row.samples if row.metric.startswith(RATE) else None
+        settings = dataclasses.replace(store.settings, global_batch=batch, microbatches=1, schedule=None)
         made = run_row(REFERENCE, target, settings)
         # Even without a plan it is the row for this metric and this many samples, so that it is not tried again.
         other = dataclasses.replace(made, reference=True, metric=row.metric, samples=row.samples)

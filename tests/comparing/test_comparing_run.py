@@ -1,0 +1,264 @@
+"""A comparison: equal treatment, errors as rows, metrics kept apart, and going on after an interruption."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from comparing_helpers import case, register
+
+from rlplace.comparing import Settings, Store, compare, count_rows, gather
+from rlplace.comparing.measure import is_random, takes_calls
+from rlplace.comparing.records import APART, COST, MAKESPAN, RATE
+from rlplace.cost.split import split_backward
+from rlplace.errors import InfeasibleError, InputError, MissingError
+from rlplace.plan import make_plan
+from rlplace.planners import PLANNERS, get_planner
+from rlplace.planners.bounds import lower_bounds
+from rlplace.problem.generate import random_problem
+from rlplace.simulator import simulate
+
+
+def run(problems, planners, *, split=False, store=None, **settings):
+    cases = [case(problem, f"toy{number}") for number, problem in enumerate(problems)]
+    store = store or Store(Settings(**settings))
+    compare(cases, planners, store, split=split)
+    return gather(store, cases, planners, split=split)
+
+
+def test_rows_hold_what_the_simulator_says():
+    problem = random_problem(1, 14, 3, memory_factor=2.0)
+    found = run([problem], ["heft", "annealing"], calls=40, seeds=3)
+    assert [row.planner for row in found.rows] == ["best", "heft", "annealing"] and found.complete
+    best, heft, annealing = found.rows
+    plan = get_planner("heft")(problem)
+    line = simulate(problem, plan)
+    assert heft.step_time_s == line.step_time_s and heft.samples_per_s == pytest.approx(8 / line.step_time_s)
+    assert heft.ratio == heft.step_time_s / best.step_time_s and best.ratio == 1.0
+    limits = [device.memory_bytes for device in problem.devices]
+    assert heft.memory_share == max(line.peak_memory_bytes / limits)
+    assert (heft.random, heft.seeds, heft.spread_s) == (False, 1, None)
+    steps = [get_planner("annealing")(problem, seed=seed, calls=40).predicted["step_time_s"] for seed in range(3)]
+    assert (annealing.random, annealing.seeds) == (True, 3)
+    assert annealing.step_time_s == pytest.approx(np.mean(steps)) and annealing.spread_s == pytest.approx(np.ptp(steps))
+    assert annealing.simulator_calls == best.simulator_calls + 40  # the floor, and the budget
+    bounds = lower_bounds(problem)
+    info = found.problems[0]
+    assert info.critical_path_s == bounds.critical_path_s and heft.bound_s == pytest.approx(
+        max(bounds.step_time_s, info.memory_forced_s)
+    )
+    assert heft.gap == heft.step_time_s / heft.bound_s - 1 and heft.gap >= 0
+
+
+def test_the_agents_own_simulations_count(monkeypatch):
+    def agent_like(problem, *, seed=0, time_limit_s=None, calls=None):
+        predicted = {"search_calls": calls}
+        return make_plan(problem, [0] * problem.num_groups, planner="agent_like", seed=seed, predicted=predicted)
+
+    register(monkeypatch, agent_like=agent_like)
+    found = run([random_problem(1, 5, 2)], ["agent_like"], calls=17)
+    assert found.rows[-1].simulator_calls == 17
+
+
+def test_an_error_is_a_row_with_its_reason(monkeypatch):
+    def infeasible(problem, *, seed=0, time_limit_s=None):
+        raise InfeasibleError("gpu0 is\nfull")
+
+    def missing(problem, *, seed=0, time_limit_s=None):
+        raise MissingError("pip install it")
+
+    def refuses(problem, *, seed=0, time_limit_s=None):
+        raise InputError("needs kinds of ops")
+
+    def broken(problem, *, seed=0, time_limit_s=None):
+        return 1 / 0
+
+    def elsewhere(problem, *, seed=0, time_limit_s=None):
+        return make_plan(random_problem(99, 3, 2), [0, 0, 0], planner="elsewhere")
+
+    def optimist(problem, *, seed=0, time_limit_s=None):
+        return make_plan(problem, [0] * problem.num_groups, planner="optimist", predicted={"feasible": True})
+
+    register(
+        monkeypatch, infeasible=infeasible, missing=missing, refuses=refuses, broken=broken, elsewhere=elsewhere,
+        optimist=optimist,
+    )  # fmt: skip
+    names = ["infeasible", "missing", "refuses", "broken", "elsewhere", "optimist", "heft"]
+    found = run([random_problem(1, 14, 3, memory_factor=1.6)], names)
+    rows = {row.planner: row for row in found.rows}
+    assert [rows[name].status for name in names] == [
+        "infeasible", "missing", "failed", "failed", "failed", "infeasible", "ok",
+    ]  # fmt: skip
+    assert rows["infeasible"].reason == "gpu0 is full" and rows["missing"].reason == "pip install it"
+    assert rows["broken"].reason == "ZeroDivisionError: division by zero" and rows["refuses"].reason == "needs kinds of ops"
+    assert "simulated again" in rows["optimist"].reason and "problem" in rows["elsewhere"].reason
+    assert all(rows[name].step_time_s is None and rows[name].ratio is None for name in names[:6])
+    summary = {line.planner: line for line in found.summaries}
+    assert summary["broken"].feasible == 0 and summary["broken"].only_reference == 1 and summary["heft"].feasible == 1
+
+
+def test_some_seeds_without_a_plan(monkeypatch):
+    def moody(problem, *, seed=0, time_limit_s=None, calls=None):
+        if seed == 1:
+            raise InfeasibleError("not with seed 1")
+        return make_plan(problem, [seed % 2] * problem.num_groups, planner="moody", seed=seed)
+
+    register(monkeypatch, moody=moody)
+    row = run([random_problem(1, 5, 2)], ["moody"], calls=1, seeds=3).rows[-1]
+    assert (row.status, row.seeds, row.feasible_seeds, row.ratio) == ("infeasible", 3, 2, None) and row.step_time_s > 0
+
+
+def test_a_wrong_prediction_is_remarked(monkeypatch):
+    def boaster(problem, *, seed=0, time_limit_s=None):
+        return make_plan(problem, [0] * problem.num_groups, planner="boaster", predicted={"step_time_s": 1e-9})
+
+    register(monkeypatch, boaster=boaster)
+    problem = random_problem(1, 5, 2)
+    row = run([problem], ["boaster"]).rows[-1]
+    assert row.step_time_s == simulate(problem, [0] * 5).step_time_s and "said 0.000 ms" in row.reason
+
+
+def kinds(monkeypatch):
+    """Planners whose plans are of another kind."""
+
+    def piped(problem, *, seed=0, time_limit_s=None):
+        plan = get_planner("balanced")(problem, microbatches=4, schedule="1f1b")
+        return dataclasses.replace(plan, planner="piped")
+
+    def copied(problem, *, seed=0, time_limit_s=None):
+        rows = [[device] for device in range(problem.num_devices)]
+        return make_plan(problem, [0] * problem.num_groups, planner="copied", replicas=rows)
+
+    def sharded(problem, *, seed=0, time_limit_s=None):
+        shards = {problem.op_names[0]: {"b": 2}}
+        return make_plan(
+            problem, [0] * problem.num_groups, planner="sharded", shards=shards, predicted={"cost": 12.5, "step_time_s": 1e-9}
+        )
+
+    register(monkeypatch, piped=piped, copied=copied, sharded=sharded)
+
+
+def test_metrics_are_never_mixed(monkeypatch):
+    kinds(monkeypatch)
+    problems = [random_problem(seed, 12, 4) for seed in range(3)]
+    found = run(problems, ["heft", "piped", "copied", "sharded"])
+    for problem in range(3):
+        rows = [row for row in found.rows if row.model == f"toy{problem}"]
+        asked = {row.planner: row for row in rows if not row.reference}
+        assert asked["heft"].metric == MAKESPAN and asked["piped"].metric == asked["copied"].metric == RATE
+        assert asked["piped"].samples == asked["copied"].samples == 32
+        assert asked["sharded"].metric == COST and asked["sharded"].cost == 12.5
+        assert asked["sharded"].step_time_s is None and asked["sharded"].ratio is None
+        references = [row for row in rows if row.reference]
+        assert len(references) == 1 and references[0].planner == "best" and references[0].samples == 32  # once for both
+        assert asked["piped"].ratio == asked["piped"].step_time_s / references[0].step_time_s
+        assert asked["copied"].replicas == 4 and asked["piped"].microbatches == 4
+    lines = [(line.metric, line.planner) for line in found.summaries]
+    assert sorted(lines) == sorted(
+        [(MAKESPAN, "best"), (MAKESPAN, "heft"), (RATE, "piped"), (RATE, "copied"), (COST, "sharded")]
+    )
+    assert all(line.ratio is None for line in found.summaries if line.metric == COST)
+
+
+def test_a_global_batch_compares_rates():
+    problem = random_problem(1, 12, 4)
+    found = run([problem], ["heft", "single"], global_batch=32)
+    assert {row.metric for row in found.rows} == {RATE} and {row.samples for row in found.rows} == {32}
+    assert all(row.gap >= 0 for row in found.rows) and not any(row.reference for row in found.rows)
+    with pytest.raises(InputError, match="global batch"):
+        run([problem], ["heft"], global_batch=32, split=True)
+
+
+def test_micro_batches_for_everybody(monkeypatch):
+    def plain(problem, *, seed=0, time_limit_s=None):
+        return make_plan(problem, [0] * problem.num_groups, planner="plain")
+
+    register(monkeypatch, plain=plain)
+    found = run([random_problem(1, 10, 3)], ["gpipe", "bipartition", "plain"], microbatches=4)
+    rows = {(row.planner, row.split, row.reference): row for row in found.rows}
+    assert rows["gpipe", False, False].metric == rows["best", False, False].metric == RATE
+    assert rows["gpipe", False, False].samples == 32 and rows["gpipe", False, False].schedule == "gpipe"
+    assert rows["bipartition", True, False].metric == RATE + APART == rows["best", True, False].metric
+    assert rows["bipartition", True, False].schedule == "1f1b"
+    assert rows["plain", False, False].metric == MAKESPAN == rows["best", False, True].metric  # one micro-batch is all it knows
+    assert rows["best", False, True].samples == 8
+    for row in found.rows:
+        assert row.ratio == row.step_time_s / rows["best", row.split, row.metric == MAKESPAN].step_time_s
+    with pytest.raises(InputError, match="global batch"):
+        run([random_problem(1, 10, 3)], ["heft"], microbatches=4, global_batch=32)
+    with pytest.raises(InputError, match="schedule"):
+        run([random_problem(1, 10, 3)], ["heft"], schedule="gpipe")
+
+
+def test_split_problems_are_a_block_of_their_own():
+    problem = random_problem(1, 10, 3)
+    found = run([problem], ["heft", "single"], split=True)
+    assert [(row.split, row.planner) for row in found.rows] == [
+        (False, "best"), (False, "heft"), (False, "single"), (True, "best"), (True, "heft"), (True, "single"),
+    ]  # fmt: skip
+    assert [info.fingerprint for info in found.problems] == [problem.fingerprint, split_backward(problem).fingerprint]
+    assert {row.metric for row in found.rows if row.split} == {MAKESPAN + APART}
+    assert len(found.rows) == count_rows(["heft", "single"], split=True)
+    assert {(line.metric, line.planner) for line in found.summaries} == {
+        (metric, name) for metric in (MAKESPAN, MAKESPAN + APART) for name in ("best", "heft", "single")
+    }
+
+
+def test_interrupted_comparisons_go_on(monkeypatch, tmp_path):
+    made = []
+
+    def counted(problem, *, seed=0, time_limit_s=None):
+        made.append(problem.num_groups)
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return make_plan(problem, [0] * problem.num_groups, planner="counted")
+
+    register(monkeypatch, counted=counted)
+    problems = [random_problem(seed, 9 + seed, 2) for seed in range(3)]
+    cases = [case(problem, f"toy{number}") for number, problem in enumerate(problems)]
+    for suffix in ("json", "jsonl"):
+        path = tmp_path / f"rows.{suffix}"
+        made.clear()
+        with pytest.raises(KeyboardInterrupt):
+            compare(cases, ["counted", "heft"], Store(Settings(), path))
+        first = Store(Settings(), path, resume=True)
+        rows = dict(first.rows)
+        part = gather(first, cases, ["counted", "heft"])
+        assert not part.complete and len(part.rows) == 7 and made == [6, 9, 10, 11]  # 6: the warm-up
+        made[:] = [0] * 10
+        compare(cases, ["counted", "heft"], first)
+        assert made[10:] == [6, 11] and all(first.rows[key] is row for key, row in rows.items())
+        again = gather(Store(Settings(), path, resume=True), cases, ["counted", "heft"])
+        assert again.complete and again == gather(first, cases, ["counted", "heft"])
+
+
+def test_planners_may_be_added_to_a_file(tmp_path):
+    problem = random_problem(1, 9, 2)
+    path = tmp_path / "rows.jsonl"
+    run([problem], ["heft"], store=Store(Settings(), path))
+    found = run([problem], ["single"], store=Store(Settings(), path, resume=True))
+    assert [row.planner for row in found.rows] == ["best", "single"]
+    assert [row.planner for row in Store(Settings(), path, resume=True).rows.values()] == ["best", "heft", "single"]
+
+
+def test_unknown_planners_are_refused_before_any_work():
+    with pytest.raises(InputError, match="did you mean 'heft'"):
+        run([random_problem(1, 5, 2)], ["hefty"])
+
+
+@pytest.mark.parametrize("name", sorted(PLANNERS))
+def test_planners_that_run_once_do_not_look_at_their_seed(name):
+    if is_random(name):
+        assert takes_calls(name) or name in ("random", "metis")
+        return
+    problem = random_problem(3, 9, 3, memory_factor=2.5)
+    plans = []
+    for seed in range(3):
+        try:
+            plans.append(get_planner(name)(problem, seed=seed, time_limit_s=20.0))
+        except (InfeasibleError, MissingError, InputError) as error:
+            plans.append(type(error))
+    if isinstance(plans[0], type):
+        assert plans[0] == plans[1] == plans[2]
+        return
+    kept = [(plan.device_of_group.tolist(), plan.microbatches, plan.replicas, plan.shards) for plan in plans]
+    assert kept[0] == kept[1] == kept[2]

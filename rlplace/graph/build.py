@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.graph.assemble import Assembly, CyclicStepError, Key
+from rlplace.graph.indices import Traced
 from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph, Parameter
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
-from rlplace.graph.tensors import Tensors
+from rlplace.graph.tensors import Row, Tensors
 
 
 def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpGraph:
@@ -81,16 +82,30 @@ def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpG
         op_temporary_bytes=np.array([tensors.temporary_bytes(key) for key in order], dtype=np.int64),
         op_colocate=_colocation(assembly, order, number),
         parameters=tuple(leaf.record for leaf in assembly.leaves),
-        tensor_role=np.array([row[0] for row in rows], dtype=np.int8),
-        tensor_parameter=np.array([row[1] for row in rows], dtype=np.int32),
-        tensor_producer=np.array([row[2] for row in rows], dtype=np.int32),
-        tensor_bytes=np.array([row[3] for row in rows], dtype=np.int64),
-        consumer_ptr=np.concatenate([[0], np.cumsum([len(row[4]) for row in rows])]).astype(np.int64),
-        consumers=np.array([op for row in rows for op in row[4]], dtype=np.int32),
+        tensor_role=np.array([row.role for row in rows], dtype=np.int8),
+        tensor_parameter=np.array([row.parameter for row in rows], dtype=np.int32),
+        tensor_producer=np.array([row.producer for row in rows], dtype=np.int32),
+        tensor_bytes=np.array([row.bytes for row in rows], dtype=np.int64),
+        consumer_ptr=np.concatenate([[0], np.cumsum([len(row.consumers) for row in rows])]).astype(np.int64),
+        consumers=np.array([op for row in rows for op in row.consumers], dtype=np.int32),
         op_dims=dims,
         op_launches=launches,
+        traced=_traced(assembly, number, rows),
         **fields,
     )
+
+
+def _traced(assembly: Assembly, number: dict[Key, int], rows: Sequence[Row]) -> Traced | None:
+    """The accesses of all forward ops; None when there are none, as at module granularity."""
+    accesses = {
+        number[FORWARD_OF, index]: label.access
+        for index, label in enumerate(assembly.recorder.labels)
+        if label.access is not None and not label.whole
+    }
+    if not accesses:
+        return None
+    forward_of = {op: number[FORWARD_OF, owner] for (kind, owner), op in number.items() if kind == BACKWARD_OF}
+    return Traced(accesses, tuple((row.storage, row.producer, row.bytes, tuple(row.consumers)) for row in rows), forward_of)
 
 
 def _elements(record: Parameter) -> int:

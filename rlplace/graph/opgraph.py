@@ -23,6 +23,8 @@ from rlplace.files import fingerprint
 if TYPE_CHECKING:
     import networkx as nx
 
+    from rlplace.graph.indices import Traced
+
 PHASES = ("forward", "backward", "backward_weight", "update")
 FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE = range(4)
 
@@ -96,6 +98,8 @@ class OpGraph:
         op_dims: Optional sizes of named dimensions by op number, for pricing and for sharding planners; a backward op without
             any has those of its forward op.
         op_launches: Optional int32 [N], kernels that the op launches (0 for views); None where nobody counted.
+        traced: How the captured calls access their tensors, for sharding planners; None where that was not recorded. It stays in
+            this process: it is not saved in graph files and not part of the fingerprint.
     """
 
     name: str
@@ -123,6 +127,7 @@ class OpGraph:
     source: Mapping[str, Any] | None = None
     op_dims: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     op_launches: NDArray[np.int32] | None = None
+    traced: Traced | None = None
 
     def __post_init__(self) -> None:
         from rlplace.graph.check import check_graph

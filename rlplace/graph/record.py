@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlplace.graph.access import Access
 from rlplace.graph.dims import dims_of
 from rlplace.graph.flops import count_flops
 from rlplace.graph.kinds import kind_of
@@ -42,6 +43,7 @@ class Label:
         module: Path of its module.
         whole: Whether it is a submodule kept as one op.
         dims: What its arguments say beyond the ATen ops that it runs while captured, see `rlplace.graph.dims.argument_dims`.
+        access: Its iteration space, None where it is not known.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Label:
     module: str
     whole: bool = False
     dims: dict[str, int] = field(default_factory=dict)
+    access: Access | None = None
 
 
 @dataclass(slots=True)

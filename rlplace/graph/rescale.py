@@ -69,6 +69,7 @@ def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:
         samples=samples,
         op_dims={op: _scaled_dims(small, large, op, samples) for op in small.op_dims},
         source=source,
+        traced=None,  # its sizes are those of the captured batch
         **fields,
     )
 

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rlplace.graph.assemble import Assembly, Key
 from rlplace.graph.opgraph import ACTIVATION, BUFFER, GRADIENT, INPUT, PARAMETER
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
+
+
+class Row(NamedTuple):
+    """A tensor: role, parameter (-1: none), producer (-1: none), bytes, consumers, storage (-1: several, or none)."""
+
+    role: int
+    parameter: int
+    producer: int
+    bytes: int
+    consumers: list[int]
+    storage: int
 
 
 class Tensors:
@@ -32,7 +44,7 @@ class Tensors:
                 self.external.append((storage, users))
         elif users:
             if producer[0] != UPDATE_OF:
-                self.made.append((producer, int(assembly.recorder.storages[storage].nbytes()), tuple(users)))
+                self.made.append((producer, storage, tuple(users)))
         elif storage not in assembly.gradient_storages:
             self._inner.setdefault(producer, []).append(storage)
 
@@ -78,10 +90,10 @@ class Tensors:
             peak = max(peak, live)
         return peak
 
-    def rows(self, inputs: Sequence[int], number: dict[Key, int]) -> list[tuple[int, int, int, int, list[int]]]:
-        """Rows (role, parameter, producer, bytes, consumers), in order of producer."""
+    def rows(self, inputs: Sequence[int], number: dict[Key, int]) -> list[Row]:
+        """Rows in order of producer."""
         leaf_of_storage = {leaf.storage: index for index, leaf in reversed(list(enumerate(self.assembly.leaves)))}
-        rows: list[tuple[int, int, int, int, list[int]]] = []
+        rows: list[Row] = []
         users_of = dict(self.external)
         for index, leaf in enumerate(self.assembly.leaves):
             users = (
@@ -89,28 +101,32 @@ class Tensors:
             )
             if leaf.record.trainable:
                 users.append(number[(UPDATE_OF, index)])
-            rows.append((BUFFER if leaf.record.is_buffer else PARAMETER, index, -1, leaf.record.size_bytes, users))
+            role = BUFFER if leaf.record.is_buffer else PARAMETER
+            rows.append(Row(role, index, -1, leaf.record.size_bytes, users, leaf.storage if leaf_of_storage[leaf.storage] == index else -1))
         for storage, keys in self.external:
             size = int(self.assembly.recorder.storages[storage].nbytes())
             if storage not in leaf_of_storage and keys:
-                rows.append((INPUT, -1, -1, size, sorted(number[key] for key in keys)))
-        merged: dict[tuple[int, tuple[int, ...]], int] = {}
-        for producer, size, keys_of in self.made:
+                rows.append(Row(INPUT, -1, -1, size, sorted(number[key] for key in keys), storage))
+        merged: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        for producer, storage, keys_of in self.made:
+            size = int(self.assembly.recorder.storages[storage].nbytes())
             users = sorted(number[key] for key in keys_of)
             place = number[producer], tuple(users)
             # What an op saves for its own backward op has one lifetime and never travels: one tensor.
             if merged.get(place) is not None and producer[0] == FORWARD_OF and keys_of == ((BACKWARD_OF, producer[1]),):
-                merged[place] += size
+                merged[place] = merged[place][0] + size, -1
             elif place in merged:
-                rows.append((ACTIVATION, -1, place[0], size, users))
+                rows.append(Row(ACTIVATION, -1, place[0], size, users, storage))
             else:
-                merged[place] = size
-        rows += [(ACTIVATION, -1, producer, size, list(users)) for (producer, users), size in merged.items()]
+                merged[place] = size, storage
+        rows += [
+            Row(ACTIVATION, -1, producer, size, list(users), storage) for (producer, users), (size, storage) in merged.items()
+        ]
         for writer, readers in self.ordering.items():
-            rows.append((ACTIVATION, -1, number[writer], 0, sorted(number[key] for key in readers)))
+            rows.append(Row(ACTIVATION, -1, number[writer], 0, sorted(number[key] for key in readers), -1))
         for index, sources in self.assembly.gradient_sources.items():
             record = self.assembly.leaves[index].record
             if record.trainable:
                 update = number[(UPDATE_OF, index)]
-                rows += [(GRADIENT, index, number[key], record.gradient_bytes, [update]) for key in sources]
-        return sorted(rows, key=lambda row: (row[2], row[0]))
+                rows += [Row(GRADIENT, index, number[key], record.gradient_bytes, [update], -1) for key in sources]
+        return sorted(rows, key=lambda row: (row.producer, row.role))

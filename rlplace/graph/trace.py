@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rlplace.graph.access import access_of
 from rlplace.graph.dims import argument_dims
 from rlplace.graph.export import TrainingGraph, export_training_graph, flatten_inputs, module_path
 from rlplace.graph.neutral import REPLACED_TARGETS, NeutralFunctions
@@ -65,6 +66,7 @@ class _Runner(fx.Interpreter):
             label.dims = argument_dims(target, args, kwargs)
             before = len(self.recorder.events)
             out = _call(target, args, kwargs)
+            label.access = access_of(target, args, kwargs, out, self.recorder.storage)
             if len(self.recorder.events) == before:
                 self.recorder.note_silent((args, kwargs), out)
         return out

@@ -99,6 +99,7 @@ def weight_split(graph: OpGraph) -> tuple[OpGraph, NDArray[np.int32]]:
         consumer_ptr=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         consumers=consumers[order].astype(np.int32),
         source=None if graph.source is None else {**graph.source, "weight_gradients": True},
+        traced=None,  # its op numbers are those before the split
     )
     return result, origin
 

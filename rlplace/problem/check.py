@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.problem.fabric import check_fabrics
 from rlplace.problem.order import topological_order
+from rlplace.problem.sharding import check_sharding
 
 if TYPE_CHECKING:
     from rlplace.problem.problem import Problem
@@ -36,6 +37,8 @@ def check_problem(problem: Problem) -> NDArray[np.int32]:
     _check_tensors(problem)
     _check_collectives(problem)
     _check_total(problem)
+    if problem.sharding is not None:
+        check_sharding(problem.sharding, problem.num_ops, problem.num_tensors, problem.num_groups, problem.num_devices)
     return _topological_order(problem)
 
 

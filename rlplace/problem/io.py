@@ -14,6 +14,7 @@ from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_record, write_json
 from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
 from rlplace.problem.problem import PHASES, Collective, Device, Links, Problem
+from rlplace.problem.sharding import sharding_from_dict, sharding_to_dict
 
 FORMAT = "rlplace.problem"
 VERSION = 1
@@ -66,6 +67,8 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         data["links"]["fabrics"] = [fabric_to_dict(fabric) for fabric in problem.links.fabrics]
     if problem.collectives:
         data["collectives"] = [{"ops": list(c.ops), "channels": list(c.channels)} for c in problem.collectives]
+    if problem.sharding is not None:
+        data["sharding"] = sharding_to_dict(problem.sharding)
     if problem.source is not None:
         data["source"] = dict(problem.source)
     return data
@@ -128,7 +131,7 @@ def _tensors_to_list(problem: Problem) -> list[dict[str, Any]]:
 
 
 def _parse(data: dict[str, Any]) -> Problem:
-    optional = {"name", "samples_per_microbatch", "source", "collectives"}
+    optional = {"name", "samples_per_microbatch", "source", "collectives", "sharding"}
     check_keys(data, {"devices", "links", "groups", "ops", "tensors"}, optional, "problem")
     for key in ("devices", "groups", "ops", "tensors"):
         if not isinstance(data[key], list):
@@ -142,6 +145,7 @@ def _parse(data: dict[str, Any]) -> Problem:
     devices = tuple(_parse_device(item, i) for i, item in enumerate(data["devices"]))
     if not devices:
         raise InputError("problem: devices: a problem needs at least one device")
+    ops = _parse_ops(data["ops"], len(devices))
     return Problem(
         name=name,
         samples_per_microbatch=_integer(data.get("samples_per_microbatch", 1), "samples_per_microbatch"),
@@ -150,8 +154,9 @@ def _parse(data: dict[str, Any]) -> Problem:
         source=source,
         collectives=_parse_collectives(data.get("collectives", [])),
         **_parse_groups(data["groups"]),
-        **_parse_ops(data["ops"], len(devices)),
+        **ops,
         **_parse_tensors(data["tensors"], len(devices)),
+        sharding=sharding_from_dict(data["sharding"], ops["op_dims"], len(devices)) if "sharding" in data else None,
     )
 
 

@@ -1,0 +1,257 @@
+"""Iteration spaces of the ATen ops that can be cut, by op name; see `rlplace.graph.access`.
+
+Dimension names: m rows (m0, m1, ... where the input has several leading dimensions), n columns that are made, k reduced,
+v vocabulary; b batch, c input channels, n output channels, h and w positions; batch, heads, queries of attention; d0, d1, ... of
+element-wise ops. Windows (h, w of convolutions and poolings) are not named, since their parts overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlplace.graph.access import Rule, Space, numbered, tensors_of
+
+Args = Sequence[Any]
+
+
+def elementwise(space: Space, args: Args, result: Any) -> bool:
+    """One dimension for each of the result; arguments are aligned at the right, broadcast ones stay whole."""
+    made = next(tensors_of(result), None)
+    if made is None or made.dim() == 0:
+        return False
+    names = numbered("d", made.dim())
+    for tensor in [*tensors_of(args), *tensors_of(result)]:
+        if tensor.dim() > made.dim():
+            return False
+        tail = made.shape[made.dim() - tensor.dim() :]
+        if any(size not in (1, whole) for size, whole in zip(tensor.shape, tail, strict=True)):
+            return False
+        own = names[made.dim() - tensor.dim() :]
+        space.add(tensor, [name if size == whole else "" for name, size, whole in zip(own, tensor.shape, tail, strict=True)])
+    return True
+
+
+def _linear(space: Space, args: Args, result: Any) -> bool:
+    inputs, weight, bias = args[0], args[1], args[2] if len(args) > 2 else None
+    rows = numbered("m", inputs.dim() - 1)
+    space.add(inputs, [*rows, "k"])
+    space.add(weight, ["n", "k"])
+    space.add(bias, ["n"])
+    space.add(result, [*rows, "n"])
+    return bool(weight.dim() == 2)
+
+
+def _mm(space: Space, args: Args, result: Any) -> bool:
+    space.add(args[0], ["m", "k"])
+    space.add(args[1], ["k", "n"])
+    space.add(result, ["m", "n"])
+    return True
+
+
+def _addmm(space: Space, args: Args, result: Any) -> bool:
+    bias = args[0]
+    if bias.dim() in (1, 2):
+        space.add(bias, ["m", "n"][2 - bias.dim() :] if bias.dim() == 1 or bias.shape[0] > 1 else ["", "n"])
+    return _mm(space, args[1:], result)
+
+
+def _matmul(space: Space, args: Args, result: Any) -> bool:
+    left, right = args[0], args[1]
+    if left.dim() < 2 or right.dim() < 2:
+        return False
+    if right.dim() == 2:
+        rows = numbered("m", left.dim() - 1)
+        space.add(left, [*rows, "k"])
+        space.add(right, ["k", "n"])
+        space.add(result, [*rows, "n"])
+        return True
+    lead = numbered("b", result.dim() - 2)
+    for tensor, last in ((left, ["m", "k"]), (right, ["k", "n"]), (result, ["m", "n"])):
+        own = lead[len(lead) - (tensor.dim() - 2) :]
+        whole = result.shape[result.dim() - tensor.dim() : -2]
+        named = [name if size == full else "" for name, size, full in zip(own, tensor.shape[:-2], whole, strict=True)]
+        space.add(tensor, [*named, *last])
+    return True
+
+
+def _baddbmm(space: Space, args: Args, result: Any) -> bool:
+    if args[0].shape == result.shape:
+        space.add(args[0], ["b", "m", "n"])
+    return _matmul(space, args[1:], result)
+
+
+def _attention(space: Space, args: Args, result: Any) -> bool:
+    query, key, value = args[:3]
+    made = next(tensors_of(result), None)
+    if made is None or query.dim() != 4 or key.dim() != 4:
+        return False
+    names = ["batch", "heads", "queries", ""]
+    shared = [name if a == b else "" for name, a, b in zip(names[:2], key.shape, query.shape, strict=False)]
+    if shared[1] == "" and key.shape[1] > 1:  # grouped queries: heads may be cut only as far as the keys' heads, so not at all
+        names[1] = ""
+    space.add(query, names)
+    space.add(key, [*shared, "", ""])
+    space.add(value, [*shared, "", ""])
+    mask = args[3] if len(args) > 3 else None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4:
+        space.add(mask, [n if size == full else "" for n, size, full in zip(names, mask.shape, query.shape, strict=True)][:3] + [""])
+    space.add(made, names)
+    return True
+
+
+def _convolution(space: Space, args: Args, result: Any) -> bool:
+    inputs, weight, bias = args[:3]
+    spatial = inputs.dim() - 2
+    if spatial < 1 or weight.dim() != inputs.dim() or result.dim() != inputs.dim():
+        return False
+    dense = weight.shape[1] == inputs.shape[1]  # one group; grouped ones tie input and output channels together
+    made, read = ("n", "c") if dense else ("", "")
+    space.add(inputs, ["b", read, *[""] * spatial])
+    space.add(weight, [made, read, *[""] * spatial])
+    space.add(bias, [made])
+    space.add(result, ["b", made, *[""] * spatial])
+    return True
+
+
+def _pool(space: Space, args: Args, result: Any) -> bool:
+    made = next(tensors_of(result), None)
+    if made is None or made.dim() != args[0].dim() or made.dim() < 3:
+        return False
+    names = ["b", "c"] if made.dim() > 3 or made.shape[0] == args[0].shape[0] else ["", ""]
+    for tensor in [args[0], *tensors_of(result)]:
+        space.add(tensor, [*names, *[""] * (made.dim() - 2)])
+    return True
+
+
+def _layer_norm(space: Space, args: Args, result: Any) -> bool:
+    inputs = args[0]
+    width = len(args[1])
+    rows = numbered("m", inputs.dim() - width) if inputs.dim() > width else ()
+    columns = numbered("c", width)
+    made = list(tensors_of(result))
+    space.add(inputs, [*rows, *columns])
+    for weight in list(tensors_of(args[1:]))[:2]:
+        space.add(weight, columns)
+    space.add(made[0], [*rows, *columns])
+    count = 1
+    for size in inputs.shape[: inputs.dim() - width]:
+        count *= int(size)
+    space.statistics.append((rows, 8 * count))  # mean and variance in float32
+    return True
+
+
+def _batch_norm(space: Space, args: Args, result: Any) -> bool:
+    inputs = args[0]
+    made = next(tensors_of(result), None)
+    if inputs.dim() < 2 or made is None:
+        return False
+    names = ["b", "c", "h", "w", "t"][: inputs.dim()]
+    space.add(inputs, names)
+    for weight in args[1:5]:
+        space.add(weight, ["c"])
+    space.add(made, names)
+    if any(value is True for value in args[5:7]):
+        space.statistics.append((("c",), 8 * int(inputs.shape[1])))
+    return True
+
+
+def _softmax(space: Space, args: Args, result: Any) -> bool:
+    inputs = args[0]
+    if inputs.dim() == 0:
+        return False
+    names = numbered("d", inputs.dim())
+    dim = int(args[1]) % inputs.dim()
+    space.add(inputs, names)
+    space.add(result, names)
+    space.statistics.append((tuple(n for i, n in enumerate(names) if i != dim), 8 * inputs.numel() // int(inputs.shape[dim])))
+    return True
+
+
+def _cross_entropy(space: Space, args: Args, result: Any) -> bool:
+    inputs, target = args[:2]
+    if inputs.dim() < 2 or target.dim() != inputs.dim() - 1:
+        return False
+    rest = numbered("d", inputs.dim() - 2) if inputs.dim() > 2 else ()
+    space.add(inputs, ["m", "v", *rest])
+    space.add(target, ["m", *rest])
+    space.add(result, [""] * result.dim() if result.dim() == 0 else ["m", *rest])
+    space.statistics.append((("m", *rest), 8 * target.numel()))
+    return True
+
+
+def _embedding(space: Space, args: Args, result: Any) -> bool:
+    weight, rows = args[:2]
+    names = numbered("m", rows.dim()) if rows.dim() else ()
+    space.add(weight, ["v", "n"])
+    space.add(rows, names)
+    space.add(result, [*names, "n"])
+    return True
+
+
+def _reduce(space: Space, args: Args, result: Any) -> bool:
+    """Sums and means: what they run over can be cut, as partial sums add up."""
+    inputs, dims = args[0], args[1] if len(args) > 1 else None
+    if inputs.dim() == 0 or not isinstance(result, torch.Tensor):
+        return False
+    over = {int(d) % inputs.dim() for d in dims} if isinstance(dims, (list, tuple)) and dims else set(range(inputs.dim()))
+    names = numbered("d", inputs.dim())
+    space.add(inputs, names)
+    if result.dim() == inputs.dim():
+        space.add(result, ["" if i in over else name for i, name in enumerate(names)])
+    else:
+        space.add(result, [name for i, name in enumerate(names) if i not in over])
+    return True
+
+
+def _concatenate(space: Space, args: Args, result: Any) -> bool:
+    dim = (int(args[1]) if len(args) > 1 and args[1] is not None else 0) % result.dim()
+    names = ["" if i == dim else f"d{i}" for i in range(result.dim())]
+    for tensor in tensors_of(args[0]):
+        space.add(tensor, names)
+    space.add(result, names)
+    return True
+
+
+def _pad(space: Space, args: Args, result: Any) -> bool:
+    """What is not padded can be cut."""
+    names = [f"d{i}" if a == b else "" for i, (a, b) in enumerate(zip(args[0].shape, result.shape, strict=True))]
+    space.add(args[0], names)
+    space.add(result, names)
+    return True
+
+
+def _recurrent(space: Space, args: Args, result: Any) -> bool:
+    """All layers and steps as one op, cut along the batch alone."""
+    batch_first = args[-1] is True
+    inputs, states = args[0], args[1]
+    names = ["b", "", ""] if batch_first else ["", "b", ""]
+    made = list(tensors_of(result))
+    if inputs.dim() != 3 or made[0].dim() != 3:
+        return False
+    space.add(inputs, names)
+    space.add(made[0], names)
+    for state in [*tensors_of(states), *made[1:]]:
+        space.add(state, ["", "b", ""][: state.dim()])
+    return True
+
+
+RULES: dict[str, Rule] = {
+    "linear": _linear, "mm": _mm, "addmm": _addmm, "matmul": _matmul, "bmm": _matmul, "baddbmm": _baddbmm,
+    "scaled_dot_product_attention": _attention,
+    "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution,
+    "max_pool2d": _pool, "avg_pool2d": _pool, "adaptive_avg_pool2d": _pool, "max_pool2d_with_indices": _pool, "max_pool1d": _pool,
+    "avg_pool1d": _pool, "adaptive_max_pool2d": _pool,
+    "layer_norm": _layer_norm, "native_layer_norm": _layer_norm, "rms_norm": _layer_norm,
+    "batch_norm": _batch_norm, "native_batch_norm": _batch_norm,
+    "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax, "_log_softmax": _softmax,
+    "cross_entropy_loss": _cross_entropy,
+    "embedding": _embedding,
+    "mean": _reduce, "sum": _reduce,
+    "cat": _concatenate, "concat": _concatenate,
+    "pad": _pad, "constant_pad_nd": _pad,
+    "lstm": _recurrent, "gru": _recurrent, "rnn_tanh": _recurrent, "rnn_relu": _recurrent,
+}  # fmt: skip
+"""Op name to rule."""

@@ -1,0 +1,259 @@
+"""From the iteration spaces of single ops to axes of tensors that all ops agree on.
+
+Each storage is a number line of its elements; a view's dimension of size z and stride t covers the strides from t to z t. Where
+one op sees 768 columns and the next 12 heads of 64, the storage is cut at stride 64, the op that made it gets dimensions
+``n.0`` (12) and ``n.1`` (64), and so does everything that these run along. What cannot be brought in line (a slice that does
+not divide its storage) stays a whole.
+
+Gradients have no rules of their own: the gradient of a tensor has the axes of that tensor, seen by the backward ops as by
+their forward ops.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from math import prod
+
+from rlplace.graph.access import Access
+from rlplace.problem.sharding import Indices, Names
+
+
+REACH = 3
+"""Ops between the tensor that a gradient belongs to and the op that takes the gradient in."""
+
+
+class Cuts:
+    """Strides at which a number line of `size` elements is cut; each divides the next."""
+
+    def __init__(self, size: int) -> None:
+        self.at = [1, size] if size > 1 else [1]
+
+    def add(self, stride: int) -> bool:
+        """Cuts; False when that does not go with the cuts that there are."""
+        place = bisect_left(self.at, stride)
+        if place < len(self.at) and self.at[place] == stride:
+            return True
+        if place in (0, len(self.at)) or stride % self.at[place - 1] or self.at[place] % stride:
+            return False
+        insort(self.at, stride)
+        return True
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """(low, high) strides of the pieces, outermost first."""
+        return list(zip(self.at, self.at[1:], strict=False))[::-1]
+
+
+class _Run:
+    """A dimension of an op along strides of a storage."""
+
+    def __init__(self, dim: Cuts, line: Cuts, size: int, stride: int) -> None:
+        self.dim, self.line, self.size, self.stride = dim, line, size, stride
+        self.alive = line.add(stride) and line.add(stride * size)
+
+    def agree(self) -> None:
+        """Cuts either side where the other is cut."""
+        for cut in [c for c in self.line.at if self.stride < c < self.stride * self.size]:
+            self.alive = self.alive and self.dim.add(cut // self.stride)
+        for cut in list(self.dim.at):
+            self.alive = self.alive and self.line.add(cut * self.stride)
+
+
+class Layouts:
+    """Ops and storages in one system of axes.
+
+    Attributes:
+        dims: Sizes by op and name, after cutting.
+        axes: Sizes of the axes of a storage.
+        access: Storage to op to names.
+    """
+
+    def __init__(self, accesses: Mapping[int, Access]) -> None:
+        """Brings the accesses of all forward ops, by op number, in line."""
+        lines: dict[int, Cuts] = {}
+        dims: dict[tuple[int, str], Cuts] = {}
+        runs: dict[tuple[int, int], list[list[tuple[str, _Run]]]] = {}
+        for op, access in accesses.items():
+            for name, size in access.dims.items():
+                dims[op, name] = Cuts(size)
+            for use in access.uses:
+                line = lines.setdefault(use.storage, Cuts(use.elements))
+                made = [(name, _Run(dims[op, name], line, size, stride)) for name, size, stride in use.runs]
+                runs.setdefault((use.storage, op), []).append(made)
+        every = [run for uses in runs.values() for use in uses for _, run in use]
+        while True:
+            before = sum(len(cuts.at) for cuts in (*lines.values(), *dims.values())), sum(run.alive for run in every)
+            for run in every:
+                if run.alive:
+                    run.agree()
+            if before == (sum(len(cuts.at) for cuts in (*lines.values(), *dims.values())), sum(run.alive for run in every)):
+                break
+        self._dims = dims
+        self.dims: dict[int, dict[str, int]] = {}
+        for (op, name), cuts in dims.items():
+            pieces = cuts.ranges()
+            for index, (low, high) in enumerate(pieces):
+                self.dims.setdefault(op, {})[_piece(name, index, len(pieces))] = high // low
+        self.axes = {storage: tuple(high // low for low, high in line.ranges()) for storage, line in lines.items()}
+        self.access: dict[int, dict[int, Names]] = {}
+        for (storage, op), uses in runs.items():
+            seen = [self._names(lines[storage], use) for use in uses]
+            agreed = tuple(names[0] if len(set(names)) == 1 else "" for names in zip(*seen, strict=True))
+            self.access.setdefault(storage, {})[op] = agreed
+
+    @staticmethod
+    def _names(line: Cuts, use: Sequence[tuple[str, _Run]]) -> Names:
+        found: dict[tuple[int, int], str] = {}
+        for name, run in use:
+            pieces = run.dim.ranges()
+            for index, (low, high) in enumerate(pieces):
+                if run.alive:
+                    found[low * run.stride, high * run.stride] = _piece(name, index, len(pieces))
+        return tuple(found.get(piece, "") for piece in line.ranges())
+
+    def statistics(self, op: int, access: Access) -> tuple[tuple[Names, int], ...]:
+        """The op's statistics by the dimensions that it has now."""
+        found = []
+        for names, size in access.statistics:
+            pieces = [
+                _piece(name, index, count)
+                for name in names
+                for count in [len(self._dims[op, name].at) - 1]
+                for index in range(count)
+            ]
+            found.append((tuple(pieces), size))
+        return tuple(found)
+
+
+def _piece(name: str, index: int, count: int) -> str:
+    return name if count == 1 else f"{name}.{index}"
+
+
+class GradientLayouts:
+    """Axes of the tensors that backward ops pass on."""
+
+    def __init__(self, layouts: Layouts, size_bytes: Mapping[int, int]) -> None:
+        """Prepares.
+
+        Args:
+            layouts: Of the forward ops.
+            size_bytes: Bytes of each storage that forward ops read or make.
+        """
+        self._layouts, self._size_bytes = layouts, size_bytes
+        self._touched: dict[int, list[int]] = {}
+        for storage, names in layouts.access.items():
+            if storage in size_bytes:
+                for op in names:
+                    self._touched.setdefault(op, []).append(storage)
+
+    def of(self, maker: int, users: Sequence[int], size_bytes: int) -> tuple[tuple[int, ...], dict[int, Names]] | None:
+        """Axes and names by forward op of a tensor that the backward of `maker` hands to the backward of `users`.
+
+        It is the gradient of something that the forward of `maker` reads: the storage of equal size that is closest to what the
+        users know.
+        """
+        best: tuple[tuple[int, int, int], int, dict[int, Names]] | None = None
+        for storage in self._touched.get(maker, ()):
+            own = self._layouts.access[storage][maker]
+            known = {maker: own}
+            away = 0
+            for user in users:
+                found = self._names(user, storage)
+                if found is not None:
+                    known[user] = found[0]
+                    away += found[1]
+            size = self._size_bytes[storage]
+            fits = 2 if size == size_bytes else 1 if size > size_bytes else 0
+            rank = (fits if len(known) > 1 else -1, len(known), -away)
+            if len(known) > 1 and (best is None or rank > best[0]):
+                best = rank, storage, known
+        if best is None:
+            return None
+        _, storage, known = best
+        axes, whole = self._layouts.axes[storage], self._size_bytes[storage]
+        if whole == size_bytes:
+            return axes, known
+        for width in (0, 1, 2):  # the maker saw a slice, without axes that it does not run along; or in another precision
+            free = [i for i, name in enumerate(known[maker]) if not name]
+            for gone in combinations(free, width):
+                kept = [i for i in range(len(axes)) if i not in gone]
+                if whole * prod(axes[i] for i in kept) in (
+                    size_bytes * prod(axes) * scale // 2 for scale in ((2,) if gone else (1, 2, 4))
+                ):
+                    return tuple(axes[i] for i in kept), {op: tuple(names[i] for i in kept) for op, names in known.items()}
+        return None
+
+    def _names(self, op: int, storage: int) -> tuple[Names, int] | None:
+        """The names by which an op knows the axes of a storage, and how many ops lie between.
+
+        Gradients pass through sums and are added up, so that an op may see the gradient of a tensor that it has not
+        touched; then axes are followed from tensor to tensor, at most `REACH` ops far.
+        """
+        access = self._layouts.access
+        if op in access[storage]:
+            return access[storage][op], 0
+        front = [(storage, tuple(range(len(self._layouts.axes[storage]))))]
+        seen = {storage}
+        for away in range(1, REACH + 1):
+            reached: list[tuple[int, tuple[int, ...]]] = []
+            for current, axes in front:
+                for between in access[current]:
+                    here = {n: axis for n, axis in zip(access[current][between], axes, strict=True) if n and axis >= 0}
+                    for other in self._touched.get(between, ()):
+                        if other in seen or not here:
+                            continue
+                        there = tuple(here.get(n, -1) for n in access[other][between])
+                        if max(there, default=-1) < 0:
+                            continue
+                        seen.add(other)
+                        if op in access[other]:
+                            names = {axis: n for axis, n in zip(there, access[other][op], strict=True) if axis >= 0}
+                            if any(names.values()):
+                                return tuple(names.get(axis, "") for axis in range(len(self._layouts.axes[storage]))), away
+                        reached.append((other, there))
+            front = reached
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """What capture leaves for sharding planners.
+
+    Attributes:
+        accesses: By forward op.
+        rows: Per tensor its storage (-1: none of its own), producer (-1: none), bytes and consumers.
+        forward_of: Backward op to forward op.
+    """
+
+    accesses: Mapping[int, Access]
+    rows: tuple[tuple[int, int, int, tuple[int, ...]], ...]
+    forward_of: Mapping[int, int]
+
+    @cached_property
+    def indices(self) -> Indices:
+        """Dimensions of ops and axes of tensors that agree; worked out when first asked for."""
+        layouts = Layouts(self.accesses)
+        forward_of = self.forward_of
+        made = {row[0]: row[2] for row in self.rows if row[0] >= 0 and row[1] >= 0 and row[1] not in forward_of}
+        gradients = GradientLayouts(layouts, made)
+        axes: dict[int, tuple[int, ...]] = {}
+        access: dict[int, dict[int, Names]] = {}
+        for tensor, (storage, producer, size, users) in enumerate(self.rows):
+            if size == 0 or storage < 0:
+                continue
+            if producer not in forward_of:
+                seen = layouts.access.get(storage)
+                if seen:
+                    axes[tensor] = layouts.axes[storage]
+                    touched = [*([producer] if producer >= 0 else []), *users]
+                    access[tensor] = {op: seen[f] for op in touched if (f := forward_of.get(op, op)) in seen}
+                continue
+            found = gradients.of(forward_of[producer], [forward_of[user] for user in users if user in forward_of], size)
+            if found is not None:
+                axes[tensor] = found[0]
+                access[tensor] = {op: found[1][f] for op in (producer, *users) if (f := forward_of.get(op, -1)) in found[1]}
+        statistics = {op: layouts.statistics(op, found) for op, found in self.accesses.items() if found.statistics}
+        return Indices(layouts.dims, axes, access, statistics)

@@ -1,0 +1,240 @@
+"""What a sharding planner may know beyond a problem: which dimensions of an op run along which axes of which tensor.
+
+An op's dimensions are those that can be cut into equal parts; a tensor is seen as a row-major array of axes; an access says for
+every axis of a tensor which dimension of an op runs along it. A dimension that does not run along an output is summed over:
+cutting it leaves partial sums, which an all-reduce adds up. Backward ops are cut like the forward op that they follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError, show
+from rlplace.files import check_keys
+
+Names = tuple[str, ...]
+"""Per axis of a tensor the op's dimension that runs along it, "" where each part of the op needs the whole axis."""
+
+
+@dataclass(frozen=True, eq=False)
+class Indices:
+    """Iteration spaces of ops, and how they access tensors; ops and tensors by number.
+
+    Attributes:
+        dims: Sizes of an op's dimensions by name; ops that cannot be cut are left out.
+        axes: Sizes of a tensor's axes, outermost first; left out where the layout is not known.
+        access: Tensor to op (its producer or a consumer) to names, one an axis.
+        statistics: ``(names, bytes)`` by op: sums of so many bytes in all, indexed by these dimensions, that are needed from all
+            parts of the other dimensions before the op can go on.
+    """
+
+    dims: Mapping[int, Mapping[str, int]]
+    axes: Mapping[int, tuple[int, ...]]
+    access: Mapping[int, Mapping[int, Names]]
+    statistics: Mapping[int, tuple[tuple[Names, int], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A parameter, buffer or input: bytes that a group pins, in parts that follow the ops that read them.
+
+    Attributes:
+        name: For people.
+        group: Group whose resident bytes it is part of.
+        weight_bytes: Of itself.
+        gradient_bytes: Of its gradient.
+        optimizer_bytes: Of its optimizer state.
+        axes: Sizes of its axes.
+        access: Forward op that reads it to names, one an axis; a reader without names needs the whole.
+        update: Op that updates it, -1 without one.
+    """
+
+    name: str
+    group: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    axes: tuple[int, ...]
+    access: Mapping[int, Names]
+    update: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding(Indices):
+    """`Indices` of a problem, and what its groups hold.
+
+    Attributes:
+        follows: Backward op to the forward op whose parts it takes.
+        held: Everything that groups pin and ops read.
+        fixed_s: float64 [N, D], what of an op's time no cut makes smaller (launches, and what small shapes lose), None for
+            nothing. A part of P then takes ``fixed_s + (time_s - fixed_s) / P``.
+    """
+
+    follows: Mapping[int, int] = field(default_factory=dict)
+    held: tuple[Held, ...] = ()
+    fixed_s: NDArray[np.float64] | None = None
+
+    def __post_init__(self) -> None:
+        if self.fixed_s is not None:
+            self.fixed_s.setflags(write=False)
+
+
+def check_sharding(found: Sharding, ops: int, tensors: int, groups: int, devices: int) -> None:
+    """Refuses numbers out of range, names that are no dimensions, and axes that do not fit.
+
+    Raises:
+        InputError: Names the first thing that is wrong.
+    """
+    if found.fixed_s is not None and (found.fixed_s.shape != (ops, devices) or not (found.fixed_s >= 0).all()):
+        raise InputError(f"problem: sharding.fixed_s: expected {ops} x {devices} numbers from 0 up")
+    for op, dims in found.dims.items():
+        if not 0 <= op < ops or any(not name or size < 1 for name, size in dims.items()):
+            raise InputError(f"problem: ops[{op}].dims: expected an existing op, and sizes from 1 up by name")
+    for op, forward in found.follows.items():
+        if not 0 <= op < ops or not 0 <= forward < ops or op == forward or forward in found.follows:
+            raise InputError(f"problem: ops[{op}].follows: {forward} is not an op that is cut on its own account")
+    for tensor, readers in found.access.items():
+        if not 0 <= tensor < tensors or tensor not in found.axes:
+            raise InputError(f"problem: tensors[{tensor}].access: the tensor must exist and have axes")
+        _check_access(found, readers, found.axes[tensor], f"tensors[{tensor}]")
+    for index, item in enumerate(found.held):
+        if not 0 <= item.group < groups or not -1 <= item.update < ops:
+            raise InputError(f"problem: held[{index}] ({item.name}): its group or update op does not exist")
+        _check_access(found, item.access, item.axes, f"held[{index}] ({item.name})")
+    for op, sums in found.statistics.items():
+        if any(name not in found.dims.get(op, {}) for names, _ in sums for name in names):
+            raise InputError(f"problem: ops[{op}].statistics: names a dimension that the op does not have")
+
+
+def _check_access(found: Sharding, access: Mapping[int, Names], axes: tuple[int, ...], where: str) -> None:
+    if prod(axes) < 1:
+        raise InputError(f"problem: {where}.axes: sizes must be 1 or more")
+    for op, names in access.items():
+        dims = found.dims.get(found.follows.get(op, op), {})
+        if len(names) != len(axes):
+            raise InputError(f"problem: {where}.access[{op}]: {len(names)} names for {len(axes)} axes")
+        for name, size in zip(names, axes, strict=True):
+            if name and dims.get(name) != size:
+                raise InputError(f"problem: {where}.access[{op}]: {show(name)} is not a dimension of size {size} of that op")
+
+
+def sharding_to_dict(found: Sharding) -> dict[str, Any]:
+    """As plain JSON data: the key ``sharding`` of a problem file; an op's dims stand with the op."""
+    data: dict[str, Any] = {
+        "tensors": [
+            {"tensor": tensor, "axes": list(found.axes[tensor]), "access": _names_to_dict(access)}
+            for tensor, access in sorted(found.access.items())
+        ],
+        "statistics": [
+            {"op": op, "sums": [[list(names), size] for names, size in sums]} for op, sums in sorted(found.statistics.items())
+        ],
+        "follows": [[op, forward] for op, forward in sorted(found.follows.items())],
+        "held": [
+            {
+                "name": item.name, "group": item.group, "axes": list(item.axes), "access": _names_to_dict(item.access),
+                "weight_bytes": item.weight_bytes, "gradient_bytes": item.gradient_bytes,
+                "optimizer_bytes": item.optimizer_bytes, "update": item.update if item.update >= 0 else None,
+            }
+            for item in found.held
+        ],
+    }  # fmt: skip
+    if found.fixed_s is not None:
+        data["fixed_s"] = [row[0] if len(set(row)) == 1 else row for row in found.fixed_s.tolist()]
+    return data
+
+
+def _names_to_dict(access: Mapping[int, Names]) -> dict[str, list[str]]:
+    return {str(op): list(names) for op, names in sorted(access.items())}
+
+
+def sharding_from_dict(data: Any, dims: Mapping[int, Mapping[str, int]], devices: int) -> Sharding:
+    """Reads what `sharding_to_dict` wrote; ranges are checked with the problem.
+
+    Args:
+        data: The key ``sharding`` of a problem file.
+        dims: Dimensions by op, from the problem's ops.
+        devices: Number of devices.
+    """
+    check_keys(data, {"tensors", "held", "follows"}, {"statistics", "fixed_s"}, "sharding")
+    tensors = _rows(data["tensors"], {"tensor", "axes", "access"}, "sharding.tensors")
+    held = _rows(
+        data["held"],
+        {"name", "group", "axes", "access", "weight_bytes", "gradient_bytes", "optimizer_bytes", "update"},
+        "sharding.held",
+    )
+    sums = _rows(data.get("statistics", []), {"op", "sums"}, "sharding.statistics")
+    pairs = data["follows"]
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise InputError("sharding.follows: expected [op, forward op] pairs")
+    return Sharding(
+        dims={op: dict(sizes) for op, sizes in dims.items()},
+        axes={_whole(row["tensor"], "tensor"): _sizes(row["axes"]) for row in tensors},
+        access={_whole(row["tensor"], "tensor"): _access(row["access"]) for row in tensors},
+        statistics={_whole(row["op"], "op"): _sums(row["sums"]) for row in sums},
+        follows={_whole(op, "follows"): _whole(forward, "follows") for op, forward in pairs},
+        held=tuple(
+            Held(
+                name=str(row["name"]),
+                group=_whole(row["group"], "group"),
+                weight_bytes=_whole(row["weight_bytes"], "weight_bytes"),
+                gradient_bytes=_whole(row["gradient_bytes"], "gradient_bytes"),
+                optimizer_bytes=_whole(row["optimizer_bytes"], "optimizer_bytes"),
+                axes=_sizes(row["axes"]),
+                access=_access(row["access"]),
+                update=-1 if row["update"] is None else _whole(row["update"], "update"),
+            )
+            for row in held
+        ),
+        fixed_s=_fixed(data["fixed_s"], devices) if "fixed_s" in data else None,
+    )
+
+
+def _fixed(value: Any, devices: int) -> NDArray[np.float64]:
+    rows = [row if isinstance(row, list) else [row] * devices for row in value] if isinstance(value, list) else [None]
+    if any(row is None or len(row) != devices or any(type(x) not in (int, float) for x in row) for row in rows):
+        raise InputError(f"sharding.fixed_s: expected a number, or {devices} numbers, for every op")
+    return np.array(rows, dtype=np.float64).reshape(len(rows), devices)
+
+
+def _rows(value: Any, keys: set[str], where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise InputError(f"{where}: expected a list")
+    for index, row in enumerate(value):
+        check_keys(row, keys, set(), f"{where}[{index}]")
+    return value
+
+
+def _whole(value: Any, where: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 60:
+        raise InputError(f"sharding: {where}: {show(value)} is not a whole number from 0 up")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise InputError("sharding: axes: expected a list of sizes")
+    return tuple(_whole(size, "axes") for size in value)
+
+
+def _names(value: Any) -> Names:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InputError("sharding: expected a list of dimension names")
+    return tuple(value)
+
+
+def _access(value: Any) -> dict[int, Names]:
+    if not isinstance(value, dict) or not all(isinstance(op, str) and op.isdecimal() for op in value):
+        raise InputError("sharding: access: expected names by op number")
+    return {int(op): _names(names) for op, names in value.items()}
+
+
+def _sums(value: Any) -> tuple[tuple[Names, int], ...]:
+    if not isinstance(value, list) or not all(isinstance(item, list) and len(item) == 2 for item in value):
+        raise InputError("sharding: statistics: expected [names, bytes] pairs")
+    return tuple((_names(names), _whole(size, "statistics")) for names, size in value)

@@ -126,7 +126,7 @@ def _tables_bytes(graph: LayerGraph, order: Sequence[int], sets: Sequence[tuple[
     place = {vertex: i for i, vertex in enumerate(order)}
     freed = [0] * (len(order) + 1)
     tables = arg_mins = most = 0
-    for i, (vertex, later) in enumerate(zip(order, sets, strict=True)):
+    for i, later in enumerate(sets):
         size = prod(counts[other] for other in later)
         arg_mins += 2 * size
         tables += 8 * size
@@ -136,7 +136,7 @@ def _tables_bytes(graph: LayerGraph, order: Sequence[int], sets: Sequence[tuple[
     if most > MAX_TABLES_BYTES or max(counts) > MAX_CONFIGURATIONS:
         raise InputError(
             f"layer graph {graph.name!r}: the search needs {most:.3g} bytes of tables (limit {MAX_TABLES_BYTES:.3g}) and "
-            f"{max(counts)} configurations a layer (limit {MAX_CONFIGURATIONS}); use fewer devices, merge layers or raise smallest_part"
+            f"{max(counts)} configurations a layer (limit {MAX_CONFIGURATIONS}); use fewer devices or raise smallest_part"
         )
     return most
 

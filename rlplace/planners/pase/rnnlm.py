@@ -1,4 +1,4 @@
-"""The paper's RNN language model: embedding, two LSTM layers of 2048 units as one layer, projection and loss over 100,000 words.
+"""The paper's RNN language model: embedding, two LSTM layers of 2048 units as one layer, projection, loss over 100,000 words.
 
 Sequence 256, batch 64 in the paper's tables. The embedding is a product with a one-hot input. The LSTM's sequence is not cut;
 cutting its layers is a wavefront pipeline inside the operator.

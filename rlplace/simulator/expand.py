@@ -1,4 +1,4 @@
-"""`expand`: from a plan with replicas, recomputation or a sharded optimizer to a plain problem and a plain plan.
+"""`expand`: from a plan with replicas, shards, recomputation or a sharded optimizer to a plain problem and a plain plan.
 
 The simulator knows groups on devices, micro-batches and schedules; this module lowers the rest to them.
 
@@ -9,6 +9,7 @@ The simulator knows groups on devices, micro-batches and schedules; this module 
 * With `optimizer_sharding` (ZeRO stage 1, Rajbhandari et al. 2020) each replica keeps 1 / R of the optimizer state and updates
   1 / R of the weights: the bucket is a reduce-scatter, and an all-gather of the weights follows the updates.
 * Replicas of a plan whose schedule is ``interleaved`` or ``zero_bubble`` each follow the order of one.
+* Ops with `shards` are cut into parts by `rlplace.simulator.shards`.
 * `recompute` segments are lowered by `rlplace.plan.recompute`.
 
 Compute that runs under a collective is slowed by `rlplace.problem.collectives.COMPUTE_SLOWDOWN`. How much of it does is
@@ -29,6 +30,7 @@ from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.simulator.priority import default_priority
 from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
+from rlplace.simulator.shards import is_sharded, lower_shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +45,7 @@ class Expanded:
 
 
 def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPlan]:
-    """Lowers replicas, recomputation and the sharded optimizer.
+    """Lowers replicas, shards, recomputation and the sharded optimizer.
 
     Args:
         problem: The priced graph.
@@ -67,6 +69,7 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
         schedule=plan.schedule if found.order is None else "list",
         stage_of_group=found.stage_of_group,
         replicas=None,
+        shards=None,
         recompute=None,
         optimizer_sharding=False,
         groups=None,
@@ -77,8 +80,9 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
 
 def lower_plan(problem: Problem, plan: PlacementPlan) -> Expanded:
     """`expand` without checks and without a fingerprint."""
-    if any(parts != 1 for dims in (plan.shards or {}).values() for parts in dims.values()):
-        raise InputError("plan: sharded ops cannot be simulated yet; leave shards out")
+    if is_sharded(plan):
+        cut, devices = lower_shards(problem, plan)
+        return Expanded(cut, devices, None, None, None)
     priority, order, stages = plan.priority, plan.order, plan.stage_of_group
     if plan.recompute:
         if priority is not None or order is not None:

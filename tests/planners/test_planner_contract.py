@@ -8,14 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.planners import ONE_SHOT, PLANNERS, get_planner, run_planner
+from rlplace.planners import NEEDS_SPLIT, ONE_SHOT, PLANNERS, get_planner, run_planner
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 SEARCH = ("annealing", "local_search", "brkga")
-CLASSICAL = ("random", "compiler", "pardnn", *ONE_SHOT, "m_sct", "accelerate", "best", *SEARCH)
+PIPELINES = ("pipedream", "gpipe", "bipartition")
+CLASSICAL = ("random", *PIPELINES, "compiler", "pardnn", *ONE_SHOT, "m_sct", "accelerate", "best", *SEARCH)
 
 
 def options_of(name, calls=60):
@@ -44,6 +46,8 @@ def constrained(seed, groups, devices, factor):
 )  # fmt: skip
 def test_plans_are_legal_and_feasible_and_input_is_unchanged(seed, groups, devices, factor, name):
     problem = constrained(seed, groups, devices, factor)
+    if name in NEEDS_SPLIT:
+        problem = split_backward(problem)
     before = {f.name: np.array(v) for f in fields(problem) if isinstance(v := getattr(problem, f.name), np.ndarray)}
     try:
         plan = get_planner(name)(problem, seed=seed, **options_of(name))
@@ -54,7 +58,7 @@ def test_plans_are_legal_and_feasible_and_input_is_unchanged(seed, groups, devic
     assert line.feasible
     assert plan.planner == name and plan.seed == seed
     assert plan.predicted["step_time_s"] == line.step_time_s
-    assert problem.group_allowed[np.arange(groups), plan.device_of_group].all()
+    assert problem.group_allowed[np.arange(problem.num_groups), plan.device_of_group].all()
     for field, value in before.items():
         np.testing.assert_array_equal(getattr(problem, field), value)
 
@@ -64,6 +68,8 @@ def test_equal_seeds_give_equal_plans(name):
     problem = random_problem(3, 40, 3, memory_factor=2.0)
     if name == "single":
         problem = random_problem(3, 40, 3)
+    if name in NEEDS_SPLIT:
+        problem = split_backward(problem)
     plans = [get_planner(name)(problem, seed=7, **options_of(name)).device_of_group for _ in range(2)]
     np.testing.assert_array_equal(*plans)
 

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.comparing import Settings, Store, compare, count_rows, gather
     from rlplace.files import check_output, write_text
 
-    names = _planners(options.planners)
+    names = _planners(options)
     if "agent" in names:
         check_agent(options.agent)
     if options.csv:
@@ -111,10 +111,13 @@ def run(options: argparse.Namespace) -> int:
     return failures[0][1].exit_code if failures else 0
 
 
-def _planners(text: str) -> list[str]:
+def _planners(options: argparse.Namespace) -> list[str]:
+    from rlplace.comparing.run import APART_PLANNERS
     from rlplace.planners import PLANNERS, get_planner
 
-    names = list(PLANNERS) if text.strip() == ALL else [name.strip() for name in text.split(",") if name.strip()]
+    if options.planners.strip() == ALL:
+        return [name for name in PLANNERS if options.global_batch is None or name not in APART_PLANNERS]
+    names = [name.strip() for name in options.planners.split(",") if name.strip()]
     if not names:
         raise InputError("--planners names no planner, for example best,agent")
     for name in names:

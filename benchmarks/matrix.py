@@ -1,0 +1,237 @@
+"""Every registered planner on models x clusters; writes the tables between the matrix markers of docs/results.md.
+
+Usage: python benchmarks/matrix.py [--out DIR] [--models N] [--planners a,b] [--calls 128] [--time-limit 2] [--write]
+
+Two comparisons: the batch as one micro-batch (step.jsonl), and the same batch in several, for every planner that knows
+micro-batches (pipeline.jsonl). Each model is captured once for each and priced for every cluster. Every row is on disk as soon
+as it is there; started again with the same options, the benchmark goes on where it stopped. Step times are simulated by the
+executor `list`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlplace.comparing import Case, Comparison, Row, Settings, Store, compare, gather
+from rlplace.comparing.measure import takes_microbatches
+from rlplace.comparing.records import COST, MAKESPAN, OK, REFERENCE
+from rlplace.comparing.summary import geometric_mean
+from rlplace.graph.capture import capture
+from rlplace.graph.opgraph import OpGraph
+from rlplace.placing import Priced
+from rlplace.planners import PLANNERS
+from rlplace.zoo import load_model
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results.md"
+BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
+
+MODELS = (
+    ("hf:gpt2", 64, 512),
+    ("hf:bert", 96, 512),
+    ("hf:t5", 96, 512),
+    ("hf:llama,num_hidden_layers=6", 8, 1024),
+    ("hf:mixtral,num_hidden_layers=1", 16, 512),
+    ("hf:whisper", 128, 448),
+    ("hf:mamba", 256, 64),
+    ("hf:vit", 256, 64),
+    ("hf:swin", 256, 64),
+    ("hf:resnet", 512, 64),
+    ("zoo:inception", 512, 64),
+    ("zoo:nasnet", 2048, 64),
+    ("zoo:unet", 256, 64),
+    ("zoo:lstm", 512, 256),
+    ("zoo:transformer", 192, 256),
+    ("zoo:dlrm", 65536, 64),
+)
+"""MODEL, batch, sequence length; fp32 and Adam."""
+
+CLUSTERS = ("a100-80g:4", "v100:4,pcie", "a100-40g:2x4,eth=25g", "l4:2+t4:2")
+"""NVLink; PCIe; two hosts over Ethernet; unlike kinds with little memory."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("matrix"), help="folder of the rows (matrix)")
+    parser.add_argument("--models", type=int, default=len(MODELS), help="only the first so many")
+    parser.add_argument("--planners", default=",".join(PLANNERS), help="planners (all that are registered)")
+    parser.add_argument("--groups", type=int, default=64, help="target number of groups (64)")
+    parser.add_argument("--calls", type=int, default=128, help="simulator calls of a search after the floor (128)")
+    parser.add_argument("--time-limit", type=float, default=2.0, help="seconds for every other planner (2)")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of random planners, one micro-batch (2)")
+    parser.add_argument("--microbatches", type=int, default=8, help="of the second comparison (8)")
+    parser.add_argument("--write", action="store_true", help="write docs/results.md")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    names = options.planners.split(",")
+    plain = Settings(calls=options.calls, time_limit_s=options.time_limit, seeds=options.seeds)
+    piped = Settings(calls=options.calls, time_limit_s=options.time_limit, microbatches=options.microbatches)
+    several = [name for name in names if takes_microbatches(name)]
+    blocks = (
+        (1, names, Store(plain, options.out / "step.jsonl", resume=True), []),
+        (options.microbatches, several, Store(piped, options.out / "pipeline.jsonl", resume=True), []),
+    )
+    began = time.monotonic()
+    for model, batch, seq in MODELS[: options.models]:
+        for parts, planners, store, cases in blocks:
+            graph = functools.cache(functools.partial(captured, model, batch // parts, seq))
+            for cluster in CLUSTERS:
+                case = Case(f"{model}, {batch}", cluster, functools.partial(priced, graph, cluster, options.groups))
+                cases.append(case)
+                for failed, error in compare([case], planners, store):
+                    sys.exit(f"{failed.model} on {failed.cluster}: {error}")
+                say = f"{time.monotonic() - began:7.1f} s  {case.model} on {cluster}, {parts} micro-batches"
+                print(say, file=sys.stderr, flush=True)
+    found = [gather(store, cases, planners) for _, planners, store, cases in blocks]
+    text = report(found, options)
+    print(text)
+    if options.write:
+        write(text)
+
+
+def captured(model: str, batch: int, seq: int) -> OpGraph:
+    loaded = load_model(model, batch=batch, seq=seq)
+    return capture(loaded.module, loaded.example_inputs, loss=loaded.loss, name=loaded.name)
+
+
+def priced(graph: Callable[[], OpGraph], cluster: str, groups: int) -> Priced:
+    from rlplace.cluster.parse import parse
+
+    return Priced.graph(graph(), parse(cluster), groups=groups)
+
+
+def report(found: Sequence[Comparison], options: argparse.Namespace) -> str:
+    """The block for docs/results.md."""
+    plain, piped = found
+    models = len(dict.fromkeys(info.model for info in plain.problems))
+    whole = sum(not info.split for info in plain.problems)
+    crowded = sum(row.planner == "single" and row.status != OK and not row.split for row in plain.rows)
+    minutes = sum(row.seconds * row.seeds for comparison in found for row in comparison.rows) / 60
+    lines = [
+        "## Planners on models and clusters",
+        "",
+        f"`python benchmarks/matrix.py --calls {options.calls} --time-limit {options.time_limit:g} --groups {options.groups} "
+        f"--seeds {options.seeds} --microbatches {options.microbatches} --write`: {models} models on",
+        f"{len(CLUSTERS)} clusters, fp32 and Adam, at most {options.groups} groups; {crowded} of the {whole} problems do not "
+        f"fit on one device. Searches have {options.calls} simulator calls after the floor, everybody else",
+        f"{options.time_limit:g} s; random planners {options.seeds} seeds with one micro-batch and one with several. "
+        f"{minutes:.0f} minutes of planning on one core.",
+        "`vs best`: step time over that of `best` in the same metric, geometric mean over the problems where both have a plan, "
+        "below 1 is faster; 95 % bootstrap interval over problems; a tie is within 0.1 %.",
+        "`gap`: over the largest lower bound (critical path, work, largest group, memory). Metrics do not compare with each "
+        "other.",
+    ]
+    for title, comparison in (
+        ("One micro-batch", plain),
+        (f"{options.microbatches} micro-batches, each planner's own schedule", piped),
+    ):
+        for metric in dict.fromkeys(line.metric for line in comparison.summaries):
+            lines += ["", f"### {title}: {metric}", ""]
+            lines += cost_table(comparison, metric) if metric.startswith(COST) else summary_table(comparison, metric)
+    lines += ["", "### Step time over that of `best` by cluster, one micro-batch", "", *cluster_table(plain)]
+    lines += ["", "### The problems, one micro-batch", "", *problem_table(plain)]
+    reasons = missing(found)
+    if reasons:
+        lines += ["", "Not run: " + "; ".join(reasons) + "."]
+    return "\n".join(lines)
+
+
+def summary_table(comparison: Comparison, metric: str) -> list[str]:
+    rows = ["| planner | plans | vs best | interval | wins | ties | losses | gap | calls | s |", "|---|" + "---|" * 9]
+    for line in comparison.summaries:
+        if line.metric == metric:
+            interval = "-" if line.low is None else f"{line.low:.3f}-{line.high:.3f}"
+            rows.append(
+                f"| {line.planner} | {line.feasible}/{line.problems} | {number(line.ratio)} | {interval} | {line.wins} | "
+                f"{line.ties} | {line.losses} | {percent(line.gap)} | {line.simulator_calls:.0f} | {line.seconds:.2f} |"
+            )
+    return rows
+
+
+def cost_table(comparison: Comparison, metric: str) -> list[str]:
+    rows = ["| planner | plans | s |", "|---|---|---|"]
+    for line in comparison.summaries:
+        if line.metric == metric:
+            rows.append(f"| {line.planner} | {line.feasible}/{line.problems} | {line.seconds:.2f} |")
+    return rows
+
+
+def cluster_table(comparison: Comparison) -> list[str]:
+    """Geometric mean of the ratio per planner and cluster; planners whose metric is another one have none."""
+    header = ["| planner |", *(f" {cluster} |" for cluster in CLUSTERS)]
+    rows = ["".join(header), "|---|" + "---|" * len(CLUSTERS)]
+    whole = [row for row in comparison.rows if row.metric == MAKESPAN and row.status == OK and not row.reference]
+    for planner in dict.fromkeys(row.planner for row in whole):
+        cells = []
+        for cluster in CLUSTERS:
+            mine = [row.ratio for row in whole if (row.planner, row.cluster) == (planner, cluster) and row.ratio is not None]
+            cells.append(f"{number(geometric_mean(mine))} ({len(mine)})" if mine else "-")
+        rows.append(f"| {planner} | {' | '.join(cells)} |")
+    return rows
+
+
+def problem_table(comparison: Comparison) -> list[str]:
+    """Per model and cluster: the floor, the bound that binds, and who is quickest."""
+    rows = ["| model, samples |" + "".join(f" {cluster} |" for cluster in CLUSTERS), "|---|" + "---|" * len(CLUSTERS)]
+    least = {(info.model, info.cluster): info.least_devices for info in comparison.problems}
+    for model in dict.fromkeys(info.model for info in comparison.problems):
+        cells = []
+        for cluster in CLUSTERS:
+            mine = [r for r in comparison.rows if (r.model, r.cluster, r.metric) == (model, cluster, MAKESPAN)]
+            cells.append(cell([r for r in mine if r.status == OK and not r.reference], least.get((model, cluster))))
+        rows.append(f"| {model} | {' | '.join(cells)} |")
+    rows += [
+        "",
+        "`best` in ms, over the binding bound; the quickest planner with its ratio where it is not a tie; how many devices "
+        "memory forces where it is more than one.",
+    ]
+    return rows
+
+
+def cell(rows: Sequence[Row], least: int | None) -> str:
+    best = next((row for row in rows if row.planner == REFERENCE), None)
+    forced = "" if least in (None, 1) else f", {least} devices"
+    if not rows:
+        return "does not fit" if least is None else f"no plan{forced}"
+    first = min(rows, key=lambda row: row.step_time_s or 0.0)
+    if best is None:
+        return f"only {first.planner}: {1e3 * (first.step_time_s or 0.0):.1f}{forced}"
+    ratio = first.ratio or 1.0
+    quick = f"; {first.planner} {ratio:.3f}" if ratio < 0.999 else ""
+    return f"{1e3 * (best.step_time_s or 0.0):.1f}, {best.binding} +{100 * (best.gap or 0.0):.0f} %{quick}{forced}"
+
+
+def missing(found: Sequence[Comparison]) -> list[str]:
+    """Planners that failed, or whose extra is missing, with their first reason."""
+    reasons: dict[str, str] = {}
+    for comparison in found:
+        for row in comparison.rows:
+            if row.status in ("missing", "failed"):
+                reasons.setdefault(row.planner, f"{row.planner} on {row.model} ({row.reason})")
+    return list(reasons.values())
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def write(text: str) -> None:
+    """Replaces what stands between the markers."""
+    page = RESULTS.read_text()
+    before, mark, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        sys.exit(f"{RESULTS}: the markers {BEGIN} and {END} are missing")
+    RESULTS.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -119,7 +119,9 @@ def _in_order(vertex, to, part, before_ptr, before, after_ptr, after):
 
 
 @njit(**_KERNEL)
-def state(part, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, latency, inverse, limit, room, held, load, used):
+def state(
+    part, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, latency, inverse, limit, room, held, load, used
+):
     """Fills `held` [N, K] (readers of each net by device), `load` [K, W] and `used` [K]; returns cut seconds and excess."""
     held[:], load[:], used[:] = 0, 0.0, 0.0
     for vertex in range(len(part)):

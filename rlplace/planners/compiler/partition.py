@@ -224,4 +224,3 @@ def _staged_order(problem: Problem) -> NDArray[np.int32]:
     position = np.empty(groups, dtype=np.int64)
     position[order] = np.arange(groups)
     return np.lexsort((position, place[part])).astype(np.int32)
-

@@ -88,7 +88,8 @@ def test_real_costs_brute_force() -> None:
     assert found.cost_flop == pytest.approx(brute_force(graph, tables), rel=1e-12)
     assert found.cost_flop == pytest.approx(strategy_cost(graph, found.configurations, MACHINE), rel=1e-12)
     assert all(prod(row) <= 4 for row in found.configurations)
-    assert found.parts["fc0"] == {d.name: c for d, c in zip(graph.layers[0].dims, found.configurations[0]) if c > 1}
+    cuts = zip(graph.layers[0].dims, found.configurations[0], strict=True)
+    assert found.parts["fc0"] == {dim.name: parts for dim, parts in cuts if parts > 1}
 
 
 def test_more_devices_never_cost_more() -> None:

@@ -11,7 +11,7 @@ from math import prod
 
 from rlplace.planners.pase import kinds
 from rlplace.planners.pase.builder import GraphBuilder, Tensor
-from rlplace.planners.pase.layers import Dim, LayerGraph
+from rlplace.planners.pase.layers import Dim, LayerGraph, Term
 
 CNN_SMALLEST_PART = 4
 """Dimensions are only cut into parts of at least this size."""
@@ -81,13 +81,13 @@ class CnnBuilder(GraphBuilder):
     def flatten(self, x: Tensor) -> Tensor:
         """Image to vector by way of a flat array: two layers that only cut it into contiguous pieces."""
         b, c, h, w = x.sizes
-        dims = (Dim("b", b), Dim("c", c), Dim("h", h), Dim("w", w))
+        image = (Dim("b", b), Dim("c", c), Dim("h", h), Dim("w", w))
         inputs = [(x, (("b",), ("c",), ("h",), ("w",)))]
-        output = ((prod(x.sizes), ("b", "c", "h", "w")),)
-        flat = self.add(self._name("ravel"), "reshape", dims, (), inputs, output, contiguous=True)
-        dims = (Dim("b", b), Dim("n", c * h * w))
+        whole = ((prod(x.sizes), ("b", "c", "h", "w")),)
+        flat = self.add(self._name("ravel"), "reshape", image, (), inputs, whole, contiguous=True)
+        rows = (Dim("b", b), Dim("n", c * h * w))
         output = ((b, ("b",)), (c * h * w, ("n",)))
-        return self.add(self._name("unravel"), "reshape", dims, (), [(flat, (("b", "n"),))], output, contiguous=True)
+        return self.add(self._name("unravel"), "reshape", rows, (), [(flat, (("b", "n"),))], output, contiguous=True)
 
     def fc(self, x: Tensor, out: int, *, pointwise: int = 0) -> Tensor:
         """Fully connected layer."""
@@ -104,7 +104,7 @@ class CnnBuilder(GraphBuilder):
         terms = kinds.softmax_cross_entropy("bn", "n")
         return self.add(self._name("loss"), "loss", dims, terms, [(x, layout)], ((b, ("b",)), (n, ("n",))))
 
-    def _image(self, kind: str, sizes: tuple[int, ...], terms: tuple, inputs: list[Tensor]) -> Tensor:
+    def _image(self, kind: str, sizes: tuple[int, ...], terms: tuple[Term, ...], inputs: list[Tensor]) -> Tensor:
         """A layer whose iteration space is its output image."""
         dims = tuple(Dim(name, size) for name, size in zip("bchw", sizes, strict=True))
         layout = tuple((name,) for name in "bchw")

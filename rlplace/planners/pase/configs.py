@@ -28,7 +28,7 @@ def configurations(layer: Layer, devices: int, smallest_part: int = 1) -> IntArr
     """
     if devices < 1:
         raise InputError(f"cannot split layers over {devices} devices; give at least 1")
-    rows = _rows(tuple(_cuts(dim, devices, smallest_part) for dim in layer.dims), devices)
+    rows = _rows(tuple(cuts(dim, devices, smallest_part) for dim in layer.dims), devices)
     if layer.contiguous:
         rows = tuple(row for row in rows if _contiguous(layer.sizes(), row))
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(layer.dims))
@@ -39,7 +39,7 @@ def all_configurations(graph: LayerGraph, devices: int) -> list[IntArray]:
     return [configurations(layer, devices, graph.smallest_part) for layer in graph.layers]
 
 
-def _cuts(dim: Dim, devices: int, smallest_part: int) -> tuple[int, ...]:
+def cuts(dim: Dim, devices: int, smallest_part: int) -> tuple[int, ...]:
     """Numbers of parts that a dimension may be cut into, ascending; 1 is always one of them."""
     if not dim.splittable:
         return (1,)

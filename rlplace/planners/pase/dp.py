@@ -179,7 +179,7 @@ def _piece_by_piece(
         for table in tables:
             if axis in table.scope:
                 scope = tuple(other for other in table.scope if other != axis)
-                fixed.append(Table(scope, table.values.take(i, axis=table.scope.index(axis))))
+                fixed.append(Table(scope, np.take(table.values, i, axis=table.scope.index(axis))))
             else:
                 fixed.append(table)
         pieces.append(_minimise(fixed, vertex, later))

@@ -16,7 +16,7 @@ def rnnlm(
 ) -> LayerGraph:
     """The network: 4 layers in a chain."""
     net = GraphBuilder("rnnlm")
-    dims = (Dim("b", batch), Dim("s", steps), Dim("d", units), Dim("v", vocabulary))
+    dims: tuple[Dim, ...] = (Dim("b", batch), Dim("s", steps), Dim("d", units), Dim("v", vocabulary))
     hidden = ((batch, ("b",)), (steps, ("s",)), (units, ("d",)))
     words = Tensor((batch, steps, vocabulary))
     read = (("b",), ("s",), ("v",))

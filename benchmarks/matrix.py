@@ -1,6 +1,6 @@
 """Every registered planner on models x clusters; writes the tables between the matrix markers of docs/results.md.
 
-Usage: python benchmarks/matrix.py [--out DIR] [--models N] [--planners a,b] [--calls 128] [--time-limit 2] [--write]
+Usage: python benchmarks/matrix.py [--out DIR] [--only TEXT] [--planners a,b] [--calls 128] [--time-limit 2] [--write]
 
 Two comparisons: the batch as one micro-batch (step.jsonl), and the same batch in several, for every planner that knows
 micro-batches (pipeline.jsonl). Each model is captured once for each and priced for every cluster. Every row is on disk as soon
@@ -57,7 +57,7 @@ CLUSTERS = ("a100-80g:4", "v100:4,pcie", "a100-40g:2x4,eth=25g", "l4:2+t4:2")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("matrix"), help="folder of the rows (matrix)")
-    parser.add_argument("--models", type=int, default=len(MODELS), help="only the first so many")
+    parser.add_argument("--only", nargs="*", metavar="TEXT", help="only models with one of these texts in their name")
     parser.add_argument("--planners", default=",".join(PLANNERS), help="planners (all that are registered)")
     parser.add_argument("--groups", type=int, default=64, help="target number of groups (64)")
     parser.add_argument("--calls", type=int, default=128, help="simulator calls of a search after the floor (128)")
@@ -76,7 +76,9 @@ def main() -> None:
         (options.microbatches, several, Store(piped, options.out / "pipeline.jsonl", resume=True), []),
     )
     began = time.monotonic()
-    for model, batch, seq in MODELS[: options.models]:
+    for model, batch, seq in MODELS:
+        if options.only and not any(text in model for text in options.only):
+            continue
         for parts, planners, store, cases in blocks:
             graph = functools.cache(functools.partial(captured, model, batch // parts, seq))
             for cluster in CLUSTERS:

@@ -113,9 +113,12 @@ def _sum(tree, end):
 
 @njit(**_INNER)
 def _assign(
-    cluster, device, place, trees, open_tree, member_ptr, member, level, time_s, weight, near_ptr, near, near_cost, traffic
-):
+    cluster, device, place, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr, near,
+    near_cost,
+):  # fmt: skip
+    """Maps a cluster: its work moves from the open tree to the device's, and its neighbours' traffic goes there."""
     place[cluster] = device
+    room[device] -= size[cluster]
     for i in range(member_ptr[cluster], member_ptr[cluster + 1]):
         node = member[i]
         _add(trees[device], level[node], time_s[node, device])
@@ -126,18 +129,21 @@ def _assign(
 
 @njit(**_KERNEL)
 def map_clusters(
-    place, reason, sequence, rounds, most_communicating, trees, open_tree, span_start, span_end, cluster_time, cluster_weight,
-    own_in_span, total, traffic, member_ptr, member, level, time_s, weight, near_ptr, near, near_cost,
+    place, reason, sequence, rounds, most_communicating, distance, work_share, ticks, trees, open_tree, span_start, span_end,
+    cluster_time, own_in_span, total, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr, near, near_cost,
 ):  # fmt: skip
     """Locality first, then load balancing: fills `place` [S] and `reason` [S] (0 given, 1 locality, 2 load).
 
     place: int32 [S], devices of clusters that are settled beforehand, -1 elsewhere.
     sequence: int32, the other clusters by falling criticality.
+    distance: float64 [K, K], what traffic between two devices costs relative to its mean.
+    work_share: how much work in the span counts beside traffic when load is balanced; below 0: by what the cluster adds.
+    ticks: float64 [L + 1], level starts in seconds and the end of the step.
     trees: float64 [K, L + 1], Fenwick trees over levels of the work mapped to each device; zeros.
     open_tree: float64 [L + 1], the same of the work not mapped yet; zeros.
     span_start, span_end: int64 [S], levels. own_in_span: float64 [S], the cluster's own work among them.
-    cluster_time: float64 [S, K]. total: float64 [S], all traffic of a cluster. traffic: float64 [S, K], with
-    what is mapped, zeros.
+    cluster_time: float64 [S, K]. total: float64 [S], all traffic of a cluster. traffic: float64 [S, K], with what is mapped,
+    zeros. room: float64 [K] bytes. size: float64 [S], footprints.
     near_ptr, near, near_cost: neighbouring clusters and the traffic with them.
     """
     num_devices = len(trees)
@@ -146,8 +152,8 @@ def map_clusters(
     for cluster in range(len(place)):
         if place[cluster] >= 0:
             _assign(
-                cluster, place[cluster], place, trees, open_tree, member_ptr, member, level, time_s, weight, near_ptr, near,
-                near_cost, traffic,
+                cluster, place[cluster], place, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s,
+                weight, near_ptr, near, near_cost,
             )  # fmt: skip
     work = np.zeros(num_devices)
     for _ in range(rounds):
@@ -161,7 +167,7 @@ def map_clusters(
                 if traffic[cluster, device] > traffic[cluster, best]:
                     best = device
             gain = traffic[cluster, best]
-            if gain <= 0.0 or cluster_time[cluster, best] == np.inf:
+            if gain <= 0.0 or cluster_time[cluster, best] == np.inf or size[cluster] > room[best]:
                 continue
             whole = gain >= total[cluster] * (1.0 - 1e-9)
             if not whole and not (most_communicating and gain > total[cluster] / num_devices):
@@ -187,8 +193,8 @@ def map_clusters(
             outweighs = gain > max(seconds, work[best], free) + slack
             if absorbs or balanced or outweighs:
                 _assign(
-                    cluster, best, place, trees, open_tree, member_ptr, member, level, time_s, weight, near_ptr, near,
-                    near_cost, traffic,
+                    cluster, best, place, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight,
+                    near_ptr, near, near_cost,
                 )  # fmt: skip
                 reason[cluster] = 1
                 mapped += 1
@@ -199,34 +205,30 @@ def map_clusters(
         if place[cluster] >= 0:
             continue
         start, end = span_start[cluster], span_end[cluster]
-        with_mapped = 0.0
+        best, lowest, roomiest = -1, np.inf, -1
         for device in range(num_devices):
-            with_mapped += traffic[cluster, device]
-        best, lowest = -1, np.inf
+            if cluster_time[cluster, device] < np.inf and (roomiest < 0 or room[device] > room[roomiest]):
+                roomiest = device
         for device in range(num_devices):
+            if cluster_time[cluster, device] == np.inf or (size[cluster] > room[device] and device != roomiest):
+                continue
             cost = _sum(trees[device], end) - _sum(trees[device], start)
-            cost += cluster_time[cluster, device] + with_mapped - traffic[cluster, device]
-            near_tie = 1e-9 * (abs(lowest) if lowest < np.inf else 0.0)
-            if cost < lowest - near_tie or (
-                cost <= lowest + near_tie and best >= 0 and cost < np.inf and traffic[cluster, device] > traffic[cluster, best]
+            if work_share < 0.0:
+                # A device that is busy throughout the span is held up by all of the cluster's time, an idle one by none.
+                cost = min(1.0, cost / max(ticks[end] - ticks[start], 1e-30)) * cluster_time[cluster, device]
+            else:
+                cost = work_share * (cost + cluster_time[cluster, device])
+            for other in range(num_devices):
+                cost += traffic[cluster, other] * distance[device, other]
+            tie = 1e-9 * lowest if best >= 0 else 0.0
+            if cost < lowest - tie or (
+                best >= 0 and cost <= lowest + tie and traffic[cluster, device] > traffic[cluster, best]
             ):
                 best, lowest = device, cost
         if best < 0:
             continue
         _assign(
-            cluster,
-            best,
-            place,
-            trees,
-            open_tree,
-            member_ptr,
-            member,
-            level,
-            time_s,
-            weight,
-            near_ptr,
-            near,
-            near_cost,
-            traffic,
-        )
+            cluster, best, place, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr,
+            near, near_cost,
+        )  # fmt: skip
         reason[cluster] = 2

@@ -41,7 +41,14 @@ class Mapping:
     reason: NDArray[np.int8]
 
 
-def map_clusters(graph: NodeGraph, clusters: Clusters, *, most_communicating: bool | None = None) -> Mapping:
+def map_clusters(
+    graph: NodeGraph,
+    clusters: Clusters,
+    *,
+    most_communicating: bool | None = None,
+    work_share: float | None = 1.0,
+    room_bytes: NDArray[np.float64] | None = None,
+) -> Mapping:
     """Maps clusters to devices.
 
     Args:
@@ -49,6 +56,10 @@ def map_clusters(graph: NodeGraph, clusters: Clusters, *, most_communicating: bo
         clusters: From `rlplace.planners.pardnn.slicing.slice_graph`.
         most_communicating: Whether clusters with more than a K-th of their traffic at one device count as local; default
             whether the CCR of the graph is at least `HIGH_CCR`.
+        work_share: How much the work in the span counts beside traffic when load is balanced, above 0; the paper's rule is 1,
+            and less keeps together what exchanges much. None: instead of that work the cluster's own time counts, as far as
+            the device is busy in the span.
+        room_bytes: float64 [K], footprints that devices can take while others can; default no limit.
     """
     from rlplace.planners.pardnn import kernels
 
@@ -70,12 +81,15 @@ def map_clusters(graph: NodeGraph, clusters: Clusters, *, most_communicating: bo
     near_ptr, near, near_cost = cluster_graph(graph, clusters)
     total = np.zeros(count)
     np.add.at(total, near, near_cost)
+    room = np.full(devices, np.inf) if room_bytes is None else room_bytes.astype(np.float64)
+    size = np.bincount(clusters.cluster, weights=graph.footprint_bytes, minlength=count)
+    rounds = max(1, int(np.ceil(np.log2(max(graph.num_nodes, 2)))))
+    ends = np.append(ticks, float((clusters.top_s + graph.weight_s).max()))
     kernels.map_clusters(
-        place, reason, np.flatnonzero(place < 0).astype(np.int32), max(1, int(np.ceil(np.log2(max(graph.num_nodes, 2))))),
-        most_communicating, np.zeros((devices, len(ticks) + 1)), np.zeros(len(ticks) + 1), span_start.astype(np.int64),
-        span_end.astype(np.int64), time_s, np.bincount(clusters.cluster, weights=graph.weight_s, minlength=count), own, total,
-        np.zeros((count, devices)), clusters.member_ptr, clusters.member, level.astype(np.int64), graph.time_s, graph.weight_s,
-        near_ptr, near, near_cost,
+        place, reason, np.flatnonzero(place < 0).astype(np.int32), rounds, most_communicating, graph.distance,
+        -1.0 if work_share is None else work_share, ends, np.zeros((devices, len(ticks) + 1)), np.zeros(len(ticks) + 1),
+        span_start.astype(np.int64), span_end.astype(np.int64), time_s, own, total, np.zeros((count, devices)), room, size,
+        clusters.member_ptr, clusters.member, level.astype(np.int64), graph.time_s, graph.weight_s, near_ptr, near, near_cost,
     )  # fmt: skip
     return Mapping(place, reason)
 

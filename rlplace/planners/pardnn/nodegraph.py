@@ -32,6 +32,9 @@ class NodeGraph:
         order: int32 [V], topological.
         source, target: int32 [E].
         cost_s: float64 [E], latency and transfer of the edge between two devices (mean over the links in use).
+        footprint_bytes: float64 [V], what a group keeps (`rlplace.planners.groupgraph`), at its heaviest node.
+        distance: float64 [K, K], transfer time of a mean tensor between two devices relative to the mean over all pairs; 1
+            off the diagonal where links are equal, 0 on it.
         parcel: int64 [E]; edges of one number carry the same tensor, which goes to a device once.
     """
 
@@ -44,6 +47,8 @@ class NodeGraph:
     target: NDArray[np.int32]
     cost_s: NDArray[np.float64]
     parcel: NDArray[np.int64]
+    footprint_bytes: NDArray[np.float64]
+    distance: NDArray[np.float64]
 
     @property
     def num_nodes(self) -> int:
@@ -97,7 +102,7 @@ def op_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     for number, matrix in problem.tensor_transfer_s.items():
         cost[number] = _mean_off_diagonal(matrix[np.ix_(devices, devices)])
     order = np.concatenate([np.arange(ops, len(group)), problem.topological_order]).astype(np.int32)
-    return _graph(devices, group, time_s, order, maker[tensor], problem.consumers, cost[tensor], tensor)
+    return _graph(problem, devices, group, time_s, order, maker[tensor], problem.consumers, cost[tensor], tensor)
 
 
 def folded_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
@@ -113,10 +118,13 @@ def folded_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     total = np.bincount(inverse_key, weights=cost, minlength=len(key))
     source, target = key // max(problem.num_groups, 1), key % max(problem.num_groups, 1)
     group = np.arange(problem.num_groups, dtype=np.int32)
-    return _graph(devices, group, graph.time_s[:, list(devices)], graph.order, source, target, total, np.arange(len(key)))
+    return _graph(
+        problem, devices, group, graph.time_s[:, list(devices)], graph.order, source, target, total, np.arange(len(key))
+    )
 
 
 def _graph(
+    problem: Problem,
     devices: Sequence[int],
     group: NDArray[np.int32],
     time_s: NDArray[np.float64],
@@ -128,6 +136,10 @@ def _graph(
 ) -> NodeGraph:
     finite = np.isfinite(time_s)
     weight = np.where(finite, time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
+    heaviest = np.lexsort((-weight, group))
+    kept = heaviest[np.searchsorted(group[heaviest], np.unique(group))]
+    footprint = np.zeros(len(group))
+    footprint[kept] = group_graph(problem).footprint_bytes[group[kept]]
     return NodeGraph(
         devices=tuple(int(d) for d in devices),
         group=group,
@@ -138,6 +150,8 @@ def _graph(
         target=target.astype(np.int32),
         cost_s=np.ascontiguousarray(cost, dtype=np.float64),
         parcel=parcel.astype(np.int64),
+        footprint_bytes=footprint,
+        distance=_distance(problem, devices),
     )
 
 
@@ -146,6 +160,16 @@ def _rows(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float64]]:
     perm = np.argsort(row, kind="stable")
     return np.searchsorted(row[perm], np.arange(count + 1)).astype(np.int64), column[perm], cost[perm]
+
+
+def _distance(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:
+    latency, inverse = finite_links(problem)
+    pairs = np.ix_(devices, devices)
+    size = float(problem.tensor_bytes.mean()) if problem.num_tensors else 0.0
+    seconds = latency[pairs] + size * inverse[pairs]
+    mean = _mean_off_diagonal(seconds)
+    equal = 1.0 - np.eye(len(seconds))
+    return np.asarray(seconds / mean * equal if mean > 0 else equal, dtype=np.float64)
 
 
 def _mean_link(problem: Problem, devices: Sequence[int]) -> tuple[float, float]:

@@ -20,9 +20,11 @@ still does not fit goes through the repair that all planners share.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.errors import unknown_name
 from rlplace.plan import PlacementPlan
@@ -33,13 +35,22 @@ from rlplace.planners.pardnn.emulator import Run, fifo, listed
 from rlplace.planners.pardnn.mapping import map_clusters
 from rlplace.planners.pardnn.memory import balance_residents, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import NodeGraph, folded_graph, op_graph
-from rlplace.planners.pardnn.slicing import Clusters, cut_long_primary, slice_graph
+from rlplace.planners.pardnn.slicing import Clusters, bind_groups, cut_long_primary, slice_graph
 from rlplace.planners.repair import legalize
-from rlplace.planners.subsets import device_subsets, map_parts
+from rlplace.planners.subsets import LARGE_OPS, device_subsets, map_parts
 from rlplace.problem import Problem
 
 MEMORY = ("h1", "h2", "both", "none")
 EXECUTORS = ("list", "fifo")
+
+WORK_SHARES = (1.0, 0.3, 0.1, 0.03, None)
+"""What work counts beside traffic when load is balanced (`rlplace.planners.pardnn.mapping.map_clusters`); 1 is the paper's."""
+
+WORK_SHARES_LARGE = (1.0, 0.1, None)
+"""The same for problems of more than `LARGE_OPS` ops."""
+
+RELIEVED = 2
+"""Assignments that go through the memory step, for every number of devices."""
 
 
 def pardnn(
@@ -73,38 +84,43 @@ def pardnn(
 
 
 def candidates(problem: Problem, seed: int, *, memory: str = "both", executor: str = "list") -> Iterator[Assignment]:
-    """Assignments for every number of devices, by ops and by groups, each also after the memory step if it does not fit."""
+    """Assignments for every number of devices; the quickest that do not fit come again after the memory step."""
     del seed
     limited = bool(np.isfinite(problem.memory_limit_bytes).any()) and memory != "none"
     evaluator = Evaluator(problem)
+    quickest = float("inf")
     for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):
-        for graph in _graphs(problem, subset):
-            clusters = slice_graph(graph)
-            devices = legalize(problem, place_clusters(problem, graph, clusters))
+        over: list[tuple[float, int, _Cut, Assignment]] = []
+        seen: set[bytes] = set()
+        for cut in _cuts(problem, subset, limited):
+            devices = legalize(
+                problem, place_clusters(problem, cut.graph, cut.clusters, work_share=cut.work_share, room_bytes=cut.room_bytes)
+            )
+            if devices.tobytes() in seen:
+                continue
+            seen.add(devices.tobytes())
             yield devices
-            if not limited:
-                continue
-            line = evaluator.timeline(devices)
-            if line.feasible or line.step_time_s is None:
-                continue
-            if memory in ("h2", "both"):
-                yield balance_residents(problem, devices)
-                cut = cut_long_primary(graph, clusters)
-                if cut is not clusters:
-                    yield balance_residents(problem, legalize(problem, place_clusters(problem, graph, cut)))
-            if memory in ("h1", "both"):
-
-                def run_of(found: Assignment) -> Run:
-                    if executor == "fifo":
-                        return fifo(problem, found)
-                    return listed(evaluator.timeline(found))
-
-                yield reduce_peaks(problem, devices, run_of).devices
+            if limited:
+                score = evaluator.score(devices)
+                if score.feasible:
+                    quickest = min(quickest, score.step_time_s)
+                else:
+                    over.append((score.step_time_s, len(over), cut, devices))
+        for step_s, _, cut, devices in sorted(over, key=lambda found: found[:2])[:RELIEVED]:
+            if step_s < quickest:
+                yield from _relieved(problem, cut, devices, evaluator, memory, executor)
 
 
-def place_clusters(problem: Problem, graph: NodeGraph, clusters: Clusters) -> Assignment:
+def place_clusters(
+    problem: Problem,
+    graph: NodeGraph,
+    clusters: Clusters,
+    *,
+    work_share: float | None = 1.0,
+    room_bytes: NDArray[np.float64] | None = None,
+) -> Assignment:
     """int32 [G], devices of the problem: mapped clusters, co-located groups, and parts swapped where links or speeds differ."""
-    mapping = map_clusters(graph, clusters)
+    mapping = map_clusters(graph, clusters, work_share=work_share, room_bytes=room_bytes)
     devices = group_devices(problem, graph, clusters, mapping.device)
     used = np.array(graph.devices)
     if not np.isin(devices, used).all():
@@ -114,7 +130,48 @@ def place_clusters(problem: Problem, graph: NodeGraph, clusters: Clusters) -> As
     return map_parts(problem, part[devices], graph.devices)
 
 
-def _graphs(problem: Problem, subset: list[int]) -> Iterator[NodeGraph]:
-    yield op_graph(problem, subset)
-    if problem.num_groups < problem.num_ops:
-        yield folded_graph(problem, subset)
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """One way to cut and map a problem, and where it puts the groups."""
+
+    graph: NodeGraph
+    clusters: Clusters
+    work_share: float | None
+    room_bytes: NDArray[np.float64] | None = None
+
+
+def _cuts(problem: Problem, subset: list[int], limited: bool) -> Iterator[_Cut]:
+    """Ops that vote at the end (the paper's), ops bound to their group before mapping, whole groups; each with every share."""
+    room = problem.memory_limit_bytes[subset]
+    ways: list[tuple[NodeGraph, Clusters, NDArray[np.float64] | None]] = []
+    for limit in (None, room) if limited else (None,):
+        graph = op_graph(problem, subset)
+        clusters = slice_graph(graph, room_bytes=limit)
+        ways.append((graph, clusters, limit))
+        bound = bind_groups(graph, clusters)
+        if bound is not clusters:
+            ways.append((graph, bound, limit))
+        if problem.num_groups < problem.num_ops:
+            folded = folded_graph(problem, subset)
+            ways.append((folded, slice_graph(folded, room_bytes=limit), limit))
+    for share in WORK_SHARES if problem.num_ops <= LARGE_OPS else WORK_SHARES_LARGE:
+        for graph, clusters, limit in ways:
+            yield _Cut(graph, clusters, share, limit)
+
+
+def _relieved(
+    problem: Problem, cut: _Cut, devices: Assignment, evaluator: Evaluator, memory: str, executor: str
+) -> Iterator[Assignment]:
+    """An assignment after the memory step."""
+
+    def run_of(found: Assignment) -> Run:
+        return fifo(problem, found) if executor == "fifo" else listed(evaluator.timeline(found))
+
+    if memory in ("h1", "both"):
+        yield reduce_peaks(problem, devices, run_of).devices
+    if memory in ("h2", "both"):
+        yield balance_residents(problem, devices)
+        chunks = cut_long_primary(cut.graph, cut.clusters)
+        if chunks is not cut.clusters:
+            devices = legalize(problem, place_clusters(problem, cut.graph, chunks, work_share=cut.work_share))
+            yield balance_residents(problem, devices)

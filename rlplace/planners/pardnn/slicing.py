@@ -46,12 +46,13 @@ class Clusters:
         return self.member[self.member_ptr[cluster] : self.member_ptr[cluster + 1]]
 
 
-def slice_graph(graph: NodeGraph, count: int | None = None) -> Clusters:
+def slice_graph(graph: NodeGraph, count: int | None = None, room_bytes: NDArray[np.float64] | None = None) -> Clusters:
     """Cuts a graph.
 
     Args:
         graph: The graph.
         count: K, the number of primaries; default the number of devices in use.
+        room_bytes: float64 [K]; what of a primary's footprint does not fit there falls into secondaries. Default: no limit.
     """
     from rlplace.planners.pardnn import kernels
 
@@ -59,6 +60,9 @@ def slice_graph(graph: NodeGraph, count: int | None = None) -> Clusters:
     barred = graph.restricted
     wanted = len(graph.devices) if count is None else count
     primaries = int(kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, wanted, cluster, bottom))
+    for path in range(primaries if room_bytes is not None else 0):
+        nodes = graph.order[cluster[graph.order] == path]
+        cluster[nodes[np.cumsum(graph.footprint_bytes[nodes]) > room_bytes[path]]] = -1
     top, bottom = node_levels(graph, cluster)
     # Most critical first; of equally critical nodes the one that comes first, so that a path is not entered in its middle.
     starts = np.lexsort((np.arange(graph.num_nodes), top, -_rounded(top + bottom))).astype(np.int32)
@@ -102,6 +106,24 @@ def heaviest_path(graph: NodeGraph) -> NDArray[np.int64]:
     barred = np.zeros(graph.num_nodes, dtype=bool)
     kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, 1, cluster, np.zeros(graph.num_nodes))
     return np.flatnonzero(cluster == 0)
+
+
+def bind_groups(graph: NodeGraph, clusters: Clusters) -> Clusters:
+    """Puts all nodes of a group into one cluster: a primary if one holds any of them, else that of its heaviest node.
+
+    Clusters are then no paths any more; what is mapped is what a plan can place.
+    """
+    cluster = clusters.cluster
+    first = np.full(int(graph.group.max(initial=-1)) + 1, clusters.num_clusters, dtype=np.int32)
+    # Primaries first, then the heaviest, then the first.
+    order = np.lexsort((np.arange(graph.num_nodes), -graph.weight_s, cluster >= clusters.primaries))
+    _, at = np.unique(graph.group[order], return_index=True)
+    first[graph.group[order[at]]] = cluster[order[at]]
+    bound = first[graph.group]
+    if (bound == cluster).all():
+        return clusters
+    kept = np.unique(np.concatenate([np.arange(clusters.primaries), bound]))
+    return finish_clusters(graph, np.searchsorted(kept, bound).astype(np.int32), clusters.primaries, len(kept))
 
 
 def cut_long_primary(graph: NodeGraph, clusters: Clusters) -> Clusters:

@@ -30,12 +30,12 @@ def match(
         part: int32 [G]; only vertices of one part are matched.
         order: int64 [G], who chooses a partner first.
         link: Latency in seconds and seconds per byte, to weigh traffic with.
-        most_s: Largest time of a cluster on its device.
+        most_s: Largest time of a cluster on the fastest device.
     """
     nets = level.nets
     seconds = nets.count * link[0] + nets.size_bytes * link[1] + nets.fixed_s
     partner = np.full(len(part), -1, dtype=np.int64)
-    here_s = level.time_s[np.arange(len(part)), part]
+    here_s = level.time_s.min(axis=1)
     allowed = np.isfinite(level.time_s)
     _match(
         order, part, level.band, here_s, allowed, most_s, seconds, nets.source, nets.pin_ptr, nets.pins, level.source_ptr,

@@ -25,6 +25,15 @@ PASSES = 10
 ROUNDS = 4
 """Rounds of fusing and refining, at most; they end when one brings nothing."""
 
+SLACKS = (1.0, 4.0, 10.0)
+"""How far the seeds' cuts may be off balance, as multiples of the allowed imbalance: a cheap cut that is off can be mended."""
+
+STARTS, GROWTHS = 4, 6
+"""Starts grown from the coarsest level, and random orders that each of them tries there."""
+
+LARGE_GROUPS = 1000
+"""Groups above which one start is grown."""
+
 COARSEST = 24
 """Vertices per device at which fusing stops."""
 
@@ -81,7 +90,7 @@ def partition(
     run = _Run(problem, row, eps, bands, objective, stages, problem_nets(problem) if nets is None else nets)
     rng = np.random.default_rng(seed)
     best: tuple[tuple[float, float, float], NDArray[np.int32]] | None = None
-    for start in run.starts():
+    for start in run.starts(rng):
         part = start if objective == "balance" else run.improve(start, rng)
         score = run.score(part)
         if best is None or score < best[0]:
@@ -114,7 +123,7 @@ class _Run:
             bound = np.full(bands, np.inf)
         self.limit = np.ascontiguousarray(np.broadcast_to(np.maximum(bound, 1e-30), (len(row), bands)))
 
-    def starts(self) -> Iterator[NDArray[np.int32]]:
+    def starts(self, rng: np.random.Generator) -> Iterator[NDArray[np.int32]]:
         """Seeds, at least one."""
         problem, level = self.problem, self.level
         graph = group_graph(problem)
@@ -130,15 +139,20 @@ class _Run:
             speed = 1.0 / np.maximum(np.where(finite, level.time_s, time[:, None]).sum(axis=0), 1e-30)
             for order in orders:
                 crossing = seeds.crossing_seconds(problem, order, self.link)
-                yield self._legal(seeds.contiguous(time, order, crossing, speed, self.eps))
+                for slack in SLACKS:
+                    yield self._legal(seeds.contiguous(time, order, crossing, speed, slack * self.eps))
         for order in () if self.stages else orders:
             yield self._legal(seeds.streamed(level, order, self.limit, self.room, self.link))
+        if not self.stages and problem.num_groups > 1:
+            for _ in range(STARTS if problem.num_groups <= LARGE_GROUPS else 1):
+                yield self.grow(rng)
 
-    def _legal(self, part: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _legal(self, part: NDArray[np.int32], level: Level | None = None) -> NDArray[np.int32]:
         """Vertices that may not sit where a seed put them go to the device of the row with the least time for them."""
-        barred = ~np.isfinite(self.level.time_s[np.arange(len(part)), part])
+        time_s = self.level.time_s if level is None else level.time_s
+        barred = ~np.isfinite(time_s[np.arange(len(part)), part])
         part = part.copy()
-        part[barred] = self.level.time_s[barred].argmin(axis=1)
+        part[barred] = time_s[barred].argmin(axis=1)
         return part
 
     def improve(self, part: NDArray[np.int32], rng: np.random.Generator) -> NDArray[np.int32]:
@@ -147,26 +161,53 @@ class _Run:
         self._refine(self.level, part)
         for _ in range(ROUNDS):
             before = self.score(part)
-            levels, clusters, parts = [self.level], [], [part]
-            while len(parts[-1]) > COARSEST * len(self.row):
-                order = rng.permutation(len(parts[-1]))
-                most = float(self.fair.max()) / 4
-                cluster = match(levels[-1], parts[-1], order, self.link, most)
-                count = int(cluster.max()) + 1
-                if count > 0.95 * len(cluster):
-                    break
-                coarse = np.zeros(count, dtype=np.int32)
-                coarse[cluster] = parts[-1]
-                levels.append(contract(levels[-1], cluster))
-                clusters.append(cluster)
-                parts.append(coarse)
-            for depth in range(len(levels) - 1, -1, -1):
-                if depth < len(clusters):
-                    parts[depth] = parts[depth + 1][clusters[depth]].astype(np.int32)
-                self._refine(levels[depth], parts[depth])
-            part = parts[0]
+            levels, clusters = self._fuse(part, rng)
+            parts = [part]
+            for level, cluster in zip(levels[1:], clusters, strict=True):
+                parts.append(np.zeros(len(level.band), dtype=np.int32))
+                parts[-1][cluster] = parts[-2]
+            part = self._unfold(parts[-1], levels, clusters)
             if not self.score(part) < before:
                 break
+        return part
+
+    def grow(self, rng: np.random.Generator) -> NDArray[np.int32]:
+        """A start that no order biases: fuse everything that trades much, then place the coarsest vertices in random orders."""
+        levels, clusters = self._fuse(None, rng)
+        coarsest = levels[-1]
+        found = []
+        for _ in range(GROWTHS):
+            order = rng.permutation(len(coarsest.band)).astype(np.int32)
+            part = self._legal(seeds.streamed(coarsest, order, self.limit, self.room, self.link), coarsest)
+            self._refine(coarsest, part)
+            found.append((self.score(part, coarsest), len(found), part))
+        return self._unfold(min(found)[2], levels, clusters)
+
+    def _fuse(self, part: NDArray[np.int32] | None, rng: np.random.Generator) -> tuple[list[Level], list[NDArray[np.int32]]]:
+        """Levels from fine to coarse, and the cluster of each vertex of all but the last; with `part` only within its parts."""
+        levels, clusters = [self.level], list[NDArray[np.int32]]()
+        most_s = float(self.fair.max()) / 4
+        while len(levels[-1].band) > COARSEST * len(self.row):
+            size = len(levels[-1].band)
+            within = np.zeros(size, dtype=np.int32) if part is None else part
+            cluster = match(levels[-1], within, rng.permutation(size), self.link, most_s)
+            count = int(cluster.max()) + 1
+            if count > 0.95 * size:
+                break
+            if part is not None:
+                coarse = np.zeros(count, dtype=np.int32)
+                coarse[cluster] = part
+                part = coarse
+            levels.append(contract(levels[-1], cluster))
+            clusters.append(cluster)
+        return levels, clusters
+
+    def _unfold(self, part: NDArray[np.int32], levels: list[Level], clusters: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+        """Refines from the coarsest level to the finest."""
+        self._refine(levels[-1], part)
+        for level, cluster in zip(levels[-2::-1], clusters[::-1], strict=True):
+            part = part[cluster]
+            self._refine(level, part)
         return part
 
     def _refine(self, level: Level, part: NDArray[np.int32]) -> None:
@@ -182,9 +223,9 @@ class _Run:
             if stale == 2:
                 return
 
-    def score(self, part: NDArray[np.int32]) -> tuple[float, float, float]:
+    def score(self, part: NDArray[np.int32], level: Level | None = None) -> tuple[float, float, float]:
         """Excess, cut seconds and imbalance."""
-        level, devices = self.level, len(self.row)
+        level, devices = self.level if level is None else level, len(self.row)
         load, used = np.zeros(self.limit.shape), np.zeros(devices)
         held = np.zeros((len(level.nets.source), devices), dtype=np.int32)
         cut, excess = fm.state(

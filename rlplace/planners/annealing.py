@@ -15,18 +15,27 @@ assignment seen, never worse than the start.
 from __future__ import annotations
 
 import math
-from random import Random
+import time
+from functools import cache
 from typing import Any
 
+import numpy as np
+
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Execution
+from rlplace.planners.evaluate import Execution, Score
 from rlplace.planners.floor import finish
 from rlplace.planners.moves import MoveMaker
 from rlplace.planners.search import Search, Start
 from rlplace.problem import Problem
+from rlplace.problem.generate import random_problem
 
 COOLING = 0.01
 """End temperature relative to the start temperature."""
+
+_CHUNK = 256
+"""Simulations between two looks at the budget; fewer when they would take longer than `_CHUNK_S`."""
+
+_CHUNK_S = 0.01
 
 
 def annealing(
@@ -54,8 +63,9 @@ def annealing(
         InfeasibleError: Neither the floor nor the search found a plan that fits.
     """
     run = Execution(**execution)
+    warm_up()
     search = Search(problem, "annealing", start, run, calls=calls, time_limit_s=time_limit_s)
-    run_annealing(search, MoveMaker(problem, Random(seed)), start_temperature)
+    run_annealing(search, MoveMaker(problem, seed), start_temperature)
     return finish(problem, search.answer(), run, planner="annealing", seed=seed)
 
 
@@ -64,30 +74,43 @@ def default_temperature(calls: int) -> float:
     return 1e-4 * math.sqrt(max(1.0, calls / 4096))
 
 
+@cache
+def warm_up() -> None:
+    """Compiles the loop, or loads it from the cache, so that time limits do not pay for it."""
+    problem = random_problem(0, 6, 3, memory_factor=1.0)
+    search = Search(problem, "annealing", [0] * 6, calls=2, time_limit_s=None)
+    run_annealing(search, MoveMaker(problem, 0))
+
+
 def run_annealing(search: Search, moves: MoveMaker, start_temperature: float | None = None) -> None:
     """Spends the search's budget."""
-    rng = moves.rng
+    from rlplace.planners.annealkernels import anneal
+
     budget = search.calls if search.calls is not None else 20_000
     hot = default_temperature(budget) if start_temperature is None else start_temperature
-    temperature = hot
-    idle = step = 0
-    while idle < 1000:  # so many draws in a row without a move: nothing is movable
-        if step % 16 == 0:
-            progress = search.progress()
-            if progress >= 1.0:
-                return
-            temperature = hot * COOLING**progress
-        move = moves.draw(search.devices)
-        if not move:
-            idle += 1
-            continue
-        if search.calls is not None and search.used() >= search.calls:
-            return
-        idle, step = 0, step + 1
-        score = search.evaluate(move)
-        now, before = score.penalized_s, search.score.penalized_s
-        if now == math.inf:
-            continue
-        scale = temperature * search.best_score.penalized_s
-        if now <= before or (scale > 0 and rng.random() < math.exp((before - now) / scale)):
-            search.accept(move, score)
+    simulation, trial = search.evaluator.simulator.compiled
+    trial[:] = search.assignment
+    best = search.best_devices.copy()
+    score = np.array(
+        [search.score.step_time_s, search.score.overflow, search.best_score.step_time_s, search.best_score.overflow]
+    )
+    fixed = tuple(moves.tables), moves.state, search.assignment, best, score, moves.groups, moves.targets
+    # With a time limit alone, the temperature falls within a chunk as fast as it fell in the one before.
+    slope = 0.0 if not search.calls else 1.0 / search.calls
+    chunk = _CHUNK if search.deadline.end_s == math.inf else 1
+    progress = search.progress()
+    while progress < 1.0:
+        calls = chunk if search.calls is None else min(chunk, search.calls - search.used())
+        began_s = time.monotonic()
+        used = anneal(simulation, trial, *fixed, calls, hot, COOLING, progress, slope)
+        search.evaluator.count(used)
+        search.deadline.secured |= score[3] == 0.0
+        if used < calls:
+            break
+        before, progress = progress, search.progress()
+        if search.deadline.end_s != math.inf:
+            rate_s = (time.monotonic() - began_s) / used
+            chunk = min(_CHUNK, 2 * chunk, max(1, int(_CHUNK_S / rate_s)))
+            if search.calls is None:
+                slope = (progress - before) / used
+    search.settle(Score(float(score[0]), float(score[1])), best, Score(float(score[2]), float(score[3])))

@@ -23,6 +23,10 @@ Assignment = NDArray[np.int32]
 """int32 [G], the device of every group."""
 
 
+OVERFLOW_SLOPE, OVERFLOW_BASE = 3.0, 0.02
+"""An assignment that does not fit costs 1 + slope * (overflow + base) times its step time."""
+
+
 class Deadline:
     """A moment after which a planner must return its best answer.
 
@@ -70,7 +74,7 @@ class Score:
         """Step time, raised where memory overflows: the value that searches descend on."""
         if self.overflow == 0.0:
             return self.step_time_s
-        return self.step_time_s * (1.0 + 3.0 * (self.overflow + 0.02))
+        return self.step_time_s * (1.0 + OVERFLOW_SLOPE * (self.overflow + OVERFLOW_BASE))
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -159,14 +163,19 @@ class Evaluator:
 
     def score(self, devices: Assignment) -> Score:
         """Step time and memory overflow of an assignment."""
-        self._count()
+        self.count()
         return Score(*self._simulator.evaluate(devices))
 
     def scores(self, devices: NDArray[np.int32]) -> list[Score]:
         """Scores of the rows of an int32 [K, G]; K calls."""
-        self._count(len(devices))
+        self.count(len(devices))
         step, overflow = self._simulator.evaluate_many(devices)
         return [Score(*pair) for pair in zip(step.tolist(), overflow.tolist(), strict=True)]
+
+    @property
+    def simulator(self) -> Simulator:
+        """For compiled loops, which tell `count` what they simulated."""
+        return self._simulator
 
     def answer(self, devices: Assignment) -> Answer:
         """Score and peaks of an assignment; `devices` must not change afterwards."""
@@ -175,10 +184,11 @@ class Evaluator:
 
     def timeline(self, devices: Assignment, **order: Any) -> Timeline:
         """The whole timeline of an assignment; one call like any other. `order` holds a `priority` or an `order`, if any."""
-        self._count()
+        self.count()
         return simulate(self.problem, devices, **self.execution.arguments, **order)
 
-    def _count(self, calls: int = 1) -> None:
+    def count(self, calls: int = 1) -> None:
+        """Adds calls."""
         self.calls += calls
         for counter in _counters:
             counter.calls += calls

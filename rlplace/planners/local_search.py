@@ -59,19 +59,19 @@ def local_search(
     """
     run = Execution(**execution)
     search = Search(problem, "local_search", start, run, calls=calls, time_limit_s=time_limit_s)
-    run_local_search(search, MoveMaker(problem, Random(seed)))
+    run_local_search(search, MoveMaker(problem, seed), Random(seed))
     return finish(problem, search.answer(), run, planner="local_search", seed=seed)
 
 
-def run_local_search(search: Search, moves: MoveMaker) -> None:
+def run_local_search(search: Search, moves: MoveMaker, rng: Random) -> None:
     """Spends the search's budget."""
     explored: set[tuple[int, ...]] = set()
     while moves.movable and search.progress() < 1.0:
         _descend(search, moves, explored)
         if search.score.rank > search.best_score.rank:
             search.restart()
-        for _ in range(moves.rng.randint(1, 3)):
-            kick = moves.draw(search.devices)
+        for _ in range(rng.randint(1, 3)):
+            kick = moves.draw(search.assignment)
             if kick and search.progress() < 1.0:
                 score = search.evaluate(kick)
                 # A kick may cost a few percent, not more: the descent would not find back within a budget.
@@ -93,7 +93,7 @@ def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]]) -
         for index in range(len(guided) + RANDOM_TRIES):
             if search.progress() >= 1.0:
                 return
-            move = guided[index] if index < len(guided) else moves.draw(search.devices)
+            move = guided[index] if index < len(guided) else moves.draw(search.assignment)
             if not move:
                 continue
             score = search.evaluate(move)

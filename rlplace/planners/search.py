@@ -26,7 +26,8 @@ class Search:
     """A search from the floor, or from a given plan, within a budget of simulator calls and seconds.
 
     Attributes:
-        devices: Current assignment as a list, changed by `try_move`.
+        devices: Current assignment as a list.
+        assignment: The same as int32 [G]; compiled loops that change it call `settle`.
         score: Its score.
         best_devices: int32 [G], the best assignment so far.
         best_score: Its score.
@@ -54,7 +55,7 @@ class Search:
         self.calls = CALLS if calls is None and time_limit_s is None else calls
         self._first = self.evaluator.calls
         self._began_s = self.deadline.left_s()
-        self._buffer = answer.devices.copy()
+        self.assignment = answer.devices.copy()
         self.devices: list[int] = answer.devices.tolist()
         self.score = self.best_score = answer.score
         self.best_devices: Assignment = answer.devices
@@ -85,12 +86,12 @@ class Search:
     def evaluate(self, move: list[tuple[int, int]]) -> Score:
         """Scores the current assignment with a move applied; nothing is kept but a new best answer."""
         for group, device in move:
-            self._buffer[group] = device
-        score = self.evaluator.score(self._buffer)
+            self.assignment[group] = device
+        score = self.evaluator.score(self.assignment)
         if score.rank < self.best_score.rank:
-            self.best_devices, self.best_score = self._buffer.copy(), score
+            self.best_devices, self.best_score = self.assignment.copy(), score
         for group, _ in move:
-            self._buffer[group] = self.devices[group]
+            self.assignment[group] = self.devices[group]
         return score
 
     def evaluate_many(self, devices: NDArray[np.int32]) -> list[Score]:
@@ -104,12 +105,17 @@ class Search:
     def accept(self, move: list[tuple[int, int]], score: Score) -> None:
         """Makes a move that was evaluated."""
         for group, device in move:
-            self._buffer[group] = self.devices[group] = device
+            self.assignment[group] = self.devices[group] = device
         self.score = score
+
+    def settle(self, score: Score, best_devices: Assignment, best_score: Score) -> None:
+        """Takes over what a compiled loop found: it has changed `assignment`, whose score is given."""
+        self.devices = self.assignment.tolist()
+        self.score, self.best_devices, self.best_score = score, best_devices, best_score
 
     def restart(self) -> None:
         """Goes back to the best assignment."""
-        self._buffer[:] = self.best_devices
+        self.assignment[:] = self.best_devices
         self.devices = self.best_devices.tolist()
         self.score = self.best_score
 

@@ -273,6 +273,17 @@ class Simulator:
         shared = (*lowered.graph, lowered.value, lowered.ranks)
         return sum(array.nbytes for array in self._work), sum(array.nbytes for array in shared)
 
+    @property
+    def compiled(self) -> tuple[tuple[Any, ...], NDArray[np.int32]]:
+        """For compiled loops: the arguments of `fast.simulate_plans`, and the int32 [G] that it then simulates.
+
+        Raises:
+            InputError: The schedule gives every plan an order of its own.
+        """
+        if self._runner.ordered:
+            raise InputError("a compiled loop needs a schedule that runs any plan: list, gpipe or 1f1b")
+        return self._arguments, self._row
+
     def evaluate(self, device_of_group: Sequence[int] | NDArray[Any]) -> tuple[float, float]:
         """Step time and memory overflow of a plan.
 

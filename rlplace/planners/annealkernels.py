@@ -1,0 +1,107 @@
+"""The compiled loop of `annealing`: moves, simulations and decisions without a step back to Python.
+
+Scores are those of `rlplace.planners.evaluate.Score`. The kernel holds the compiled simulator, at whose files numba's cache
+would not look; a stamp of their content is therefore an enclosed value.
+"""
+
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def, assignment"
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+
+from rlplace.planners import evaluate, movekernels
+from rlplace.planners.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
+from rlplace.planners.movekernels import INNER, Tables, draw_move, random
+from rlplace.simulator import fast
+from rlplace.simulator.fast import STAMP, simulate_plans
+
+IDLE = 1000
+"""So many draws in a row without a move: nothing is movable."""
+
+_COOL_EVERY = 16  # simulations between two changes of the temperature
+
+
+@njit(**INNER)
+def _penalized(step_s, overflow):
+    """`Score.penalized_s`."""
+    if overflow == 0.0:
+        return step_s
+    return step_s * (1.0 + OVERFLOW_SLOPE * (overflow + OVERFLOW_BASE))
+
+
+@njit(**INNER)
+def _better(step_s, overflow, than_step_s, than_overflow):
+    """Whether one `Score.rank` is smaller than another."""
+    feasible = overflow == 0.0 and step_s != np.inf
+    than_feasible = than_overflow == 0.0 and than_step_s != np.inf
+    if feasible != than_feasible:
+        return feasible
+    return _penalized(step_s, overflow) < _penalized(than_step_s, than_overflow)
+
+
+def _compile(stamp):
+    @njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)
+    def anneal(simulation, trial, tables, state, devices, best, score, groups, targets, calls, hot, cooling, progress, slope):
+        """Makes `calls` simulations, fewer when no move is found; returns how many.
+
+        Args:
+            simulation: Arguments of `fast.simulate_plans`; it simulates `trial`.
+            trial: int32 [G], `devices` when the loop begins and when it ends.
+            tables: A `Tables` as a plain tuple.
+            state: uint64 [1], of the random numbers.
+            devices: int32 [G], the current assignment, changed.
+            best: int32 [G], the best assignment so far, changed.
+            score: float64 [4], step time and overflow of the current assignment and of the best one, changed.
+            groups: int32, room for a move; see `draw_move`.
+            targets: int32, likewise.
+            calls: How many.
+            hot: Start temperature relative to the best step time.
+            cooling: End temperature relative to `hot`.
+            progress: Share of the budget that is spent.
+            slope: By how much it grows with every simulation.
+        """
+        _ = stamp
+        t = Tables(*tables)
+        graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s = simulation
+        used, idle, temperature = 0, 0, 0.0
+        while used < calls and idle < IDLE:
+            count = draw_move(t, state, devices, groups, targets)
+            if count == 0:
+                idle += 1
+                continue
+            idle = 0
+            if used % _COOL_EVERY == 0:
+                temperature = hot * cooling ** min(1.0, progress + slope * used)
+            for i in range(count):
+                trial[groups[i]] = targets[i]
+            step, overflow = simulate_plans(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s)
+            used += 1
+            if _better(step, overflow, score[2], score[3]):
+                best[:] = trial
+                score[2], score[3] = step, overflow
+            now, before = _penalized(step, overflow), _penalized(score[0], score[1])
+            taken = False
+            if now != np.inf:
+                taken = now <= before
+                scale = temperature * _penalized(score[2], score[3])
+                if not taken and scale > 0.0:
+                    taken = random(state) < np.exp((before - now) / scale)
+            if taken:
+                score[0], score[1] = step, overflow
+            for i in range(count):
+                if taken:
+                    devices[groups[i]] = targets[i]
+                else:
+                    trial[groups[i]] = devices[groups[i]]
+        return used
+
+    return anneal
+
+
+_SOURCES = (Path(str(module.__file__)) for module in (fast, movekernels, evaluate))
+anneal = _compile(zlib.crc32(b"".join(source.read_bytes() for source in _SOURCES), STAMP))

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     interrupted, failures = False, []
     try:
         with _progress(len(cases) * count_rows(names, split=options.split)) as report:
-            failures = compare(cases, names, store, split=options.split, report=report)
+            failures = compare(cases, names, store, split=options.split, report=report, strict=options.debug)
     except KeyboardInterrupt:
         interrupted = True
     found = gather(store, cases, names, split=options.split)

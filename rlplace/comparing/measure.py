@@ -146,12 +146,12 @@ def warm_up(name: str, settings: Settings) -> None:
         return
 
 
-def run_row(name: str, target: Target, settings: Settings) -> Row:
-    """Runs a planner on a problem, once or once a seed; errors become the row's reason."""
+def run_row(name: str, target: Target, settings: Settings, *, strict: bool = False) -> Row:
+    """Runs a planner on a problem, once or once a seed; errors become the row's reason, bugs as well unless `strict`."""
     shuffled = is_random(name)
     runs: list[Run] = []
     for seed in range(settings.seeds if shuffled else 1):
-        runs.append(_run(name, target, settings, seed))
+        runs.append(_run(name, target, settings, seed, strict=strict))
         if runs[-1].status in (MISSING, FAILED):
             break
     bad = next((run for run in runs if run.status != OK), None)
@@ -173,7 +173,7 @@ def run_row(name: str, target: Target, settings: Settings) -> Row:
     return _with_plans(row, found, target) if found else row
 
 
-def _run(name: str, target: Target, settings: Settings, seed: int) -> Run:
+def _run(name: str, target: Target, settings: Settings, seed: int, *, strict: bool) -> Run:
     limit = None if settings.calls is not None and takes_calls(name) else settings.time_limit_s
     measured: Measured | None = None
     status, reason, extra, took = OK, None, 0, None
@@ -195,6 +195,8 @@ def _run(name: str, target: Target, settings: Settings, seed: int) -> Run:
         except RlplaceError as error:
             status, reason = FAILED, _one_line(error)
         except Exception as error:  # a planner's bug is that planner's row, not the end of the comparison
+            if strict:
+                raise
             status, reason = FAILED, f"{type(error).__name__}: {_one_line(error)}"
     seconds = (time.perf_counter() - begin if took is None else took) - (target.clock.seconds - priced_s)
     return Run(measured, status, reason, counter.calls + extra, seconds)

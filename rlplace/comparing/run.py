@@ -10,7 +10,7 @@ from rlplace.comparing.bounds import problem_info
 from rlplace.comparing.measure import Target, run_row, warm_up
 from rlplace.comparing.records import COST, OK, RATE, REFERENCE, Comparison, Row
 from rlplace.comparing.store import Store
-from rlplace.comparing.summary import reference_of, summarize
+from rlplace.comparing.summary import References, summarize
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError, RlplaceError
 from rlplace.placing import Priced
@@ -60,6 +60,7 @@ def compare(
     *,
     split: bool = False,
     report: Report | None = None,
+    strict: bool = False,
 ) -> list[tuple[Case, RlplaceError]]:
     """Runs what is not in the store yet.
 
@@ -69,6 +70,7 @@ def compare(
         store: Holds settings and rows; `gather` makes the comparison of it, also when this function was interrupted.
         split: All planners on the split problem as well.
         report: Told about progress.
+        strict: A planner's bug ends the comparison with its traceback, instead of being a row.
 
     Returns:
         The cases that could not be loaded, with the reason; the others are compared all the same.
@@ -109,15 +111,14 @@ def compare(
                     warm_up(name, store.settings)
                     warm.add(name)
                 tell(f"{case.model} on {case.cluster or 'its devices'}{', split' if apart else ''}: {name}", False)
-                _finish(run_row(name, target, store.settings), target, store)
+                _finish(run_row(name, target, store.settings, strict=strict), target, store)
                 tell("", True)
     return failures
 
 
 def _finish(row: Row, target: Target, store: Store) -> None:
     """Stores a row with its ratio, after the row that it is measured against."""
-    rows = list(store.rows.values())
-    other = row if row.planner == REFERENCE else reference_of(row, rows)
+    other = row if row.planner == REFERENCE else References(store.rows.values()).of(row)
     if other is None and not row.metric.startswith(COST) and row.status == OK and row.samples is not None:
         batch = row.samples if row.metric.startswith(RATE) else None
         settings = dataclasses.replace(store.settings, global_batch=batch, microbatches=1, schedule=None)

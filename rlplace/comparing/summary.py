@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -39,6 +39,7 @@ def summarize(rows: Sequence[Row], planners: Sequence[str]) -> tuple[Summary, ..
     for row in kept:
         metric = row.metric if row.status == OK else usual.get((row.planner, row.split), row.metric)
         by_line.setdefault((metric, row.planner), []).append(row)
+    against = References(rows)
     metrics = sorted({metric for metric, _ in by_line}, key=lambda m: _rank(m))
     return tuple(
         _line(metric, name, by_line[metric, name], rows) for metric in metrics for name in planners if (metric, name) in by_line
@@ -49,22 +50,26 @@ def _rank(metric: str) -> tuple[bool, str]:
     return "," in metric, metric
 
 
-def reference_of(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row of `REFERENCE` on the same problem, in the same metric, with the same samples a step."""
-    for other in rows:
-        if (
-            other.planner == REFERENCE
-            and (other.model, other.cluster, other.split) == (row.model, row.cluster, row.split)
-            and other.metric == row.metric
-            and (other.samples == row.samples or row.samples is None or other.samples is None)
-        ):
-            return other
-    return None
+class References:
+    """The rows of `REFERENCE`, to look up what another row is measured against."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows: dict[tuple[str, str, bool, str], list[Row]] = {}
+        for row in rows:
+            if row.planner == REFERENCE:
+                self._rows.setdefault((row.model, row.cluster, row.split, row.metric), []).append(row)
+
+    def of(self, row: Row) -> Row | None:
+        """The reference on the same problem, in the same metric, with the same samples a step."""
+        for other in self._rows.get((row.model, row.cluster, row.split, row.metric), ()):
+            if other.samples == row.samples or row.samples is None or other.samples is None:
+                return other
+        return None
 
 
-def _line(metric: str, name: str, mine: Sequence[Row], rows: Sequence[Row]) -> Summary:
+def _line(metric: str, name: str, mine: Sequence[Row], against: References) -> Summary:
     # What a row without a plan would have been measured against is unknown where its planner is usually in another metric.
-    references = [reference_of(row, rows) if row.metric == metric else None for row in mine]
+    references = [against.of(row) if row.metric == metric else None for row in mine]
     ratios = [row.ratio for row in mine if row.status == OK and row.ratio is not None]
     gaps = [row.gap for row in mine if row.status == OK and row.gap is not None]
     low, high = interval(ratios)

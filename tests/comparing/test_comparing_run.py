@@ -96,6 +96,15 @@ def test_an_error_is_a_row_with_its_reason(monkeypatch):
     assert summary["broken"].feasible == 0 and summary["broken"].only_reference == 1 and summary["heft"].feasible == 1
 
 
+def test_bugs_are_raised_on_demand(monkeypatch):
+    def broken(problem, *, seed=0, time_limit_s=None):
+        return 1 / 0
+
+    register(monkeypatch, broken=broken)
+    with pytest.raises(ZeroDivisionError):
+        compare([case(random_problem(1, 5, 2))], ["broken"], Store(Settings()), strict=True)
+
+
 def test_some_seeds_without_a_plan(monkeypatch):
     def moody(problem, *, seed=0, time_limit_s=None, calls=None):
         if seed == 1:

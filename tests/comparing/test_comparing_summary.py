@@ -7,7 +7,7 @@ import pytest
 
 from rlplace.comparing import Row
 from rlplace.comparing.records import APART, COST, MAKESPAN, RATE
-from rlplace.comparing.summary import interval, reference_of, summarize
+from rlplace.comparing.summary import References, interval, summarize
 
 
 def row(problem, planner, step, *, metric=MAKESPAN, base=None, **changes):
@@ -72,9 +72,10 @@ def test_references_are_of_one_problem_metric_and_batch():
         row("p0", "best", 1.0), row("p1", "best", 2.0), row("p0", "best", 5.0, metric=RATE, samples=32, reference=True),
         row("p0", "best", 7.0, metric=MAKESPAN + APART, split=True),
     ]  # fmt: skip
-    assert reference_of(row("p1", "x", 1.0), rows) is rows[1]
-    assert reference_of(row("p0", "x", 1.0, metric=RATE, samples=32), rows) is rows[2]
-    assert reference_of(row("p0", "x", 1.0, metric=RATE, samples=64), rows) is None
-    assert reference_of(row("p0", "x", 1.0, metric=MAKESPAN + APART, split=True), rows) is rows[3]
-    assert reference_of(row("p0", "x", 1.0, metric=COST), rows) is None
+    against = References(rows)
+    assert against.of(row("p1", "x", 1.0)) is rows[1]
+    assert against.of(row("p0", "x", 1.0, metric=RATE, samples=32)) is rows[2]
+    assert against.of(row("p0", "x", 1.0, metric=RATE, samples=64)) is None
+    assert against.of(row("p0", "x", 1.0, metric=MAKESPAN + APART, split=True)) is rows[3]
+    assert against.of(row("p0", "x", 1.0, metric=COST)) is None
     assert [line.planner for line in summarize(rows, ["best"])] == ["best", "best"]  # a reference row has no line

@@ -139,6 +139,18 @@ def test_rnnlm_strategy() -> None:
     assert loss == (4, 1, 8)
 
 
+def test_transformer_and_inception_strategies() -> None:
+    graph = transformer()
+    parts = solve(graph, 32).parts
+    assert all(parts[layer.name] == {"b": 16, "f": 2} for layer in graph.layers if layer.name.endswith(".ffn"))
+    heads = [parts[layer.name] == {"b": 16, "h": 2} for layer in graph.layers if layer.name.endswith(".scores")]
+    assert sum(heads) > len(heads) / 2
+    graph = inception_v3()
+    parts = solve(graph, 32).parts
+    convolutions = [parts[layer.name] == {"b": 32} for layer in graph.layers if layer.kind == "conv"]
+    assert all(convolutions[:60]) and sum(convolutions) == 77  # splitting channels pays in the last blocks only
+
+
 def test_any_order_gives_the_optimum_of_a_real_network() -> None:
     graph = resnet101()
     assert solve(graph, 4, order=breadth_first(graph)).cost_flop == pytest.approx(solve(graph, 4).cost_flop, rel=1e-12)

@@ -130,5 +130,7 @@ def test_refusals() -> None:
         LayerGraph("x", graph.layers, (LayerEdge(0, 1, (8, 64), (("b",), ("z",)), (("b",), ("k",))),))
     with pytest.raises(InputError, match="two different layers"):
         LayerGraph("x", graph.layers, (LayerEdge(0, 0, (8, 64), (("b",), ("n",)), (("b",), ("k",))),))
+    with pytest.raises(InputError, match="positive"):
+        Machine(bandwidth_bytes_per_s=0.0)
     with pytest.raises(InputError, match="give it at least 1"):
         Layer("x", "any", (Dim("b", 0),))

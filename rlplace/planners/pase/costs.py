@@ -73,7 +73,15 @@ def cost_tables(graph: LayerGraph, devices: int, machine: Machine) -> CostTables
     edge_flop = []
     for edge in graph.edges:
         source, target = graph.layers[edge.source], graph.layers[edge.target]
-        key = (_space_key(source), _space_key(target), edge.sizes, edge.source_layout, edge.target_layout, edge.factor)
+        key = (
+            _space_key(source),
+            _space_key(target),
+            edge.sizes,
+            edge.source_layout,
+            edge.target_layout,
+            edge.factor,
+            edge.startup,
+        )
         if key not in edges:
             edges[key] = edge_costs(edge, source, target, rows[edge.source], rows[edge.target], machine)
         edge_flop.append(edges[key])
@@ -107,7 +115,8 @@ def edge_costs(
     produced = _Space(source, source_rows).axes(edge.source_layout)
     wanted = _Space(target, target_rows).axes(edge.target_layout)
     missing = _missing(edge.sizes, produced[:, None, :], wanted[None, :, :])
-    return edge.factor * machine.flop_per_word * missing
+    cost = edge.factor * machine.flop_per_word * missing
+    return cost + machine.flop_per_word * edge.startup * (missing > 0) if edge.startup else cost
 
 
 class _Space:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite, prod
+from math import inf, isfinite, prod
 
 from rlplace.errors import InputError
 
@@ -154,6 +154,7 @@ class LayerEdge:
         source_layout: The producer's dimensions that cut each axis.
         target_layout: The consumer's.
         factor: Words per element that has to move: 2 for one forward and one backward.
+        startup: Words that a device could send while the messages start, when anything has to move; 0 in the paper.
     """
 
     source: int
@@ -162,6 +163,7 @@ class LayerEdge:
     source_layout: Layout
     target_layout: Layout
     factor: float = 2.0
+    startup: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,8 @@ class LayerGraph:
                 raise InputError(f"{where} must join two different layers out of {len(names)}; correct its indices")
             if not len(edge.sizes) == len(edge.source_layout) == len(edge.target_layout):
                 raise InputError(f"{where}: shape and layouts must have one entry an axis; correct them")
-            if not isfinite(edge.factor) or edge.factor < 0 or min(edge.sizes, default=1) < 1:
-                raise InputError(f"{where}: sizes must be at least 1 and the factor finite and not negative")
+            if not (0 <= edge.factor < inf and 0 <= edge.startup < inf) or min(edge.sizes, default=1) < 1:
+                raise InputError(f"{where}: sizes must be at least 1, factor and startup finite and not negative")
             for end, layout in ((edge.source, edge.source_layout), (edge.target, edge.target_layout)):
                 _known(where, {name for axis in layout for name in axis}, [dim.name for dim in self.layers[end].dims])
 
@@ -214,6 +216,12 @@ class Machine:
     flop_per_s: float = 10e12
     bandwidth_bytes_per_s: float = 16e9
     word_bytes: int = 8
+
+    def __post_init__(self) -> None:
+        """Checks that all rates are positive."""
+        for name, value in vars(self).items():
+            if not (isfinite(value) and value > 0):
+                raise InputError(f"machine: {name} is {value}; give a positive number")
 
     @property
     def flop_per_word(self) -> float:

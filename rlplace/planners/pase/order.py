@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 from rlplace.errors import InputError
 from rlplace.planners.pase.layers import LayerGraph
@@ -27,13 +28,18 @@ def neighbours(graph: LayerGraph) -> list[set[int]]:
 def min_degree(graph: LayerGraph) -> tuple[int, ...]:
     """The minimum-degree elimination order."""
     near = neighbours(graph)
-    left = set(range(len(near)))
-    order = []
-    while left:
-        vertex = min(left, key=lambda v: (len(near[v]), v))
-        left.remove(vertex)
-        _eliminate(near, vertex)
+    heap = [(len(around), vertex) for vertex, around in enumerate(near)]
+    heapify(heap)
+    order: list[int] = []
+    done = [False] * len(near)
+    while heap:
+        degree, vertex = heappop(heap)
+        if done[vertex] or degree != len(near[vertex]):  # an entry from before the degree changed
+            continue
+        done[vertex] = True
         order.append(vertex)
+        for other in _eliminate(near, vertex):
+            heappush(heap, (len(near[other]), other))
     return tuple(order)
 
 

@@ -153,7 +153,7 @@ def test_transformer_and_inception_strategies() -> None:
 
 def test_any_order_gives_the_optimum_of_a_real_network() -> None:
     graph = resnet101()
-    assert solve(graph, 4, order=breadth_first(graph)).cost_flop == pytest.approx(solve(graph, 4).cost_flop, rel=1e-12)
+    assert solve(graph, 2, order=breadth_first(graph)).cost_flop == pytest.approx(solve(graph, 2).cost_flop, rel=1e-12)
     graph = alexnet()
     backwards = tuple(reversed(range(len(graph.layers))))
     assert seven_digits(solve(graph, 16, order=backwards).cost_flop, 7.032071e10)

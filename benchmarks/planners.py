@@ -1,14 +1,17 @@
 """Planners on generated problems: step time, simulator calls and seconds.
 
-Usage: python benchmarks/planners.py [--planners a,b,c] [--groups N] [--calls N] [--large]
+Usage: python benchmarks/planners.py [--planners a,b,c] [--groups N] [--calls N] [--large | --rates]
 
 Step times are makespans of one step by the `list` executor on generated costs; "x bound" divides by the lower bound of
 `rlplace.planners.bounds`, "x best" by the floor. Search planners start from the floor; their calls are counted after it.
+`--large` times every one-shot planner on steps of 5,000 ops, and the floor on larger ones; `--rates` counts the simulations a
+second of search planners on steps of 201 ops (67 groups, three phases), floor left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,8 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
 SEARCH = ("annealing", "local_search", "brkga")
+OTHERS = ("m_sct", "accelerate")
+"""One-shot planners that are not part of the floor."""
 
 
 def problems(groups: int) -> list[Problem]:
@@ -40,13 +45,14 @@ def problems(groups: int) -> list[Problem]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--planners", default=",".join(("random", *ONE_SHOT, "best", *SEARCH)))
+    parser.add_argument("--planners", default=",".join(("random", *ONE_SHOT, *OTHERS, "best", *SEARCH)))
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--calls", type=int, default=1024, help="simulator calls of search planners after the floor")
-    parser.add_argument("--large", action="store_true", help="best alone on 5,000 groups and 33,000 groups")
+    parser.add_argument("--large", action="store_true", help="seconds on 5,000 ops, and of best on up to 100,000 ops")
+    parser.add_argument("--rates", action="store_true", help="simulations a second of search planners on 201 ops")
     args = parser.parse_args()
-    if args.large:
-        large()
+    if args.large or args.rates:
+        large() if args.large else rates()
         return
     names = args.planners.split(",")
     run_planner("best", random_problem(0, 8))  # compiles
@@ -81,8 +87,39 @@ def main() -> None:
             )
 
 
+def rates() -> None:
+    """Process time, so that other work on the machine counts little."""
+    calls = {"annealing": 20_000, "local_search": 4_000, "brkga": 4_000}
+    for name in SEARCH:
+        run_planner(name, random_problem(0, 8), calls=8)  # compiles
+    found: dict[str, list[float]] = {name: [] for name in SEARCH}
+    for problem in problems(67):
+        try:
+            start = run_planner("best", problem).plan
+        except InfeasibleError:
+            continue
+        for name in SEARCH:
+            began_s = time.process_time()
+            run = run_planner(name, problem, calls=calls[name], start=start)
+            found[name].append(run.simulator_calls / (time.process_time() - began_s))
+        print(
+            f"{problem.name:28s} {problem.num_ops} ops  " + "  ".join(f"{name} {row[-1]:7.0f}/s" for name, row in found.items())
+        )
+    print(f"{'least':28s}          " + "  ".join(f"{name} {min(row):7.0f}/s" for name, row in found.items()))
+
+
 def large() -> None:
     run_planner("best", random_problem(0, 8))
+    for devices in (4, 8):
+        problem = random_problem(1, 1_667, devices, memory_factor=1.6)
+        for name in (*ONE_SHOT, *OTHERS, "best"):
+            began_s = time.process_time()
+            try:
+                run_planner(name, problem)
+                said = ""
+            except InfeasibleError:
+                said = "  infeasible"
+            print(f"{problem.num_ops} ops, {devices} devices: {name:14s} {time.process_time() - began_s:7.3f} s{said}")
     for groups, limit in ((5_000, None), (33_400, 20.0)):
         for factor in (None, 1.3):
             problem = random_problem(1, groups, 8, memory_factor=factor)

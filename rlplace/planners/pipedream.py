@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +67,11 @@ def pipedream(
         InputError: The replicas do not share out the devices and micro-batches, or are no copies of each other.
         InfeasibleError: No plan fits.
     """
+    whole = isinstance(replicas, int) and not isinstance(replicas, bool)
+    if replicas is not None and (not whole or replicas < 1):
+        raise InputError(f"pipedream: replicas must be a whole number from 1 up, or None, found {show(replicas)}")
     deadline = Deadline(time_limit_s)
-    counts = [replicas] if replicas is not None else range(1, problem.num_devices + 1)
+    counts = range(1, problem.num_devices + 1) if replicas is None else (replicas,)
     best: PlacementPlan | None = None
     reason: InfeasibleError | None = None
     for count in counts:
@@ -104,7 +106,7 @@ def _copies(problem: Problem) -> bool:
 
 
 def _uniform(
-    problem: Problem, replicas: Any, microbatches: int, schedule: str | None, seed: int, time_limit_s: float | None
+    problem: Problem, replicas: int, microbatches: int, schedule: str | None, seed: int, time_limit_s: float | None
 ) -> PlacementPlan:
     """The best pipeline in so many copies, simulated with its gradient exchange."""
     if replicas == 1:
@@ -117,8 +119,6 @@ def _uniform(
     from rlplace.planners.strategy.one import problem_of_replica
     from rlplace.simulator import simulate
 
-    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-        raise InputError(f"pipedream: replicas must be a whole number from 1 up, or None, found {show(replicas)}")
     if problem.num_devices % replicas or microbatches % replicas:
         raise InputError(
             f"pipedream: {replicas} replicas cannot share out {problem.num_devices} devices and {microbatches} micro-batches "

@@ -65,14 +65,14 @@ def worker_costs(
 
 @njit(**_KERNEL)
 def partition(
-    gap, bound, least_traffic, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions,
+    gap, bound, objective, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions,
     overlap, left_ahead, left_back, best, origin,
 ):  # fmt: skip
     """Fills `best` and `origin` [W + 1, L + 1, 2 gap + 1] for pairs of cuts (p, q) with |p - q| <= gap, at [i, p, q - p + gap].
 
     ``best[i, p, q]``: the first p forward and q backward layers on the first i workers. Workers may stay empty. No worker may
-    cost more than `bound`. The objective is the largest cost; with `least_traffic` the sum of transfer seconds and a little
-    for every displaced layer. `origin` is the pair before, as p * (L + 1) + q. `left_ahead` and `left_back` [L + 1] are
+    cost more than `bound`. Objective 0 is the largest cost, 1 the sum of transfer seconds and a little for every displaced
+    layer, 2 the sum of squared costs. `origin` is the pair before, as p * (L + 1) + q. `left_ahead` and `left_back` [L + 1] are
     seconds of the layers from each on, on their quickest workers: pairs that leave more than the rest can take are dropped.
     """
     workers, layers = len(inverse), ahead.shape[1] - 1
@@ -105,11 +105,13 @@ def partition(
                         )  # fmt: skip
                         if cost > bound:
                             continue
-                        if least_traffic:
+                        if objective == 0:
+                            value = max(before, cost)
+                        elif objective == 1:
                             common = min(p, q) - max(p0, q0)
                             value = before + traffic + little * (p - p0 - max(common, 0))
                         else:
-                            value = max(before, cost)
+                            value = before + cost * cost
                         d = q - p + gap
                         if value < best[i + 1, p, d]:
                             best[i + 1, p, d] = value

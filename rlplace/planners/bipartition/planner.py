@@ -11,7 +11,8 @@ limit, and the bisection (`rlplace.planners.bipartition.solve`).
 
 Departures: updates are synchronous, once a step, so weights have one version and travel once a step, where PipeDream keeps a
 version for each mini-batch in flight; a general graph is made a chain (`rlplace.planners.bipartition.layers`); the simulator
-picks among cuts for gap 0 and the gap asked for, with the smallest bottleneck or with a little more of it and less traffic.
+picks among cuts for gaps up to the one asked for, with the smallest bottleneck or a little more, least traffic or most even
+loads, and PipeDream's straight pipelines, which have gap 0.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ from rlplace.planners.bipartition.solve import bi_partition, bottleneck_s, layer
 from rlplace.planners.evaluate import Assignment
 from rlplace.planners.floor import one_shot
 from rlplace.planners.groupgraph import group_graph
+from rlplace.planners.pipedream import candidates as straight_candidates
 from rlplace.planners.subsets import device_order, device_subsets
 from rlplace.problem import Problem
 
 GAP = 8
 """Layers that a forward cut and its backward cut may be apart unless told otherwise."""
 
-GAPS = (0, 1, 3)
+GAPS = (0, 1, 2, 4)
 """Smaller gaps that are tried as well: the simulator knows more than the chain, and displaced layers may not pay."""
 
-SLACKS = (1.0, 1.1)
-"""Bottlenecks allowed, as multiples of the optimum, when traffic is minimised."""
+MAX_COUNTS = 5
+"""Numbers of devices that are tried, the full one among them."""
+
+CHOICES = ((1.0, False), (1.0, True), (1.1, False))
+"""Bottlenecks allowed, as multiples of the optimum, and whether workers are then as even as can be or traffic as small."""
 
 
 def bipartition(
@@ -90,14 +95,17 @@ def bipartition(
 def candidates(
     problem: Problem, seed: int, *, gap: int = GAP, microbatches: int = 1, schedule: str = "1f1b"
 ) -> Iterator[Assignment]:
-    """Pipelines over 1 to D devices, for both topological orders, gap 0 and `gap`, and the slacks."""
+    """Pipelines over 1 to D devices, for both topological orders, gaps up to `gap`, and all `CHOICES`; PipeDream's last."""
     del seed
     require_split(problem, "bipartition")
     gaps = sorted({gap, *(smaller for smaller in GAPS if smaller < gap)})
-    for subset in reversed(device_subsets(problem)):
+    subsets = device_subsets(problem)
+    kept = np.unique(np.geomspace(1, len(subsets), MAX_COUNTS).round().astype(int)) - 1
+    for subset in (subsets[i] for i in kept[::-1]):
         for order in layer_orders(problem):
             layers = make_layers(problem, order, subset, microbatches=microbatches)
             yield from (layers.assign(problem, cuts) for cuts in _cuts(problem, layers, gaps, microbatches, schedule))
+    yield from straight_candidates(problem, 0, microbatches=microbatches, schedule=schedule)
 
 
 def _cuts(problem: Problem, layers: Layers, gaps: list[int], microbatches: int, schedule: str) -> Iterator[Cuts]:
@@ -107,8 +115,8 @@ def _cuts(problem: Problem, layers: Layers, gaps: list[int], microbatches: int, 
         pipeline = make_pipeline(problem, layers.devices, microbatches=microbatches, schedule=schedule, limited=limited)
         for gap in gaps:
             bound = bottleneck_s(layers.chain, pipeline, gap)
-            for slack in SLACKS if bound < np.inf else ():
-                cuts = least_traffic(layers.chain, pipeline, bound * slack, gap)
+            for slack, even in CHOICES if bound < np.inf else ():
+                cuts = least_traffic(layers.chain, pipeline, bound * slack, gap, even=even)
                 if cuts is not None and (cuts.forward, cuts.backward) not in seen:
                     seen.add((cuts.forward, cuts.backward))
                     yield cuts

@@ -23,6 +23,8 @@ from rlplace.errors import InputError, show
 from rlplace.planners.bipartition import kernels
 from rlplace.planners.bipartition.chain import Chain, Cuts, Workers, make_workers
 
+_BOTTLENECK, _TRAFFIC, _EVEN = 0, 1, 2
+
 
 def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None, *, slack: float = 1.0) -> Cuts | None:
     """The exact optimum with separate forward and backward cuts.
@@ -53,17 +55,27 @@ def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None) -
     arrays = _arrays(chain, pipeline)
     # Any cuts bound the layer-wise optimum, and that bounds everything else, which prunes most pairs of cuts.
     bound = min(_cuts(cuts, cuts, arrays).bottleneck_s for cuts in _quick_cuts(chain, arrays[0] + arrays[1]))
-    bound, _ = _run(chain, pipeline, arrays, 0, bound, False)
+    bound, _ = _run(chain, pipeline, arrays, 0, bound, _BOTTLENECK)
     reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
-    return _run(chain, pipeline, arrays, reach, bound, False)[0] if reach else bound
+    return _run(chain, pipeline, arrays, reach, bound, _BOTTLENECK)[0] if reach else bound
 
 
-def least_traffic(chain: Chain, workers: Workers | int, bound_s: float, gap: int | None = None) -> Cuts | None:
-    """The cuts with the least traffic among those where no worker costs more than `bound_s`; None when there are none."""
+def least_traffic(
+    chain: Chain, workers: Workers | int, bound_s: float, gap: int | None = None, *, even: bool = False
+) -> Cuts | None:
+    """The cuts with the least traffic among those where no worker costs more than `bound_s`; None when there are none.
+
+    Args:
+        chain: As for `bi_partition`.
+        workers: Likewise.
+        bound_s: At least the smallest bottleneck.
+        gap: Likewise.
+        even: Not the least traffic, but the smallest sum of squared costs: the others as even as the slowest allows.
+    """
     pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
     arrays = _arrays(chain, pipeline)
     reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
-    value, origin = _run(chain, pipeline, arrays, reach, bound_s, True)
+    value, origin = _run(chain, pipeline, arrays, reach, bound_s, _EVEN if even else _TRAFFIC)
     return None if value == np.inf else _cuts(*_trace(origin, reach, chain.num_layers), arrays)
 
 
@@ -125,7 +137,7 @@ def _quick_cuts(chain: Chain, prefix: NDArray[np.float64]) -> list[list[int]]:
 
 
 def _run(
-    chain: Chain, workers: Workers, arrays: tuple[Any, ...], gap: int, bound: float, least_traffic: bool
+    chain: Chain, workers: Workers, arrays: tuple[Any, ...], gap: int, bound: float, objective: int
 ) -> tuple[float, NDArray[np.int64]]:
     """The value of the whole chain, inf when the bound leaves no cuts, and the table to trace."""
     shape = (workers.count + 1, chain.num_layers + 1, 2 * gap + 1)
@@ -134,7 +146,7 @@ def _run(
     for prefix in arrays[:2]:
         quickest = np.diff(prefix, axis=1).min(axis=0)
         left.append(np.concatenate([np.cumsum(quickest[::-1])[::-1], [0.0]]))
-    kernels.partition(gap, bound, least_traffic, *arrays, *left, best, origin)
+    kernels.partition(gap, bound, objective, *arrays, *left, best, origin)
     return float(best[-1, -1, gap]), origin
 
 

@@ -1,0 +1,149 @@
+"""The planner bipartition: split problems, layering, and throughput in the simulator."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlplace.cost.split import split_backward
+from rlplace.errors import InputError
+from rlplace.plan import PlacementPlan
+from rlplace.planners import NEEDS_SPLIT, get_planner
+from rlplace.planners.bipartition.chain import Cuts
+from rlplace.planners.bipartition.layers import is_split, layer_numbers, layer_orders, make_layers, make_pipeline
+from rlplace.planners.bipartition.planner import bipartition
+from rlplace.planners.bipartition.profile import ProfileNode, profile_chain, profile_problem, read_profile
+from rlplace.planners.bipartition.solve import cost_of
+from rlplace.problem.generate import random_problem
+from rlplace.simulator import simulate
+
+PROFILES = Path(__file__).parent / "profiles"
+MICROBATCHES = 32
+
+
+def chain_nodes(forward, activation_bytes=0, parameter_bytes=0):
+    return tuple(
+        ProfileNode(f"node{i}", "Layer", float(f), 2.0 * f, activation_bytes, parameter_bytes, (f"node{i - 1}",) if i else ())
+        for i, f in enumerate(forward)
+    )
+
+
+@cache
+def split_profile(name, devices):
+    return split_backward(profile_problem(read_profile(PROFILES / f"{name}.txt"), devices, name=name))
+
+
+def test_an_unsplit_problem_is_refused():
+    assert "bipartition" in NEEDS_SPLIT
+    with pytest.raises(InputError, match="split_backward"):
+        bipartition(random_problem(0, 8, 2))
+    split = split_backward(random_problem(0, 8, 2))
+    for gap in (-1, 2.5, None, True):
+        with pytest.raises(InputError, match="gap"):
+            bipartition(split, gap=gap)
+    with pytest.raises(InputError, match="schedule"):
+        bipartition(split, schedule="zero_bubble")
+
+
+def test_the_plan_refers_to_the_split_problem(tmp_path):
+    split = split_profile("alexnet", 4)
+    plan = bipartition(split, microbatches=8, seed=3)
+    assert plan.problem == split.fingerprint and plan.planner == "bipartition" and plan.seed == 3
+    assert plan.microbatches == 8 and plan.schedule == "1f1b" and bipartition(split).schedule == "list"
+    report = plan.predicted["bipartition"]
+    assert report["layers"] == 22 and 0 < report["gap"] <= 8 and report["displaced_layers"] > 0
+    assert report["layer_wise_bottleneck_s"] / report["bottleneck_s"] == pytest.approx(1.29, abs=0.005)
+    plan.save(tmp_path / "p.plan.json")
+    assert PlacementPlan.load(tmp_path / "p.plan.json", split).predicted["bipartition"] == report
+
+
+def test_half_as_long_again_where_one_layer_dominates():
+    """Steady state of [1, 1, 4, 1, 1] on two workers: 18 seconds a micro-batch cut by layers, 12 with cuts of their own."""
+    split = split_backward(profile_problem(chain_nodes([1, 1, 4, 1, 1]), 2))
+    plain, apart = (bipartition(split, gap=gap, microbatches=64, schedule="list").predicted["step_time_s"] for gap in (0, 3))
+    assert 64 * 18 <= plain < 66 * 18 and 64 * 12 <= apart < 66 * 12
+    assert 1.4 < plain / apart <= 1.5
+
+
+def uniform_step_s(split, devices):
+    """Equal numbers of layers on every device."""
+    layers = make_layers(split, layer_orders(split)[0], range(devices))
+    cuts = tuple(np.linspace(0, layers.chain.num_layers, devices + 1).round().astype(int).tolist())
+    found = layers.assign(split, Cuts(cuts, cuts, 0.0))
+    return simulate(split, found, microbatches=MICROBATCHES, schedule="1f1b").step_time_s
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_throughput_ranks_bipartition_straight_uniform(devices):
+    gains = {}
+    for name in ("vgg16", "alexnet", "gnmt", "resnet18"):
+        split = split_profile(name, devices)
+        apart = bipartition(split, microbatches=MICROBATCHES).predicted["step_time_s"]
+        layer_wise = bipartition(split, gap=0, microbatches=MICROBATCHES).predicted["step_time_s"]
+        straight = get_planner("pipedream")(split, microbatches=MICROBATCHES).predicted["step_time_s"]
+        assert apart <= layer_wise <= uniform_step_s(split, devices)
+        assert apart <= straight * (1 + 1e-12) and straight <= uniform_step_s(split, devices)
+        gains[name] = straight / apart
+    assert all(gain >= 1.0 for gain in gains.values())
+    assert gains["alexnet"] > 1.2 and gains["gnmt"] > 1.05 and gains["resnet18"] < gains["gnmt"]
+    if devices == 8:
+        assert gains["vgg16"] > 1.2 and gains["resnet18"] < 1.02
+
+
+def test_slow_links_keep_the_passes_of_a_layer_together():
+    displaced = []
+    for bandwidth in (float("inf"), 1e3):
+        nodes = chain_nodes([1, 1, 4, 1, 1], 1e5, 1e4)
+        split = split_backward(profile_problem(nodes, 2, bandwidth_bytes_per_s=bandwidth))
+        devices = bipartition(split, microbatches=16, schedule="list").device_of_group
+        displaced.append(int((devices[::2] != devices[1::2]).sum()))  # a group is followed by its backward group
+    assert displaced[0] > 0 and displaced[1] == 0
+
+
+def test_layers_of_a_split_chain_are_those_of_the_profile():
+    nodes = read_profile(PROFILES / "vgg16.txt")
+    chain, split = profile_chain(nodes), split_profile("vgg16", 4)
+    layers = make_layers(split, layer_orders(split)[0], [0, 1, 2, 3])
+    np.testing.assert_allclose(layers.chain.forward_s[:, 0], chain.forward_s)
+    np.testing.assert_allclose(layers.chain.backward_s[:, 2], chain.backward_s)
+    np.testing.assert_array_equal(layers.chain.activation_bytes[:-1], chain.activation_bytes[:-1])
+    # Two layers read the output of node32, and each sends a gradient back.
+    np.testing.assert_array_equal(layers.chain.gradient_bytes[:30], chain.activation_bytes[:30])
+    np.testing.assert_array_equal(layers.chain.weight_bytes, chain.weight_bytes)
+    cuts = cost_of(chain, make_pipeline(split, [0, 1, 2, 3]), (0, 3, 6, 13, 40), (0, 3, 7, 14, 40))
+    devices = layers.assign(split, cuts)
+    place = {name: i for i, name in enumerate(chain.names)}
+    for group, name in enumerate(split.group_names):
+        cut = cuts.backward if name.endswith(".backward") else cuts.forward
+        assert cut[devices[group]] <= place[name.removesuffix(".backward")] < cut[devices[group] + 1]
+
+
+def test_backward_groups_of_any_name_find_their_layer():
+    split = split_backward(random_problem(4, 12, 2, shape="chain"))
+    assert is_split(split)
+    named, follows = layer_numbers(split, layer_orders(split)[0])
+    names = tuple(f"g{i}" for i in range(split.num_groups))
+    split.__dict__["group_names"] = names  # the same problem, as somebody else would name it
+    other, _ = layer_numbers(split, layer_orders(split)[0])
+    assert (follows == np.tile([False, True], 12)).all()
+    # A backward op reads its own group's output and no later one's.
+    np.testing.assert_array_equal(named, other)
+
+
+def test_long_chains_are_merged_evenly():
+    split = split_backward(random_problem(1, 300, 3, shape="chain"))
+    layers = make_layers(split, layer_orders(split)[0], [0, 1, 2], max_layers=40)
+    assert layers.chain.num_layers <= 40
+    fine = make_layers(split, layer_orders(split)[0], [0, 1, 2], max_layers=1000)
+    assert fine.chain.num_layers == 300
+    assert layers.chain.mean_s.sum() == pytest.approx(fine.chain.mean_s.sum())
+    assert layers.chain.mean_s.max() <= fine.chain.mean_s.sum() / 40 + fine.chain.mean_s.max()
+    assert (np.diff(layers.layer_of_group[layer_orders(split)[0][::1]]) >= 0).sum() > 250
+
+
+def test_memory_limits_hold():
+    split = split_backward(random_problem(7, 30, 3, shape="chain", memory_factor=2.0))
+    plan = bipartition(split, microbatches=4)
+    line = simulate(split, plan)
+    assert line.feasible and plan.predicted["step_time_s"] == line.step_time_s

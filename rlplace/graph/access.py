@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ class Access:
     Attributes:
         dims: Sizes by name.
         uses: One for each tensor that it reads or writes.
-        statistics: ``(names, bytes)``: sums of so many bytes, indexed by these dimensions, that run over the others and that every
-            device needs before it can go on (means of a norm, the denominators of a softmax).
+        statistics: ``(names, bytes)``: sums of so many bytes, indexed by these dimensions, that run over the others and that
+            every device needs before it can go on (means of a norm, the denominators of a softmax).
     """
 
     dims: Mapping[str, int]
@@ -107,9 +108,9 @@ def access_of(
 
 
 _POINTWISE = frozenset(
-    {"contiguous", "clone", "to", "_to_copy", "zeros_like", "ones_like", "full_like", "fill_", "copy_", "detach", "alias", "type_as",
-     "dropout", "native_dropout", "dropout_", "where", "masked_fill", "masked_fill_", "__and__", "__or__", "__xor__", "hardswish",
-     "softplus"}
+    {"contiguous", "clone", "to", "_to_copy", "zeros_like", "ones_like", "full_like", "fill_", "copy_", "detach", "alias",
+     "type_as", "dropout", "native_dropout", "dropout_", "where", "masked_fill", "masked_fill_", "__and__", "__or__", "__xor__",
+     "hardswish", "softplus"}
 )  # fmt: skip
 """Each element of the result depends on the same element of the arguments, though torch does not tag them so."""
 
@@ -182,9 +183,9 @@ def _common_shape(left: Sequence[int], right: Sequence[int]) -> list[int] | None
             inner *= int(size)
             borders.add(inner)
     ordered = sorted(borders | {1})
-    if any(high % low for low, high in zip(ordered, ordered[1:], strict=False)):
+    if any(high % low for low, high in pairwise(ordered)):
         return None
-    return [high // low for low, high in zip(ordered, ordered[1:], strict=False)][::-1] or None
+    return [high // low for low, high in pairwise(ordered)][::-1] or None
 
 
 def _refined(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Iteration spaces of the ATen ops that can be cut, by op name; see `rlplace.graph.access`.
 
 Dimension names: m rows (m0, m1, ... where the input has several leading dimensions), n columns that are made, k reduced,
-v vocabulary; b batch, c input channels, n output channels, h and w positions; batch, heads, queries of attention; d0, d1, ... of
-element-wise ops. Windows (h, w of convolutions and poolings) are not named, since their parts overlap.
+v vocabulary; b batch, c input channels, n output channels, h and w positions; batch, heads, queries of attention; d0, d1, ...
+of element-wise ops. Windows (h, w of convolutions and poolings) are not named, since their parts overlap.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _attention(space: Space, args: Args, result: Any) -> bool:
     space.add(value, [*shared, "", ""])
     mask = args[3] if len(args) > 3 else None
     if isinstance(mask, torch.Tensor) and mask.dim() == 4:
-        space.add(mask, [n if size == full else "" for n, size, full in zip(names, mask.shape, query.shape, strict=True)][:3] + [""])
+        named = zip(names[:3], mask.shape, query.shape, strict=False)
+        space.add(mask, [*(name if size == whole else "" for name, size, whole in named), ""])
     space.add(made, names)
     return True
 
@@ -242,8 +243,8 @@ RULES: dict[str, Rule] = {
     "linear": _linear, "mm": _mm, "addmm": _addmm, "matmul": _matmul, "bmm": _matmul, "baddbmm": _baddbmm,
     "scaled_dot_product_attention": _attention,
     "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution,
-    "max_pool2d": _pool, "avg_pool2d": _pool, "adaptive_avg_pool2d": _pool, "max_pool2d_with_indices": _pool, "max_pool1d": _pool,
-    "avg_pool1d": _pool, "adaptive_max_pool2d": _pool,
+    "max_pool2d": _pool, "avg_pool2d": _pool, "adaptive_avg_pool2d": _pool, "max_pool2d_with_indices": _pool,
+    "max_pool1d": _pool, "avg_pool1d": _pool, "adaptive_max_pool2d": _pool,
     "layer_norm": _layer_norm, "native_layer_norm": _layer_norm, "rms_norm": _layer_norm,
     "batch_norm": _batch_norm, "native_batch_norm": _batch_norm,
     "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax, "_log_softmax": _softmax,

@@ -3,7 +3,7 @@
 Each storage is a number line of its elements; a view's dimension of size z and stride t covers the strides from t to z t. Where
 one op sees 768 columns and the next 12 heads of 64, the storage is cut at stride 64, the op that made it gets dimensions
 ``n.0`` (12) and ``n.1`` (64), and so does everything that these run along. What cannot be brought in line (a slice that does
-not divide its storage) stays a whole.
+not divide its storage) cannot be cut.
 
 Gradients have no rules of their own: the gradient of a tensor has the axes of that tensor, seen by the backward ops as by
 their forward ops.
@@ -15,12 +15,11 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import prod
 
 from rlplace.graph.access import Access
 from rlplace.problem.sharding import Indices, Names
-
 
 REACH = 3
 """Ops between the tensor that a gradient belongs to and the op that takes the gradient in."""
@@ -44,7 +43,7 @@ class Cuts:
 
     def ranges(self) -> list[tuple[int, int]]:
         """(low, high) strides of the pieces, outermost first."""
-        return list(zip(self.at, self.at[1:], strict=False))[::-1]
+        return list(pairwise(self.at))[::-1]
 
 
 class _Run:
@@ -91,6 +90,8 @@ class Layouts:
                     run.agree()
             if before == (sum(len(cuts.at) for cuts in (*lines.values(), *dims.values())), sum(run.alive for run in every)):
                 break
+        lost = {(op, name) for (_, op), uses in runs.items() for use in uses for name, run in use if not run.alive}
+        dims = {key: cuts for key, cuts in dims.items() if key not in lost}  # cutting it would not cut the tensor
         self._dims = dims
         self.dims: dict[int, dict[str, int]] = {}
         for (op, name), cuts in dims.items():
@@ -100,17 +101,16 @@ class Layouts:
         self.axes = {storage: tuple(high // low for low, high in line.ranges()) for storage, line in lines.items()}
         self.access: dict[int, dict[int, Names]] = {}
         for (storage, op), uses in runs.items():
-            seen = [self._names(lines[storage], use) for use in uses]
+            seen = [self._names(op, lines[storage], use) for use in uses]
             agreed = tuple(names[0] if len(set(names)) == 1 else "" for names in zip(*seen, strict=True))
             self.access.setdefault(storage, {})[op] = agreed
 
-    @staticmethod
-    def _names(line: Cuts, use: Sequence[tuple[str, _Run]]) -> Names:
+    def _names(self, op: int, line: Cuts, use: Sequence[tuple[str, _Run]]) -> Names:
         found: dict[tuple[int, int], str] = {}
         for name, run in use:
             pieces = run.dim.ranges()
             for index, (low, high) in enumerate(pieces):
-                if run.alive:
+                if (op, name) in self._dims:
                     found[low * run.stride, high * run.stride] = _piece(name, index, len(pieces))
         return tuple(found.get(piece, "") for piece in line.ranges())
 
@@ -121,6 +121,7 @@ class Layouts:
             pieces = [
                 _piece(name, index, count)
                 for name in names
+                if (op, name) in self._dims
                 for count in [len(self._dims[op, name].at) - 1]
                 for index in range(count)
             ]

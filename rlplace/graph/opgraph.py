@@ -98,8 +98,8 @@ class OpGraph:
         op_dims: Optional sizes of named dimensions by op number, for pricing and for sharding planners; a backward op without
             any has those of its forward op.
         op_launches: Optional int32 [N], kernels that the op launches (0 for views); None where nobody counted.
-        traced: How the captured calls access their tensors, for sharding planners; None where that was not recorded. It stays in
-            this process: it is not saved in graph files and not part of the fingerprint.
+        traced: How the captured calls access their tensors, for sharding planners; None where that was not recorded. It stays
+            in this process: it is not saved in graph files and not part of the fingerprint.
     """
 
     name: str

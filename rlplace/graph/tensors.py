@@ -102,7 +102,16 @@ class Tensors:
             if leaf.record.trainable:
                 users.append(number[(UPDATE_OF, index)])
             role = BUFFER if leaf.record.is_buffer else PARAMETER
-            rows.append(Row(role, index, -1, leaf.record.size_bytes, users, leaf.storage if leaf_of_storage[leaf.storage] == index else -1))
+            rows.append(
+                Row(
+                    role,
+                    index,
+                    -1,
+                    leaf.record.size_bytes,
+                    users,
+                    leaf.storage if leaf_of_storage[leaf.storage] == index else -1,
+                )
+            )
         for storage, keys in self.external:
             size = int(self.assembly.recorder.storages[storage].nbytes())
             if storage not in leaf_of_storage and keys:

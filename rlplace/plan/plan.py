@@ -223,7 +223,9 @@ def check_shards(shards: Mapping[str, Mapping[str, int]], device_of_group: NDArr
             raise InputError(f"plan: shards of {name!r}: a backward op is cut like its forward op; give shards of {forward!r}")
         for dim, parts in dims.items():
             if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-                raise InputError(f"plan: shards of {name!r}: parts of {dim!r} must be a whole number from 1 up, found {show(parts)}")
+                raise InputError(
+                    f"plan: shards of {name!r}: parts of {dim!r} must be a whole number from 1 up, found {show(parts)}"
+                )
             if dim not in known and (parts != 1 or sharding is not None):
                 what = f"its dimensions are {', '.join(known)}" if known else "it cannot be cut"
                 raise InputError(f"plan: shards of {name!r}: there is no dimension {show(dim)}; {what}")

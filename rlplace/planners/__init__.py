@@ -28,6 +28,7 @@ PLANNERS: dict[str, str] = {
     "m_sct": "rlplace.planners.m_sct:m_sct",
     "metis": "rlplace.planners.metis:metis",
     "critical_path": "rlplace.planners.critical_path:critical_path",
+    "pase": "rlplace.planners.pase.planner:pase",
     "compiler": "rlplace.planners.compiler.planner:compiler",
     "pardnn": "rlplace.planners.pardnn.planner:pardnn",
     "accelerate": "rlplace.planners.accelerate:accelerate",

@@ -7,7 +7,7 @@ cutting it leaves partial sums, which an all-reduce adds up. Backward ops are cu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -30,8 +30,8 @@ class Indices:
         dims: Sizes of an op's dimensions by name; ops that cannot be cut are left out.
         axes: Sizes of a tensor's axes, outermost first; left out where the layout is not known.
         access: Tensor to op (its producer or a consumer) to names, one an axis.
-        statistics: ``(names, bytes)`` by op: sums of so many bytes in all, indexed by these dimensions, that are needed from all
-            parts of the other dimensions before the op can go on.
+        statistics: ``(names, bytes)`` by op: sums of so many bytes in all, indexed by these dimensions, that are needed from
+            all parts of the other dimensions before the op can go on.
     """
 
     dims: Mapping[int, Mapping[str, int]]
@@ -83,6 +83,21 @@ class Sharding(Indices):
     def __post_init__(self) -> None:
         if self.fixed_s is not None:
             self.fixed_s.setflags(write=False)
+
+
+def gradient_sums(found: Sharding, op: int, makers: Mapping[int, Sequence[int]]) -> frozenset[str]:
+    """Dimensions of a forward op that gradients of its inputs may be summed over: those that run along its outputs.
+
+    The gradient of a bias of a product, for example, is no sum over the reduced dimension: devices that hold other parts of it
+    compute the same.
+
+    Args:
+        found: The problem's sharding.
+        op: Forward op.
+        makers: Op to the tensors that it makes.
+    """
+    names = (name for tensor in makers.get(op, ()) for name in found.access.get(tensor, {}).get(op, ()))
+    return frozenset(name for name in names if name)
 
 
 def check_sharding(found: Sharding, ops: int, tensors: int, groups: int, devices: int) -> None:

@@ -32,6 +32,7 @@ class Builder:
         self._held: list[NDArray[np.int64]] = []
         self._tensors: list[tuple[int, int, int, list[int]]] = []
         self._collectives: list[Collective] = []
+        self._channels: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def group(self, group: int, device: int) -> int:
         """Number of the part of a group on a device."""
@@ -94,7 +95,10 @@ class Builder:
             done[device] = self._op(f"{name}@{device}", group, device, phase, time_s, 0, COLLECTIVE)
             for op in sorted(ops):
                 self.tensor(op, 0, {done[device]})
-        self._collectives.append(Collective(tuple(done.values()), collective_channels(problem.links, devices)))
+        group = tuple(devices)
+        if group not in self._channels:
+            self._channels[group] = collective_channels(problem.links, devices)
+        self._collectives.append(Collective(tuple(done.values()), self._channels[group]))
         return done, seconds
 
     def slow(self, device: int, phases: tuple[int, ...], under_s: float, factor: float) -> None:

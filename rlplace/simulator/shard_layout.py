@@ -11,7 +11,7 @@ cut a tensor into.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -61,9 +61,20 @@ class Split:
             found[device] = tuple(box)
         return found
 
-    def summed(self, names: Names) -> bool:
-        """Whether parts of an output with these names are partial sums."""
-        return any(name not in names for name, _ in self.parts)
+    def sums(self, names: Names, axes: Sequence[int], among: Container[str] | None = None) -> list[tuple[int, ...]]:
+        """Devices whose parts of an output with these names are summands of one sum; empty where nothing is to be summed.
+
+        Args:
+            names: Of the output.
+            axes: Its sizes.
+            among: Dimensions that are summed over where they are not in `names`; along others all parts compute the same.
+                Default: all.
+        """
+        if all(name in names or (among is not None and name not in among) for name, _ in self.parts):
+            return []
+        alike = [(name, parts) for name, parts in self.parts if name not in names and among is not None and name not in among]
+        boxes = self.boxes((*names, *(name for name, _ in alike)), (*axes, *(parts for _, parts in alike)))
+        return peers(boxes)
 
 
 def volume(box: Box) -> int:
@@ -152,7 +163,7 @@ def pieces(axes: Sequence[int], present: Boxes, needed: Sequence[Boxes], seconds
         borders.append(sorted(at))
     found: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
     sent: dict[int, int] = dict.fromkeys(present, 0)
-    for cell in itertools.product(*(list(zip(at, at[1:], strict=False)) for at in borders)):
+    for cell in itertools.product(*(list(itertools.pairwise(at)) for at in borders)):
         size = volume(cell)
         holders = [device for device, box in present.items() if _inside(cell, box)]
         takers: dict[int, list[int]] = {}

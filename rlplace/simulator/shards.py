@@ -27,11 +27,11 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, UPDATE, Problem
 from rlplace.problem.collectives import COMPUTE_SLOWDOWN
-from rlplace.problem.sharding import Held, Names, Sharding
+from rlplace.problem.sharding import Held, Names, gradient_sums
 from rlplace.simulator.lowering import lower
 from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from rlplace.simulator.shard_build import Builder
-from rlplace.simulator.shard_layout import Box, Boxes, Piece, Split, ordered, peers, pieces, volume
+from rlplace.simulator.shard_layout import Box, Boxes, Piece, Split, ordered, pieces, volume
 
 
 def lower_shards(problem: Problem, plan: PlacementPlan) -> tuple[Problem, NDArray[np.int32]]:
@@ -98,6 +98,10 @@ class _Lowering:
         self.after: dict[int, dict[int, int]] = {}  # the same, after the statistics are summed
         self.shares: dict[tuple[tuple[int, ...], int], _Share] = {}
         self.known: dict[tuple[object, ...], list[Piece]] = {}
+        self.along_outputs: dict[int, frozenset[str]] = {}
+        self.makes: dict[int, list[int]] = {}
+        for tensor, maker in enumerate(problem.tensor_producer.tolist()):
+            self.makes.setdefault(maker, []).append(tensor)
 
     def run(self) -> tuple[Problem, NDArray[np.int32]]:
         self._make_ops()
@@ -161,17 +165,18 @@ class _Lowering:
     def _sum_statistics(self, op: int) -> dict[int, int]:
         split, current = self.split[op], self.parts[op]
         for names, size_bytes in self.sharding.statistics.get(self.sharding.follows.get(op, op), ()):
-            if split.count > 1 and split.summed(names):
-                sizes = self.sharding.dims[self.sharding.follows.get(op, op)]
-                boxes = split.boxes(names, [sizes[name] for name in names])
-                share = prod(parts for name, parts in split.parts if name in names)
-                current = self._all_reduce(op, "statistics", boxes, current, size_bytes / share)
+            sizes = self.sharding.dims.get(self.sharding.follows.get(op, op), {})
+            groups = split.sums(names, [sizes[name] for name in names])
+            share = prod(parts for name, parts in split.parts if name in names)
+            current = self._all_reduce(op, "statistics", groups, current, size_bytes / share)
         return current
 
-    def _all_reduce(self, op: int, what: str, boxes: Boxes, made: Mapping[int, int], size_bytes: float) -> dict[int, int]:
-        """Sums what parts of an op hold of the same box; the ops after which each device has the sum."""
+    def _all_reduce(
+        self, op: int, what: str, groups: Sequence[tuple[int, ...]], made: Mapping[int, int], size_bytes: float
+    ) -> dict[int, int]:
+        """Sums what each group of devices has; the ops after which each device has its sum."""
         found = dict(made)
-        for group in peers(boxes):
+        for group in groups:
             if len(group) > 1:
                 phase = int(self.problem.op_phase[op])
                 inputs = {device: {made[device]} for device in group}
@@ -201,10 +206,13 @@ class _Lowering:
         names = self.sharding.access.get(tensor, {}).get(maker)
         made = self.after[maker]
         whole = prod(axes)
-        if names is not None and self.split[maker].summed(names):
+        groups = [] if names is None else self.split[maker].sums(names, axes, self._among(maker))
+        if groups:
             for device, box in present.items():
                 self.build.more_temporary(self.parts[maker][device], size_bytes * volume(box) // whole)
-            made = self._all_reduce(maker, f"sum{tensor}", present, made, size_bytes * volume(next(iter(present.values()))) / whole)
+            made = self._all_reduce(
+                maker, f"sum{tensor}", groups, made, size_bytes * volume(next(iter(present.values()))) / whole
+            )
         for piece in self._pieces(axes, present, needed, size_bytes):
             consumers = {self.parts[readers[reader]][device] for reader, device in piece.readers}
             self.build.tensor(made[piece.holder], size_bytes * piece.volume // whole, consumers)
@@ -239,6 +247,15 @@ class _Lowering:
 
             self.known[key] = pieces(axes, present, needed, seconds)
         return self.known[key]
+
+    def _among(self, op: int) -> frozenset[str] | None:
+        """What a backward op sums over; None for forward ops: everything that is not in the output."""
+        forward = self.sharding.follows.get(op)
+        if forward is None:
+            return None
+        if forward not in self.along_outputs:
+            self.along_outputs[forward] = gradient_sums(self.sharding, forward, self.makes)
+        return self.along_outputs[forward]
 
     def _wait(self, maker: int, reader: int) -> None:
         """An ordering edge: from the part on the same device, else from the first part."""
@@ -307,12 +324,13 @@ class _Lowering:
         made, whole = self.after[maker], prod(item.axes)
         names = item.access.get(self.sharding.follows.get(maker, maker), ("",) * len(item.axes))
         boxes = self.split[maker].boxes(names, item.axes)
+        groups = self.split[maker].sums(names, item.axes, self._among(maker))
         if boxes == home:
-            for group in peers(boxes):
+            for group in groups or [(device,) for device in boxes]:
                 self._share(group, item, index, maker, update, item.gradient_bytes * volume(boxes[group[0]]) // whole)
             return
         made = self._all_reduce(
-            maker, f"gradient.{index}", boxes, made, item.gradient_bytes * volume(next(iter(boxes.values()))) / whole
+            maker, f"gradient.{index}", groups, made, item.gradient_bytes * volume(next(iter(boxes.values()))) / whole
         )
         for piece in self._pieces(item.axes, boxes, [home], item.gradient_bytes):
             for away in (False, True):
@@ -354,6 +372,3 @@ class _Lowering:
                 filled, limit = [], BUCKET_BYTES
         for device, taken in seconds.items():
             self.build.slow(device, (BACKWARD, BACKWARD_WEIGHT), sum(taken[:-1]), COMPUTE_SLOWDOWN)
-
-
-__all__ = ["Sharding", "is_sharded", "lower_shards"]

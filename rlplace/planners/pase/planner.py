@@ -1,0 +1,147 @@
+"""PaSE on captured models: the best way to cut every layer over the first devices.
+
+Problem: the sum of layer and edge costs over configurations of layers, without overlap or memory limit; among several answers
+the step time of the cut step.
+
+Paper: Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 2021 (arXiv 2407.04001). Exact dynamic
+programming over an elimination order of small degree, in `rlplace.planners.pase.dp`; the layer graph of a captured step is that
+of `rlplace.planners.pase.captured`.
+
+Departures: the search runs for all devices and for powers of two below, with weight gradients at full price (the paper) and
+hidden by the backward pass, since the paper's sum knows no overlap; every strategy is lowered and simulated, and the
+fastest that fits is the plan. Where none fits, the bytes of copies get a price that rises until one does. Devices are the first
+ones of the problem; all groups sit on device 0, from which the parts of an op go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rlplace.errors import InfeasibleError, InputError, show
+from rlplace.plan import PlacementPlan, make_plan
+from rlplace.planners.evaluate import Deadline, Evaluator, Execution
+from rlplace.planners.pase.captured import layer_graph, machine_of, sharding_of, shards_of
+from rlplace.planners.pase.dp import solve
+from rlplace.planners.shortage import raise_infeasible
+from rlplace.problem import Problem
+from rlplace.simulator import Timeline, simulate
+
+Shards = Mapping[str, Mapping[str, int]]
+
+GRADIENT_PRICES = (1.0, 0.5, 0.0)
+"""Shares of the all-reduces of weight gradients that strategies are searched with."""
+
+_MEMORY_PRICES = (1e-12, 1e-11, 1e-10, 1e-9)
+
+
+def pase(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    devices: int | None = None,
+    gradient_prices: tuple[float, ...] = GRADIENT_PRICES,
+    **execution: Any,
+) -> PlacementPlan:
+    """The fastest of the strategies that PaSE finds; see the module docstring.
+
+    Args:
+        problem: Priced at level "op" with sharding, no group fixed to a device.
+        seed: Nothing is random.
+        time_limit_s: No further strategy is searched once it has passed and one fits.
+        devices: How many of the first devices may be used; default all.
+        gradient_prices: See `rlplace.planners.pase.captured.layer_graph`; ``(1.0,)`` is the paper's cost alone.
+        **execution: As for all planners, but shards exclude micro-batches and schedules.
+
+    Returns:
+        A plan with `shards` (without, where one device is fastest), all groups on device 0.
+
+    Raises:
+        InputError: The problem does not say how its ops can be cut, fixes groups, or an option does not apply.
+        InfeasibleError: No strategy fits.
+    """
+    sharding_of(problem)
+    if Execution(**execution) != Execution():
+        raise InputError("pase: cut ops exclude micro-batches and schedules; leave microbatches and schedule out")
+    most = problem.num_devices if devices is None else devices
+    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= problem.num_devices:
+        raise InputError(f"pase: devices must be a whole number from 1 to {problem.num_devices}, found {show(devices)}")
+    if (problem.group_device >= 0).any():
+        raise InputError("pase: a problem with fixed groups cannot be cut; free the groups")
+    deadline, evaluator = Deadline(time_limit_s), Evaluator(problem)
+    best: _Found | None = None
+    nearest: _Found | None = None
+    for shards in _strategies(problem, most, gradient_prices):
+        found = _simulate(problem, shards, seed, evaluator)
+        if found.line.feasible and (best is None or found.step_s < best.step_s):
+            best, deadline.secured = found, True
+        if nearest is None or found.overflow < nearest.overflow:
+            nearest = found
+        if deadline.passed():
+            break
+    if best is None:
+        for price in _MEMORY_PRICES:
+            found = _simulate(problem, _search(problem, most, gradient_prices[0], price), seed, evaluator)
+            if nearest is None or found.overflow < nearest.overflow:
+                nearest = found
+            if found.line.feasible:
+                best = found
+                break
+            if deadline.passed():
+                break
+    if best is None:
+        _refuse(problem, nearest)
+    return best.plan.with_predicted(best.line.predicted(problem))
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    plan: PlacementPlan
+    line: Timeline
+    overflow: float
+
+    @property
+    def step_s(self) -> float:
+        return float("inf") if self.line.step_time_s is None else self.line.step_time_s
+
+
+def _strategies(problem: Problem, most: int, prices: tuple[float, ...]) -> Iterator[Shards]:
+    """Different strategies: all devices first, then powers of two below, one device last."""
+    counts = [most, *(1 << power for power in range(most.bit_length() - 1, 0, -1) if 1 << power < most)]
+    seen: list[Shards] = []
+    for count in counts:
+        for price in prices:
+            shards = _search(problem, count, price)
+            if shards not in seen:
+                seen.append(shards)
+                yield shards
+    if {} not in seen:
+        yield {}
+
+
+def _search(problem: Problem, devices: int, gradient_price: float, memory_price: float = 0.0) -> Shards:
+    graph = layer_graph(problem, devices, gradient_price=gradient_price, memory_price=memory_price)
+    return shards_of(problem, graph, solve(graph, devices, machine=machine_of(problem, devices)))
+
+
+def _simulate(problem: Problem, shards: Shards, seed: int, evaluator: Evaluator) -> _Found:
+    plan = make_plan(problem, np.zeros(problem.num_groups, dtype=np.int32), planner="pase", seed=seed, shards=shards or None)
+    evaluator.count()
+    line = simulate(problem, plan)
+    reserved = np.array([device.reserved_bytes for device in problem.devices], dtype=np.float64)
+    over = np.maximum(line.peak_memory_bytes - problem.memory_limit_bytes - reserved, 0.0)
+    return _Found(plan, line, float(over.sum()) if line.step_time_s is not None else float("inf"))
+
+
+def _refuse(problem: Problem, nearest: _Found | None) -> NoReturn:
+    """Raises with the reason of the strategy that was closest to fitting."""
+    line = None if nearest is None else nearest.line
+    if line is not None and line.step_time_s is not None:
+        raise InfeasibleError(
+            f"pase found no strategy that fits ({line.violations[0]}); use more or larger devices, or a smaller batch"
+        )
+    raise_infeasible(problem, line, planner="pase", schedule="list")

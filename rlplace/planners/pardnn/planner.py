@@ -33,7 +33,7 @@ from rlplace.planners.floor import one_shot
 from rlplace.planners.pardnn.colocation import group_devices
 from rlplace.planners.pardnn.emulator import Run, fifo, listed
 from rlplace.planners.pardnn.mapping import map_clusters
-from rlplace.planners.pardnn.memory import balance_residents, reduce_peaks
+from rlplace.planners.pardnn.memory import RESERVE, balance_residents, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import NodeGraph, folded_graph, op_graph
 from rlplace.planners.pardnn.slicing import Clusters, bind_groups, cut_long_primary, slice_graph
 from rlplace.planners.repair import legalize
@@ -43,13 +43,16 @@ from rlplace.problem import Problem
 MEMORY = ("h1", "h2", "both", "none")
 EXECUTORS = ("list", "fifo")
 
-WORK_SHARES = (1.0, 0.3, 0.1, 0.03, None)
+WORK_SHARES = (1.0, 2.0, 0.3, 0.1, 0.03, None)
 """What work counts beside traffic when load is balanced (`rlplace.planners.pardnn.mapping.map_clusters`); 1 is the paper's."""
 
 WORK_SHARES_LARGE = (1.0, 0.1, None)
 """The same for problems of more than `LARGE_OPS` ops."""
 
-RELIEVED = 2
+RESERVES = (RESERVE, 0.0)
+"""Shares of memory that H1 leaves free, the paper's and none: the executor frees what is not needed, nothing is fragmented."""
+
+RELIEVED = 3
 """Assignments that go through the memory step, for every number of devices."""
 
 
@@ -88,11 +91,13 @@ def candidates(problem: Problem, seed: int, *, memory: str = "both", executor: s
     del seed
     limited = bool(np.isfinite(problem.memory_limit_bytes).any()) and memory != "none"
     evaluator = Evaluator(problem)
-    quickest = float("inf")
+    quickest, large = float("inf"), problem.num_ops > LARGE_OPS
     for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):
         over: list[tuple[float, int, _Cut, Assignment]] = []
         seen: set[bytes] = set()
         for cut in _cuts(problem, subset, limited):
+            if cut.room_bytes is not None and large and quickest < float("inf"):
+                continue
             devices = legalize(
                 problem, place_clusters(problem, cut.graph, cut.clusters, work_share=cut.work_share, room_bytes=cut.room_bytes)
             )
@@ -142,21 +147,21 @@ class _Cut:
 
 def _cuts(problem: Problem, subset: list[int], limited: bool) -> Iterator[_Cut]:
     """Ops that vote at the end (the paper's), ops bound to their group before mapping, whole groups; each with every share."""
+    shares = WORK_SHARES if problem.num_ops <= LARGE_OPS else WORK_SHARES_LARGE
     room = problem.memory_limit_bytes[subset]
-    ways: list[tuple[NodeGraph, Clusters, NDArray[np.float64] | None]] = []
+    graph = op_graph(problem, subset)
+    folded = folded_graph(problem, subset) if problem.num_groups < problem.num_ops else None
     for limit in (None, room) if limited else (None,):
-        graph = op_graph(problem, subset)
         clusters = slice_graph(graph, room_bytes=limit)
-        ways.append((graph, clusters, limit))
+        ways = [(graph, clusters)]
         bound = bind_groups(graph, clusters)
         if bound is not clusters:
-            ways.append((graph, bound, limit))
-        if problem.num_groups < problem.num_ops:
-            folded = folded_graph(problem, subset)
-            ways.append((folded, slice_graph(folded, room_bytes=limit), limit))
-    for share in WORK_SHARES if problem.num_ops <= LARGE_OPS else WORK_SHARES_LARGE:
-        for graph, clusters, limit in ways:
-            yield _Cut(graph, clusters, share, limit)
+            ways.append((graph, bound))
+        if folded is not None:
+            ways.append((folded, slice_graph(folded, room_bytes=limit)))
+        for share in shares:
+            for view, cut in ways:
+                yield _Cut(view, cut, share, limit)
 
 
 def _relieved(
@@ -168,7 +173,8 @@ def _relieved(
         return fifo(problem, found) if executor == "fifo" else listed(evaluator.timeline(found))
 
     if memory in ("h1", "both"):
-        yield reduce_peaks(problem, devices, run_of).devices
+        for reserve in RESERVES:
+            yield reduce_peaks(problem, devices, run_of, reserve=reserve).devices
     if memory in ("h2", "both"):
         yield balance_residents(problem, devices)
         chunks = cut_long_primary(cut.graph, cut.clusters)

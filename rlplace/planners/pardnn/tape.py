@@ -1,12 +1,13 @@
-"""Writing down training steps op by op, as TensorFlow 1 graphs have them: forward kernels, their gradients, small nodes, updates.
+"""Training steps written op by op, as TensorFlow 1 graphs have them: forward kernels, gradients, small nodes, updates.
 
 A forward op says which of its inputs have gradients and what those gradient kernels read besides the incoming gradient;
-`Tape.backward` writes them, adds up gradients that meet, and updates every weight. Ops sit in groups of their own; a weight is a
-group that owns a tensor which its readers read, and holds the op that updates it. A gradient lives from its kernel to its update.
+`Tape.backward` writes them, adds up gradients that meet, and updates every weight. Ops sit in groups of their own; a weight is
+a group that owns a tensor which its readers read, and holds the op that updates it. A gradient lives from its kernel to its
+update.
 
 Times are a roofline with a fixed cost a kernel; see `Chip`. Beside each kernel stand the small nodes (constants, shapes,
-reshapes) that make such graphs large: `small` of them a kernel, in chains of up to three that start at an input of the kernel or
-at nothing and end in it.
+reshapes) that make such graphs large: `small` of them a kernel, in chains of up to three that start at an input of the kernel
+or at nothing and end in it.
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ class Tape:
         Args:
             inputs: Tensors it reads.
             size_bytes: Of its outputs.
-            grads: Which inputs have gradients. Tensors that are not made yet, its own outputs, are -1 (the first), -2 and so on.
+            grads: Which inputs have gradients. Its own outputs, which are not made yet, are -1 (the first), -2 and so on.
             flops: Of the kernel, and of each of its gradient kernels.
-            with_weight: The kernel sits with its last input, a weight of which it reads a part and whose update takes its
+            with_weight: The kernel sits with its last input, a weight of which it reads a part and whose update takes
                 gradients as they are (a lookup).
         """
         sizes = [size_bytes] if isinstance(size_bytes, int) else list(size_bytes)

@@ -10,14 +10,14 @@ the plan. ``plan.predicted["proof"]`` says what is known: `lower_bound_s`, the `
 Solver: Perron, Didier, "CP-SAT", the constraint solver of OR-tools (the extra `exact`). The program is the one of `dlplacer`;
 see there for the paper.
 
-Where a gap can remain although the program is solved to optimality: the executor sends tensors in the order in which they are
-finished, the program in any order; and it may start transfers no later than they can, the program delays them where that saves
-memory. Times without a common unit are rounded down to 4e-9 of the step.
+Where a gap can remain although the program is solved to optimality: the program may let a device or a link wait although
+something is ready, to let another tensor go first or to save memory; the executor does not wait of its own accord. Tensors
+finished at the same instant go in the order of their numbers, in the program in any order. Times without a common unit are
+rounded down to 4e-9 of the step. Large programs leave out the order of transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,15 @@ import numpy as np
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
+from rlplace.planners.dlplacer.fifo import keep_request_order
 from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
 from rlplace.planners.dlplacer.memory import limit_timeline
 from rlplace.planners.dlplacer.program import build_program, solver_library
-from rlplace.planners.dlplacer.solve import EFFORT, Outcome, Solution, solve
+from rlplace.planners.dlplacer.realise import Realised, device_orders, first_starts, realise
+from rlplace.planners.dlplacer.solve import EFFORT, Outcome, solve
 from rlplace.planners.evaluate import Deadline, Evaluator, Execution
 from rlplace.planners.shortage import check_possible, raise_infeasible
-from rlplace.problem import UPDATE, Problem
+from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
 MAX_TASKS = 200
@@ -87,6 +89,7 @@ def cp_sat(
     assert horizon_s is not None
     instance = make_instance(problem, horizon_s, run.microbatches)
     program = build_program(instance, contention=True)
+    keep_request_order(program)
     limit_timeline(program)
     outcome = solve(program, hint=hint, seed=seed, effort=effort, time_limit_s=deadline.left_s())
     if outcome.status == "infeasible" and hint is None:
@@ -119,50 +122,22 @@ def _best_plan(
 ) -> PlacementPlan | None:
     """The fastest feasible way to run the floor's or the solver's assignments; the plainest one of equal ways."""
     run = evaluator.execution
-    found: list[tuple[float, PlacementPlan]] = []
-
-    def consider(line: Timeline, devices: Any, **fields: Any) -> None:
-        if line.feasible and line.step_time_s is not None:
-            arguments = {key: value for key, value in run.arguments.items() if key not in fields}
-            made = make_plan(
-                problem, devices, planner="cp_sat", seed=seed, predicted=line.predicted(problem), **arguments, **fields
-            )
-            found.append((line.step_time_s, made))
-
+    found: list[Realised] = []
     if hint is not None:
         devices = np.zeros(problem.num_groups, dtype=np.int32)
         devices[problem.op_group] = hint.device_of_op
-        consider(hint, devices)
+        found.append(Realised(hint, devices, {}))
     for solution in outcome.solutions[:_REALISED]:
-        for fields in _ways(instance, solution, run):
-            consider(evaluator.timeline(solution.device_of_group, **fields), solution.device_of_group, **fields)
-        if found and min(found, key=lambda f: f[0])[0] <= outcome.bound_s * (1 + OPTIMAL_GAP):
+        order = device_orders(instance, solution)
+        found += realise(evaluator, solution.device_of_group, first_starts(instance, solution), order)
+        if min(way.rank for way in found) <= (False, outcome.bound_s * (1 + OPTIMAL_GAP)):
             break
     # Ways were tried plainest first, and `min` keeps the first of equals.
-    return min(found, key=lambda f: f[0])[1] if found else None
-
-
-def _ways(instance: Instance, solution: Solution, run: Execution) -> Iterator[dict[str, Any]]:
-    """Arguments of the simulator: default priorities, the solution's starts as priorities, its order on every device."""
-    yield {}
-    if run.schedule != "list":
-        return
-    ops, tasks = instance.problem.num_ops, instance.tasks
-    first = np.full(ops, np.iinfo(np.int64).max)
-    np.minimum.at(first, tasks.op, solution.start)
-    position = np.empty(instance.num_tasks, dtype=np.int64)
-    position[instance.order] = np.arange(instance.num_tasks)
-    place = np.empty(ops, dtype=np.float64)
-    place[np.lexsort((instance.problem.topological_order.argsort(), first))] = np.arange(ops, dtype=np.float64)[::-1]
-    yield {"priority": place}
-    devices = solution.device_of_group[instance.group]
-    end = solution.start + instance.duration[np.arange(instance.num_tasks), devices]
-    sequence = np.lexsort((position, end, solution.start)).tolist()
-    order: list[list[Any]] = [[] for _ in instance.problem.devices]
-    for task in sequence:
-        if instance.occupies[task]:
-            op = int(tasks.op[task])
-            once = run.microbatches > 1 and instance.problem.op_phase[op] == UPDATE
-            pair = (op, 0 if once else int(tasks.microbatch[task]))
-            order[devices[task]].append(op if run.microbatches == 1 else pair)
-    yield {"order": order}
+    best = min(found, key=lambda way: way.rank, default=None)
+    if best is None or not best.line.feasible:
+        return None
+    arguments = run.arguments | best.fields
+    if "order" in best.fields:
+        arguments.pop("schedule", None)
+    predicted = best.line.predicted(problem)
+    return make_plan(problem, best.devices, planner="cp_sat", seed=seed, predicted=predicted, **arguments)

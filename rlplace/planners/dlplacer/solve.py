@@ -7,6 +7,7 @@ person gives one, ends the search too, and then only the machine's speed decides
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,10 @@ from numpy.typing import NDArray
 
 from rlplace.planners.dlplacer.program import Program, relabel, solver_library
 from rlplace.simulator import Timeline
+
+_STAGES = ((False, 0.4), (True, 0.6))
+"""Whether searches take turns, and the share of the limits: conflict-driven search alone is better on some programs, the
+portfolio with its neighbourhood searches on others."""
 
 EFFORT = 60.0
 """Default limit in the solver's deterministic seconds; on a slow core one of them takes about a second."""
@@ -70,30 +75,47 @@ def solve(program: Program, *, hint: Timeline | None, seed: int, effort: float, 
     cp_model = solver_library()
     if hint is not None:
         add_hint(program, hint)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.interleave_search = True  # the portfolio of searches in turns, which stays deterministic
-    solver.parameters.random_seed = seed % (1 << 31)
-    solver.parameters.max_deterministic_time = effort
-    if math.isfinite(time_limit_s):
-        solver.parameters.max_time_in_seconds = max(time_limit_s, 0.01)
     solutions: list[Solution] = []
 
     class Keep(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
         def on_solution_callback(self) -> None:
             solutions.append(_read(program, self.value, self.boolean_value))
 
-    status = solver.solve(program.model, Keep())
-    name = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}.get(
-        status, "unknown"
-    )
+    end_s = time.monotonic() + time_limit_s
+    best_ticks: int | None = None
+    bound_ticks, name = 0.0, "unknown"
+    for interleaved, share in _STAGES:
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.interleave_search = interleaved
+        solver.parameters.random_seed = seed % (1 << 31)
+        solver.parameters.max_deterministic_time = share * effort
+        if math.isfinite(time_limit_s):
+            solver.parameters.max_time_in_seconds = max(
+                share * time_limit_s, end_s - time.monotonic() if interleaved else 0.0, 0.01
+            )
+        status = solver.solve(program.model, Keep())
+        if status == cp_model.INFEASIBLE:
+            return Outcome("infeasible", None, math.inf, ())
+        bound_ticks = max(bound_ticks, float(solver.best_objective_bound))
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            best_ticks = round(solver.objective_value)
+            name = "optimal" if status == cp_model.OPTIMAL or bound_ticks >= best_ticks else "feasible"
+            if name == "optimal":
+                break
+            _hint_solution(program.model, solver)
+            program.model.add(program.makespan <= best_ticks)
     ticks = program.instance.ticks
-    if name == "infeasible":
-        return Outcome(name, None, math.inf, ())
-    bound = ticks.seconds(max(0.0, float(solver.best_objective_bound)))
-    if name == "unknown":
-        return Outcome(name, None, bound, ())
-    return Outcome(name, ticks.seconds(solver.objective_value), bound, tuple(solutions[::-1]))
+    objective_s = None if best_ticks is None else ticks.seconds(best_ticks)
+    return Outcome(name, objective_s, ticks.seconds(bound_ticks), tuple(solutions[::-1]))
+
+
+def _hint_solution(model: Any, solver: Any) -> None:
+    """The next search starts from what this one found."""
+    model.clear_hints()
+    values = solver.response_proto.solution
+    for index in range(len(values)):
+        model.add_hint(model.get_int_var_from_proto_index(index), values[index])
 
 
 def _read(program: Program, value: Any, boolean: Any) -> Solution:

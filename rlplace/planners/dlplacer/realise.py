@@ -1,0 +1,93 @@
+"""From a solution of the program to a plan: the executor runs the assignment with the solver's order, or without it.
+
+The solver also decides when things run. A plan can carry that as an order of ops on every device, which the executor follows to
+the letter, or as priorities, which it prefers where ops compete; or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.planners.dlplacer.instance import Instance
+from rlplace.planners.dlplacer.solve import Solution
+from rlplace.planners.evaluate import Assignment, Evaluator
+from rlplace.problem import UPDATE, Problem
+from rlplace.simulator import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Realised:
+    """A simulated way to run an assignment.
+
+    Attributes:
+        line: The simulated step.
+        devices: int32 [G].
+        fields: ``priority`` or ``order`` of the plan, or nothing.
+    """
+
+    line: Timeline
+    devices: Assignment
+    fields: dict[str, Any]
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key: feasible before infeasible, then the step time."""
+        step = self.line.step_time_s
+        return not self.line.feasible, float("inf") if step is None else step
+
+
+def realise(
+    evaluator: Evaluator, devices: Assignment, first_start: NDArray[Any], order: list[list[Any]] | None = None
+) -> Iterator[Realised]:
+    """The ways to run an assignment, the plainest first: default priorities, the solver's starts as priorities, its order.
+
+    Args:
+        evaluator: Simulates and counts. With another schedule than ``"list"`` there is the plainest way only.
+        devices: int32 [G].
+        first_start: Number [N], when the solver starts each op (for the first time).
+        order: The solver's order on every device, where ops are its tasks.
+    """
+    yield Realised(evaluator.timeline(devices), devices, {})
+    if evaluator.execution.schedule == "list":
+        ways: list[dict[str, Any]] = [{"priority": priorities(evaluator.problem, first_start)}]
+        ways += [] if order is None else [{"order": order}]
+        for fields in ways:
+            yield Realised(evaluator.timeline(devices, **fields), devices, fields)
+
+
+def priorities(problem: Problem, first_start: NDArray[Any]) -> NDArray[np.float64]:
+    """float64 [N], whole numbers that fall with the start; at equal starts, with the problem's topological order."""
+    position = np.empty(problem.num_ops, dtype=np.int64)
+    position[problem.topological_order] = np.arange(problem.num_ops)
+    found = np.empty(problem.num_ops)
+    found[np.lexsort((position, first_start))] = np.arange(problem.num_ops, 0.0, -1.0)
+    return found
+
+
+def first_starts(instance: Instance, solution: Solution) -> NDArray[np.int64]:
+    """int64 [N], ticks at which each op starts for the first time."""
+    found = np.full(instance.problem.num_ops, np.iinfo(np.int64).max)
+    np.minimum.at(found, instance.tasks.op, solution.start)
+    return found
+
+
+def device_orders(instance: Instance, solution: Solution) -> list[list[Any]]:
+    """Per device the ops, or (op, micro-batch) pairs, by start; ops of collectives are left out."""
+    tasks, problem = instance.tasks, instance.problem
+    position = np.empty(instance.num_tasks, dtype=np.int64)
+    position[instance.order] = np.arange(instance.num_tasks)
+    devices = solution.device_of_group[instance.group]
+    end = solution.start + instance.duration[np.arange(instance.num_tasks), devices]
+    order: list[list[Any]] = [[] for _ in problem.devices]
+    # An op of no time goes before one that starts with it, and what feeds it goes before it.
+    for task in np.lexsort((position, end, solution.start)).tolist():
+        if instance.occupies[task]:
+            op = int(tasks.op[task])
+            once = problem.op_phase[op] == UPDATE
+            order[devices[task]].append(op if tasks.microbatches == 1 else (op, 0 if once else int(tasks.microbatch[task])))
+    return order

@@ -19,12 +19,15 @@ from pathlib import Path
 
 from rlplace.comparing import Case, Comparison, Row, Settings, Store, compare, gather
 from rlplace.comparing.measure import takes_microbatches
-from rlplace.comparing.records import COST, MAKESPAN, OK, REFERENCE
+from rlplace.comparing.records import MAKESPAN, OK, OPS, REFERENCE, TASKS
+from rlplace.comparing.run import VIEW_OF
 from rlplace.comparing.summary import geometric_mean
+from rlplace.cost.price import price
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
 from rlplace.placing import Priced
 from rlplace.planners import PLANNERS
+from rlplace.problem import Problem
 from rlplace.zoo import load_model
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results.md"
@@ -70,7 +73,7 @@ def main() -> None:
     names = options.planners.split(",")
     plain = Settings(calls=options.calls, time_limit_s=options.time_limit, seeds=options.seeds)
     piped = Settings(calls=options.calls, time_limit_s=options.time_limit, microbatches=options.microbatches)
-    several = [name for name in names if takes_microbatches(name)]
+    several = [name for name in names if takes_microbatches(name) and VIEW_OF.get(name) != OPS]
     blocks = (
         (1, names, Store(plain, options.out / "step.jsonl", resume=True), []),
         (options.microbatches, several, Store(piped, options.out / "pipeline.jsonl", resume=True), []),
@@ -82,7 +85,8 @@ def main() -> None:
         for parts, planners, store, cases in blocks:
             graph = functools.cache(functools.partial(captured, model, batch // parts, seq))
             for cluster in CLUSTERS:
-                case = Case(f"{model}, {batch}", cluster, functools.partial(priced, graph, cluster, options.groups))
+                given = graph, cluster, options.groups
+                case = Case(f"{model}, {batch}", cluster, functools.partial(priced, *given), functools.partial(ops, *given))
                 cases.append(case)
                 for failed, error in compare([case], planners, store):
                     sys.exit(f"{failed.model} on {failed.cluster}: {error}")
@@ -106,12 +110,16 @@ def priced(graph: Callable[[], OpGraph], cluster: str, groups: int) -> Priced:
     return Priced.graph(graph(), parse(cluster), groups=groups)
 
 
+def ops(graph: Callable[[], OpGraph], cluster: str, groups: int) -> Problem:
+    return price(graph(), cluster, groups=groups, level="op", sharding=True)
+
+
 def report(found: Sequence[Comparison], options: argparse.Namespace) -> str:
     """The block for docs/results.md."""
     plain, piped = found
     models = len(dict.fromkeys(info.model for info in plain.problems))
-    whole = sum(not info.split for info in plain.problems)
-    crowded = sum(row.planner == "single" and row.status != OK and not row.split for row in plain.rows)
+    whole = sum(info.view == TASKS for info in plain.problems)
+    crowded = sum(row.planner == "single" and row.status != OK and row.view == TASKS for row in plain.rows)
     minutes = sum(row.seconds * row.seeds for comparison in found for row in comparison.rows) / 60
     lines = [
         "## Planners on models and clusters",
@@ -133,7 +141,7 @@ def report(found: Sequence[Comparison], options: argparse.Namespace) -> str:
     ):
         for metric in dict.fromkeys(line.metric for line in comparison.summaries):
             lines += ["", f"### {title}: {metric}", ""]
-            lines += cost_table(comparison, metric) if metric.startswith(COST) else summary_table(comparison, metric)
+            lines += summary_table(comparison, metric)
     lines += ["", "### Step time over that of `best` by cluster, one micro-batch", "", *cluster_table(plain)]
     lines += ["", "### The problems, one micro-batch", "", *problem_table(plain)]
     reasons = missing(found)
@@ -154,14 +162,6 @@ def summary_table(comparison: Comparison, metric: str) -> list[str]:
     return rows
 
 
-def cost_table(comparison: Comparison, metric: str) -> list[str]:
-    rows = ["| planner | plans | s |", "|---|---|---|"]
-    for line in comparison.summaries:
-        if line.metric == metric:
-            rows.append(f"| {line.planner} | {line.feasible}/{line.problems} | {line.seconds:.2f} |")
-    return rows
-
-
 def cluster_table(comparison: Comparison) -> list[str]:
     """Geometric mean of the ratio per planner and cluster; planners whose metric is another one have none."""
     header = ["| planner |", *(f" {cluster} |" for cluster in CLUSTERS)]
@@ -179,7 +179,7 @@ def cluster_table(comparison: Comparison) -> list[str]:
 def problem_table(comparison: Comparison) -> list[str]:
     """Per model and cluster: the floor, the bound that binds, and who is quickest."""
     rows = ["| model, samples |" + "".join(f" {cluster} |" for cluster in CLUSTERS), "|---|" + "---|" * len(CLUSTERS)]
-    least = {(info.model, info.cluster): info.least_devices for info in comparison.problems}
+    least = {(info.model, info.cluster): info.least_devices for info in comparison.problems if info.view == TASKS}
     for model in dict.fromkeys(info.model for info in comparison.problems):
         cells = []
         for cluster in CLUSTERS:

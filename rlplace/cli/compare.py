@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rlplace.comparing import Case
     from rlplace.comparing.run import Report
     from rlplace.placing import Priced
+    from rlplace.problem import Problem
 
 HELP = "compare planners on models and clusters"
 EXAMPLE = (
@@ -53,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of --batch samples (1)")
     parser.add_argument("--schedule", choices=FREE_SCHEDULES, help="how micro-batches take turns (each planner's own way)")
-    parser.add_argument("--split", action="store_true", help="all planners also on the problem with its backward split off")
+    parser.add_argument("--split", action="store_true", help="all planners also with every backward in a group of its own")
+    parser.add_argument("--ops", action="store_true", help="all planners also on single ops, the way pase cuts them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
     parser.add_argument("--out", metavar="FILE.json[l]", help="write every row as soon as it is there")
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.comparing import Settings, Store, compare, count_rows, gather
+    from rlplace.comparing.records import OPS, SPLIT
     from rlplace.files import check_output, write_text
 
     names = _planners(options)
@@ -86,13 +89,14 @@ def run(options: argparse.Namespace) -> int:
     store = Store(settings, options.out, resume=options.resume)
     if store.rows:
         say(f"{options.out}: {len(store.rows)} rows are there already")
+    views = [view for view, wanted in ((SPLIT, options.split), (OPS, options.ops)) if wanted]
     interrupted, failures = False, []
     try:
-        with _progress(len(cases) * count_rows(names, split=options.split)) as report:
-            failures = compare(cases, names, store, split=options.split, report=report, strict=options.debug)
+        with _progress(count_rows(cases, names, views)) as report:
+            failures = compare(cases, names, store, views=views, report=report, strict=options.debug)
     except KeyboardInterrupt:
         interrupted = True
-    found = gather(store, cases, names, split=options.split)
+    found = gather(store, cases, names, views)
     store.finish(found.summaries, complete=found.complete)
     if options.csv:
         write_text(options.csv, to_csv(found))
@@ -112,11 +116,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _planners(options: argparse.Namespace) -> list[str]:
-    from rlplace.comparing.run import APART_PLANNERS
+    from rlplace.comparing.run import VIEW_OF
     from rlplace.planners import PLANNERS, get_planner
 
     if options.planners.strip() == ALL:
-        return [name for name in PLANNERS if options.global_batch is None or name not in APART_PLANNERS]
+        return [name for name in PLANNERS if options.global_batch is None or name not in VIEW_OF]
     names = [name.strip() for name in options.planners.split(",") if name.strip()]
     if not names:
         raise InputError("--planners names no planner, for example best,agent")
@@ -146,7 +150,10 @@ def _cases(options: argparse.Namespace) -> list[Case]:
             cases.append(Case(model, source if isinstance(source, str) else "", functools.partial(_same, problem)))
             continue
         captured = functools.cache(functools.partial(capture_model, model, options))
-        cases += [Case(model, text, functools.partial(_priced, captured, machines[text], options)) for text in texts]
+        for text in texts:
+            given = captured, machines[text], options
+            ops = None if options.weight_gradients else functools.partial(_ops, *given)
+            cases.append(Case(model, text, functools.partial(_priced, *given), ops))
     return cases
 
 
@@ -156,6 +163,15 @@ def _same(priced: Priced) -> Priced:
 
 def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Priced:
     return price_model(captured(), machine, options).priced
+
+
+def _ops(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Problem:
+    from rlplace.cost.price import price
+
+    return price(
+        captured().graph, machine, groups=options.granularity, level="op", sharding=True, costs=options.costs,
+        host=options.host_mode,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

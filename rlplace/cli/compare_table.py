@@ -76,7 +76,7 @@ def to_csv(found: Comparison) -> str:
     stream = io.StringIO()
     writer: csv.DictWriter[str] | None = None
     for row in found.rows:
-        info = problems[row.model, row.cluster, row.split]
+        info = problems[row.model, row.cluster, row.view]
         data = {**as_dict(row), "feasible": row.feasible, "fingerprint": info.fingerprint}
         data |= {name: getattr(info, name) for name in _BOUNDS} | {"settings": canonical_json(as_dict(found.settings))}
         if writer is None:
@@ -86,9 +86,9 @@ def to_csv(found: Comparison) -> str:
     return stream.getvalue()
 
 
-def place_of(model: str, cluster: str, split: bool) -> str:
+def place_of(model: str, cluster: str, view: str) -> str:
     """A problem by name."""
-    return model + (f" on {cluster}" if cluster else "") + (", backward apart" if split else "")
+    return model + (f" on {cluster}" if cluster else "") + ("" if view == "tasks" else f", {view}")
 
 
 def _problem_cells(info: ProblemInfo) -> list[str]:
@@ -98,7 +98,7 @@ def _problem_cells(info: ProblemInfo) -> list[str]:
     bound, binding = largest(*parts)
     least = "none fits" if info.least_devices is None else f"{info.least_devices} of {info.devices}"
     return [
-        place_of(info.model, info.cluster, info.split), str(info.groups), milliseconds(bound), binding,
+        place_of(info.model, info.cluster, info.view), str(info.groups), milliseconds(bound), binding,
         *(milliseconds(part) for part in parts), least,
     ]  # fmt: skip
 
@@ -106,7 +106,7 @@ def _problem_cells(info: ProblemInfo) -> list[str]:
 def _row_cells(rows: Sequence[Row]) -> list[list[str]]:
     table, last = [], ""
     for row in rows:
-        name = place_of(row.model, row.cluster, row.split)
+        name = place_of(row.model, row.cluster, row.view)
         note = row.reason or ""
         if row.status != "ok":
             found = f", {row.feasible_seeds} of {row.seeds} seeds found a plan" if row.feasible_seeds else ""
@@ -116,7 +116,7 @@ def _row_cells(rows: Sequence[Row]) -> list[list[str]]:
                 name if name != last else "",
                 row.planner,
                 _short(row),
-                milliseconds(row.step_time_s) if row.cost is None else f"{row.cost:.6g}",
+                milliseconds(row.step_time_s),
                 "" if row.spread_s is None else milliseconds(row.spread_s),
                 _number(row.samples_per_s, ".2f"),
                 "-" if row.replicas is None else f"{row.replicas} x {row.microbatches}",
@@ -134,11 +134,11 @@ def _row_cells(rows: Sequence[Row]) -> list[list[str]]:
 
 def _short(row: Row) -> str:
     """The metric in one word; with the samples a step where there are several micro-batches or replicas."""
-    from rlplace.comparing.records import COST, MAKESPAN
+    from rlplace.comparing.records import MAKESPAN
 
     if row.metric.startswith(MAKESPAN):
         return "step"
-    return "cost" if row.metric.startswith(COST) else f"rate of {row.samples}" if row.samples else "rate"
+    return f"rate of {row.samples}" if row.samples else "rate"
 
 
 def _summary_cells(summary: Summary) -> list[str]:

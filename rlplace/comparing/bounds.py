@@ -16,13 +16,13 @@ _SAME = 1e-6
 """Bounds nearer than this, relative, are equal; the simpler one is then named."""
 
 
-def problem_info(problem: Problem, model: str, cluster: str, *, split: bool) -> ProblemInfo:
+def problem_info(problem: Problem, model: str, cluster: str, *, view: str) -> ProblemInfo:
     """The problem's sizes and bounds."""
     bounds = lower_bounds(problem)
     return ProblemInfo(
         model=model,
         cluster=cluster,
-        split=split,
+        view=view,
         fingerprint=problem.fingerprint,
         samples=problem.samples_per_microbatch,
         groups=problem.num_groups,

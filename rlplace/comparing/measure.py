@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from rlplace.comparing.bounds import execution_bound
-from rlplace.comparing.records import APART, COST, FAILED, INFEASIBLE, MAKESPAN, MISSING, OK, RATE, Row, Settings
+from rlplace.comparing.records import FAILED, INFEASIBLE, MAKESPAN, MISSING, OK, RATE, VIEWS, Row, Settings
 from rlplace.errors import InfeasibleError, MissingError, RlplaceError
 from rlplace.placing import Priced, plan_priced
 from rlplace.plan import PlacementPlan
@@ -56,7 +56,7 @@ class Target:
     """A problem of the comparison, ready to plan.
 
     Attributes:
-        model, cluster, split: Of its `ProblemInfo`.
+        model, cluster, view: Of its `ProblemInfo`.
         priced: What planners are given.
         bounds: `execution_bound` by fingerprint, micro-batches and replicas.
         clock: Runs while other micro-batch sizes are captured and priced, which is no planner's time.
@@ -64,18 +64,18 @@ class Target:
 
     model: str
     cluster: str
-    split: bool
+    view: str
     priced: Priced
     bounds: dict[tuple[str, int, int], tuple[float, str]] = field(default_factory=dict)
     clock: Clock = field(default_factory=lambda: Clock())
 
     @staticmethod
-    def of(model: str, cluster: str, priced: Priced, *, split: bool) -> Target:
+    def of(model: str, cluster: str, priced: Priced, *, view: str) -> Target:
         """A target whose `clock` runs when `priced` works."""
         clock = Clock()
         graph_of = None if priced.graph_of is None else clock.around(priced.graph_of)
         build = None if priced.build is None else clock.around(priced.build)
-        return Target(model, cluster, split, dataclasses.replace(priced, graph_of=graph_of, build=build), clock=clock)
+        return Target(model, cluster, view, dataclasses.replace(priced, graph_of=graph_of, build=build), clock=clock)
 
     def bound(self, problem: Problem, microbatches: int, replicas: int) -> tuple[float, str]:
         """`execution_bound`, computed once."""
@@ -94,9 +94,8 @@ class Measured:
         plan: The plan.
         problem: What it solves.
         samples: Of a step.
-        step_time_s: None for `COST`.
+        step_time_s: Of the simulation.
         memory_share: See `Row`.
-        cost: For `COST`.
         remark: The planner's own prediction, where it differs.
     """
 
@@ -104,10 +103,9 @@ class Measured:
     plan: PlacementPlan
     problem: Problem
     samples: int
-    step_time_s: float | None = None
-    memory_share: float | None = None
-    cost: float | None = None
-    remark: str | None = None
+    step_time_s: float
+    memory_share: float | None
+    remark: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +156,9 @@ def run_row(name: str, target: Target, settings: Settings, *, strict: bool = Fal
     row = Row(
         model=target.model,
         cluster=target.cluster,
-        split=target.split,
+        view=target.view,
         planner=name,
-        metric=_asked_metric(name, settings) + (APART if target.split else ""),
+        metric=_asked_metric(name, settings) + VIEWS[target.view],
         status=OK if bad is None else bad.status,
         reason=next((run.reason for run in runs if run.reason), None) if bad is None else bad.reason,
         random=shuffled,
@@ -186,7 +184,7 @@ def _run(name: str, target: Target, settings: Settings, seed: int, *, strict: bo
             )  # fmt: skip
             took = time.perf_counter() - begin
             extra = int(plan.predicted.get("search_calls", 0))  # the agent simulates in an environment of its own
-            measured = measure(plan, problem, settings, split=target.split)
+            measured = measure(plan, problem, settings, view=target.view)
             reason = measured.remark
         except InfeasibleError as error:
             status, reason = INFEASIBLE, _one_line(error)
@@ -218,19 +216,15 @@ def _asked_metric(name: str, settings: Settings) -> str:
     return MAKESPAN if settings.global_batch is None and not several else RATE
 
 
-def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, split: bool) -> Measured:
+def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, view: str) -> Measured:
     """Simulates a plan anew and says by what it may be compared.
 
     Raises:
         InfeasibleError: It does not fit, whatever its planner says.
         InputError: It is for another problem.
     """
-    apart = APART if split else ""
     replicas = len(plan.replicas or [0])
     samples = problem.samples_per_microbatch * plan.microbatches * replicas
-    if any(parts != 1 for dims in (plan.shards or {}).values() for parts in dims.values()):
-        cost = plan.predicted.get("cost")
-        return Measured(COST + apart, plan, problem, samples, cost=None if cost is None else float(cost))
     line = simulate(problem, plan)
     if not line.feasible or line.step_time_s is None:
         raise InfeasibleError(f"the plan does not fit when it is simulated again: {line.violations[0]}")
@@ -244,15 +238,8 @@ def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, split:
     remark = None
     if said is not None and not math.isclose(said, line.step_time_s, rel_tol=1e-9):
         remark = f"the planner said {1e3 * said:.3f} ms"
-    return Measured(
-        (MAKESPAN if alone else RATE) + apart,
-        plan,
-        problem,
-        samples,
-        line.step_time_s,
-        max(shares, default=None),
-        remark=remark,
-    )
+    metric = (MAKESPAN if alone else RATE) + VIEWS[view]
+    return Measured(metric, plan, problem, samples, line.step_time_s, max(shares, default=None), remark)
 
 
 def _with_plans(row: Row, found: Sequence[Measured], target: Target) -> Row:
@@ -261,17 +248,12 @@ def _with_plans(row: Row, found: Sequence[Measured], target: Target) -> Row:
     if len(kinds) > 1:
         return dataclasses.replace(row, status=FAILED, reason="plans of different seeds are of different kinds; run one seed")
     metric, samples = kinds.pop()
-    if metric.startswith(COST):
-        costs = [item.cost for item in found if item.cost is not None]
-        cost = sum(costs) / len(costs) if costs else None
-        return dataclasses.replace(row, metric=metric, samples=samples, cost=cost)
-    timed = [(item.step_time_s, item) for item in found if item.step_time_s is not None]
-    steps = [step for step, _ in timed]
-    best = min(timed, key=lambda pair: pair[0])[1]
+    steps = [item.step_time_s for item in found]
+    best = min(found, key=lambda item: item.step_time_s)
     mean = sum(steps) / len(steps)
     replicas = len(best.plan.replicas or [0])
     bound, binding = target.bound(best.problem, best.plan.microbatches, replicas)
-    alone = not best.plan.optimizer_sharding  # sharded updates take a part of the time that bounds count
+    whole = not best.plan.optimizer_sharding and not best.plan.shards  # bounds count every op at its full time
     shares = [item.memory_share for item in found if item.memory_share is not None]
     return dataclasses.replace(
         row,
@@ -284,9 +266,9 @@ def _with_plans(row: Row, found: Sequence[Measured], target: Target) -> Row:
         microbatches=best.plan.microbatches,
         schedule=best.plan.schedule,
         memory_share=max(shares, default=None),
-        bound_s=bound if alone else None,
-        binding=binding if alone else None,
-        gap=mean / bound - 1.0 if alone and bound > 0 else None,
+        bound_s=bound if whole else None,
+        binding=binding if whole else None,
+        gap=mean / bound - 1.0 if whole and bound > 0 else None,
     )
 
 

@@ -16,12 +16,16 @@ VERSION = 1
 
 MAKESPAN = "makespan of one step"
 RATE = "samples per second at an equal global batch"
-COST = "sum of costs of a sharding model"
-METRICS = (MAKESPAN, RATE, COST)
+METRICS = (MAKESPAN, RATE)
 """What rows may be compared by; numbers of one metric say nothing about those of another."""
 
-APART = ", backward in groups of its own"
-"""Added to the metric on a split problem (`rlplace.cost.split`), whose plans are of another kind as well."""
+TASKS, SPLIT, OPS = "tasks", "split", "ops"
+VIEWS = {TASKS: "", SPLIT: ", backward in groups of its own", OPS: ", op by op"}
+"""The problems that are made of one model on one cluster, and what each adds to the metric, since their numbers do not compare.
+
+``tasks``: one op a group and phase, as everybody plans. ``split``: the backward of every group is a group of its own
+(`rlplace.cost.split`). ``ops``: every captured op, with the dimensions along which it can be cut.
+"""
 
 OK, INFEASIBLE, MISSING, FAILED = "ok", "infeasible", "missing", "failed"
 
@@ -66,7 +70,7 @@ class ProblemInfo:
     Attributes:
         model: MODEL, or the path of the problem file.
         cluster: CLUSTER; of a problem file the cluster that it was priced for, or "".
-        split: The backward of every group is a group of its own.
+        view: One of `VIEWS`.
         fingerprint: Of the problem.
         samples: Of one micro-batch.
         groups, ops, devices: Sizes.
@@ -77,7 +81,7 @@ class ProblemInfo:
 
     model: str
     cluster: str
-    split: bool
+    view: str
     fingerprint: str
     samples: int
     groups: int
@@ -90,9 +94,9 @@ class ProblemInfo:
     least_devices: int | None
 
     @property
-    def key(self) -> tuple[str, str, bool]:
-        """Model, cluster and whether the backward is split off."""
-        return self.model, self.cluster, self.split
+    def key(self) -> tuple[str, str, str]:
+        """Model, cluster and view."""
+        return self.model, self.cluster, self.view
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,9 @@ class Row:
     """One planner on one problem.
 
     Attributes:
-        model, cluster, split: Of the `ProblemInfo`.
+        model, cluster, view: Of the `ProblemInfo`.
         planner: Name.
-        metric: One of `METRICS`, with `APART` on a split problem; decided by the plan, and for a planner without one by what
+        metric: One of `METRICS`, with the ending of its view; decided by the plan, and for a planner without one by what
             was asked of it.
         status: "ok", "infeasible", "missing" (an extra) or "failed".
         reason: Why not "ok", in one line; on an "ok" row a remark or None.
@@ -113,12 +117,12 @@ class Row:
         spread_s: Largest minus smallest; None with fewer than two plans.
         samples: Samples that a step processes.
         samples_per_s: Mean.
-        cost: For `COST`: the value of the sharding model, in its own unit.
         replicas, microbatches, schedule: Of the fastest plan.
         memory_share: Peak memory, as the largest share of a device's memory, the largest over seeds; None without limits.
         simulator_calls: Mean simulator calls of a run, floor included.
         seconds: Mean wall time of a run.
-        bound_s: Largest lower bound on the step time of any plan with these replicas and micro-batches.
+        bound_s: Largest lower bound on the step time of any plan with these replicas and micro-batches; None where ops are cut,
+            which no bound knows of.
         binding: The bound that is largest.
         gap: ``step_time_s / bound_s - 1``.
         ratio: `step_time_s` over that of `REFERENCE` in the same metric with the same samples; None where either is missing.
@@ -127,7 +131,7 @@ class Row:
 
     model: str
     cluster: str
-    split: bool
+    view: str
     planner: str
     metric: str
     status: str
@@ -139,7 +143,6 @@ class Row:
     spread_s: float | None = None
     samples: int | None = None
     samples_per_s: float | None = None
-    cost: float | None = None
     replicas: int | None = None
     microbatches: int | None = None
     schedule: str | None = None
@@ -158,10 +161,10 @@ class Row:
         return self.status == OK
 
     @property
-    def key(self) -> tuple[str, str, bool, str, bool, str | None, int | None]:
+    def key(self) -> tuple[str, str, str, str, bool, str | None, int | None]:
         """Tells rows of one comparison apart; metric and samples only count for reference rows, which may be several."""
         extra = (self.metric, self.samples) if self.reference else (None, None)
-        return self.model, self.cluster, self.split, self.planner, self.reference, *extra
+        return self.model, self.cluster, self.view, self.planner, self.reference, *extra
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rlplace.comparing.bounds import problem_info
 from rlplace.comparing.measure import Target, run_row, warm_up
-from rlplace.comparing.records import COST, OK, RATE, REFERENCE, Comparison, Row
+from rlplace.comparing.records import OK, OPS, RATE, REFERENCE, SPLIT, TASKS, Comparison, Row
 from rlplace.comparing.store import Store
 from rlplace.comparing.summary import References, summarize
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError, RlplaceError
 from rlplace.placing import Priced
 from rlplace.planners import get_planner
+from rlplace.problem import Problem
 
-APART_PLANNERS = frozenset({"bipartition"})
-"""Planners that place the backward of a group apart from its forward: they are run on the split problem only."""
+VIEW_OF = {"bipartition": SPLIT, "pase": OPS}
+"""Planners that need another view than `TASKS`: one places the backward of a group apart from its forward, one cuts ops."""
 
 Report = Callable[[str, bool], None]
 """Called with what happens next and whether a row has just been finished."""
@@ -31,26 +32,41 @@ class Case:
         model: MODEL, as it stands in the rows.
         cluster: CLUSTER likewise.
         load: Captures and prices it.
+        load_ops: The same as the view `OPS`; None where there is no graph. A problem file may be of that kind itself.
     """
 
     model: str
     cluster: str
     load: Callable[[], Priced]
+    load_ops: Callable[[], Problem] | None = None
 
 
-def _asked(planners: Sequence[str], split: bool) -> dict[bool, list[str]]:
-    """Planners by whether the problem is split, the reference first where any other is run."""
-    whole = [name for name in planners if name not in APART_PLANNERS]
-    apart = list(planners) if split else [name for name in planners if name in APART_PLANNERS]
-    return {
-        flag: names if not names else [REFERENCE, *(name for name in names if name != REFERENCE)]
-        for flag, names in ((False, whole), (True, apart))
-    }
+def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[str, list[str]]:
+    """Planners by view, the reference first where any other is run.
+
+    Args:
+        case: Without a graph it has no view `OPS`, and all its planners look at the problem as it is.
+        planners: Names.
+        views: Views for all planners, beside that which each needs.
+    """
+    asked: dict[str, list[str]] = {}
+    for view in (TASKS, SPLIT, OPS):
+        if view == OPS and case.load_ops is None:
+            continue
+        names = [name for name in planners if view in views or _view(case, name) == view]
+        if names:
+            asked[view] = [REFERENCE, *(name for name in names if name != REFERENCE)]
+    return asked
 
 
-def count_rows(planners: Sequence[str], *, split: bool = False) -> int:
-    """Rows of one case, without those that are only there for reference in another metric."""
-    return sum(len(names) for names in _asked(planners, split).values())
+def _view(case: Case, planner: str) -> str:
+    view = VIEW_OF.get(planner, TASKS)
+    return TASKS if view == OPS and case.load_ops is None else view
+
+
+def count_rows(cases: Iterable[Case], planners: Sequence[str], views: Collection[str] = ()) -> int:
+    """Rows that `compare` makes, without those that are only there for reference in another metric."""
+    return sum(len(names) for case in cases for names in _asked(case, planners, views).values())
 
 
 def compare(
@@ -58,7 +74,7 @@ def compare(
     planners: Sequence[str],
     store: Store,
     *,
-    split: bool = False,
+    views: Collection[str] = (),
     report: Report | None = None,
     strict: bool = False,
 ) -> list[tuple[Case, RlplaceError]]:
@@ -68,7 +84,7 @@ def compare(
         cases: The problems; each is loaded once, in order.
         planners: Names; `REFERENCE` is run in any case, before the others.
         store: Holds settings and rows; `gather` makes the comparison of it, also when this function was interrupted.
-        split: All planners on the split problem as well.
+        views: Views of the problem for all planners, beside `TASKS` and those that planners need.
         report: Told about progress.
         strict: A planner's bug ends the comparison with its traceback, instead of being a row.
 
@@ -82,8 +98,8 @@ def compare(
     for name in planners:
         get_planner(name)
     if store.settings.global_batch is not None:
-        if split or APART_PLANNERS & set(planners):
-            raise InputError("a global batch is not split over a problem whose backward is apart; leave one of them out")
+        if views or VIEW_OF.keys() & set(planners):
+            raise InputError("a global batch is for the view of tasks; leave it out, or the planners that need another view")
         if store.settings.microbatches > 1 or store.settings.schedule is not None:
             raise InputError("a global batch chooses micro-batches and schedule itself; leave them out, or the global batch")
     if store.settings.schedule is not None and store.settings.microbatches == 1:
@@ -96,30 +112,35 @@ def compare(
         except RlplaceError as error:
             failures.append((case, error))
             continue
-        for apart, names in _asked(planners, split).items():
-            if not names:
-                continue
-            given = Priced.problem(split_backward(priced.first)) if apart else priced
-            info = problem_info(given.first, case.model, case.cluster, split=apart)
+        for view, names in _asked(case, planners, views).items():
+            given = _given(case, priced, view)
+            info = problem_info(given.first, case.model, case.cluster, view=view)
             store.add_problem(info)
-            target = Target.of(case.model, case.cluster, given, split=apart)
+            target = Target.of(case.model, case.cluster, given, view=view)
             for name in names:
-                if (case.model, case.cluster, apart, name, False, None, None) in store.rows:
+                if (case.model, case.cluster, view, name, False, None, None) in store.rows:
                     tell("", True)
                     continue
                 if name not in warm:
                     warm_up(name, store.settings)
                     warm.add(name)
-                tell(f"{case.model} on {case.cluster or 'its devices'}{', split' if apart else ''}: {name}", False)
+                tell(f"{case.model} on {case.cluster or 'its devices'}{'' if view == TASKS else f', {view}'}: {name}", False)
                 _finish(run_row(name, target, store.settings, strict=strict), target, store)
                 tell("", True)
     return failures
 
 
+def _given(case: Case, priced: Priced, view: str) -> Priced:
+    if view == OPS:
+        assert case.load_ops is not None  # else the view is not asked for
+        return Priced.problem(case.load_ops())
+    return Priced.problem(split_backward(priced.first)) if view == SPLIT else priced
+
+
 def _finish(row: Row, target: Target, store: Store) -> None:
     """Stores a row with its ratio, after the row that it is measured against."""
     other = row if row.planner == REFERENCE else References(store.rows.values()).of(row)
-    if other is None and not row.metric.startswith(COST) and row.status == OK and row.samples is not None:
+    if other is None and row.status == OK and row.samples is not None:
         batch = row.samples if row.metric.startswith(RATE) else None
         settings = dataclasses.replace(store.settings, global_batch=batch, microbatches=1, schedule=None)
         made = run_row(REFERENCE, target, settings)
@@ -128,23 +149,20 @@ def _finish(row: Row, target: Target, store: Store) -> None:
         if other.key not in store.rows:
             store.add_row(other if other.status != OK else dataclasses.replace(other, ratio=1.0))
     ratio = None
-    if row.status == OK and not row.metric.startswith(COST) and other is not None and other.status == OK:
+    if row.status == OK and other is not None and other.status == OK:
         assert row.step_time_s is not None and other.step_time_s is not None
         ratio = row.step_time_s / other.step_time_s
     store.add_row(dataclasses.replace(row, ratio=ratio))
 
 
-def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], *, split: bool = False) -> Comparison:
+def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], views: Collection[str] = ()) -> Comparison:
     """The comparison of what is in the store, in the order of `cases` and `planners`; others' rows are left out."""
-    asked = _asked(planners, split)
     order = [REFERENCE, *planners] if REFERENCE not in planners else list(planners)
     problems, rows, complete = [], [], True
     for case in cases:
-        for apart, names in asked.items():
-            if not names:
-                continue
-            info = store.problems.get((case.model, case.cluster, apart))
-            mine = [r for r in store.rows.values() if (r.model, r.cluster, r.split) == (case.model, case.cluster, apart)]
+        for view, names in _asked(case, planners, views).items():
+            info = store.problems.get((case.model, case.cluster, view))
+            mine = [r for r in store.rows.values() if (r.model, r.cluster, r.view) == (case.model, case.cluster, view)]
             mine = [r for r in mine if r.planner in names]
             mine.sort(key=lambda r: (r.reference, order.index(r.planner)))
             complete &= {r.planner for r in mine if not r.reference} >= set(names)

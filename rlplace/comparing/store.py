@@ -38,7 +38,7 @@ class Store:
             InputError: The file exists and `resume` is False, is damaged, or was made under other settings.
         """
         self.settings = settings
-        self.problems: dict[tuple[str, str, bool], ProblemInfo] = {}
+        self.problems: dict[tuple[str, str, str], ProblemInfo] = {}
         self.rows: dict[Any, Row] = {}
         self.path = None if path is None else Path(path)
         if self.path is None:
@@ -114,7 +114,7 @@ class Store:
             self.problems[info.key] = info
         for number, data in enumerate(rows):
             row = from_dict(Row, data, f"{self.path}: row {number}")
-            if (row.model, row.cluster, row.split) not in self.problems:
+            if (row.model, row.cluster, row.view) not in self.problems:
                 raise InputError(f"{self.path}: row {number}: its problem {row.model!r} is not in the file; start another file")
             self.rows[row.key] = row
 

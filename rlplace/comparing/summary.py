@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rlplace.comparing.records import OK, REFERENCE, TIE, Row, Summary
+from rlplace.comparing.records import OK, REFERENCE, TIE, VIEWS, Row, Summary
 
 RESAMPLES = 2000
 """Bootstrap samples."""
@@ -27,23 +27,22 @@ def summarize(rows: Sequence[Row], planners: Sequence[str]) -> tuple[Summary, ..
         rows: All rows, reference rows included.
         planners: Order of the lines.
     """
-    usual: dict[tuple[str, bool], str] = {}
+    usual: dict[tuple[str, str], str] = {}
     for name in planners:
-        for split in (False, True):
-            mine = [row for row in rows if row.planner == name and row.split == split and not row.reference]
+        for view in VIEWS:
+            mine = [row for row in rows if row.planner == name and row.view == view and not row.reference]
             counts = Counter(row.metric for row in mine if row.status == OK)
             if counts:
-                usual[name, split] = counts.most_common(1)[0][0]
+                usual[name, view] = counts.most_common(1)[0][0]
     kept = [row for row in rows if not row.reference]
     by_line: dict[tuple[str, str], list[Row]] = {}
     for row in kept:
-        metric = row.metric if row.status == OK else usual.get((row.planner, row.split), row.metric)
+        metric = row.metric if row.status == OK else usual.get((row.planner, row.view), row.metric)
         by_line.setdefault((metric, row.planner), []).append(row)
     against = References(rows)
     metrics = sorted({metric for metric, _ in by_line}, key=lambda m: _rank(m))
-    return tuple(
-        _line(metric, name, by_line[metric, name], rows) for metric in metrics for name in planners if (metric, name) in by_line
-    )
+    pairs = [(metric, name) for metric in metrics for name in planners if (metric, name) in by_line]
+    return tuple(_line(metric, name, by_line[metric, name], against) for metric, name in pairs)
 
 
 def _rank(metric: str) -> tuple[bool, str]:
@@ -54,14 +53,14 @@ class References:
     """The rows of `REFERENCE`, to look up what another row is measured against."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows: dict[tuple[str, str, bool, str], list[Row]] = {}
+        self._rows: dict[tuple[str, str, str, str], list[Row]] = {}
         for row in rows:
             if row.planner == REFERENCE:
-                self._rows.setdefault((row.model, row.cluster, row.split, row.metric), []).append(row)
+                self._rows.setdefault((row.model, row.cluster, row.view, row.metric), []).append(row)
 
     def of(self, row: Row) -> Row | None:
         """The reference on the same problem, in the same metric, with the same samples a step."""
-        for other in self._rows.get((row.model, row.cluster, row.split, row.metric), ()):
+        for other in self._rows.get((row.model, row.cluster, row.view, row.metric), ()):
             if other.samples == row.samples or row.samples is None or other.samples is None:
                 return other
         return None

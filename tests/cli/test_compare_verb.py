@@ -113,7 +113,7 @@ def test_resume_goes_on_and_refuses_what_differs(capsys, problems, tmp_path):
         (["--cluster", "a100-80g:2"], "their own devices"),
         (["--out", "rows.txt"], "*.json or *.jsonl"),
         (["--csv", "/nowhere/rows.csv"], "no folder"),
-        (["--split", "--global-batch", "16"], "leave one of them out"),
+        (["--split", "--global-batch", "16"], "leave it out"),
         (["--schedule", "1f1b"], "give their number"),
     ],
 )

@@ -6,23 +6,28 @@ import numpy as np
 import pytest
 from comparing_helpers import case, register
 
-from rlplace.comparing import Settings, Store, compare, count_rows, gather
+from rlplace.cluster.spec import Cluster
+from rlplace.comparing import Case, Settings, Store, compare, count_rows, gather
 from rlplace.comparing.measure import is_random, takes_calls
-from rlplace.comparing.records import APART, COST, MAKESPAN, RATE
+from rlplace.comparing.records import MAKESPAN, OPS, RATE, SPLIT, TASKS, VIEWS
+from rlplace.cost.price import price
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError, MissingError
+from rlplace.graph.capture import capture
+from rlplace.placing import Priced
 from rlplace.plan import make_plan
 from rlplace.planners import PLANNERS, get_planner
 from rlplace.planners.bounds import lower_bounds
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from rlplace.zoo import load_model
 
 
-def run(problems, planners, *, split=False, store=None, **settings):
+def run(problems, planners, *, views=(), store=None, **settings):
     cases = [case(problem, f"toy{number}") for number, problem in enumerate(problems)]
     store = store or Store(Settings(**settings))
-    compare(cases, planners, store, split=split)
-    return gather(store, cases, planners, split=split)
+    compare(cases, planners, store, views=views)
+    return gather(store, cases, planners, views)
 
 
 def test_rows_hold_what_the_simulator_says():
@@ -137,35 +142,24 @@ def kinds(monkeypatch):
         rows = [[device] for device in range(problem.num_devices)]
         return make_plan(problem, [0] * problem.num_groups, planner="copied", replicas=rows)
 
-    def sharded(problem, *, seed=0, time_limit_s=None):
-        shards = {problem.op_names[0]: {"b": 2}}
-        return make_plan(
-            problem, [0] * problem.num_groups, planner="sharded", shards=shards, predicted={"cost": 12.5, "step_time_s": 1e-9}
-        )
-
-    register(monkeypatch, piped=piped, copied=copied, sharded=sharded)
+    register(monkeypatch, piped=piped, copied=copied)
 
 
 def test_metrics_are_never_mixed(monkeypatch):
     kinds(monkeypatch)
     problems = [random_problem(seed, 12, 4) for seed in range(3)]
-    found = run(problems, ["heft", "piped", "copied", "sharded"])
+    found = run(problems, ["heft", "piped", "copied"])
     for problem in range(3):
         rows = [row for row in found.rows if row.model == f"toy{problem}"]
         asked = {row.planner: row for row in rows if not row.reference}
         assert asked["heft"].metric == MAKESPAN and asked["piped"].metric == asked["copied"].metric == RATE
         assert asked["piped"].samples == asked["copied"].samples == 32
-        assert asked["sharded"].metric == COST and asked["sharded"].cost == 12.5
-        assert asked["sharded"].step_time_s is None and asked["sharded"].ratio is None
         references = [row for row in rows if row.reference]
         assert len(references) == 1 and references[0].planner == "best" and references[0].samples == 32  # once for both
         assert asked["piped"].ratio == asked["piped"].step_time_s / references[0].step_time_s
         assert asked["copied"].replicas == 4 and asked["piped"].microbatches == 4
     lines = [(line.metric, line.planner) for line in found.summaries]
-    assert sorted(lines) == sorted(
-        [(MAKESPAN, "best"), (MAKESPAN, "heft"), (RATE, "piped"), (RATE, "copied"), (COST, "sharded")]
-    )
-    assert all(line.ratio is None for line in found.summaries if line.metric == COST)
+    assert sorted(lines) == sorted([(MAKESPAN, "best"), (MAKESPAN, "heft"), (RATE, "piped"), (RATE, "copied")])
 
 
 def test_a_global_batch_compares_rates():
@@ -174,7 +168,7 @@ def test_a_global_batch_compares_rates():
     assert {row.metric for row in found.rows} == {RATE} and {row.samples for row in found.rows} == {32}
     assert all(row.gap >= 0 for row in found.rows) and not any(row.reference for row in found.rows)
     with pytest.raises(InputError, match="global batch"):
-        run([problem], ["heft"], global_batch=32, split=True)
+        run([problem], ["heft"], global_batch=32, views=[SPLIT])
 
 
 def test_micro_batches_for_everybody(monkeypatch):
@@ -183,15 +177,15 @@ def test_micro_batches_for_everybody(monkeypatch):
 
     register(monkeypatch, plain=plain)
     found = run([random_problem(1, 10, 3)], ["gpipe", "bipartition", "plain"], microbatches=4)
-    rows = {(row.planner, row.split, row.reference): row for row in found.rows}
-    assert rows["gpipe", False, False].metric == rows["best", False, False].metric == RATE
-    assert rows["gpipe", False, False].samples == 32 and rows["gpipe", False, False].schedule == "gpipe"
-    assert rows["bipartition", True, False].metric == RATE + APART == rows["best", True, False].metric
-    assert rows["bipartition", True, False].schedule == "1f1b"
-    assert rows["plain", False, False].metric == MAKESPAN == rows["best", False, True].metric  # one micro-batch is all it knows
-    assert rows["best", False, True].samples == 8
+    rows = {(row.planner, row.view, row.reference): row for row in found.rows}
+    assert rows["gpipe", TASKS, False].metric == rows["best", TASKS, False].metric == RATE
+    assert rows["gpipe", TASKS, False].samples == 32 and rows["gpipe", TASKS, False].schedule == "gpipe"
+    assert rows["bipartition", SPLIT, False].metric == RATE + VIEWS[SPLIT] == rows["best", SPLIT, False].metric
+    assert rows["bipartition", SPLIT, False].schedule == "1f1b"
+    assert rows["plain", TASKS, False].metric == MAKESPAN == rows["best", TASKS, True].metric  # one micro-batch is all it knows
+    assert rows["best", TASKS, True].samples == 8
     for row in found.rows:
-        assert row.ratio == row.step_time_s / rows["best", row.split, row.metric == MAKESPAN].step_time_s
+        assert row.ratio == row.step_time_s / rows["best", row.view, row.metric == MAKESPAN].step_time_s
     with pytest.raises(InputError, match="global batch"):
         run([random_problem(1, 10, 3)], ["heft"], microbatches=4, global_batch=32)
     with pytest.raises(InputError, match="schedule"):
@@ -200,16 +194,37 @@ def test_micro_batches_for_everybody(monkeypatch):
 
 def test_split_problems_are_a_block_of_their_own():
     problem = random_problem(1, 10, 3)
-    found = run([problem], ["heft", "single"], split=True)
-    assert [(row.split, row.planner) for row in found.rows] == [
-        (False, "best"), (False, "heft"), (False, "single"), (True, "best"), (True, "heft"), (True, "single"),
-    ]  # fmt: skip
+    found = run([problem], ["heft", "single"], views=[SPLIT])
+    assert [(row.view, row.planner) for row in found.rows] == [
+        (view, name) for view in (TASKS, SPLIT) for name in ("best", "heft", "single")
+    ]
     assert [info.fingerprint for info in found.problems] == [problem.fingerprint, split_backward(problem).fingerprint]
-    assert {row.metric for row in found.rows if row.split} == {MAKESPAN + APART}
-    assert len(found.rows) == count_rows(["heft", "single"], split=True)
+    assert {row.metric for row in found.rows if row.view == SPLIT} == {MAKESPAN + VIEWS[SPLIT]}
+    assert len(found.rows) == count_rows([case(problem)], ["heft", "single"], [SPLIT])
     assert {(line.metric, line.planner) for line in found.summaries} == {
-        (metric, name) for metric in (MAKESPAN, MAKESPAN + APART) for name in ("best", "heft", "single")
+        (metric, name) for metric in (MAKESPAN, MAKESPAN + VIEWS[SPLIT]) for name in ("best", "heft", "single")
     }
+
+
+def test_cutting_planners_look_at_single_ops():
+    model = load_model("zoo:mlp", batch=64)
+    graph = capture(model.module, model.example_inputs)
+    whole = Case(
+        "m", "a100-80g:2", lambda: Priced.graph(graph, Cluster.preset("a100-80g:2"), groups=8),
+        lambda: price(graph, "a100-80g:2", groups=8, level="op", sharding=True),
+    )  # fmt: skip
+    store = Store(Settings())
+    compare([whole], ["heft", "pase"], store)
+    rows = gather(store, [whole], ["heft", "pase"]).rows
+    assert [(row.view, row.planner) for row in rows] == [(TASKS, "best"), (TASKS, "heft"), (OPS, "best"), (OPS, "pase")]
+    pase = rows[-1]
+    assert pase.metric == MAKESPAN + VIEWS[OPS] and pase.ratio == pase.step_time_s / rows[2].step_time_s
+    assert pase.gap is None or pase.gap >= 0  # no bound knows of cut ops
+
+
+def test_a_file_is_seen_as_it_is():
+    row = run([random_problem(1, 8, 2)], ["pase"]).rows[-1]
+    assert (row.view, row.status) == (TASKS, "failed") and "cut" in row.reason
 
 
 def test_interrupted_comparisons_go_on(monkeypatch, tmp_path):

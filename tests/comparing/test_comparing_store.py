@@ -9,11 +9,11 @@ from rlplace.comparing import ProblemInfo, Row, Settings, Store
 from rlplace.comparing.records import MAKESPAN, as_dict, from_dict
 from rlplace.errors import InputError
 
-INFO = ProblemInfo("m", "c", False, "f" * 64, 8, 10, 30, 2, 0.1, 0.2, 0.05, 0.2, 1)
+INFO = ProblemInfo("m", "c", "tasks", "f" * 64, 8, 10, 30, 2, 0.1, 0.2, 0.05, 0.2, 1)
 
 
 def row(planner, step=0.5, **changes):
-    return Row("m", "c", False, planner, MAKESPAN, "ok", None, False, 1, 1, step_time_s=step, samples=8, **changes)
+    return Row("m", "c", "tasks", planner, MAKESPAN, "ok", None, False, 1, 1, step_time_s=step, samples=8, **changes)
 
 
 @pytest.fixture(params=["rows.json", "rows.jsonl"])

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from rlplace.comparing import Row
-from rlplace.comparing.records import APART, COST, MAKESPAN, RATE
+from rlplace.comparing.records import MAKESPAN, RATE, SPLIT, VIEWS
 from rlplace.comparing.summary import References, interval, summarize
 
 
 def row(problem, planner, step, *, metric=MAKESPAN, base=None, **changes):
     fields = {"samples": 8, "simulator_calls": 10.0, "seconds": 0.5, "gap": None, **changes}
     if step is None:
-        return Row(problem, "c", False, planner, metric, "infeasible", "full", False, 1, 0, **{**fields, "samples": None})
+        return Row(problem, "c", "tasks", planner, metric, "infeasible", "full", False, 1, 0, **{**fields, "samples": None})
     ratio = None if base is None else step / base
-    split = fields.pop("split", False)
-    return Row(problem, "c", split, planner, metric, "ok", None, False, 1, 1, step_time_s=step, ratio=ratio, **fields)
+    view = fields.pop("view", "tasks")
+    return Row(problem, "c", view, planner, metric, "ok", None, False, 1, 1, step_time_s=step, ratio=ratio, **fields)
 
 
 def table(steps):
@@ -70,12 +70,11 @@ def test_rows_without_a_plan_count_where_the_planner_usually_is():
 def test_references_are_of_one_problem_metric_and_batch():
     rows = [
         row("p0", "best", 1.0), row("p1", "best", 2.0), row("p0", "best", 5.0, metric=RATE, samples=32, reference=True),
-        row("p0", "best", 7.0, metric=MAKESPAN + APART, split=True),
+        row("p0", "best", 7.0, metric=MAKESPAN + VIEWS[SPLIT], view=SPLIT),
     ]  # fmt: skip
     against = References(rows)
     assert against.of(row("p1", "x", 1.0)) is rows[1]
     assert against.of(row("p0", "x", 1.0, metric=RATE, samples=32)) is rows[2]
     assert against.of(row("p0", "x", 1.0, metric=RATE, samples=64)) is None
-    assert against.of(row("p0", "x", 1.0, metric=MAKESPAN + APART, split=True)) is rows[3]
-    assert against.of(row("p0", "x", 1.0, metric=COST)) is None
+    assert against.of(row("p0", "x", 1.0, metric=MAKESPAN + VIEWS[SPLIT], view=SPLIT)) is rows[3]
     assert [line.planner for line in summarize(rows, ["best"])] == ["best", "best"]  # a reference row has no line

@@ -28,11 +28,8 @@ ROUNDS = 4
 SLACKS = (1.0, 4.0, 10.0)
 """How far the seeds' cuts may be off balance, as multiples of the allowed imbalance: a cheap cut that is off can be mended."""
 
-STARTS, GROWTHS = 4, 6
-"""Starts grown from the coarsest level, and random orders that each of them tries there."""
-
-LARGE_GROUPS = 1000
-"""Groups above which one start is grown."""
+STARTS, GROWTHS = 8, 6
+"""Starts grown from the coarsest level by default, and random orders that each of them tries there."""
 
 COARSEST = 24
 """Vertices per device at which fusing stops."""
@@ -63,6 +60,7 @@ def partition(
     stages: bool = False,
     seed: int = 0,
     nets: Nets | None = None,
+    starts: int = STARTS,
 ) -> Partition:
     """Cuts the graph of groups so that devices trade little and have equal loads.
 
@@ -76,6 +74,7 @@ def partition(
         stages: Forward ops of a device read from earlier devices of the row only, so that devices form a pipeline.
         seed: Of the order in which groups are fused.
         nets: Traffic between groups, default `problem_nets`.
+        starts: Starts grown from the coarsest level; with 0 there are only those that follow an order, one of each kind.
 
     Raises:
         InputError: An argument is out of range.
@@ -87,7 +86,9 @@ def partition(
         raise InputError(f"partition: devices must be distinct numbers in 0..{problem.num_devices - 1}, found {row}")
     if not np.isfinite(eps) or eps <= 0 or bands < 1 or (stages and bands > 1):
         raise InputError("partition: eps must be above 0, bands at least 1, and 1 where stages are asked for")
-    run = _Run(problem, row, eps, bands, objective, stages, problem_nets(problem) if nets is None else nets)
+    if nets is None:
+        nets = problem_nets(problem)
+    run = _Run(problem, row, eps, bands, objective, stages, nets, starts)
     rng = np.random.default_rng(seed)
     best: tuple[tuple[float, float, float], NDArray[np.int32]] | None = None
     for start in run.starts(rng):
@@ -104,9 +105,10 @@ class _Run:
     """One call of `partition`."""
 
     def __init__(
-        self, problem: Problem, row: list[int], eps: float, bands: int, objective: str, stages: bool, nets: Nets
-    ) -> None:
-        self.problem, self.row, self.eps, self.stages, self.objective = problem, row, eps, stages, objective
+        self, problem: Problem, row: list[int], eps: float, bands: int, objective: str, stages: bool, nets: Nets,
+        grown: int,
+    ) -> None:  # fmt: skip
+        self.problem, self.row, self.eps, self.stages, self.objective, self.grown = problem, row, eps, stages, objective, grown
         self.level = finest_level(problem, row, nets, seeds.bands(problem, bands), stages=stages)
         latency, inverse = finite_links(problem)
         index = np.ix_(row, row)
@@ -139,12 +141,12 @@ class _Run:
             speed = 1.0 / np.maximum(np.where(finite, level.time_s, time[:, None]).sum(axis=0), 1e-30)
             for order in orders:
                 crossing = seeds.crossing_seconds(problem, order, self.link)
-                for slack in SLACKS:
+                for slack in SLACKS if self.grown else SLACKS[:1]:
                     yield self._legal(seeds.contiguous(time, order, crossing, speed, slack * self.eps))
         for order in () if self.stages else orders:
             yield self._legal(seeds.streamed(level, order, self.limit, self.room, self.link))
         if not self.stages and problem.num_groups > 1:
-            for _ in range(STARTS if problem.num_groups <= LARGE_GROUPS else 1):
+            for _ in range(self.grown):
                 yield self.grow(rng)
 
     def _legal(self, part: NDArray[np.int32], level: Level | None = None) -> NDArray[np.int32]:
@@ -159,7 +161,7 @@ class _Run:
         """Rounds of fusing vertices of one device step by step, and refining on the way back."""
         part = part.copy()
         self._refine(self.level, part)
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS if self.grown else 1):
             before = self.score(part)
             levels, clusters = self._fuse(part, rng)
             parts = [part]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlplace.plan import PlacementPlan
@@ -12,24 +12,58 @@ from rlplace.planners.floor import one_shot
 from rlplace.planners.subsets import device_subsets
 from rlplace.problem import Problem
 
-BALANCES = ((1, 0.05), (1, 0.3), (4, 0.1), (16, 0.3))
-"""Bands and allowed imbalance of the candidates."""
-
 LARGE_GROUPS = 1000
-"""Groups above which candidates use a quarter, half and all of the devices only."""
+"""Groups above which there are fewer candidates, and no starts grown from the coarsest level."""
 
 
-def compiler(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
-    """The best of the partitions; see the docstring of `rlplace.planners.compiler`."""
-    return one_shot(problem, "compiler", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
+def compiler(
+    problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, stages: bool = False, **execution: Any
+) -> PlacementPlan:
+    """The best of the partitions; see the docstring of `rlplace.planners.compiler`.
+
+    Args:
+        problem: The priced graph.
+        seed: Of the order in which groups are fused.
+        time_limit_s: When to stop building candidates.
+        stages: Devices form a pipeline: forward ops read from earlier stages only. The shared memory repair, which runs only
+            where no partition fits, does not know stages.
+        execution: Fields of `rlplace.planners.evaluate.Execution`.
+    """
+
+    def build(problem: Problem, seed: int) -> Iterator[Assignment]:
+        return candidates(problem, seed, stages=stages)
+
+    return one_shot(problem, "compiler", build, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
-def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
+def candidates(problem: Problem, seed: int, *, stages: bool = False) -> Iterator[Assignment]:
     """Partitions for several numbers of devices, bands and allowed imbalances."""
-    subsets = list(reversed(device_subsets(problem, least=min(2, problem.num_devices))))
+    subsets = list(reversed(device_subsets(problem)))
     if problem.num_groups > LARGE_GROUPS:
-        wanted = {len(subsets[0]), len(subsets[0]) // 2, len(subsets[0]) // 4}
-        subsets = [subset for subset in subsets if len(subset) in wanted] or subsets[:1]
+        wanted = {len(subsets[0]), len(subsets[0]) // 2}
+        subsets = [subset for subset in subsets if len(subset) in wanted]
     for subset in subsets:
-        for bands, eps in BALANCES:
-            yield partition(problem, subset, eps=eps, bands=bands, seed=seed).device_of_group
+        yield from family(problem, subset, seed=seed, stages=stages)
+
+
+def family(
+    problem: Problem, devices: Sequence[int], *, objective: str = "combined", stages: bool = False, seed: int = 0
+) -> Iterator[Assignment]:
+    """Partitions on given devices that differ in bands and allowed imbalance; arguments as those of `partition`."""
+    large = problem.num_groups > LARGE_GROUPS
+    for bands, eps in ((1, 0.05), (1, 0.3)) if stages else balances(problem.num_groups, len(devices)):
+        found = partition(
+            problem, devices, eps=eps, bands=bands, objective=objective, stages=stages, seed=seed, starts=0 if large else 2
+        )
+        yield found.device_of_group
+        if len(devices) == 1:
+            return
+
+
+def balances(groups: int, devices: int) -> list[tuple[int, float]]:
+    """Bands and allowed imbalances to try: from totals only to bands of about three groups a device."""
+    finest = max(1, groups // (3 * devices))
+    pairs = [(1, 0.05), (4, 0.1), (4, 0.3), (8, 0.2), (max(1, finest // 4), 0.3), (finest, 0.5)]
+    if groups > LARGE_GROUPS:
+        pairs = [(1, 0.05), (max(1, finest // 4), 0.3), (finest, 0.5)]
+    return list(dict.fromkeys(pair for pair in pairs if pair[0] <= finest))

@@ -101,7 +101,7 @@ def reduce_peaks(
         run_of: Runs an assignment; default the FIFO emulator.
         reserve: Share of every device's memory that stays free.
         rounds: Most runs.
-        max_moved: Share of the ops that may move.
+        max_moved: Share of the ops that may move; one op always may.
 
     Returns:
         The assignment of least overflow that was met.
@@ -110,7 +110,7 @@ def reduce_peaks(
     limit = limits(problem, reserve)
     ops_of = np.bincount(problem.op_group, minlength=problem.num_groups)
     movable = problem.group_allowed.sum(axis=1) > 1
-    budget = int(max_moved * problem.num_ops)
+    budget = max(1, int(max_moved * problem.num_ops))
     current = devices.astype(np.int32)
     best, least = current, np.inf
     done = 0

@@ -132,20 +132,19 @@ def cut_long_primary(graph: NodeGraph, clusters: Clusters) -> Clusters:
     A primary is short when it has less than half of the longest one's work divided by the number of primaries. Chunks are
     equal shares of the longest primary's work, cut from its end; the longest keeps the first share.
     """
-    weight = np.array([graph.weight_s[clusters.members(p)].sum() for p in range(clusters.primaries)])
-    if len(weight) < 2:
-        return clusters
+    count = len(graph.devices)
+    cluster = clusters.cluster.copy()
+    cluster[cluster >= clusters.primaries] += count - clusters.primaries  # primaries that found no node are the shortest
+    weight = np.bincount(cluster, weights=graph.weight_s, minlength=count)[:count]
     longest = int(weight.argmax())
-    short = [p for p in range(len(weight)) if p != longest and weight[p] < 0.5 * weight[longest] / len(weight)]
+    short = [p for p in range(count) if p != longest and weight[p] < 0.5 * weight[longest] / count]
     if not short:
         return clusters
-    nodes = clusters.members(longest)
+    nodes = graph.order[cluster[graph.order] == longest]
     done = np.cumsum(graph.weight_s[nodes]) - 0.5 * graph.weight_s[nodes]
     share = np.minimum((done / weight[longest] * (len(short) + 1)).astype(np.int64), len(short))
-    owners = np.array([longest, *short], dtype=np.int32)
-    cluster = clusters.cluster.copy()
-    cluster[nodes] = owners[share]
-    return finish_clusters(graph, cluster, clusters.primaries, clusters.num_clusters)
+    cluster[nodes] = np.array([longest, *short], dtype=np.int32)[share]
+    return finish_clusters(graph, cluster, count, clusters.num_clusters + count - clusters.primaries)
 
 
 def _no_cluster(graph: NodeGraph) -> NDArray[np.int32]:

@@ -154,7 +154,31 @@ def _neighbours(group, device, f, s):
 
 
 @njit(**_INNER)
-def _target(group, gain, f, s):
+def _added(group, target, f, s):
+    """Bytes that a group brings to a device now; what it reads may be there."""
+    s.stamp[0] += 1
+    added = f.resident[group]
+    for i in range(f.ops_ptr[group], f.ops_ptr[group + 1]):
+        op = f.ops[i]
+        if s.phase[op] == 2:
+            continue
+        for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
+            tensor = f.inputs[k]
+            maker = f.producer[tensor]
+            here = s.held[tensor, target] or (maker < 0 and s.devices[f.holder[tensor]] == target)
+            if s.seen[tensor, 0] == s.stamp[0] or here or (maker >= 0 and s.phase[maker] != 2):
+                continue
+            s.seen[tensor, 0] = s.stamp[0]
+            added += f.size[tensor]
+        if s.phase[op] == 1:
+            added += f.temporary[op]
+            for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
+                added += f.size[f.outputs[k]]
+    return added
+
+
+@njit(**_INNER)
+def _target(group, f, s):
     """The device to move a group to, -1 if none has room.
 
     One that has room at its own peak is safe; one that has room only now may overflow later, and is the last resort.
@@ -162,9 +186,12 @@ def _target(group, gain, f, s):
     best, lowest, safe = -1, np.inf, False
     for device in range(len(f.limit)):
         seconds = f.group_time[group, device]
-        if device == s.devices[group] or seconds == np.inf or s.memory[device] + gain > f.limit[device]:
+        if device == s.devices[group] or seconds == np.inf:
             continue
-        safe_now = s.room[device] >= gain
+        added = _added(group, device, f, s)
+        if s.memory[device] + added > f.limit[device]:
+            continue
+        safe_now = s.room[device] >= added
         if safe and not safe_now:
             continue
         price = seconds - _neighbours(group, device, f, s)
@@ -202,11 +229,11 @@ def _relieve(device, slack, moves, f, s):
         gone[index] = True
         group = pick[index]
         gain = _freed(group, f, s)
-        target = _target(group, gain, f, s)
+        target = _target(group, f, s)
         if gain <= 0.0 or target < 0:
             continue
+        s.room[target] -= _added(group, target, f, s)
         _move(group, target, f, s)
-        s.room[target] -= gain
         s.room[device] += f.resident[group]
         need -= gain
         made += 1

@@ -3,16 +3,17 @@
 Problem: throughput of pipelined training in steady state. A layer-wise cut cannot balance layers of very different cost;
 with cuts of their own for the forward and the backward pass every worker's total can be nearly equal.
 
-Paper: Cui, Qu, Zhang, Tang, Ye, "Bi-Partition ...", Journal of Cloud Computing 12:22, 2023; baseline PipeDream. From the
-paper: the idea, the objective and the baseline; its headline is up to 1.9 times PipeDream's training efficiency. The rest is
-reconstruction: the cost model (displaced layers, whose two passes run on different workers, pay for shipping what the
-backward pass reads and for returning weights, and count twice in memory), the dynamic programme with and without a gap
-limit, and the bisection (`rlplace.planners.bipartition.solve`).
+Paper: Cui, Qu, Zhang, Tang, Ye, "A bidirectional DNN partition mechanism for efficient pipeline parallel training in cloud",
+Journal of Cloud Computing 12:22, 2023. From the paper: the idea, the objective and the baseline, PipeDream; its headline is up
+to 1.9 times PipeDream's training efficiency. The rest is reconstruction: the cost model (displaced layers, whose two passes run
+on different workers, pay for shipping what the backward pass reads and for returning weights, and count twice in memory), the
+dynamic programme with and without a gap limit, and the bisection (`rlplace.planners.bipartition.solve`).
 
 Departures: updates are synchronous, once a step, so weights have one version and travel once a step, where PipeDream keeps a
 version for each mini-batch in flight; a general graph is made a chain (`rlplace.planners.bipartition.layers`); the simulator
 picks among cuts for gaps up to the one asked for, with the smallest bottleneck or a little more, least traffic or most even
-loads, and PipeDream's straight pipelines, which have gap 0.
+loads, and PipeDream's straight pipelines, which have gap 0. Under `1f1b` it also tries more micro-batches in flight
+(`rlplace.planners.bipartition.depth`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 from rlplace.errors import InputError, show
 from rlplace.plan import PlacementPlan
 from rlplace.planners.bipartition.chain import Cuts
+from rlplace.planners.bipartition.depth import deepen
 from rlplace.planners.bipartition.layers import (
     Layers,
     layer_orders,
@@ -34,7 +36,7 @@ from rlplace.planners.bipartition.layers import (
     require_split,
 )
 from rlplace.planners.bipartition.solve import bi_partition, bottleneck_s, layer_wise, least_traffic
-from rlplace.planners.evaluate import Assignment
+from rlplace.planners.evaluate import Assignment, Deadline, Evaluator, Execution
 from rlplace.planners.floor import one_shot
 from rlplace.planners.groupgraph import group_graph
 from rlplace.planners.pipedream import candidates as straight_candidates
@@ -84,11 +86,19 @@ def bipartition(
     if isinstance(gap, bool) or not isinstance(gap, (int, np.integer)) or gap < 0:
         raise InputError(f"bipartition: gap must be a whole number from 0 up, found {show(gap)}")
     run = pipeline_execution(microbatches, schedule)
+    deadline = Deadline(time_limit_s)
+    deadline.secured = True  # what comes after the first plan stops in time
+    tried: list[tuple[float, Layers, Assignment]] = []
 
     def chosen(problem: Problem, seed: int) -> Iterator[Assignment]:
-        return candidates(problem, seed, gap=int(gap), **run)
+        for layers, cuts in _pipelines(problem, int(gap), **run):
+            tried.append((cuts.bottleneck_s, layers, layers.assign(problem, cuts)))
+            yield tried[-1][2]
+        yield from straight_candidates(problem, seed, **run)
 
     plan = one_shot(problem, "bipartition", chosen, seed=seed, time_limit_s=time_limit_s, **run)
+    if plan.schedule == "1f1b" and problem.num_devices > 1:
+        plan = deepen(problem, plan, tried, Evaluator(problem, Execution(**run)), deadline)
     return plan.with_predicted({**plan.predicted, "bipartition": chain_gain(problem, int(gap), microbatches)})
 
 
@@ -96,16 +106,21 @@ def candidates(
     problem: Problem, seed: int, *, gap: int = GAP, microbatches: int = 1, schedule: str = "1f1b"
 ) -> Iterator[Assignment]:
     """Pipelines over 1 to D devices, for both topological orders, gaps up to `gap`, and all `CHOICES`; PipeDream's last."""
-    del seed
     require_split(problem, "bipartition")
+    for layers, cuts in _pipelines(problem, gap, microbatches, schedule):
+        yield layers.assign(problem, cuts)
+    yield from straight_candidates(problem, seed, microbatches=microbatches, schedule=schedule)
+
+
+def _pipelines(problem: Problem, gap: int, microbatches: int, schedule: str) -> Iterator[tuple[Layers, Cuts]]:
     gaps = sorted({gap, *(smaller for smaller in GAPS if smaller < gap)})
     subsets = device_subsets(problem)
     kept = np.unique(np.geomspace(1, len(subsets), MAX_COUNTS).round().astype(int)) - 1
     for subset in (subsets[i] for i in kept[::-1]):
         for order in layer_orders(problem):
             layers = make_layers(problem, order, subset, microbatches=microbatches)
-            yield from (layers.assign(problem, cuts) for cuts in _cuts(problem, layers, gaps, microbatches, schedule))
-    yield from straight_candidates(problem, 0, microbatches=microbatches, schedule=schedule)
+            for cuts in _cuts(problem, layers, gaps, microbatches, schedule):
+                yield layers, cuts
 
 
 def _cuts(problem: Problem, layers: Layers, gaps: list[int], microbatches: int, schedule: str) -> Iterator[Cuts]:

@@ -1,6 +1,6 @@
 """Every registered planner on models x clusters; writes the tables between the matrix markers of docs/results.md.
 
-Usage: python benchmarks/matrix.py [--out DIR] [--only TEXT] [--planners a,b] [--calls 256] [--time-limit 2] [--write]
+Usage: python benchmarks/matrix.py [--out DIR] [--only TEXT] [--planners a,b] [--calls 1024] [--time-limit 3] [--write]
 
 Two comparisons: the batch as one micro-batch (step.jsonl), and the same batch in several, for every planner that knows
 micro-batches (pipeline.jsonl). Each model is captured once for each and priced for every cluster. Every row is on disk as soon
@@ -63,8 +63,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="TEXT", help="only models with one of these texts in their name")
     parser.add_argument("--planners", default=",".join(PLANNERS), help="planners (all that are registered)")
     parser.add_argument("--groups", type=int, default=64, help="target number of groups (64)")
-    parser.add_argument("--calls", type=int, default=256, help="simulator calls of a search after the floor (256)")
-    parser.add_argument("--time-limit", type=float, default=2.0, help="seconds for every other planner (2)")
+    parser.add_argument("--calls", type=int, default=1024, help="simulator calls of a search after the floor (1024)")
+    parser.add_argument("--time-limit", type=float, default=3.0, help="seconds for every other planner (3)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of random planners, one micro-batch (3)")
     parser.add_argument("--microbatches", type=int, default=8, help="of the second comparison (8)")
     parser.add_argument("--write", action="store_true", help="write docs/results.md")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlplace import __version__
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_keys
 
 FORMAT = "rlplace.comparison"
@@ -264,8 +264,23 @@ def from_dict(kind: type[Record], data: Mapping[str, Any], where: str) -> Record
     check_keys(data, required, [i.name for i in items], where)
     for item in items:
         if item.name in data and not _fits(data[item.name], str(item.type)):
-            raise InputError(f"{where}: {item.name} must be {item.type}, found {str(data[item.name])[:40]!r}")
+            raise InputError(f"{where}: {item.name} must be {item.type}, found {show(data[item.name])}")
+        value = data.get(item.name)
+        least = _LEAST.get(item.name, 0.0)
+        if isinstance(value, (int, float)) and not least <= value < _MOST:
+            raise InputError(f"{where}: {item.name} must be a finite number from {least:g} up, found {show(value)}")
+        if item.name in _CHOICES and value not in _CHOICES[item.name]:
+            raise InputError(f"{where}: {unknown_name(item.name, value, _CHOICES[item.name])}")
     return kind(**data)
+
+
+_MOST = 1e18
+_LEAST = {"gap": -1.0 + 1e-9, "ratio": 1e-12, "step_time_s": 1e-18, "seeds": 1.0, "samples": 1.0}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "status": (OK, INFEASIBLE, MISSING, FAILED),
+    "view": tuple(VIEWS),
+    "metric": tuple(metric + view for metric in METRICS for view in VIEWS.values()),
+}
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}

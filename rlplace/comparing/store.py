@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rlplace.comparing.records import FORMAT, VERSION, ProblemInfo, Row, Settings, Summary, as_dict, document, from_dict
 from rlplace.errors import InputError, show
@@ -127,7 +127,7 @@ class Store:
         parsed = []
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                parsed.append(json.loads(line))
+                parsed.append(json.loads(line, parse_constant=_refuse))
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{self.path}: line {number} is not valid JSON: {error}; start another file") from None
         if not parsed:
@@ -150,6 +150,10 @@ class Store:
                     f"{self.path}: made with {key} {known[key]}, now {value}; rows under other settings do not compare: "
                     "use the same, or another --out"
                 )
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number that rlplace accepts")
 
 
 def _line(data: dict[str, Any]) -> str:

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from rlplace.comparing import ProblemInfo, Row, Settings, Store
+from rlplace.cli.compare_table import to_csv
+from rlplace.comparing import Case, ProblemInfo, Row, Settings, Store, gather
 from rlplace.comparing.records import MAKESPAN, as_dict, from_dict
 from rlplace.errors import InputError
 
@@ -118,3 +119,31 @@ def test_records_survive_json():
         assert from_dict(type(record), json.loads(json.dumps(as_dict(record))), "x") == record
     with pytest.raises(InputError, match="seeds must be int"):
         from_dict(Settings, {"seeds": True}, "x")
+
+
+BAD = (None, True, -1, 0, 1e300, 10**400, float("nan"), "x", [], {}, "best")
+
+
+@pytest.mark.parametrize("kind", ["settings", "problem", "row"])
+def test_mutated_files_load_or_are_refused(tmp_path, kind):
+    path = tmp_path / "rows.jsonl"
+    filled(path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    number = {"settings": 0, "problem": 1, "row": 3}[kind]
+    refused = 0
+    cases = [Case("m", "c", lambda: None)]
+    for key in lines[number][kind]:
+        for value in BAD:
+            changed = json.loads(json.dumps(lines))
+            changed[number][kind][key] = value
+            path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+            try:
+                store = Store(Settings(calls=5), path, resume=True)
+            except InputError as error:
+                refused += 1
+                assert "\n" not in str(error)
+                continue
+            found = gather(store, cases, ["best", "heft"])
+            to_csv(found)
+            json.dumps(found.to_dict(), allow_nan=False)
+    assert refused > 3 * len(lines[number][kind])

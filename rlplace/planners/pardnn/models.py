@@ -101,10 +101,10 @@ def char_crn(
     layers: int = 8,
     hidden: int = 2048,
     embedding: int = 15,
-    steps: int = 35,
+    steps: int = 28,
     characters: int = 50,
     vocabulary: int = 10_000,
-    small: float = 0.77,
+    small: float = 1.2,
     chip: Chip | None = None,
 ) -> Problem:
     """The character-aware model of Kim et al. (2016): convolutions over the characters of each word, a highway layer, LSTMs."""

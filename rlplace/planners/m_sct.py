@@ -39,7 +39,7 @@ from rlplace.planners.subsets import device_subsets
 from rlplace.problem import FORWARD, Problem
 
 MAX_NODES = 6000
-"""Nodes of the largest program that is solved; twice as many take HiGHS about three times as long."""
+"""Nodes of the largest program that is solved; twice as many take HiGHS about four times as long."""
 
 
 def m_sct(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:

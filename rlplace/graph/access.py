@@ -90,21 +90,26 @@ def access_of(
         result: What it returned.
         storage: Numbers the storage of a tensor.
     """
-    from rlplace.graph.access_rules import RULES, elementwise
-
-    name = base_name(str(target))
+    rule = rule_of(target)
     space = Space()
-    rule = RULES.get(name)
-    if rule is None and (torch.Tag.pointwise in getattr(target, "tags", ()) or name in _POINTWISE):
-        rule = elementwise
-    if rule is None and kind_of(name) == "view":
-        rule = _view
     if rule is None or not rule(space, _in_order(target, args, kwargs), result):
         return None
     dims = {name: size for name, size in space.dims.items() if size > 1}
     uses = tuple(_use(tensor, names, dims, storage) for tensor, names in space.tensors if tensor.numel() > 0)
     statistics = tuple((tuple(n for n in names if n in dims), size) for names, size in space.statistics)
     return Access(dims, uses, statistics) if dims and uses else None
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule for an ATen op."""
+    from rlplace.graph.access_rules import RULES, elementwise
+
+    name = base_name(str(target))
+    if name in RULES:
+        return RULES[name]
+    if torch.Tag.pointwise in getattr(target, "tags", ()) or name in _POINTWISE:
+        return elementwise
+    return _view if kind_of(name) == "view" else None
 
 
 _POINTWISE = frozenset(

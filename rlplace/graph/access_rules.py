@@ -106,6 +106,8 @@ def _attention(space: Space, args: Args, result: Any) -> bool:
 def _convolution(space: Space, args: Args, result: Any) -> bool:
     inputs, weight, bias = args[:3]
     spatial = inputs.dim() - 2
+    if len(args) > 6 and args[6] is True:  # transposed
+        return False
     if spatial < 1 or weight.dim() != inputs.dim() or result.dim() != inputs.dim():
         return False
     dense = weight.shape[1] == inputs.shape[1]  # one group; grouped ones tie input and output channels together
@@ -183,6 +185,19 @@ def _cross_entropy(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
+def _picked(space: Space, args: Args, result: Any) -> bool:
+    """Log-likelihoods of targets; a part of the vocabulary has those of its own targets."""
+    inputs, target = args[:2]
+    made = list(tensors_of(result))
+    if inputs.dim() != 2 or target.dim() != 1 or not made:
+        return False
+    space.add(inputs, ["m", "v"])
+    space.add(target, ["m"])
+    for tensor in made:
+        space.add(tensor, ["m"][: tensor.dim()])
+    return True
+
+
 def _embedding(space: Space, args: Args, result: Any) -> bool:
     weight, rows = args[:2]
     names = numbered("m", rows.dim()) if rows.dim() else ()
@@ -204,6 +219,24 @@ def _reduce(space: Space, args: Args, result: Any) -> bool:
         space.add(result, ["" if i in over else name for i, name in enumerate(names)])
     else:
         space.add(result, [name for i, name in enumerate(names) if i not in over])
+    return True
+
+
+def _made_up(space: Space, args: Args, result: Any) -> bool:
+    """Constants and ranges: each device makes its own part."""
+    space.add(result, numbered("d", result.dim()) if result.dim() else ())
+    return bool(result.dim())
+
+
+def _loss(space: Space, args: Args, result: Any) -> bool:
+    """Losses of two tensors of one shape, element by element or summed up."""
+    inputs, target = args[:2]
+    if inputs.shape != target.shape or result.dim() not in (0, inputs.dim()):
+        return False
+    names = numbered("d", inputs.dim())
+    space.add(inputs, names)
+    space.add(target, names)
+    space.add(result, names if result.dim() else ())
     return True
 
 
@@ -241,16 +274,19 @@ def _recurrent(space: Space, args: Args, result: Any) -> bool:
 
 RULES: dict[str, Rule] = {
     "linear": _linear, "mm": _mm, "addmm": _addmm, "matmul": _matmul, "bmm": _matmul, "baddbmm": _baddbmm,
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": _attention, "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention": _attention, "_scaled_dot_product_efficient_attention": _attention,
     "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution,
     "max_pool2d": _pool, "avg_pool2d": _pool, "adaptive_avg_pool2d": _pool, "max_pool2d_with_indices": _pool,
     "max_pool1d": _pool, "avg_pool1d": _pool, "adaptive_max_pool2d": _pool,
     "layer_norm": _layer_norm, "native_layer_norm": _layer_norm, "rms_norm": _layer_norm,
     "batch_norm": _batch_norm, "native_batch_norm": _batch_norm,
     "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax, "_log_softmax": _softmax,
-    "cross_entropy_loss": _cross_entropy,
+    "cross_entropy_loss": _cross_entropy, "nll_loss_forward": _picked, "nll_loss": _picked, "nll_loss_nd": _picked,
     "embedding": _embedding,
     "mean": _reduce, "sum": _reduce,
+    "mse_loss": _loss, "l1_loss": _loss, "smooth_l1_loss": _loss, "huber_loss": _loss, "binary_cross_entropy_with_logits": _loss,
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "arange"), _made_up),
     "cat": _concatenate, "concat": _concatenate,
     "pad": _pad, "constant_pad_nd": _pad,
     "lstm": _recurrent, "gru": _recurrent, "rnn_tanh": _recurrent, "rnn_relu": _recurrent,

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.graph.access import Access
 from rlplace.graph.assemble import Assembly, CyclicStepError, Key
+from rlplace.graph.composed import composed
 from rlplace.graph.indices import Traced
 from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph, Parameter
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
@@ -98,14 +100,24 @@ def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpG
 def _traced(assembly: Assembly, number: dict[Key, int], rows: Sequence[Row]) -> Traced | None:
     """The accesses of all forward ops; None when there are none, as at module granularity."""
     accesses = {
-        number[FORWARD_OF, index]: label.access
+        number[FORWARD_OF, index]: access
         for index, label in enumerate(assembly.recorder.labels)
-        if label.access is not None and not label.whole
+        if not label.whole and (access := label.access or _composed(assembly, index)) is not None
     }
     if not accesses:
         return None
     forward_of = {op: number[FORWARD_OF, owner] for (kind, owner), op in number.items() if kind == BACKWARD_OF}
     return Traced(accesses, tuple((row.storage, row.producer, row.bytes, tuple(row.consumers)) for row in rows), forward_of)
+
+
+def _composed(assembly: Assembly, index: int) -> Access | None:
+    """The access of a label that no rule knows, from those of the ATen ops that it ran."""
+    parts = assembly.recorder.labels[index].parts
+    known = [part for part in parts or () if part is not None]
+    if not known or len(known) < len(parts or ()):
+        return None
+    made = frozenset(s for i in assembly.ops[FORWARD_OF, index].events for s in assembly.events[i].creates)
+    return composed(known, made)
 
 
 def _elements(record: Parameter) -> int:

@@ -247,7 +247,8 @@ def _loss_of(output: Any, loss: Loss | None, recorder: Recorder) -> torch.Tensor
     from rlplace.graph.trace import LOSS_LABEL
 
     if loss is not None:
-        with recorder.label(LOSS_LABEL, "loss", ""):
+        with recorder.label(LOSS_LABEL, "loss", "") as label:
+            label.parts = []
             value: Any = loss(output)
         origin = "loss(output)"
     elif isinstance(output, torch.Tensor):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlplace.graph.access import Access
+from rlplace.graph.access import Access, access_of
 from rlplace.graph.dims import dims_of
 from rlplace.graph.flops import count_flops
 from rlplace.graph.kinds import kind_of
@@ -44,6 +44,7 @@ class Label:
         whole: Whether it is a submodule kept as one op.
         dims: What its arguments say beyond the ATen ops that it runs while captured, see `rlplace.graph.dims.argument_dims`.
         access: Its iteration space, None where it is not known.
+        parts: Those of the ATen ops that it runs, where it has none of its own; None in the list stands for an unknown one.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Label:
     whole: bool = False
     dims: dict[str, int] = field(default_factory=dict)
     access: Access | None = None
+    parts: list[Access | None] | None = None
 
 
 @dataclass(slots=True)
@@ -185,6 +187,9 @@ class Recorder(TorchDispatchMode):
             flops = count_flops(name, args, outputs)
             size = _traffic(name, inputs if reads or not inputs else [], outputs)
         phase, owner = self._owner(in_backward)
+        parts = self.labels[owner].parts if phase == FORWARD_OF and not is_view else None
+        if parts is not None and any(t.numel() > 1 for t in (*inputs, *outputs)):
+            parts.append(access_of(func, args, kwargs, out, self.storage))
         first = next((t for t in outputs if t.is_floating_point()), outputs[0] if outputs else inputs[0] if inputs else None)
         self.events.append(
             Event(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rlplace.graph.access import access_of
+from rlplace.graph.access import access_of, rule_of
 from rlplace.graph.dims import argument_dims
 from rlplace.graph.export import TrainingGraph, export_training_graph, flatten_inputs, module_path
 from rlplace.graph.neutral import REPLACED_TARGETS, NeutralFunctions
@@ -65,6 +65,7 @@ class _Runner(fx.Interpreter):
         with self.recorder.label(name, str(target), module_path(node)) as label:
             label.dims = argument_dims(target, args, kwargs)
             before = len(self.recorder.events)
+            label.parts = [] if rule_of(target) is None else None
             out = _call(target, args, kwargs)
             label.access = access_of(target, args, kwargs, out, self.recorder.storage)
             if len(self.recorder.events) == before:
@@ -157,7 +158,8 @@ class EagerRecorder(Recorder):
         count = self._names[full]
         self._names[full] += 1
         self.current = len(self.labels)
-        self.labels.append(Label(f"{full}_{count}" if count else full, target, module, whole=self.by_module))
+        parts: list[Any] | None = None if self.by_module else []
+        self.labels.append(Label(f"{full}_{count}" if count else full, target, module, whole=self.by_module, parts=parts))
         # Autograd makes the node of an op just before the op reaches us, so the newest node, if new, is this op's.
         self.claim(self.current)
         self._open = self.by_module

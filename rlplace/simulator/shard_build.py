@@ -95,10 +95,10 @@ class Builder:
             done[device] = self._op(f"{name}@{device}", group, device, phase, time_s, 0, COLLECTIVE)
             for op in sorted(ops):
                 self.tensor(op, 0, {done[device]})
-        group = tuple(devices)
-        if group not in self._channels:
-            self._channels[group] = collective_channels(problem.links, devices)
-        self._collectives.append(Collective(tuple(done.values()), self._channels[group]))
+        members = tuple(devices)
+        if members not in self._channels:
+            self._channels[members] = collective_channels(problem.links, devices)
+        self._collectives.append(Collective(tuple(done.values()), self._channels[members]))
         return done, seconds
 
     def slow(self, device: int, phases: tuple[int, ...], under_s: float, factor: float) -> None:

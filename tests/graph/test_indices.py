@@ -1,0 +1,257 @@
+"""Along which dimensions captured ops can be cut, and the axes that tensors get from it."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rlplace.cost.price import price
+from rlplace.errors import InputError
+from rlplace.graph.access import Space
+from rlplace.graph.access_rules import RULES, elementwise
+from rlplace.graph.capture import capture
+from rlplace.graph.indices import Cuts
+from rlplace.graph.opgraph import BACKWARD, FORWARD, OpGraph
+from rlplace.graph.rescale import rescale
+from rlplace.problem.io import problem_from_dict, problem_to_dict
+
+torch.manual_seed(0)
+R = torch.randn
+CASES = {
+    "linear": (RULES["linear"], functional.linear, [R(4, 6, 8), R(10, 8), R(10)], []),
+    "addmm": (RULES["addmm"], torch.addmm, [R(10), R(4, 8), R(8, 10)], []),
+    "mm": (RULES["mm"], torch.mm, [R(4, 8), R(8, 10)], []),
+    "matmul of batches": (RULES["matmul"], torch.matmul, [R(4, 2, 6, 8), R(4, 2, 8, 10)], []),
+    "matmul that broadcasts": (RULES["matmul"], torch.matmul, [R(4, 2, 6, 8), R(1, 2, 8, 10)], []),
+    "bmm": (RULES["bmm"], torch.bmm, [R(4, 6, 8), R(4, 8, 10)], []),
+    "attention": (
+        RULES["scaled_dot_product_attention"], functional.scaled_dot_product_attention,
+        [R(4, 2, 6, 8), R(4, 2, 10, 8), R(4, 2, 10, 8)], [],
+    ),
+    "convolution": (RULES["conv2d"], functional.conv2d, [R(4, 6, 5, 5), R(8, 6, 3, 3), R(8)], []),
+    "depthwise": (RULES["conv2d"], lambda x, w: functional.conv2d(x, w, None, groups=6), [R(4, 6, 5, 5), R(6, 1, 3, 3)], []),
+    "pooling": (RULES["max_pool2d"], lambda x: functional.max_pool2d(x, 2), [R(4, 6, 8, 8)], []),
+    "layer norm": (RULES["layer_norm"], lambda x, w, b: functional.layer_norm(x, (8,), w, b), [R(4, 6, 8), R(8), R(8)], ["c"]),
+    "batch norm": (
+        RULES["batch_norm"],
+        lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True), [R(4, 6, 8), R(6), R(6)], ["b", "h"],
+    ),
+    "softmax": (RULES["softmax"], lambda x: torch.softmax(x, 1), [R(4, 6, 8)], ["d1"]),
+    "mean": (RULES["sum"], lambda x: torch.sum(x, [1]), [R(4, 6, 8)], []),
+    "cat": (RULES["cat"], lambda x, y: torch.cat([x, y], 1), [R(4, 6), R(4, 2)], []),
+    "pad": (RULES["pad"], lambda x: functional.pad(x, (0, 2)), [R(4, 6)], []),
+    "addition": (elementwise, torch.add, [R(4, 6, 8), R(6, 1)], []),
+    "loss": (RULES["mse_loss"], lambda x, y: functional.mse_loss(x, y, reduction="sum"), [R(4, 6), R(4, 6)], []),
+}  # fmt: skip
+ARGUMENTS = {
+    "layer norm": lambda x, w, b: [x, (8,), w, b],
+    "batch norm": lambda x, w, b: [x, w, b, None, None, True],
+    "softmax": lambda x: [x, 1],
+    "mean": lambda x: [x, [1]],
+    "cat": lambda x, y: [[x, y], 1],
+    "convolution": lambda x, w, b: [x, w, b],
+    "depthwise": lambda x, w: [x, w, None],
+}
+
+
+def cut_of(tensor, names, name, part):
+    """One of two halves of a tensor along the dimension, the whole where it has none."""
+    return tensor.chunk(2, names.index(name))[part] if name in names else tensor
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_a_cut_dimension_make_up_the_result(case):
+    """What a rule names is true: halves of the inputs give halves of the output, or halves of a sum."""
+    rule, function, inputs, statistics = CASES[case]
+    whole = function(*inputs)
+    space = Space()
+    assert rule(space, ARGUMENTS.get(case, lambda *tensors: list(tensors))(*inputs), whole)
+    names_of = {id(tensor): names for tensor, names in space.tensors}
+    dims = [name for name, size in space.dims.items() if size > 1]
+    assert dims
+    over = {name for names, _ in space.statistics for name in dims if name not in names}
+    assert over == set(statistics)
+    made = names_of[id(whole)]
+    for name in dims:
+        if name in over:
+            continue  # needs the statistics of the other part
+        halves = []
+        for part in (0, 1):
+            own = [cut_of(tensor, names_of.get(id(tensor), ()), name, part) for tensor in inputs]
+            if name not in made and case in ("linear", "addmm", "convolution"):  # the bias is added once
+                bias = 0 if case == "addmm" else 2
+                own[bias] = own[bias] * (1 - part)
+            halves.append(function(*own))
+        joined = torch.cat(halves, made.index(name)) if name in made else halves[0] + halves[1]
+        torch.testing.assert_close(joined, whole)
+
+
+def test_cuts_of_a_number_line_divide_each_other():
+    cuts = Cuts(24)
+    assert cuts.add(4) and cuts.add(12) and cuts.add(4)
+    assert not cuts.add(6) and not cuts.add(48) and not cuts.add(5)
+    assert cuts.ranges() == [(12, 24), (4, 12), (1, 4)]
+
+
+class Block(nn.Module):
+    """Attention with one product for queries, keys and values, and a residual."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.out, self.head = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, 10)
+
+    def forward(self, x, y):
+        b, s, w = x.shape
+        q, k, v = self.qkv(self.norm(x)).split(w, 2)
+        q, k, v = (t.view(b, s, self.heads, w // self.heads).transpose(1, 2) for t in (q, k, v))
+        z = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, w)
+        x = x + self.out(z)
+        return functional.cross_entropy(self.head(x).view(b * s, 10), y.view(-1))
+
+
+@pytest.fixture(scope="module")
+def block():
+    return capture(Block(), (torch.randn(6, 8, 32), torch.zeros(6, 8, dtype=torch.int64)))
+
+
+def dims(graph, name):
+    return graph.traced.indices.dims[graph.op_names.index(name)]
+
+
+def test_heads_cut_the_products_around_them(block):
+    assert dims(block, "qkv/linear") == {"m0": 6, "m1": 8, "k": 32, "n.0": 3, "n.1": 4, "n.2": 8}
+    assert dims(block, "scaled_dot_product_attention") == {"batch": 6, "heads": 4, "queries": 8}
+    assert dims(block, "out/linear_1") == {"m0": 6, "m1": 8, "k.0": 4, "k.1": 8, "n": 32}
+    assert dims(block, "head/linear_2") == {"m0": 6, "m1": 8, "k": 32, "n": 10}
+    assert dims(block, "cross_entropy_loss") == {"m.0": 6, "m.1": 8, "v": 10}
+
+
+def test_weights_and_statistics_follow(block):
+    found = block.traced.indices
+    op = block.op_names.index("qkv/linear")
+    weight = next(t for t in range(block.num_tensors) if block.tensor_parameter[t] >= 0 and
+                  block.parameters[block.tensor_parameter[t]].name == "qkv.weight" and block.tensor_producer[t] < 0)  # fmt: skip
+    assert found.axes[weight] == (3, 4, 8, 32)
+    assert found.access[weight][op] == ("n.0", "n.1", "n.2", "k")
+    assert found.statistics[block.op_names.index("norm/layer_norm")] == ((("m0", "m1"), 8 * 48),)
+    assert found.statistics[block.op_names.index("cross_entropy_loss")] == ((("m.0", "m.1"), 8 * 48),)
+
+
+def test_gradients_between_ops_have_the_axes_of_what_they_belong_to(block):
+    found = block.traced.indices
+    passed = 0
+    for tensor in range(block.num_tensors):
+        maker = int(block.tensor_producer[tensor])
+        users = block.consumers[block.consumer_ptr[tensor] : block.consumer_ptr[tensor + 1]].tolist()
+        users = [user for user in users if block.op_phase[user] == BACKWARD]
+        if maker < 0 or block.op_phase[maker] != BACKWARD or not users or not block.tensor_bytes[tensor]:
+            continue
+        passed += 1
+        assert {maker, *users} <= set(found.access[tensor]), (block.op_names[maker], [block.op_names[u] for u in users])
+        for op in (maker, *users):  # the batch is never lost
+            sizes = found.dims[int(block.op_forward[op])]
+            assert any(name and sizes[name] == 6 for name in found.access[tensor][op])
+    assert passed >= 6
+
+
+class Odd(nn.Module):
+    """A slice that does not divide its storage, and ops that no rule knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.inner(x)[:, :-1]
+        return (torch.cumsum(y.tanh(), 1).flip(0) ** 2).sum()
+
+
+def test_what_cannot_be_proved_is_not_cut():
+    graph = capture(Odd(), (torch.randn(4, 6, 8),))
+    known = {graph.op_names[op]: found for op, found in graph.traced.indices.dims.items()}
+    assert known["tanh"] == {"d0": 4, "d2": 8}  # five of six rows
+    assert known["inner/linear"] == {"m0": 4, "m1": 6, "k": 8, "n": 8}
+    assert "cumsum" not in known and "flip" not in known
+
+
+def test_only_the_captured_graph_itself_can_be_priced_for_sharding(block, tmp_path):
+    block.save(tmp_path / "g.graph.json")
+    twice = capture(Block(), (torch.randn(12, 8, 32), torch.zeros(12, 8, dtype=torch.int64)))
+    for graph in (OpGraph.load(tmp_path / "g.graph.json"), rescale(block, twice, 24)):
+        with pytest.raises(InputError, match="capture the model again"):
+            price(graph, "a100-80g:2", level="op", sharding=True)
+    for wrong in ({"level": "task"}, {"level": "op", "weight_gradients": True}):
+        with pytest.raises(InputError, match='needs level="op"'):
+            price(block, "a100-80g:2", sharding=True, **wrong)
+    assert block.fingerprint == OpGraph.load(tmp_path / "g.graph.json").fingerprint
+
+
+def test_problem_files_hold_the_sharding(block):
+    plain = price(block, "a100-80g:2", level="op")
+    problem = price(block, "a100-80g:2", level="op", sharding=True)
+    assert plain.sharding is None and plain.fingerprint != problem.fingerprint
+    assert (plain.time_s == problem.time_s).all() and plain.group_names == problem.group_names
+    again = problem_from_dict(problem_to_dict(problem))
+    assert again.fingerprint == problem.fingerprint
+    assert [h.access for h in again.sharding.held] == [h.access for h in problem.sharding.held]
+    held = sum(h.weight_bytes + h.gradient_bytes + h.optimizer_bytes for h in problem.sharding.held)
+    assert held == problem.resident_bytes.sum()
+    assert set(problem.sharding.follows.values()) <= set((problem.op_phase == FORWARD).nonzero()[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("tensors", 0, "tensor"), 10**6, "must exist"),
+        (("tensors", 0, "axes"), [7], "names for 1 axes"),
+        (("follows", 0, 1), 10**6, "cut on its own account"),
+        (("held", 0, "group"), 10**6, "does not exist"),
+        (("held", 0, "axes"), "x", "list of sizes"),
+        (("held", 0, "access"), {"a": []}, "by op number"),
+        (("statistics", 0, "sums"), [[["nothing"], 4]], "dimension that the op does not have"),
+        (("fixed_s",), [1.0], "expected"),
+        (("nothing",), 1, "nothing"),
+    ],
+)
+def test_broken_sharding_is_refused(block, path, value, message):
+    data = problem_to_dict(price(block, "a100-80g:2", level="op", sharding=True))
+    place = data["sharding"]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(InputError, match=message):
+        problem_from_dict(data)
+
+
+def test_every_dimension_runs_along_something(block):
+    found = block.traced.indices
+    seen = {(op, name) for access in found.access.values() for op, names in access.items() for name in names}
+    for op, name in itertools.chain.from_iterable(((op, name) for name in sizes) for op, sizes in found.dims.items()):
+        assert (op, name) in seen or block.op_kind[op] == "view", (block.op_names[op], name)
+
+
+def test_a_loss_function_is_cut_through_all_that_it_runs():
+    graph = capture(
+        nn.Sequential(nn.Linear(8, 12)),
+        (torch.randn(6, 8),),
+        loss=lambda out: 0.5 * functional.cross_entropy(out, out.new_zeros(6, dtype=torch.int64)) + out.square().mean(),
+    )
+    op = graph.op_names.index("loss_fn")
+    found = graph.traced.indices
+    assert sorted(found.dims[op].values()) == [6, 12]
+    rows, columns = sorted(found.dims[op], key=found.dims[op].__getitem__)
+    output = next(t for t in found.access if graph.op_names[graph.tensor_producer[t]] == "0/linear")
+    assert found.access[output][op] == (rows, columns)
+    assert ((rows,), 8 * 6) in found.statistics[op]  # the softmax needs sums over the classes
+
+
+def test_eager_traces_know_as_much():
+    inputs = (torch.randn(6, 8, 32), torch.zeros(6, 8, dtype=torch.int64))
+    graph = capture(Block(), inputs, method="dispatch")
+    sizes = [found for op, found in graph.traced.indices.dims.items() if graph.op_kind[op] == "gemm"]
+    assert len(sizes) == 3 and all(6 in found.values() for found in sizes)
+    module = capture(Block(), inputs, method="module")
+    assert module.traced is None

@@ -10,22 +10,22 @@ the plan. ``plan.predicted["proof"]`` says what is known: `lower_bound_s`, the `
 Solver: Perron, Didier, "CP-SAT", the constraint solver of OR-tools (the extra `exact`). The program is the one of `dlplacer`;
 see there for the paper.
 
-Where a gap can remain although the program is solved to optimality: the program may let a device or a link wait although
-something is ready, to let another tensor go first or to save memory; the executor does not wait of its own accord. Tensors
-finished at the same instant go in the order of their numbers, in the program in any order. Times without a common unit are
-rounded down to 4e-9 of the step. Large programs leave out the order of transfers.
+The program lets devices and links wait although something is ready, for example to let another tensor go first; the executor
+does not. Where its optimum cannot be run for that reason, it is solved again with what the executor does
+(`rlplace.planners.dlplacer.executor`). A gap can remain where the solver runs out of effort, where the second program would be
+too large, and where events of one instant decide. Times without a common unit are rounded down to 4e-9 of the step.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
-
-import numpy as np
 
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
-from rlplace.planners.dlplacer.fifo import keep_request_order
+from rlplace.planners.bounds import lower_bounds
+from rlplace.planners.dlplacer.executor import keep_request_order, start_at_once
 from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
 from rlplace.planners.dlplacer.memory import limit_timeline
 from rlplace.planners.dlplacer.program import build_program, solver_library
@@ -34,7 +34,6 @@ from rlplace.planners.dlplacer.solve import EFFORT, Outcome, solve
 from rlplace.planners.evaluate import Deadline, Evaluator, Execution
 from rlplace.planners.shortage import check_possible, raise_infeasible
 from rlplace.problem import Problem
-from rlplace.simulator import Timeline
 
 MAX_TASKS = 200
 """Tasks (ops times micro-batches) that the planner accepts by default."""
@@ -91,21 +90,37 @@ def cp_sat(
     program = build_program(instance, contention=True)
     keep_request_order(program)
     limit_timeline(program)
+    ways = [] if hint is None or floor is None else [Realised(hint, floor.devices, {})]
     outcome = solve(program, hint=hint, seed=seed, effort=effort, time_limit_s=deadline.left_s())
     if outcome.status == "infeasible" and hint is None:
         raise InfeasibleError(
             "cp_sat proved that no plan fits: every assignment and order exceeds some device's memory or needs a missing link; "
             "use finer groups, larger devices, or a smaller batch"
         )
-    plan = _best_plan(problem, instance, evaluator, outcome, hint, seed)
-    if plan is None:
+    bound_s = max(outcome.bound_s, lower_bounds(problem).step_time_s if run.microbatches == 1 else 0.0)
+    ways += _realise_all(instance, evaluator, outcome)
+    best = min(ways, key=lambda way: way.rank, default=None)
+    # The program is solved, but the executor cannot follow it: solve again with what the executor adds.
+    waits = run.schedule != "list" or bool(problem.collectives)
+    if best is not None and best.line.feasible and outcome.status == "optimal" and not waits:
+        if best.rank > (False, bound_s * (1 + OPTIMAL_GAP)) and start_at_once(program):
+            outcome = solve(program, hint=best.line, seed=seed, effort=effort, time_limit_s=deadline.left_s())
+            bound_s = max(bound_s, outcome.bound_s if math.isfinite(outcome.bound_s) else 0.0)
+            best = min([best, *_realise_all(instance, evaluator, outcome)], key=lambda way: way.rank)
+    if best is None or not best.line.feasible:
         raise_infeasible(problem, line, planner="cp_sat", schedule=run.schedule)
-    return plan.with_predicted({**plan.predicted, "proof": proof(outcome, plan.predicted["step_time_s"], instance)})
+    assert best.line.step_time_s is not None
+    arguments = run.arguments | best.fields
+    if "order" in best.fields:
+        arguments.pop("schedule", None)
+    facts = proof(outcome, bound_s, best.line.step_time_s, instance)
+    predicted = {**best.line.predicted(problem), "proof": facts}
+    return make_plan(problem, best.devices, planner="cp_sat", seed=seed, predicted=predicted, **arguments)
 
 
-def proof(outcome: Outcome, step_time_s: float, instance: Instance) -> dict[str, Any]:
+def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: Instance) -> dict[str, Any]:
     """What is proven about a plan of this problem, as plain data."""
-    bound = min(outcome.bound_s, step_time_s)
+    bound = min(bound_s, step_time_s)
     gap = 1.0 - bound / step_time_s if step_time_s > 0 else 0.0
     return {
         "status": "optimal" if gap <= OPTIMAL_GAP else "feasible",
@@ -117,27 +132,12 @@ def proof(outcome: Outcome, step_time_s: float, instance: Instance) -> dict[str,
     }
 
 
-def _best_plan(
-    problem: Problem, instance: Instance, evaluator: Evaluator, outcome: Outcome, hint: Timeline | None, seed: int
-) -> PlacementPlan | None:
-    """The fastest feasible way to run the floor's or the solver's assignments; the plainest one of equal ways."""
-    run = evaluator.execution
-    found: list[Realised] = []
-    if hint is not None:
-        devices = np.zeros(problem.num_groups, dtype=np.int32)
-        devices[problem.op_group] = hint.device_of_op
-        found.append(Realised(hint, devices, {}))
+def _realise_all(instance: Instance, evaluator: Evaluator, outcome: Outcome) -> list[Realised]:
+    """The ways to run the solver's solutions, the best solutions and of each the plainest way first."""
+    ways: list[Realised] = []
     for solution in outcome.solutions[:_REALISED]:
         order = device_orders(instance, solution)
-        found += realise(evaluator, solution.device_of_group, first_starts(instance, solution), order)
-        if min(way.rank for way in found) <= (False, outcome.bound_s * (1 + OPTIMAL_GAP)):
+        ways += realise(evaluator, solution.device_of_group, first_starts(instance, solution), order)
+        if min(way.rank for way in ways) <= (False, outcome.bound_s * (1 + OPTIMAL_GAP)):
             break
-    # Ways were tried plainest first, and `min` keeps the first of equals.
-    best = min(found, key=lambda way: way.rank, default=None)
-    if best is None or not best.line.feasible:
-        return None
-    arguments = run.arguments | best.fields
-    if "order" in best.fields:
-        arguments.pop("schedule", None)
-    predicted = best.line.predicted(problem)
-    return make_plan(problem, best.devices, planner="cp_sat", seed=seed, predicted=predicted, **arguments)
+    return ways

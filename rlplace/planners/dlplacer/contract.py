@@ -18,8 +18,8 @@ from rlplace.problem import PHASES, Problem
 from rlplace.problem.order import topological_order
 
 
-def contract(problem: Problem, node_of_group: NDArray[np.int32]) -> Problem:
-    """The problem with joined groups; the problem itself when no groups are joined.
+def contract(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple[Problem, NDArray[np.int64]]:
+    """The problem with joined groups, and the op of it that each op is part of; the problem itself when no groups are joined.
 
     Args:
         problem: The problem.
@@ -30,7 +30,7 @@ def contract(problem: Problem, node_of_group: NDArray[np.int32]) -> Problem:
     """
     nodes = int(node_of_group.max()) + 1
     if nodes == problem.num_groups:
-        return problem
+        return problem, np.arange(problem.num_ops, dtype=np.int64)
     if problem.collectives:
         raise InputError("dlplacer: the problem has collectives; plan the problem of one replica, before `expand`")
     node = node_of_group[problem.op_group]
@@ -46,7 +46,7 @@ def contract(problem: Problem, node_of_group: NDArray[np.int32]) -> Problem:
     fixed[node_of_group[held]] = problem.group_device[held]
     unknown = np.full(nodes, -1, dtype=np.int64)
     tensors = _tensors(problem, node_of_group, part)
-    return Problem(
+    coarse = Problem(
         name=f"{problem.name}, {nodes} nodes",
         samples_per_microbatch=problem.samples_per_microbatch,
         devices=problem.devices,
@@ -69,6 +69,7 @@ def contract(problem: Problem, node_of_group: NDArray[np.int32]) -> Problem:
         consumers=np.array([op for t in tensors for op in t[3]], dtype=np.int32),
         tensor_transfer_s={i: t[4] for i, t in enumerate(tensors) if t[4] is not None},
     )
+    return coarse, part
 
 
 def _acyclic_parts(problem: Problem, node: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -20,31 +20,31 @@ the solver proved of the coarse program: it says nothing about plans that split 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rlplace.errors import InputError
-from rlplace.plan import PlacementPlan
+from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
 from rlplace.planners.dlplacer.coarsen import coarsen
 from rlplace.planners.dlplacer.contract import contract
 from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
 from rlplace.planners.dlplacer.memory import limit_static
 from rlplace.planners.dlplacer.program import Program, build_program, solver_library
+from rlplace.planners.dlplacer.realise import expand_solution, ranked_orders, realise
 from rlplace.planners.dlplacer.solve import Outcome, solve
-from rlplace.planners.evaluate import Answer, Assignment, Deadline, Evaluator, Execution
+from rlplace.planners.evaluate import Answer, Deadline, Evaluator, Execution
 from rlplace.planners.floor import best_of, finish
 from rlplace.planners.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
-GROUPS = 32
+GROUPS = 64
 """Nodes of the coarse graph."""
 
-EFFORT = 20.0
+EFFORT = 10.0
 """Default limit in the solver's deterministic seconds."""
 
 MAX_CARRIED = 4000
@@ -92,24 +92,31 @@ def dlplacer(
     evaluator = Evaluator(problem, run)
     floor = best_answer(problem, evaluator, deadline)
     node_of_group = coarsen(problem, groups)
-    coarse = contract(problem, node_of_group)
+    coarse, part = contract(problem, node_of_group)
     hint = _hint(coarse, node_of_group, floor, deadline)
     left_s = deadline.left_s()
     solver_s = left_s if math.isinf(left_s) else max(0.0, left_s - _KEPT_S * (time_limit_s or 0.0))
     outcome, program = _solve(coarse, hint, contention=contention, seed=seed, effort=effort, time_limit_s=solver_s)
-
-    def candidates() -> Iterator[Assignment]:
-        if floor is not None:
-            yield floor.devices
-        for solution in outcome.solutions[:_CANDIDATES]:
-            yield solution.device_of_group[node_of_group]
-
-    answer = best_of(problem, candidates(), evaluator, deadline)
-    if answer is not None and floor is not None and floor.score.rank < answer.score.rank:
-        answer = floor
-    plan = finish(problem, answer, run, planner="dlplacer", seed=seed)
+    known = [] if floor is None else [floor.devices]
+    found = [solution.device_of_group[node_of_group] for solution in outcome.solutions[:_CANDIDATES]]
+    answer = best_of(problem, [*known, *found], evaluator, deadline)
     facts = _proof(outcome, coarse, program.instance, contention=bool(program.carried))
-    return plan.with_predicted({**plan.predicted, "proof": facts})
+    best = None
+    for solution, devices in zip(outcome.solutions, found, strict=False):
+        rank = expand_solution(program.instance, solution, problem, part)
+        order = ranked_orders(problem, devices, rank) if run.microbatches == 1 else None
+        for way in realise(evaluator, devices, rank, order):
+            best = way if best is None or way.rank < best.rank else best
+        if deadline.passed():
+            break
+    if best is None or not best.line.feasible or (answer is not None and answer.score.rank <= best.rank):
+        plan = finish(problem, answer, run, planner="dlplacer", seed=seed)
+        return plan.with_predicted({**plan.predicted, "proof": facts})
+    arguments = run.arguments | best.fields
+    if "order" in best.fields:
+        arguments.pop("schedule", None)
+    predicted = {**best.line.predicted(problem), "proof": facts}
+    return make_plan(problem, best.devices, planner="dlplacer", seed=seed, predicted=predicted, **arguments)
 
 
 def _hint(coarse: Problem, node_of_group: Any, floor: Answer | None, deadline: Deadline) -> Timeline | None:

@@ -69,6 +69,35 @@ def priorities(problem: Problem, first_start: NDArray[Any]) -> NDArray[np.float6
     return found
 
 
+def expand_solution(coarse: Instance, solution: Solution, problem: Problem, part: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [N], a rank for every op of a problem: by the start of its part in the coarse problem, then topologically.
+
+    Args:
+        coarse: The coarse problem in ticks, one micro-batch.
+        solution: Its solution.
+        problem: The problem.
+        part: int64 [N], coarse op of every op.
+    """
+    inner, outer = np.empty(problem.num_ops, dtype=np.int64), np.empty(coarse.num_tasks, dtype=np.int64)
+    inner[problem.topological_order] = np.arange(problem.num_ops)
+    outer[coarse.order] = np.arange(coarse.num_tasks)
+    devices = solution.device_of_group[coarse.group]
+    end = solution.start + coarse.duration[np.arange(coarse.num_tasks), devices]
+    rank = np.empty(problem.num_ops, dtype=np.int64)
+    rank[np.lexsort((inner, outer[part], end[part], solution.start[part]))] = np.arange(problem.num_ops)
+    return rank
+
+
+def ranked_orders(problem: Problem, devices: Assignment, rank: NDArray[np.int64]) -> list[list[Any]]:
+    """Per device its ops by rank; ops of collectives are left out."""
+    order: list[list[Any]] = [[] for _ in problem.devices]
+    apart = {op for collective in problem.collectives for op in collective.ops}
+    for op in np.argsort(rank).tolist():
+        if op not in apart:
+            order[devices[problem.op_group[op]]].append(op)
+    return order
+
+
 def first_starts(instance: Instance, solution: Solution) -> NDArray[np.int64]:
     """int64 [N], ticks at which each op starts for the first time."""
     found = np.full(instance.problem.num_ops, np.iinfo(np.int64).max)

@@ -32,10 +32,12 @@ class Solution:
     Attributes:
         device_of_group: int32 [G].
         start: int64 [K], ticks.
+        makespan: Ticks.
     """
 
     device_of_group: NDArray[np.int32]
     start: NDArray[np.int64]
+    makespan: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,15 +101,15 @@ def solve(program: Program, *, hint: Timeline | None, seed: int, effort: float, 
             return Outcome("infeasible", None, math.inf, ())
         bound_ticks = max(bound_ticks, float(solver.best_objective_bound))
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            best_ticks = round(solver.objective_value)
+            found = round(solver.objective_value)
+            best_ticks = found if best_ticks is None else min(best_ticks, found)
             name = "optimal" if status == cp_model.OPTIMAL or bound_ticks >= best_ticks else "feasible"
             if name == "optimal":
                 break
             _hint_solution(program.model, solver)
-            program.model.add(program.makespan <= best_ticks)
     ticks = program.instance.ticks
     objective_s = None if best_ticks is None else ticks.seconds(best_ticks)
-    return Outcome(name, objective_s, ticks.seconds(bound_ticks), tuple(solutions[::-1]))
+    return Outcome(name, objective_s, ticks.seconds(bound_ticks), tuple(sorted(solutions[::-1], key=lambda s: s.makespan)))
 
 
 def _hint_solution(model: Any, solver: Any) -> None:
@@ -120,12 +122,14 @@ def _hint_solution(model: Any, solver: Any) -> None:
 
 def _read(program: Program, value: Any, boolean: Any) -> Solution:
     devices = [next(d for d, literal in literals.items() if boolean(literal)) for literals in program.place]
-    return Solution(np.array(devices, dtype=np.int32), np.array([value(start) for start in program.start], dtype=np.int64))
+    start = np.array([value(start) for start in program.start], dtype=np.int64)
+    return Solution(np.array(devices, dtype=np.int32), start, int(value(program.makespan)))
 
 
 def add_hint(program: Program, line: Timeline) -> None:
     """Tells the solver of a simulated step, with devices renamed so that it obeys the symmetry breaking."""
     instance, model = program.instance, program.model
+    model.clear_hints()
     given = np.zeros(len(program.place), dtype=np.int32)
     given[instance.problem.op_group] = line.device_of_op
     names = relabel(program, given)

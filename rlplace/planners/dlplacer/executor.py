@@ -1,0 +1,144 @@
+"""What the executor does beyond the placement program: it sends in the order of request, and it never waits without a reason.
+
+The program lets transfers pass each other and lets devices and links stand idle, for example to let another tensor go first.
+`keep_request_order` and `start_at_once` take that away. Every simulated step obeys both, whatever its order or priorities, so
+bounds stay bounds, and the program's optimum becomes what a step can take. Where times are rounded to ticks, two events of the
+same instant may be a tick apart, and that much is allowed.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+from rlplace.planners.dlplacer.program import Program
+
+MAX_PAIRS = 20_000
+"""With more pairs of transfers, or of tasks, than this the program is left as it is."""
+
+_Route = tuple[int, int, int]
+
+
+def keep_request_order(program: Program) -> bool:
+    """Of two transfers that want a channel, the one whose tensor was finished first goes first.
+
+    Returns:
+        Whether the program, which must have contention, has few enough pairs of transfers.
+    """
+    pairs = [(a, b) for a, b in _sharing(program) if a[0] != b[0] or a[1] == b[1]]  # one tensor has one source
+    if len(pairs) > MAX_PAIRS:
+        return False
+    for first, second in pairs:
+        _order_pair(program, first, second)
+    return True
+
+
+def start_at_once(program: Program) -> bool:
+    """A task starts when an input arrives or its device becomes free, a transfer when its tensor is made or a channel is freed.
+
+    Returns:
+        Whether the program, which must have contention, is small enough.
+    """
+    sharing = _sharing(program)
+    if max(len(sharing), program.instance.num_tasks**2) > MAX_PAIRS:
+        return False
+    for task in range(program.instance.num_tasks):
+        if program.instance.occupies[task]:
+            _start_task(program, task)
+    rivals: dict[tuple[int, int], list[_Route]] = {}
+    for first, second in sharing:
+        rivals.setdefault((first[0], first[2]), []).append(second)
+        rivals.setdefault((second[0], second[2]), []).append(first)
+    for key in program.sent:
+        _start_transfer(program, key, sorted(set(rivals.get(key, []))))
+    return True
+
+
+def _sharing(program: Program) -> list[tuple[_Route, _Route]]:
+    """Pairs of transfers that want a channel in common."""
+    channels = program.instance.problem.links.effective_channels
+    held: dict[int, list[_Route]] = {}
+    for route in program.carried:
+        for channel in channels[route[1]][route[2]]:
+            held.setdefault(channel, []).append(route)
+    return sorted({pair for routes in held.values() for pair in combinations(sorted(routes), 2)})
+
+
+def _slack(program: Program) -> int:
+    return 0 if program.instance.ticks.exact else 1
+
+
+def _order_pair(program: Program, first: _Route, second: _Route) -> None:
+    """Of two transfers, `first` being that of the lower tensor, or of the same one to the lower device."""
+    instance, model = program.instance, program.model
+    both = [program.carried[first], program.carried[second]]
+    before = program.sent[first[0], first[2]] + int(instance.transfer[first]) <= program.sent[second[0], second[2]]
+    after = program.sent[second[0], second[2]] + int(instance.transfer[second]) <= program.sent[first[0], first[2]]
+    makers = instance.producers[first[0]], instance.producers[second[0]]
+    if not makers[0] or makers[0] == makers[1]:  # parameters are asked for at once; what one task makes, by number
+        model.add(before).only_enforce_if(both)
+        return
+    if not makers[1]:
+        model.add(after).only_enforce_if(both)
+        return
+    if max(len(makers[0]), len(makers[1])) > 1:
+        return  # what several tasks accumulate is finished with the last of them, which no expression names
+    one, other = makers[0][0], makers[1][0]
+    ahead = model.new_bool_var(f"ahead_{first}_{second}")
+    model.add(before).only_enforce_if([*both, ahead])
+    model.add(after).only_enforce_if([*both, ~ahead])
+    # Tasks that end in the same instant do so by number, unless one of them began in it.
+    strict = instance.ticks.exact and min(instance.shortest[one], instance.shortest[other]) > 0
+    early = -1 if strict and other < one else _slack(program)
+    late = -1 if strict and one < other else _slack(program)
+    model.add(program.end(one) <= program.end(other) + early).only_enforce_if([*both, ahead])
+    model.add(program.end(other) <= program.end(one) + late).only_enforce_if([*both, ~ahead])
+
+
+def _start_task(program: Program, task: int) -> None:
+    instance, model, slack = program.instance, program.model, _slack(program)
+    group = int(instance.group[task])
+    reasons = []
+    if instance.heads[task] == 0:
+        first = model.new_bool_var(f"first_{task}")
+        model.add(program.start[task] <= 0).only_enforce_if(first)
+        reasons.append(first)
+    for other in range(instance.num_tasks):
+        shared = instance.group[other] == group or set(program.place[group]) & set(program.place[instance.group[other]])
+        if other != task and instance.occupies[other] and shared:
+            follows = _reason(program, program.start[task], program.end(other), slack, f"follows_{task}_{other}")
+            if instance.group[other] != group:
+                model.add_implication(follows, ~program.apart_literal(group, int(instance.group[other])))
+            reasons.append(follows)
+    for value, source, device in program.carried:
+        if task in program.remote_readers(value) and device in program.place[group]:
+            arrival = program.sent[value, device] + int(instance.transfer[value, source, device])
+            reads = _reason(program, program.start[task], arrival, slack, f"reads_{task}_{value}_{source}_{device}")
+            model.add_implication(reads, program.carried[value, source, device])
+            model.add_implication(reads, program.place[group][device])
+            reasons.append(reads)
+    model.add_bool_or(reasons)
+
+
+def _start_transfer(program: Program, key: tuple[int, int], rivals: list[_Route]) -> None:
+    instance, model, slack = program.instance, program.model, _slack(program)
+    sent, makers = program.sent[key], instance.producers[key[0]]
+    reasons = [_reason(program, sent, program.end(maker), slack, f"made_{key}_{maker}") for maker in makers]
+    if not makers:
+        at_zero = model.new_bool_var(f"at_zero_{key}")
+        model.add(sent <= 0).only_enforce_if(at_zero)
+        reasons.append(at_zero)
+    for route in rivals:
+        ends = program.sent[route[0], route[2]] + int(instance.transfer[route])
+        freed = _reason(program, sent, ends, slack, f"freed_{key}_{route}")
+        model.add_implication(freed, program.carried[route])
+        reasons.append(freed)
+    model.add_bool_or([*reasons, ~program.needed[key]])
+
+
+def _reason(program: Program, start: Any, end: Any, slack: int, name: str) -> Any:
+    """A literal that `start` comes right after `end`."""
+    literal = program.model.new_bool_var(name)
+    program.model.add(start >= end).only_enforce_if(literal)
+    program.model.add(start <= end + slack).only_enforce_if(literal)
+    return literal

@@ -58,7 +58,7 @@ def gpipe(
     Raises:
         InfeasibleError: No plan fits.
     """
-    run = pipeline_execution(microbatches, schedule, default="gpipe")
+    run = pipeline_execution(problem, microbatches, schedule, default="gpipe")
 
     def chosen(problem: Problem, seed: int) -> Iterator[Assignment]:
         return candidates(problem, seed, **run)

@@ -57,7 +57,7 @@ def pipedream(
         seed: Unused: nothing is random.
         time_limit_s: Wall time.
         microbatches: Of a step, of all replicas together.
-        schedule: Default `1f1b` when there are several micro-batches, else `list`.
+        schedule: Default `1f1b` when there are several micro-batches and stages form no cycle, else `list`.
         replicas: Copies of the pipeline; each runs its share of the micro-batches. None: as many as make the step shortest.
 
     Returns:
@@ -110,7 +110,7 @@ def _uniform(
 ) -> PlacementPlan:
     """The best pipeline in so many copies, simulated with its gradient exchange."""
     if replicas == 1:
-        run = pipeline_execution(microbatches, schedule)
+        run = pipeline_execution(problem, microbatches, schedule)
 
         def chosen(problem: Problem, seed: int) -> Iterator[Assignment]:
             return candidates(problem, seed, **run)

@@ -1,5 +1,6 @@
 """The planner bipartition: split problems, layering, and throughput in the simulator."""
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import NEEDS_SPLIT, get_planner
 from rlplace.planners.bipartition.chain import Cuts
-from rlplace.planners.bipartition.layers import is_split, layer_numbers, layer_orders, make_layers, make_pipeline
+from rlplace.planners.bipartition.layers import feeds_back, is_split, layer_numbers, layer_orders, make_layers, make_pipeline
 from rlplace.planners.bipartition.planner import bipartition
 from rlplace.planners.bipartition.profile import ProfileNode, profile_chain, profile_problem, read_profile
 from rlplace.planners.bipartition.solve import cost_of
+from rlplace.problem import toys
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
@@ -165,3 +167,15 @@ def test_memory_limits_hold():
     plan = bipartition(split, microbatches=4)
     line = simulate(split, plan)
     assert line.feasible and plan.predicted["step_time_s"] == line.step_time_s
+
+
+def test_stages_in_a_cycle_are_not_run_with_1f1b():
+    """A group with both ends of the chain, as tied weights make: 1f1b would admit one micro-batch at a time."""
+    chain = toys.pipeline_chain(6, 3)
+    assert not feeds_back(chain) and get_planner("pipedream")(chain, microbatches=8).schedule == "1f1b"
+    tied = dataclasses.replace(chain, op_group=np.where(chain.op_group == 5, 0, chain.op_group).astype(np.int32))
+    assert feeds_back(tied) and feeds_back(split_backward(tied))
+    plan = get_planner("pipedream")(tied, microbatches=8)
+    assert plan.schedule == "list"
+    forced = get_planner("pipedream")(tied, microbatches=8, schedule="1f1b")
+    assert forced.schedule == "1f1b" and forced.predicted["step_time_s"] > 1.5 * plan.predicted["step_time_s"]

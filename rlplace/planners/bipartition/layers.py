@@ -21,7 +21,7 @@ from rlplace.planners.groupgraph import finite_links, group_graph
 from rlplace.planners.subsets import map_parts
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
 
-MAX_LAYERS = 128
+MAX_LAYERS = 96
 """Layers that a chain keeps; longer ones are merged."""
 
 SUFFIX = ".backward"
@@ -250,7 +250,34 @@ def make_pipeline(
     return Workers(link, limit, np.minimum(depth, microbatches).astype(np.int64), weight_share=1.0 / microbatches)
 
 
-def pipeline_execution(microbatches: int, schedule: str | None, default: str = "1f1b") -> dict[str, Any]:
-    """`microbatches` and `schedule` of a pipeline planner; several micro-batches are pipelined unless told otherwise."""
-    several = isinstance(microbatches, int) and microbatches > 1
-    return {"microbatches": microbatches, "schedule": (default if several else "list") if schedule is None else schedule}
+def pipeline_execution(problem: Problem, microbatches: int, schedule: str | None, default: str = "1f1b") -> dict[str, Any]:
+    """`microbatches` and `schedule` of a pipeline planner.
+
+    Unless told otherwise several micro-batches run with `default`; with `list` where that is `1f1b` and the stages would form
+    a cycle, for which the executor admits one micro-batch at a time.
+    """
+    if schedule is None:
+        schedule = default if isinstance(microbatches, int) and microbatches > 1 else "list"
+        if schedule == "1f1b" and feeds_back(problem):
+            schedule = "list"
+    return {"microbatches": microbatches, "schedule": schedule}
+
+
+def feeds_back(problem: Problem) -> bool:
+    """Whether forward ops feed ones so far before them that any pipeline over all devices has a cycle of stages.
+
+    Tied weights do that where the embedding and the output layer are one group: it has both ends of the chain.
+    """
+    if problem.num_devices == 1:
+        return False
+    order = layer_orders(problem)[0]
+    layer, _ = layer_numbers(problem, order)
+    forward = problem.op_phase == FORWARD
+    seconds = np.where(problem.op_allowed, problem.time_s, np.inf).min(axis=1)
+    seconds = np.where(np.isfinite(seconds), seconds, 0.0)
+    of_op = layer[problem.op_group]
+    done = np.cumsum(np.bincount(of_op, weights=seconds))
+    made = problem.tensor_producer[problem.edge_tensor]
+    kept = (made >= 0) & forward[problem.consumers] & forward[np.maximum(made, 0)]
+    span = done[of_op[made[kept]]] - done[of_op[problem.consumers[kept]]]
+    return bool((span > done[-1] / problem.num_devices).any())

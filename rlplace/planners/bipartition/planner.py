@@ -73,7 +73,7 @@ def bipartition(
         time_limit_s: Wall time.
         gap: Layers that a forward cut and its backward cut may be apart; 0: the layer-wise pipeline.
         microbatches: Of a step.
-        schedule: Default `1f1b` when there are several micro-batches, else `list`.
+        schedule: Default `1f1b` when there are several micro-batches and stages form no cycle, else `list`.
 
     Returns:
         The plan; ``predicted["bipartition"]`` compares the two optima of the chain without communication.
@@ -85,7 +85,7 @@ def bipartition(
     require_split(problem, "bipartition")
     if isinstance(gap, bool) or not isinstance(gap, (int, np.integer)) or gap < 0:
         raise InputError(f"bipartition: gap must be a whole number from 0 up, found {show(gap)}")
-    run = pipeline_execution(microbatches, schedule)
+    run = pipeline_execution(problem, microbatches, schedule)
     deadline = Deadline(time_limit_s)
     deadline.secured = True  # what comes after the first plan stops in time
     tried: list[tuple[float, Layers, Assignment]] = []
@@ -128,9 +128,11 @@ def _cuts(problem: Problem, layers: Layers, gaps: list[int], microbatches: int, 
     seen = set()
     for limited in (True, False):
         pipeline = make_pipeline(problem, layers.devices, microbatches=microbatches, schedule=schedule, limited=limited)
+        bound = np.inf
         for gap in gaps:
-            bound = bottleneck_s(layers.chain, pipeline, gap)
-            for slack, even in CHOICES if bound < np.inf else ():
+            before, bound = bound, bottleneck_s(layers.chain, pipeline, gap, known_s=bound)
+            # Where a larger gap does not lower the bottleneck, which transfers may set, it can still even out the rest.
+            for slack, even in CHOICES if bound < before else CHOICES[1:2] if bound < np.inf else ():
                 cuts = least_traffic(layers.chain, pipeline, bound * slack, gap, even=even)
                 if cuts is not None and (cuts.forward, cuts.backward) not in seen:
                     seen.add((cuts.forward, cuts.backward))

@@ -49,13 +49,22 @@ def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None, *
     return None if bound == np.inf else least_traffic(chain, workers, bound * slack, gap)
 
 
-def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None) -> float:
-    """The smallest largest cost of a worker; inf where memory limits leave no cuts. Arguments as for `bi_partition`."""
+def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None, *, known_s: float = np.inf) -> float:
+    """The smallest largest cost of a worker; inf where memory limits leave no cuts.
+
+    Args:
+        chain: As for `bi_partition`.
+        workers: Likewise.
+        gap: Likewise.
+        known_s: That of a smaller gap, if known: saves work.
+    """
     pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
     arrays = _arrays(chain, pipeline)
-    # Any cuts bound the layer-wise optimum, and that bounds everything else, which prunes most pairs of cuts.
-    bound = min(_cuts(cuts, cuts, arrays).bottleneck_s for cuts in _quick_cuts(chain, arrays[0] + arrays[1]))
-    bound, _ = _run(chain, pipeline, arrays, 0, bound, _BOTTLENECK)
+    bound = known_s
+    if bound == np.inf:
+        # Any cuts bound the layer-wise optimum, and that bounds everything else, which prunes most pairs of cuts.
+        bound = min(_cuts(cuts, cuts, arrays).bottleneck_s for cuts in _quick_cuts(chain, arrays[0] + arrays[1]))
+        bound, _ = _run(chain, pipeline, arrays, 0, bound, _BOTTLENECK)
     reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
     return _run(chain, pipeline, arrays, reach, bound, _BOTTLENECK)[0] if reach else bound
 

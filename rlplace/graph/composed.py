@@ -1,7 +1,7 @@
 """One iteration space for an op that runs several ATen ops, such as a loss function.
 
-The spaces of the ATen ops are joined through the storages that they hand on: dimensions that run along the same strides are one.
-A sum inside the op, over a dimension that does not run along what it makes, is a statistic: devices that share the
+The spaces of the ATen ops are joined through the storages that they hand on: dimensions that run along the same strides are
+one. A sum inside the op, over a dimension that does not run along what it makes, is a statistic: devices that share the
 dimension need it before they can go on.
 """
 

@@ -132,8 +132,8 @@ def test_heads_cut_the_products_around_them(block):
 def test_weights_and_statistics_follow(block):
     found = block.traced.indices
     op = block.op_names.index("qkv/linear")
-    weight = next(t for t in range(block.num_tensors) if block.tensor_parameter[t] >= 0 and
-                  block.parameters[block.tensor_parameter[t]].name == "qkv.weight" and block.tensor_producer[t] < 0)  # fmt: skip
+    number = [parameter.name for parameter in block.parameters].index("qkv.weight")
+    weight = next(t for t in found.axes if block.tensor_parameter[t] == number and block.tensor_producer[t] < 0)
     assert found.axes[weight] == (3, 4, 8, 32)
     assert found.access[weight][op] == ("n.0", "n.1", "n.2", "k")
     assert found.statistics[block.op_names.index("norm/layer_norm")] == ((("m0", "m1"), 8 * 48),)

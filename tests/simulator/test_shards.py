@@ -1,6 +1,7 @@
 """Sharded plans: what they are lowered to, against arithmetic, replicas and the reference simulator."""
 
 import dataclasses
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -25,7 +26,7 @@ DEVICES = 4
 
 def mlp(*widths):
     layers = []
-    for wide, narrow in zip(widths, widths[1:], strict=False):
+    for wide, narrow in pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

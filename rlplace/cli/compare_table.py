@@ -64,7 +64,7 @@ def legend(found: Comparison, reference: str, tie: float) -> str:
         seeds = f"seeds 0 to {settings.seeds - 1}" if settings.seeds > 1 else "seed 0"
         lines.append(f"{seeds}: {', '.join(shuffled)}{spread}")
     if rest:
-        lines.append(f"deterministic, run once: {', '.join(rest)}")
+        lines.append(f"no seed, run once: {', '.join(rest)}")
     return "\n".join(lines)
 
 

@@ -53,7 +53,7 @@ def test_the_table_names_executor_metric_budget_and_seeds(capsys, problems):
     assert code == 0
     assert "all problems, makespan of one step" in out and "executor list" in out
     assert "16 simulator calls after the floor" in out and "a tie is within 0.1 %" in out
-    assert "seed 0: annealing" in out and "deterministic, run once: best, single, heft" in out
+    assert "seed 0: annealing" in out and "no seed, run once: best, single, heft" in out
     assert re.search(r"infeasible: single found no plan", out)
 
 

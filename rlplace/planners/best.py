@@ -14,7 +14,7 @@ from typing import Any
 
 from rlplace.plan import PlacementPlan
 from rlplace.planners import ONE_SHOT, PLANNERS
-from rlplace.planners.evaluate import Answer, Deadline, Evaluator, Execution
+from rlplace.planners.evaluate import Answer, Deadline, Evaluator, Execution, uncounted
 from rlplace.planners.floor import REPAIRS, best_of, finish
 from rlplace.planners.shortage import check_possible
 from rlplace.problem import Problem
@@ -34,8 +34,9 @@ def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, 
 def warm_up() -> None:
     """Compiles, or loads from the cache, what the one-shot planners run, so that time limits do not pay for it."""
     problem = random_problem(0, 6, 3, memory_factor=1.0, unlike=True, hosts=2)
-    for _ in floor_answers(problem, Evaluator(problem), Deadline(None)):
-        pass
+    with uncounted():
+        for _ in floor_answers(problem, Evaluator(problem), Deadline(None)):
+            pass
 
 
 def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Answer | None:

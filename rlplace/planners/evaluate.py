@@ -103,6 +103,16 @@ def count_calls() -> Iterator[CallCounter]:
         _counters.remove(counter)
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Hides the calls of a warm-up, which are no part of any plan's cost."""
+    hidden, _counters[:] = _counters[:], []
+    try:
+        yield
+    finally:
+        _counters[:] = hidden
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """An assignment and what the simulator says about it.

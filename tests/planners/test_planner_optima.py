@@ -30,7 +30,7 @@ def brute_force(problem):
 
 
 @pytest.mark.parametrize("toy", TOYS, ids=lambda t: t.__name__)
-@pytest.mark.parametrize("planner", ["annealing", "local_search"])
+@pytest.mark.parametrize("planner", ["annealing", "local_search", "brkga"])
 def test_search_reaches_the_known_optimum(toy, planner):
     problem, optimum, _ = toy()
     plan = get_planner(planner)(problem, calls=400)

@@ -1,0 +1,121 @@
+"""The compiled loop of `annealing` does what the same rules do in plain Python; moves are legal; batches score alike."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rlplace.planners import movekernels, run_planner
+from rlplace.planners.annealing import COOLING, run_annealing
+from rlplace.planners.evaluate import Evaluator, Execution
+from rlplace.planners.moves import MoveMaker
+from rlplace.planners.repair import legalize
+from rlplace.planners.search import Search
+from rlplace.problem.generate import random_problem
+
+SETTINGS = [
+    {},
+    {"memory_factor": 1.2},  # the start below does not fit: the penalty is at work
+    {"unlike": True, "null_fraction": 0.3},
+    {"hosts": 2, "shape": "branchy"},
+]
+
+
+def anneal_in_python(search, moves, calls, hot):
+    """The rules of `annealing`, step by step."""
+    for used in range(calls):
+        move = []
+        while not move:
+            move = moves.draw(search.assignment)
+        if used % 16 == 0:
+            temperature = hot * COOLING ** (used / calls)
+        score = search.evaluate(move)
+        now, before = score.penalized_s, search.score.penalized_s
+        if now == math.inf:
+            continue
+        scale = temperature * search.best_score.penalized_s
+        if now <= before:
+            search.accept(move, score)
+        elif scale > 0:
+            with np.errstate(over="ignore"):
+                number = movekernels.random.py_func(moves.state)
+            if number < math.exp((before - now) / scale):
+                search.accept(move, score)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("execution", [Execution(), Execution(2, "1f1b")])
+def test_the_compiled_loop_is_the_python_loop(setting, execution):
+    problem = random_problem(6, 24, 3 if "hosts" not in setting else 4, **setting)
+    start = [0] * 24
+    found = []
+    for compiled in (True, False):
+        search = Search(problem, "annealing", start, execution, calls=200, time_limit_s=None)
+        moves = MoveMaker(problem, 5)
+        if compiled:
+            run_annealing(search, moves, 0.05)
+        else:
+            anneal_in_python(search, moves, 200, 0.05)
+        assert search.used() == 200
+        again = Evaluator(problem, execution)
+        assert again.score(search.assignment) == search.score
+        assert again.score(search.best_devices) == search.best_score
+        found.append((search.devices, search.best_devices.tolist(), search.score, search.best_score, int(moves.state[0])))
+    assert found[0] == found[1]
+    assert found[0][1] != start
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_moves_change_the_assignment_and_stay_legal(setting):
+    problem = random_problem(7, 30, 4, **setting)
+    devices = legalize(problem, np.random.default_rng(0).integers(0, 4, 30))
+    moves = MoveMaker(problem, 1)
+    lengths = set()
+    for _ in range(1500):
+        move = moves.draw(devices)
+        assert len({group for group, _ in move}) == len(move)
+        assert all(devices[group] != device and problem.group_allowed[group, device] for group, device in move)
+        lengths.add(len(move))
+        for group, device in move:
+            devices[group] = device
+    assert {1, 2, 3, 4, 5} <= lengths
+
+
+def test_moves_of_small_and_fixed_problems():
+    alone = MoveMaker(random_problem(0, 1, 3), 0)
+    devices = np.zeros(1, dtype=np.int32)
+    assert all(move[0][0] == 0 and len(move) == 1 for _ in range(100) if (move := alone.draw(devices)))
+    nowhere = MoveMaker(random_problem(0, 5, 1), 0)
+    assert not nowhere.movable
+    assert nowhere.draw(np.zeros(5, dtype=np.int32)) == []
+
+
+def test_random_numbers_are_those_of_splitmix64():
+    """First outputs for state 1234567, from the test vectors that come with the algorithm."""
+    state = np.array([1234567], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        numbers = [movekernels.random.py_func(state) for _ in range(3)]
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert numbers == [(value >> 11) * 2.0**-53 for value in expected]
+
+
+def test_annealing_without_anything_to_move_ends():
+    problem = random_problem(0, 5, 1)
+    run = run_planner("annealing", problem, calls=50, start=[0] * 5)
+    assert run.simulator_calls == 1
+
+
+def test_a_time_limit_alone_ends_the_search():
+    problem = random_problem(3, 40, 3)
+    run = run_planner("annealing", problem, time_limit_s=0.3)
+    assert run.plan.predicted["feasible"]
+    assert run.simulator_calls > run_planner("best", problem).simulator_calls + 100
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_many_scores_are_single_scores(setting):
+    problem = random_problem(9, 20, 4, **setting)
+    plans = np.random.default_rng(2).integers(0, 4, (30, 20)).astype(np.int32)
+    many, single = Evaluator(problem), Evaluator(problem)
+    assert many.scores(plans) == [single.score(plan) for plan in plans]
+    assert many.calls == single.calls == 30

@@ -62,7 +62,7 @@ class NodeGraph:
     @cached_property
     def restricted(self) -> NDArray[np.bool_]:
         """Boolean [V], nodes that cannot go to every device in use."""
-        return ~np.isfinite(self.time_s).all(axis=1)
+        return np.asarray(~np.isfinite(self.time_s).all(axis=1))
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _graph(
     order: NDArray[np.int32],
     source: NDArray,
     target: NDArray,
-    cost: NDArray[np.float64],
+    cost: NDArray,
     parcel: NDArray,
 ) -> NodeGraph:
     finite = np.isfinite(time_s)

@@ -60,9 +60,10 @@ def slice_graph(graph: NodeGraph, count: int | None = None, room_bytes: NDArray[
     barred = graph.restricted
     wanted = len(graph.devices) if count is None else count
     primaries = int(kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, wanted, cluster, bottom))
-    for path in range(primaries if room_bytes is not None else 0):
-        nodes = graph.order[cluster[graph.order] == path]
-        cluster[nodes[np.cumsum(graph.footprint_bytes[nodes]) > room_bytes[path]]] = -1
+    if room_bytes is not None:
+        for path in range(primaries):
+            nodes = graph.order[cluster[graph.order] == path]
+            cluster[nodes[np.cumsum(graph.footprint_bytes[nodes]) > room_bytes[path]]] = -1
     top, bottom = node_levels(graph, cluster)
     # Most critical first; of equally critical nodes the one that comes first, so that a path is not entered in its middle.
     starts = np.lexsort((np.arange(graph.num_nodes), top, -_rounded(top + bottom))).astype(np.int32)

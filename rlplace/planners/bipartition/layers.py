@@ -153,7 +153,8 @@ def make_layers(
     seconds = np.where(barred, 0.0, seconds)
     seconds = np.where(barred, 10.0 * seconds.max(axis=1).sum() + 1e-6, seconds)
     seconds = seconds * np.where(problem.op_phase == UPDATE, 1.0 / microbatches, 1.0)[:, None]
-    merged = _merge(np.bincount(fine[problem.op_group], weights=seconds.min(axis=1), minlength=int(fine.max()) + 1), max_layers)
+    weight_s = np.bincount(fine[problem.op_group], weights=seconds.min(axis=1), minlength=int(fine.max()) + 1)
+    merged = _merge(weight_s.astype(np.float64), max_layers)
     layer = merged[fine]
     count = int(layer.max()) + 1
     forward_s, backward_s = np.zeros((2, count, len(devices)))

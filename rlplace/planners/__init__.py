@@ -39,6 +39,7 @@ PLANNERS: dict[str, str] = {
     "annealing": "rlplace.planners.annealing:annealing",
     "local_search": "rlplace.planners.local_search:local_search",
     "cp_sat": "rlplace.planners.cp_sat:cp_sat",
+    "dlplacer": "rlplace.planners.dlplacer.planner:dlplacer",
     "best": "rlplace.planners.best:best",
     "agent": "rlplace.agents.planner:agent",
 }

@@ -65,6 +65,9 @@ class AssistedRun(MovingRun):
         np.fill_diagonal(linked, True)
         self.thieves = [d for d in range(planned.num_devices) if linked[d].all() and linked[:, d].all()]
         self.only_late = only_late
+        self.left_s = [0.0] * planned.num_devices  # planned times of what has not started
+        for op, device in enumerate(self.device):
+            self.left_s[device] += self.planned_s[op][device]
         if any(self.mobile):
             line = ReferenceRun(planned, self.tasks, device_of_group, priority, None, "list", None)
             line.run()
@@ -92,6 +95,16 @@ class AssistedRun(MovingRun):
         if changed:
             self.start_transfers()
             super().start_tasks()
+
+    def occupy(self, task: int, time: float) -> None:
+        super().occupy(task, time)
+        self.left_s[self.device[task]] -= self.planned_s[task][self.device[task]]
+
+    def move(self, task: int, to: int) -> None:
+        here = self.device[task]
+        self.left_s[here] -= self.planned_s[task][here]
+        self.left_s[to] += self.planned_s[task][to]
+        super().move(task, to)
 
     def take(self, op: int, gain_s: float, size: int, to: int) -> None:
         """Carries out a decision."""
@@ -128,7 +141,12 @@ class AssistedRun(MovingRun):
                 arrives = self.arrival_s(op, to)
                 if arrives + self.planned_s[op][to] >= start - margin:
                     continue
+                more = sum(self.planned_s[t][to] for t in (op, *self.followers[op]))
+                if self.left_s[to] + more >= self.left_s[here]:
+                    continue
                 gain = self.delivered_s(op, here, start) - self.delivered_s(op, to, arrives + self.planned_s[op][to])
+                if self.followers[op]:  # gradients will take the way that inputs and results take now
+                    gain -= arrives - self.now + self.delivered_s(op, to, 0.0) - self.delivered_s(op, here, 0.0)
                 if gain <= margin or (best is not None and gain <= best[1]):
                     continue
                 size = self.size_of(op, to)

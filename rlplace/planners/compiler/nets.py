@@ -106,7 +106,7 @@ def _joined(
 ) -> Nets:
     """Nets of (tensor, reader) pairs in order of the tensor; equal ones become one."""
     used, first = np.unique(tensor, return_index=True)
-    ends = np.append(first[1:], len(tensor))
+    ends = np.append(first[1:], len(tensor))[: len(used)]
     rows: dict[tuple[int, bytes], int] = {}
     which = np.empty(len(used), dtype=np.int64)
     for i, (number, begin, end) in enumerate(zip(used.tolist(), first.tolist(), ends.tolist(), strict=True)):

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError, unknown_name
 from rlplace.planners.compiler import fm, seeds
 from rlplace.planners.compiler.coarsen import match
-from rlplace.planners.compiler.nets import Level, Nets, contract, finest_level, forward_pairs, problem_nets
+from rlplace.planners.compiler.nets import Level, Nets, contract, finest_level, problem_nets
+from rlplace.planners.compiler.staging import in_order, staged_order
 from rlplace.planners.groupgraph import finite_links, group_graph, mean_link
 from rlplace.problem import Problem
-from rlplace.problem.order import topological_order
 
 OBJECTIVES = ("combined", "cut", "balance")
 """Least traffic under balance; least traffic whatever the loads; equal loads whatever the traffic."""
@@ -98,7 +98,7 @@ def partition(
             best = score, part
     assert best is not None
     score, part = best
-    return Partition(np.array(row, dtype=np.int32)[part], score[1], score[2])
+    return Partition(np.array(row, dtype=np.int32)[part[run.cluster]], score[1], score[2])
 
 
 class _Run:
@@ -110,6 +110,16 @@ class _Run:
     ) -> None:  # fmt: skip
         self.problem, self.row, self.eps, self.stages, self.objective, self.grown = problem, row, eps, stages, objective, grown
         self.level = finest_level(problem, row, nets, seeds.bands(problem, bands), stages=stages)
+        self.cluster = np.arange(problem.num_groups, dtype=np.int32)  # vertex of every group
+        self.orders = [group_graph(problem).order, group_graph(problem).depth_first_order]
+        self.crossings = [seeds.crossing_seconds(problem, order, mean_link(problem)) for order in self.orders]
+        if stages:
+            self.cluster, order = staged_order(problem)
+            self.level = contract(self.level, self.cluster)
+            self.orders = [np.arange(len(self.level.band), dtype=np.int32)]
+            crossing = seeds.crossing_seconds(problem, order, mean_link(problem))
+            ends = np.cumsum(np.bincount(self.cluster, minlength=len(self.level.band)))
+            self.crossings = [crossing[np.concatenate([[0], ends])]]
         latency, inverse = finite_links(problem)
         index = np.ix_(row, row)
         self.links = np.ascontiguousarray(latency[index]), np.ascontiguousarray(inverse[index])
@@ -127,30 +137,27 @@ class _Run:
 
     def starts(self, rng: np.random.Generator) -> Iterator[NDArray[np.int32]]:
         """Seeds, at least one."""
-        problem, level = self.problem, self.level
-        graph = group_graph(problem)
+        level = self.level
         if self.objective == "balance":
-            yield seeds.balanced_loads(level, self.limit, self.room)
+            yield self._legal(seeds.balanced_loads(level, self.limit, self.room))
             return
-        time = graph.mean_time_s
-        orders = [graph.order] if self.stages else [graph.order, graph.depth_first_order]
-        if self.stages:
-            orders = [_staged_order(problem)]
+        finite = np.isfinite(level.time_s)
+        time = np.where(finite, level.time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
         if self.limit.shape[1] == 1:
-            finite = np.isfinite(level.time_s)
             speed = 1.0 / np.maximum(np.where(finite, level.time_s, time[:, None]).sum(axis=0), 1e-30)
-            for order in orders:
-                crossing = seeds.crossing_seconds(problem, order, self.link)
+            for order, crossing in zip(self.orders, self.crossings, strict=True):
                 for slack in SLACKS if self.grown else SLACKS[:1]:
                     yield self._legal(seeds.contiguous(time, order, crossing, speed, slack * self.eps))
-        for order in () if self.stages else orders:
+        for order in () if self.stages else self.orders:
             yield self._legal(seeds.streamed(level, order, self.limit, self.room, self.link))
-        if not self.stages and problem.num_groups > 1:
+        if not self.stages and len(level.band) > 1:
             for _ in range(self.grown):
                 yield self.grow(rng)
 
     def _legal(self, part: NDArray[np.int32], level: Level | None = None) -> NDArray[np.int32]:
         """Vertices that may not sit where a seed put them go to the device of the row with the least time for them."""
+        if self.stages:
+            return in_order(self.level, part, [self.problem.devices[d].name for d in self.row])
         time_s = self.level.time_s if level is None else level.time_s
         barred = ~np.isfinite(time_s[np.arange(len(part)), part])
         part = part.copy()
@@ -246,24 +253,3 @@ def _fair_loads(level: Level, bands: int) -> NDArray[np.float64]:
     np.add.at(total, level.band, np.where(finite, level.time_s, mean[:, None]))
     fair: NDArray[np.float64] = 1.0 / (1.0 / np.maximum(total, 1e-30)).sum(axis=1)
     return fair
-
-
-def _staged_order(problem: Problem) -> NDArray[np.int32]:
-    """int32 [G], groups so that forward ops read from earlier groups; groups on a common cycle stand together."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    groups = problem.num_groups
-    a, b = forward_pairs(problem)
-    _, part = connected_components(coo_array((np.ones(len(a)), (a, b)), shape=(groups, groups)), connection="strong")
-    order = group_graph(problem).order
-    # Components by first member, so that the topological order of components follows the order of groups.
-    first = {int(c): i for i, c in enumerate(dict.fromkeys(part[order].tolist()))}
-    part = np.array([first[int(c)] for c in part], dtype=np.int64)
-    apart = part[a] != part[b]
-    ranked, _ = topological_order(part[a][apart], part[b][apart], len(first))
-    place = np.empty(len(first), dtype=np.int64)
-    place[ranked] = np.arange(len(first))
-    position = np.empty(groups, dtype=np.int64)
-    position[order] = np.arange(groups)
-    return np.lexsort((position, place[part])).astype(np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rlplace.errors import InfeasibleError
 from rlplace.plan import PlacementPlan
 from rlplace.planners.compiler.partition import partition
 from rlplace.planners.evaluate import Assignment
@@ -52,9 +53,12 @@ def family(
     """Partitions on given devices that differ in bands and allowed imbalance; arguments as those of `partition`."""
     large = problem.num_groups > LARGE_GROUPS
     for bands, eps in ((1, 0.05), (1, 0.3)) if stages else balances(problem.num_groups, len(devices)):
-        found = partition(
-            problem, devices, eps=eps, bands=bands, objective=objective, stages=stages, seed=seed, starts=0 if large else 2
-        )
+        try:
+            found = partition(
+                problem, devices, eps=eps, bands=bands, objective=objective, stages=stages, seed=seed, starts=0 if large else 2
+            )
+        except InfeasibleError:  # these devices cannot be stages in this order; others may
+            return
         yield found.device_of_group
         if len(devices) == 1:
             return

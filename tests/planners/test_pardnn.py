@@ -199,6 +199,11 @@ def test_long_primaries_are_cut_into_chunks():
     assert max(shares) < 0.5
 
 
+def test_chains_of_groups_leave_primaries_without_nodes():
+    problem = random_problem(1, 500, 8, shape="chain", memory_factor=2.0)
+    assert get_planner("pardnn")(problem).predicted["feasible"]
+
+
 def test_bad_options():
     problem = random_problem(0, 6, 2)
     with pytest.raises(InputError, match="did you mean 'both'"):

@@ -101,7 +101,9 @@ def spans(graph: NodeGraph, clusters: Clusters) -> tuple[NDArray[np.float64], ND
     np.maximum.at(last_parent, graph.target, finish[graph.source])
     first_child = np.full(graph.num_nodes, float((finish).max(initial=0.0)))
     np.minimum.at(first_child, graph.source, clusters.top_s[graph.target])
-    head, tail = clusters.member[clusters.member_ptr[:-1]], clusters.member[clusters.member_ptr[1:] - 1]
+    # Primaries may have lost all their nodes; what they get then is never looked at.
+    last = graph.num_nodes - 1
+    head, tail = clusters.member[np.minimum(clusters.member_ptr[:-1], last)], clusters.member[clusters.member_ptr[1:] - 1]
     return last_parent[head], first_child[tail]
 
 

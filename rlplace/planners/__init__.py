@@ -51,6 +51,9 @@ ONE_SHOT = ("single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_
 NEEDS_SPLIT = frozenset({"bipartition"})
 """Planners that place forward and backward passes apart and so take `rlplace.cost.split.split_backward(problem)`."""
 
+NEEDS_SHARDING = frozenset({"pase"})
+"""Planners that cut ops and so take a problem of `rlplace.price(graph, cluster, level="op", sharding=True)`."""
+
 Planner = Callable[..., "PlacementPlan"]
 
 
@@ -93,4 +96,4 @@ def run_planner(name: str, problem: Problem, *, seed: int = 0, time_limit_s: flo
     return PlannerRun(plan, time.perf_counter() - start_s, counter.calls)
 
 
-__all__ = ["NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "run_planner"]
+__all__ = ["NEEDS_SHARDING", "NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "run_planner"]

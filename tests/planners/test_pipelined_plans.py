@@ -3,13 +3,13 @@
 import pytest
 
 from rlplace.errors import InputError
-from rlplace.planners import PLANNERS, get_planner
+from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, PLANNERS, get_planner
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 
 @pytest.mark.parametrize("schedule", ["list", "1f1b"])
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", [name for name in PLANNERS if name not in NEEDS_SHARDING | NEEDS_SPLIT])
 def test_the_plan_carries_its_execution_and_its_prediction_holds(name, schedule):
     problem = random_problem(5, 14, 3, shape="layered", unlike=True)
     options = {"calls": 60} if name in ("annealing", "local_search", "agent") else {}

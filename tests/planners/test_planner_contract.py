@@ -17,10 +17,13 @@ from rlplace.simulator import simulate
 
 SEARCH = ("annealing", "local_search", "brkga")
 PIPELINES = ("pipedream", "gpipe", "bipartition")
-CLASSICAL = ("random", *PIPELINES, "compiler", "pardnn", *ONE_SHOT, "m_sct", "accelerate", "best", *SEARCH)
+EXACT = ("cp_sat", "dlplacer")
+CLASSICAL = ("random", *PIPELINES, "compiler", "pardnn", *ONE_SHOT, "m_sct", "accelerate", "best", *SEARCH, *EXACT)
 
 
 def options_of(name, calls=60):
+    if name in EXACT:
+        return {"effort": 0.05}
     return {"calls": calls} if name in SEARCH else {"samples": 8} if name == "random" else {}
 
 

@@ -13,8 +13,11 @@ from typing import Any
 
 from rlplace.planners.dlplacer.program import Program
 
-MAX_PAIRS = 20_000
-"""With more pairs of transfers, or of tasks, than this the program is left as it is."""
+MAX_PAIRS = 4_000
+"""With more pairs of transfers than this, the program lets them pass each other."""
+
+MAX_REASONS = 20_000
+"""With more pairs of tasks, or of transfers, than this, the program lets them wait."""
 
 _Route = tuple[int, int, int]
 
@@ -40,7 +43,7 @@ def start_at_once(program: Program) -> bool:
         Whether the program, which must have contention, is small enough.
     """
     sharing = _sharing(program)
-    if max(len(sharing), program.instance.num_tasks**2) > MAX_PAIRS:
+    if max(len(sharing), program.instance.num_tasks**2) > MAX_REASONS:
         return False
     for task in range(program.instance.num_tasks):
         if program.instance.occupies[task]:

@@ -129,10 +129,10 @@ def _tensors(problem: Problem, node_of_group: NDArray[np.int32], part: NDArray[n
             found.setdefault((producer, owner, tuple(sorted(outside))), []).append(tensor)
     sent = transfer_seconds(problem)
     rows: list[Row] = []
-    for (producer, owner, readers), tensors in found.items():
+    for (producer, owner, outside_readers), tensors in found.items():
         table = None
         if len(tensors) > 1 or tensors[0] in problem.tensor_transfer_s:
             table = sent[tensors].sum(axis=0)
             table[~np.isfinite(table)] = 0.0  # no link: never used
-        rows.append((producer, owner, int(problem.tensor_bytes[tensors].sum()), readers, table))
+        rows.append((producer, owner, int(problem.tensor_bytes[tensors].sum()), outside_readers, table))
     return rows

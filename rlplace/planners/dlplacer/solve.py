@@ -21,8 +21,8 @@ _STAGES = ((False, 0.4), (True, 0.6))
 """Whether searches take turns, and the share of the limits: conflict-driven search alone is better on some programs, the
 portfolio with its neighbourhood searches on others."""
 
-EFFORT = 60.0
-"""Default limit in the solver's deterministic seconds; on a slow core one of them takes about a second."""
+EFFORT = 20.0
+"""Default limit in the solver's deterministic seconds; one of them takes from one to some ten seconds on a core, by program."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +74,14 @@ def solve(program: Program, *, hint: Timeline | None, seed: int, effort: float, 
         effort: Limit in deterministic seconds.
         time_limit_s: Limit in seconds, inf for none.
     """
-    cp_model = solver_library()
+    solver_library()  # a clear error where it is missing
+    from ortools.sat.python import cp_model
+
     if hint is not None:
         add_hint(program, hint)
     solutions: list[Solution] = []
 
-    class Keep(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
+    class Keep(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
             solutions.append(_read(program, self.value, self.boolean_value))
 

@@ -55,7 +55,8 @@ def main() -> None:
         large() if args.large else rates()
         return
     names = args.planners.split(",")
-    run_planner("best", random_problem(0, 8))  # compiles
+    for name in {"best", *names}:  # compiles
+        run_planner(name, random_problem(0, 8), **({"calls": 8} if name in SEARCH else {}))
     rows: dict[str, list[tuple[float, float, int, float]]] = {name: [] for name in names}
     floor_calls = 0
     for problem in problems(args.groups):
@@ -109,7 +110,8 @@ def rates() -> None:
 
 
 def large() -> None:
-    run_planner("best", random_problem(0, 8))
+    for name in ("best", *OTHERS):
+        run_planner(name, random_problem(0, 8))  # compiles
     for devices in (4, 8):
         problem = random_problem(1, 1_667, devices, memory_factor=1.6)
         for name in (*ONE_SHOT, *OTHERS, "best"):

@@ -9,8 +9,10 @@ Journal on Computing 18(2), 1989.
 
 Departures: a whole group (forward, backward and update) is placed when its first op is; room is counted by footprint
 (resident bytes plus saved activations) instead of Baechi's replay of allocations, the exact peak is checked by simulation;
-transfers queue for the problem's channels instead of one channel per device; candidates differ in the number of devices and
-in the share of memory that may be planned (all of it, or 85 %).
+transfers queue for the problem's channels instead of one channel per device; when inputs can be on a device is estimated when
+an op becomes ready, and again only when it is taken, while Baechi renews the estimate with every transfer; ties go by priority
+instead of topological order; candidates differ in the number of devices and in the share of memory that may be planned (all of
+it, or 85 %).
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ class AssistedRun(MovingRun):
             running = self.running[here]
             planned = self.planned_s[running][here]
             start = max(self.now, self.start[running] + planned)
+            rest = start - self.now
             for op in sorted(self.ready[here], key=self.rank.__getitem__)[:LOOKS]:
                 stays = start
                 start += self.planned_s[op][here]
@@ -142,7 +143,7 @@ class AssistedRun(MovingRun):
                 if arrives + self.planned_s[op][to] >= start - margin:
                     continue
                 more = sum(self.planned_s[t][to] for t in (op, *self.followers[op]))
-                if self.left_s[to] + more >= self.left_s[here]:
+                if self.left_s[to] + more >= self.left_s[here] + rest:
                     continue
                 gain = self.delivered_s(op, here, start) - self.delivered_s(op, to, arrives + self.planned_s[op][to])
                 if self.followers[op]:  # gradients will take the way that inputs and results take now

@@ -19,30 +19,6 @@ from rlplace.simulator import simulate
 from rlplace.simulator.stages import forward_stage_links
 
 
-def captured(spec):
-    import torch
-
-    import rlplace
-    from rlplace.zoo.load import load_model
-
-    torch.set_num_threads(1)
-    model = load_model(spec, batch=32, seq=128)
-    graph = rlplace.capture(model.module, model.example_inputs, loss=model.loss)
-    return rlplace.price(graph, "a100-80g:4", groups=120, name=spec)
-
-
-@pytest.fixture(scope="module")
-def graphs():
-    """The five graphs of the checks below: two generated, two convolutional ones with branches, one transformer."""
-    return [
-        random_problem(1, 120, 4, shape="layered", width=8),
-        random_problem(1, 120, 4, shape="branchy", width=8),
-        captured("zoo:inception"),
-        captured("zoo:nasnet"),
-        captured("hf:gpt2,n_layer=4"),
-    ]
-
-
 def sent_seconds(problem, devices):
     """All transfers of a plan one after another, straight from the problem."""
     total = 0.0
@@ -121,7 +97,7 @@ def edge_cut(nets, devices):
     return float(nets.fixed_s[devices[nets.source] != reader].sum())
 
 
-def test_cuts_are_no_larger_than_metis_at_equal_imbalance(graphs):
+def test_cuts_are_no_larger_than_metis_at_equal_imbalance(compiler_graphs):
     """On METIS's own objective, the weight of cut edges, and on the seconds that are truly sent.
 
     METIS may end above the imbalance that it was given; then we are given as much as it took, and never more.
@@ -130,7 +106,7 @@ def test_cuts_are_no_larger_than_metis_at_equal_imbalance(graphs):
         random_problem(seed, groups, devices, shape=shape)
         for seed, groups, devices, shape in ((2, 200, 4, "layered"), (2, 200, 4, "branchy"), (1, 100, 4, "chain"))
     ]
-    for problem in [*graphs, *others]:
+    for problem in [*compiler_graphs, *others]:
         graph, count = group_graph(problem), problem.num_devices
         part = metis_partition(problem, graph.mean_time_s, np.ones(count) / count, 50, 0)
         took = float(loads(problem, part).max()) / (graph.mean_time_s.sum() / count) - 1.0
@@ -145,10 +121,10 @@ def test_cuts_are_no_larger_than_metis_at_equal_imbalance(graphs):
 
 
 @pytest.mark.parametrize("microbatches", [1, 8])
-def test_combined_objective_beats_cut_and_balance_alone(graphs, microbatches):
+def test_combined_objective_beats_cut_and_balance_alone(compiler_graphs, microbatches):
     """Simulated makespan on all four devices; every objective may choose among the same bands and imbalances."""
     wins = []
-    for problem in graphs:
+    for problem in compiler_graphs:
         step = {
             objective: min(
                 simulate(problem, devices, microbatches=microbatches).step_time_s
@@ -171,8 +147,8 @@ def test_stages_follow_one_another(seed):
     assert free.cut_s <= found.cut_s * (1 + 1e-9) or free.imbalance < found.imbalance
 
 
-def test_stages_of_captured_graphs_follow_one_another(graphs):
-    for problem in graphs[2:]:
+def test_stages_of_captured_graphs_follow_one_another(compiler_graphs):
+    for problem in compiler_graphs[2:]:
         found = partition(problem, stages=True, eps=0.2)
         # The tied embedding of gpt2 is read at both ends, so that nearly all of it must stay on one device.
         assert len(set(found.device_of_group.tolist())) == 4 or "gpt2" in problem.name

@@ -50,7 +50,7 @@ def movable(
         weights = np.where(problem.weight_bytes >= 0, problem.weight_bytes, problem.resident_bytes)
         gradients = np.where(problem.gradient_bytes >= 0, problem.gradient_bytes, problem.resident_bytes)
         latency, inverse = finite_links(problem)
-        both = ((latency + latency.T)[devices] + weights[:, None] * inverse[devices] + gradients[:, None] * inverse.T[devices])
+        both = (latency + latency.T)[devices] + weights[:, None] * inverse[devices] + gradients[:, None] * inverse.T[devices]
         cost = cost + np.where((weights > 0)[:, None], both, 0.0)
         may = np.ones(problem.num_groups, dtype=bool)
     else:

@@ -20,16 +20,26 @@ from rlplace.planners import run_planner
 from rlplace.planners.pardnn.baselines import critical_path_first, linear_clustering
 from rlplace.planners.pardnn.emulator import fifo
 from rlplace.planners.pardnn.memory import consumption, reduce_peaks
-from rlplace.planners.pardnn.models import MODELS, word_rnn, wrn
+from rlplace.planners.pardnn.models import MODELS, char_crn, trn, word_rnn, wrn
 from rlplace.planners.pardnn.nodegraph import measures, op_graph
 from rlplace.planners.pardnn.planner import place_clusters
 from rlplace.planners.pardnn.slicing import slice_graph
+from rlplace.planners.pardnn.tape import Chip
 from rlplace.planners.repair import repair
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 MAX_BATCH = 1 << 16
+
+SMALL = Chip(memory_bytes=(32 << 30) // 10), Chip(memory_bytes=(32 << 30) // 8)
+BATCH_BUILDS: dict[str, Callable[[int, int], Problem]] = {
+    "word_rnn": word_rnn,
+    "char_crn": char_crn,
+    "wrn": lambda batch, count: wrn(batch, count, units=10, small=1.0, chip=SMALL[0]),
+    "trn": lambda batch, count: trn(batch, count, layers=6, small=3.0, vocabulary=1_000, chip=SMALL[1]),
+}
+"""Models whose largest batch is looked for; the deep ones with a tenth of their depth or memory, or a little more."""
 
 
 def graphs(names: list[str]) -> None:
@@ -155,7 +165,7 @@ def batches(names: list[str], counts: list[int]) -> None:
         for count in [1, *counts]:
             best: tuple[int, float] | None = None
             while batch <= MAX_BATCH:
-                step = _fits(MODELS[name].build(batch, count))
+                step = _fits(BATCH_BUILDS[name](batch, count))
                 if step is None:
                     break
                 best, batch = (batch, step), 2 * batch

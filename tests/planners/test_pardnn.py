@@ -199,6 +199,15 @@ def test_long_primaries_are_cut_into_chunks():
     assert max(shares) < 0.5
 
 
+def test_chunks_keep_backward_ops_beside_their_forward_ops():
+    problem = random_problem(5, 40, 4, shape="chain")
+    graph = op_graph(problem, range(4))
+    chunks = cut_long_primary(graph, slice_graph(graph))
+    forward, backward = chunks.cluster[0:120:3], chunks.cluster[1:120:3]
+    assert len(set(forward.tolist())) >= 3
+    assert (forward == backward).mean() > 0.7
+
+
 def test_chains_of_groups_leave_primaries_without_nodes():
     problem = random_problem(1, 500, 8, shape="chain", memory_factor=2.0)
     assert get_planner("pardnn")(problem).predicted["feasible"]

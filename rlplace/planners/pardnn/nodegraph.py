@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.planners.groupgraph import finite_links, group_graph
-from rlplace.problem import Problem
+from rlplace.problem import FORWARD, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,7 @@ class NodeGraph:
         source, target: int32 [E].
         cost_s: float64 [E], latency and transfer of the edge between two devices (mean over the links in use).
         footprint_bytes: float64 [V], what a group keeps (`rlplace.planners.groupgraph`), at its heaviest node.
+        backward: bool [V], ops after the forward pass; nothing in a graph of groups.
         distance: float64 [K, K], transfer time of a mean tensor between two devices relative to the mean over all pairs; 1
             off the diagonal where links are equal, 0 on it.
         parcel: int64 [E]; edges of one number carry the same tensor, which goes to a device once.
@@ -49,6 +50,7 @@ class NodeGraph:
     parcel: NDArray[np.int64]
     footprint_bytes: NDArray[np.float64]
     distance: NDArray[np.float64]
+    backward: NDArray[np.bool_]
 
     @property
     def num_nodes(self) -> int:
@@ -102,7 +104,9 @@ def op_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     for number, matrix in problem.tensor_transfer_s.items():
         cost[number] = _mean_off_diagonal(matrix[np.ix_(devices, devices)])
     order = np.concatenate([np.arange(ops, len(group)), problem.topological_order]).astype(np.int32)
-    return _graph(problem, devices, group, time_s, order, maker[tensor], problem.consumers, cost[tensor], tensor)
+    backward = np.zeros(len(group), dtype=bool)
+    backward[:ops] = problem.op_phase > FORWARD
+    return _graph(problem, devices, group, time_s, order, maker[tensor], problem.consumers, cost[tensor], tensor, backward)
 
 
 def folded_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
@@ -118,9 +122,9 @@ def folded_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     total = np.bincount(inverse_key, weights=cost, minlength=len(key))
     source, target = key // max(problem.num_groups, 1), key % max(problem.num_groups, 1)
     group = np.arange(problem.num_groups, dtype=np.int32)
-    return _graph(
-        problem, devices, group, graph.time_s[:, list(devices)], graph.order, source, target, total, np.arange(len(key))
-    )
+    backward = np.zeros(problem.num_groups, dtype=bool)
+    times = graph.time_s[:, list(devices)]
+    return _graph(problem, devices, group, times, graph.order, source, target, total, np.arange(len(key)), backward)
 
 
 def _graph(
@@ -133,6 +137,7 @@ def _graph(
     target: NDArray,
     cost: NDArray,
     parcel: NDArray,
+    backward: NDArray[np.bool_],
 ) -> NodeGraph:
     finite = np.isfinite(time_s)
     weight = np.where(finite, time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
@@ -152,6 +157,7 @@ def _graph(
         parcel=parcel.astype(np.int64),
         footprint_bytes=footprint,
         distance=_distance(problem, devices),
+        backward=backward,
     )
 
 

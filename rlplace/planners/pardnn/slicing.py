@@ -131,7 +131,8 @@ def cut_long_primary(graph: NodeGraph, clusters: Clusters) -> Clusters:
     """Gives every short primary a contiguous chunk of the longest one, for thin graphs that must spread their memory.
 
     A primary is short when it has less than half of the longest one's work divided by the number of primaries. Chunks are
-    equal shares of the longest primary's work, cut from its end; the longest keeps the first share.
+    equal shares of the forward work of the longest primary, each with the same share of its backward work from the end on, so
+    that activations are saved where they are read; the longest keeps the first share.
     """
     count = len(graph.devices)
     cluster = clusters.cluster.copy()
@@ -142,8 +143,13 @@ def cut_long_primary(graph: NodeGraph, clusters: Clusters) -> Clusters:
     if not short:
         return clusters
     nodes = graph.order[cluster[graph.order] == longest]
-    done = np.cumsum(graph.weight_s[nodes]) - 0.5 * graph.weight_s[nodes]
-    share = np.minimum((done / weight[longest] * (len(short) + 1)).astype(np.int64), len(short))
+    share = np.zeros(len(nodes), dtype=np.int64)
+    for backward in (False, True):
+        part = np.flatnonzero(graph.backward[nodes] == backward)
+        seconds = graph.weight_s[nodes[part]]
+        done = (np.cumsum(seconds) - 0.5 * seconds) / max(float(seconds.sum()), 1e-30)
+        done = 1.0 - done if backward else done
+        share[part] = np.clip((done * (len(short) + 1)).astype(np.int64), 0, len(short))
     cluster[nodes] = np.array([longest, *short], dtype=np.int32)[share]
     return finish_clusters(graph, cluster, count, clusters.num_clusters + count - clusters.primaries)
 

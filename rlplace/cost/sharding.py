@@ -77,9 +77,9 @@ def _held(graph: OpGraph, parameter_group: NDArray[np.int32], tensor_owner: NDAr
         update = readers[graph.op_phase[readers] == UPDATE].tolist()
         if graph.tensor_role[tensor] == INPUT:
             if tensor_owner[tensor] >= 0:
-                held.append(
-                    Held(f"input {tensor}", int(tensor_owner[tensor]), int(graph.tensor_bytes[tensor]), 0, 0, axes, access)
-                )
+                size_bytes = int(graph.tensor_bytes[tensor])
+                item = Held(f"input {tensor}", int(tensor_owner[tensor]), size_bytes, 0, 0, axes, access, is_input=True)
+                held.append(item)
             continue
         index = int(graph.tensor_parameter[tensor])
         record = graph.parameters[index]

@@ -53,6 +53,7 @@ class Held:
         axes: Sizes of its axes.
         access: Forward op that reads it to names, one an axis; a reader without names needs the whole.
         update: Op that updates it, -1 without one.
+        is_input: An input of the model: its first axis runs along the samples.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Held:
     axes: tuple[int, ...]
     access: Mapping[int, Names]
     update: int = -1
+    is_input: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +157,7 @@ def sharding_to_dict(found: Sharding) -> dict[str, Any]:
                 "name": item.name, "group": item.group, "axes": list(item.axes), "access": _names_to_dict(item.access),
                 "weight_bytes": item.weight_bytes, "gradient_bytes": item.gradient_bytes,
                 "optimizer_bytes": item.optimizer_bytes, "update": item.update if item.update >= 0 else None,
+                "input": item.is_input,
             }
             for item in found.held
         ],
@@ -180,7 +183,7 @@ def sharding_from_dict(data: Any, dims: Mapping[int, Mapping[str, int]], devices
     tensors = _rows(data["tensors"], {"tensor", "axes", "access"}, "sharding.tensors")
     held = _rows(
         data["held"],
-        {"name", "group", "axes", "access", "weight_bytes", "gradient_bytes", "optimizer_bytes", "update"},
+        {"name", "group", "axes", "access", "weight_bytes", "gradient_bytes", "optimizer_bytes", "update", "input"},
         "sharding.held",
     )
     sums = _rows(data.get("statistics", []), {"op", "sums"}, "sharding.statistics")
@@ -203,6 +206,7 @@ def sharding_from_dict(data: Any, dims: Mapping[int, Mapping[str, int]], devices
                 axes=_sizes(row["axes"]),
                 access=_access(row["access"]),
                 update=-1 if row["update"] is None else _whole(row["update"], "update"),
+                is_input=row["input"] is True,
             )
             for row in held
         ),

@@ -137,7 +137,7 @@ def batch_dims(problem: Problem) -> dict[int, str]:
             pending.append(op)
 
     for item in sharding.held:
-        if item.update < 0 and item.gradient_bytes == 0 and item.axes and item.axes[0] == problem.samples_per_microbatch:
+        if item.is_input and item.axes and item.axes[0] == problem.samples_per_microbatch:
             for op, names in item.access.items():
                 reach(op, names[0])
     while pending:

@@ -58,7 +58,8 @@ def pase(
         **execution: As for all planners, but shards exclude micro-batches and schedules.
 
     Returns:
-        A plan with `shards` (without, where one device is fastest), all groups on device 0.
+        A plan with `shards` (without, where one device is fastest), all groups on device 0. ``predicted["pase"]`` says what its
+        strategy was searched with, and which numbers of devices were too many for the search (`skipped`, with the reason).
 
     Raises:
         InputError: The problem does not say how its ops can be cut, fixes groups, or an option does not apply.
@@ -75,8 +76,9 @@ def pase(
     deadline, evaluator = Deadline(time_limit_s), Evaluator(problem)
     best: _Found | None = None
     nearest: _Found | None = None
-    for shards in _strategies(problem, most, gradient_prices):
-        found = _simulate(problem, shards, seed, evaluator)
+    skipped: dict[str, str] = {}
+    for what, shards in _strategies(problem, most, gradient_prices, skipped):
+        found = _simulate(problem, shards, seed, evaluator, what)
         if found.line.feasible and (best is None or found.step_s < best.step_s):
             best, deadline.secured = found, True
         if nearest is None or found.overflow < nearest.overflow:
@@ -85,7 +87,13 @@ def pase(
             break
     if best is None:
         for price in _MEMORY_PRICES:
-            found = _simulate(problem, _search(problem, most, gradient_prices[0], price), seed, evaluator)
+            try:
+                shards = _search(problem, most, gradient_prices[0], price)
+            except InputError as error:
+                skipped[str(most)] = str(error)
+                break
+            what = {"devices": most, "gradient_price": gradient_prices[0], "memory_price_s_per_byte": price}
+            found = _simulate(problem, shards, seed, evaluator, what)
             if nearest is None or found.overflow < nearest.overflow:
                 nearest = found
             if found.line.feasible:
@@ -95,11 +103,13 @@ def pase(
                 break
     if best is None:
         _refuse(problem, nearest)
-    return best.plan.with_predicted(best.line.predicted(problem))
+    report = {**best.what, **({"skipped": skipped} if skipped else {})}
+    return best.plan.with_predicted({**best.line.predicted(problem), "pase": report})
 
 
 @dataclass(frozen=True, eq=False)
 class _Found:
+    what: Mapping[str, Any]
     plan: PlacementPlan
     line: Timeline
     overflow: float
@@ -109,18 +119,27 @@ class _Found:
         return float("inf") if self.line.step_time_s is None else self.line.step_time_s
 
 
-def _strategies(problem: Problem, most: int, prices: tuple[float, ...]) -> Iterator[Shards]:
-    """Different strategies: all devices first, then powers of two below, one device last."""
+def _strategies(
+    problem: Problem, most: int, prices: tuple[float, ...], skipped: dict[str, str]
+) -> Iterator[tuple[dict[str, Any], Shards]]:
+    """Different strategies and what they were searched with: all devices first, then powers of two below, one device last.
+
+    Numbers of devices for which the search refuses the graph as too large are noted in `skipped`.
+    """
     counts = [most, *(1 << power for power in range(most.bit_length() - 1, 0, -1) if 1 << power < most)]
     seen: list[Shards] = []
     for count in counts:
         for price in prices:
-            shards = _search(problem, count, price)
+            try:
+                shards = _search(problem, count, price)
+            except InputError as error:
+                skipped[str(count)] = str(error)
+                break
             if shards not in seen:
                 seen.append(shards)
-                yield shards
+                yield {"devices": count, "gradient_price": price}, shards
     if {} not in seen:
-        yield {}
+        yield {"devices": 1}, {}
 
 
 def _search(problem: Problem, devices: int, gradient_price: float, memory_price: float = 0.0) -> Shards:
@@ -128,13 +147,13 @@ def _search(problem: Problem, devices: int, gradient_price: float, memory_price:
     return shards_of(problem, graph, solve(graph, devices, machine=machine_of(problem, devices)))
 
 
-def _simulate(problem: Problem, shards: Shards, seed: int, evaluator: Evaluator) -> _Found:
+def _simulate(problem: Problem, shards: Shards, seed: int, evaluator: Evaluator, what: Mapping[str, Any]) -> _Found:
     plan = make_plan(problem, np.zeros(problem.num_groups, dtype=np.int32), planner="pase", seed=seed, shards=shards or None)
     evaluator.count()
     line = simulate(problem, plan)
     reserved = np.array([device.reserved_bytes for device in problem.devices], dtype=np.float64)
     over = np.maximum(line.peak_memory_bytes - problem.memory_limit_bytes - reserved, 0.0)
-    return _Found(plan, line, float(over.sum()) if line.step_time_s is not None else float("inf"))
+    return _Found(what, plan, line, float(over.sum()) if line.step_time_s is not None else float("inf"))
 
 
 def _refuse(problem: Problem, nearest: _Found | None) -> NoReturn:

@@ -9,8 +9,7 @@ consumer is its producer's favorite child, whose input then need not travel, and
     sum over the consumers j of i of x_ij >= consumers - 1  (at most one favorite child)
     sum over the producers i of j of x_ij >= producers - 1  (favorite of at most one)
 
-An optimum leaves x open on every edge that does not delay the end. A small second term of the objective settles those:
-transfers that are avoided count, the longer the better.
+An optimum leaves x open on edges that do not delay the end; there the solver's vertex decides.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from numpy.typing import NDArray
 
 THRESHOLD = 0.5
 """Edges with x up to this are favorites."""
-
-_SECOND = 1e-4
-"""Weight of all transfers together relative to the makespan's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +109,6 @@ def _solve(
         (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(height, edges + nodes + 1)
     )
     cost = np.zeros(edges + nodes + 1)
-    total = float(transfer.sum())
-    if total > 0:
-        cost[:edges] = _SECOND * transfer / total
     cost[-1] = 1.0
     upper = np.full(edges + nodes + 1, np.inf)
     upper[:edges] = 1.0

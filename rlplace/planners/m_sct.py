@@ -10,12 +10,12 @@ algorithm is Hanen, Munier, "An approximation algorithm for scheduling dependent
 communication delays", ETFA 1995. The program, rounding at 0.5, the last writer that wins and the awake device are those of
 Baechi's published code.
 
-Departures: a second, tiny term of the objective settles the edges that the makespan leaves open; colliding favorites are
-written with the smallest x last; edges within a group are free and no favorites; the program covers the ops that place their
-group (forward ops, and all ops of groups without one), since backward and update ops follow (Baechi's co-located gradients);
-above `MAX_NODES` of them, or when the solver runs out of time, it covers a contracted graph of consecutive runs of ops, of
-which the last op that feeds the favorite run keeps it. Memory, channels and ties are as in `m_etf`. Candidates differ in the
-number of devices and in the share of memory that may be planned. Merging an op into its only consumer is left to the groups.
+Departures: colliding favorites are written with the smallest x last; edges within a group are free and no favorites; the
+program covers the ops that place their group (forward ops, and all ops of groups without one), since backward and update ops
+follow (Baechi's co-located gradients); above `MAX_NODES` of them, or when the solver runs out of time, it covers a contracted
+graph of consecutive runs of ops, of which the last op that feeds the favorite run keeps it. Memory, channels and ties are as in
+`m_etf`. Candidates differ in the number of devices and in the share of memory that may be planned. Merging an op into its only
+consumer is left to the groups.
 """
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ def favorites(problem: Problem, *, max_nodes: int = MAX_NODES, time_limit_s: flo
         pair, which = np.unique(first * nodes + second, return_inverse=True)
         carried = np.bincount(which, weights=transfer, minlength=len(pair))
         apart = pair // nodes != pair % nodes
-        bound = np.zeros(len(pair), dtype=bool)
-        bound[:] = True
+        bound = np.ones(len(pair), dtype=bool)
         bound[which[group[source] != group[target]]] = False
         left_s = None if end_s is None else max(0.02, (end_s - time.monotonic()) / 2)
         found = favorite_children(
@@ -128,7 +127,6 @@ def favorites(problem: Problem, *, max_nodes: int = MAX_NODES, time_limit_s: flo
         if found is not None:
             chosen = (found.child[first] == second) & (first != second) & (group[source] != group[target])
             # Later edges overwrite earlier ones: the last op of a run that feeds the favorite run keeps it.
-            result[ops[source[chosen]]] = -1
             taken = np.full(nodes, -1, dtype=np.int64)
             taken[first[chosen]] = np.flatnonzero(chosen)
             edges = taken[taken >= 0]

@@ -181,7 +181,8 @@ def _evaluate(search: Search, known: dict[bytes, float], plans: NDArray[np.int32
 def _ranking(value: NDArray[np.float64], plans: NDArray[np.int32]) -> NDArray[np.int64]:
     """Rows from best to worst; of equal plans all but the first come last."""
     seen: set[bytes] = set()
-    ranked, again = [], []
+    ranked: list[int] = []
+    again: list[int] = []
     for row in np.argsort(value, kind="stable").tolist():
         text = plans[row].tobytes()
         (again if text in seen else ranked).append(row)

@@ -15,6 +15,7 @@ An optimum leaves x open on edges that do not delay the end; there the solver's 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,10 +90,10 @@ def _solve(
     scale = float(np.mean(time)) or float(np.mean(transfer)) if edges else float(np.mean(time))
     scale = scale if scale > 0 else 1.0
     edge, node = np.arange(edges), np.arange(nodes)
-    rows = [edge, edge, edge, edges + node, edges + node]
-    columns = [edge, edges + source, edges + target, edges + node, np.full(nodes, edges + nodes)]
-    values = [transfer / scale, np.ones(edges), -np.ones(edges), np.ones(nodes), -np.ones(nodes)]
-    right = [-time[source] / scale, -time / scale]
+    rows: list[NDArray[Any]] = [edge, edge, edge, edges + node, edges + node]
+    columns: list[NDArray[Any]] = [edge, edges + source, edges + target, edges + node, np.full(nodes, edges + nodes)]
+    values: list[NDArray[Any]] = [transfer / scale, np.ones(edges), -np.ones(edges), np.ones(nodes), -np.ones(nodes)]
+    right: list[NDArray[Any]] = [-time[source] / scale, -time / scale]
     height = edges + nodes
     for end in (source, target):
         degree = np.bincount(end[free], minlength=nodes)

@@ -90,7 +90,7 @@ def leading_edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32
     for number, matrix in problem.tensor_transfer_s.items():
         seconds[number] = matrix[off].mean() if off.any() else 0.0
     pair, which = np.unique(source * len(ops) + target, return_inverse=True)
-    transfer = np.bincount(which, weights=seconds[tensor], minlength=len(pair))
+    transfer: NDArray[np.float64] = np.bincount(which, weights=seconds[tensor], minlength=len(pair)).astype(np.float64)
     return ops, (pair // max(len(ops), 1)).astype(np.int32), (pair % max(len(ops), 1)).astype(np.int32), transfer
 
 
@@ -120,8 +120,9 @@ def favorites(problem: Problem, *, max_nodes: int = MAX_NODES, time_limit_s: flo
         bound = np.ones(len(pair), dtype=bool)
         bound[which[group[source] != group[target]]] = False
         left_s = None if end_s is None else max(0.02, (end_s - time.monotonic()) / 2)
+        length = np.bincount(run, weights=mean, minlength=nodes).astype(np.float64)
         found = favorite_children(
-            np.bincount(run, weights=mean, minlength=nodes), (pair // nodes)[apart].astype(np.int32),
+            length, (pair // nodes)[apart].astype(np.int32),
             (pair % nodes)[apart].astype(np.int32), carried[apart], bound=bound[apart], time_limit_s=left_s,
         )  # fmt: skip
         if found is not None:

@@ -4,7 +4,7 @@ Random numbers come from SplitMix64 (Steele, Lea, Flood, 2014): one word of stat
 """
 
 # Compiled functions take their types from their arguments.
-# mypy: disable-error-code="no-untyped-def, assignment"
+# mypy: disable-error-code="no-untyped-def, assignment, operator"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

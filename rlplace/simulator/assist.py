@@ -1,25 +1,29 @@
 """Run-time scheduling assistants, simulated: idle devices take queued ops from busy ones when costs drift from the plan.
 
 The idea of hardware that helps the compiler to adjust the split at run time is of Tavarageri, Sridharan, Kaul, "Automatic Model
-Parallelism for Deep Neural Networks with Compiler and Hardware Support", arXiv 1906.08168, 2019. Of that paper only the abstract
-was at hand; the rules below are a reconstruction, not the paper's.
+Parallelism for Deep Neural Networks with Compiler and Hardware Support", arXiv 1906.08168, 2019. Of that paper only the
+abstract was at hand; the rules below are a reconstruction, not the paper's.
 
-The step runs under the rules of DESIGN section 4, with actual times. Each device has an assistant, which knows what a device can
-know: the plan and its compile-time timeline, what is queued where, what has ended, what runs and since when, and which transfers
-are under way. It never sees an actual time before the task has ended.
+The step runs under the rules of DESIGN section 4, at actual times. Each device has an assistant, which knows what a device can
+know: the plan and its compile-time timeline, what is queued where, what has ended, what runs and since when, and which
+transfers are under way. It never sees an actual time before the task has ended. Transfers take what was planned.
 
-1. An idle device asks the others for an op that is movable, ready on a busy device and not moved before. It takes the one with the
-   largest gain, if that is above a margin: the time at which the op's results are expected where they are read, if it stays
-   (planned rest of the running task, planned times of what is queued before it, its own), minus the same if it moves (transfers
-   of its inputs behind those that wait for the same channels, its own planned time there).
-2. It takes an op only if its device's planned peak, or the peak so far where that is higher, leaves room for everything that
-   moved ops bring along: inputs, outputs, temporaries, weights and gradients. Bytes count once and are never given back.
-3. The backward ops of the op's group that read one of its inputs or outputs (what the forward op saved) follow it. A backward op
-   may be taken by itself and then pays for what was saved like for any other input.
-4. The owner of parameters is the group's own device. Ops of such groups only move with `move_weights`: the weights are sent
-   when the first op of the group moves to a device, the gradient is sent back for the update, which stays. Groups that other
-   groups read parameters of, fixed groups, updates and collectives never move.
-5. Results stay where they are made; readers elsewhere, on the old device too, get them by ordinary transfers.
+1. An idle device looks for an op that is movable, queued (ready) on a busy device and not moved before, among the first 16 of
+   each queue. It takes the one of largest gain, if that is above a margin: when the op's results are expected where they are
+   read, if it stays (planned rest of the running task, planned times of what is queued before it, its own), minus the same if
+   it moves (transfers of its inputs, behind those that wait for the same channels, and its planned time there).
+2. The backward ops of the op's group that read one of its inputs or outputs (what the forward op saved) follow it. What the
+   move adds to transfers counts twice then, because gradients take the same ways. A backward op may be taken by itself; it
+   pays for what was saved like for any other input.
+3. A device takes nothing that leaves it with more planned work than the other device keeps.
+4. With `only_late`, only ops that are expected to start later than planned are taken, by more than the margin. At planned times
+   no op ever is: all that is queued before it has a higher priority and ran before it in the plan, too.
+5. It takes an op only if its device's planned peak, or the peak so far where that is higher, leaves room for everything that
+   moved ops bring along: inputs, outputs, temporaries, weights and gradients. Bytes of a move count for the rest of the step.
+6. The owner of parameters is the group's planned device. Ops of such groups only move with `move_weights`: the weights are sent
+   whenever the new device does not have them, the gradient is sent back for the update, which stays. Groups whose parameters
+   other groups read, fixed groups, updates and collectives never move, and devices without a link to some other take nothing.
+7. Results stay where they are made; readers elsewhere, on the old device too, get them by ordinary transfers.
 """
 
 from __future__ import annotations
@@ -91,6 +95,7 @@ def simulate_assisted(
         margin_s: Least gain that is worth a move; default the latency of the link from the op's device to the idle one.
         actual_time_s: float64 [N, D], what ops really take; default as planned.
         move_weights: Ops of groups with parameters may move too, and their weights and gradients are sent.
+        only_late: Take only what is late, which leaves a step that goes as planned alone; False: whatever gains.
         priority: float [N], default the plan's or `default_priority`.
 
     Raises:

@@ -56,11 +56,10 @@ class AssistedRun(MovingRun):
         self.steals: list[Steal] = []
         self.pending = [-1] * planned.num_devices  # op that a device has taken and not started
         self.mobile = mobile_ops(planned, movable, move_weights)
+        self.assisted = any(self.mobile)
         self.allowed = planned.group_allowed.tolist()
         self.moved = [False] * planned.num_ops
-        self.rooms: list[float] = [math.inf] * planned.num_devices
-        self.planned_start: list[float] | None = None
-        self.followers = saved_readers(planned, self.inputs, self.outputs, self.readers) if any(self.mobile) else []
+        self.followers = saved_readers(planned, self.inputs, self.outputs, self.readers) if self.assisted else []
         linked = planned.links.bandwidth_bytes_per_s > 0
         np.fill_diagonal(linked, True)
         self.thieves = [d for d in range(planned.num_devices) if linked[d].all() and linked[:, d].all()]
@@ -68,7 +67,7 @@ class AssistedRun(MovingRun):
         self.left_s = [0.0] * planned.num_devices  # planned times of what has not started
         for op, device in enumerate(self.device):
             self.left_s[device] += self.planned_s[op][device]
-        if any(self.mobile):
+        if self.assisted:
             line = ReferenceRun(planned, self.tasks, device_of_group, priority, None, "list", None)
             line.run()
             self.planned_start = line.start
@@ -78,9 +77,8 @@ class AssistedRun(MovingRun):
 
     def start_tasks(self) -> None:
         super().start_tasks()
-        if not any(self.mobile):
+        if not self.assisted:
             return
-        queues: dict[int, list[tuple[int, float]]] = {}
         changed = False
         for device in self.thieves:
             op = self.pending[device]
@@ -137,7 +135,7 @@ class AssistedRun(MovingRun):
                 margin = self.margin_s
                 if margin is None:
                     margin = float(self.planned.links.latency_s[here, to])
-                if self.only_late and self.planned_start is not None and stays <= self.planned_start[op] + margin:
+                if self.only_late and stays <= (self.planned_start[op] + margin) * (1 + 1e-9):  # sums are rounded
                     continue
                 arrives = self.arrival_s(op, to)
                 if arrives + self.planned_s[op][to] >= start - margin:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlplace.planners import get_planner
-from rlplace.planners.compiler.movable import move_costs, movable, prepare_assistants
+from rlplace.planners.compiler.movable import movable, move_costs, prepare_assistants
 from rlplace.problem.generate import random_problem
 from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import default_priority, simulate
@@ -48,8 +48,8 @@ def test_assistants_recover_half_of_what_planning_anew_would(compiler_graphs):
 def test_assistants_do_not_slow_what_goes_as_planned(compiler_graphs):
     others = [
         random_problem(
-            seed, 60, 2 + seed % 3, shape=("layered", "branchy")[seed % 2], width=8, unlike=seed % 3 == 0, training=seed % 4 != 0,
-            comm_ratio=(0.3, 2.0)[seed % 5 == 0],
+            seed, 60, 2 + seed % 3, shape=("layered", "branchy")[seed % 2], width=8, unlike=seed % 3 == 0,
+            training=seed % 4 != 0, comm_ratio=(0.3, 2.0)[seed % 5 == 0],
         )
         for seed in range(8)
     ]  # fmt: skip

@@ -1,18 +1,16 @@
 """The assisted simulation: equal to the ordinary one when nothing moves, and consistent when ops do."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
-from rlplace.errors import InputError
-from rlplace.plan import make_plan
-from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
+from rlplace.problem import UPDATE
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import default_priority, simulate
 from rlplace.simulator.assist import simulate_assisted
-from rlplace.simulator.assist_rule import AssistedRun, mobile_ops
+from rlplace.simulator.assist_rule import AssistedRun
 from rlplace.simulator.timeline import resident_by_device
 
 
@@ -65,7 +63,7 @@ def check_consistent(problem, devices, found, actual):
     for device in range(problem.num_devices):  # one task at a time
         mine = [op for op in alone if line.device_of_op[op] == device and seconds[op] > 0]
         order = sorted(mine, key=lambda op: line.start_s[op])
-        for a, b in zip(order, order[1:], strict=False):
+        for a, b in itertools.pairwise(order):
             assert line.end_s[a] <= line.start_s[b] + 1e-12
     arrivals = {}  # (tensor, device) -> moments from which a copy is there
     for op in range(problem.num_ops):
@@ -103,8 +101,9 @@ def check_consistent(problem, devices, found, actual):
 def test_ops_that_move_keep_the_rules(seed, move_weights):
     shape = ("layered", "branchy")[seed % 2]
     problem = random_problem(
-        seed, 40, 2 + seed % 3, shape=shape, width=6, unlike=seed % 5 == 0, hosts=1 + (seed % 4 == 3), null_fraction=0.1 * (seed % 2),
-        memory_factor=(None, 1.6)[seed % 2], comm_ratio=(0.1, 1.0)[seed % 3 == 0], shared_parameters=seed % 2,
+        seed, 40, 2 + seed % 3, shape=shape, width=6, unlike=seed % 5 == 0, hosts=1 + (seed % 4 == 3),
+        null_fraction=0.1 * (seed % 2), memory_factor=(None, 1.6)[seed % 2], comm_ratio=(0.1, 1.0)[seed % 3 == 0],
+        shared_parameters=seed % 2,
     )  # fmt: skip
     devices = np.array([np.flatnonzero(row)[(7 * g) % row.sum()] for g, row in enumerate(problem.group_allowed)])
     actual = drifted(problem, seed)

@@ -1,9 +1,9 @@
 """Compiler-driven partition of a training step, with run-time scheduling assistants.
 
 Paper: Tavarageri, Sridharan, Kaul, "Automatic Model Parallelism for Deep Neural Networks with Compiler and Hardware Support",
-arXiv 1906.08168, 2019. No implementation of it is public, and only its abstract was at hand. From the abstract: a compiler models
-compute and communication costs of the training graph; heuristics cut the graph so that devices trade little and have equal
-loads; hardware *scheduling assistants* are proposed that help the compiler to adjust the split at run time.
+arXiv 1906.08168, 2019. No implementation of it is public, and only its abstract was at hand. From the abstract: a compiler
+models compute and communication costs of the training graph; heuristics cut the graph so that devices trade little and have
+equal loads; hardware *scheduling assistants* are proposed that help the compiler to adjust the split at run time.
 
 Everything else is a reconstruction, not the paper's:
 
@@ -11,7 +11,9 @@ Everything else is a reconstruction, not the paper's:
 * `seeds`: contiguous pieces of a topological order, each cut where least crosses near its aim (and streamed bands).
 * `coarsen`, `fm`: vertices of one device are fused step by step, and on the way back single moves and swaps lower the cut while
   loads stay within 1 + eps of their fair shares and footprints within memory (gain buckets, locked vertices, best prefix).
-* `movable`: which groups the assistants may move, because moving them costs next to nothing.
+* `staging`: the same with devices as stages of a pipeline, forward ops reading from earlier stages only.
+* `movable`: which groups the assistants may move, because moving them costs next to nothing, and a rehearsal of the assisted
+  step at planned times that decides how freely they may act.
 * `planner`: the planner `compiler`; candidates differ in devices, imbalance and bands, and the simulator picks.
 
 The assistants themselves are simulated in `rlplace.simulator.assist`. They observe running steps, so a plan does not hold their

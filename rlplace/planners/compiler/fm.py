@@ -15,7 +15,7 @@ from numba import njit
 _KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
 
-BUCKETS = 4096
+BUCKETS = 512
 """Gain buckets on each side of zero."""
 
 LOOKS = 24
@@ -157,7 +157,8 @@ def refine(
     held = np.zeros((len(source), devices), dtype=np.int32)
     load, used = np.zeros(limit.shape), np.zeros(devices)
     cut, excess = state(
-        part, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, latency, inverse, limit, room, held, load, used
+        part, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, latency, inverse, limit, room, held, load,
+        used,
     )  # fmt: skip
     gain, near = np.zeros((vertices, devices)), np.zeros((vertices, devices), dtype=np.bool_)
     largest = 0.0

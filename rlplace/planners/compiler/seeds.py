@@ -1,7 +1,8 @@
 """Where refinement starts: contiguous pieces of a topological order, streamed bands, or plain balance.
 
-Bands cut the step into parts of equal work by when groups can start: with W bands, every device gets its share of each, so that
-all have work at all times. One band asks for equal totals only, which a row of stages satisfies although its devices take turns.
+Bands cut the step into parts of equal work by when groups can start: with W bands, every device gets its share of each, so
+that all have work at all times. One band asks for equal totals only, which a row of stages satisfies although its devices take
+turns.
 """
 
 # Compiled functions take their types from their arguments.
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlplace.planners.compiler.nets import Level
 from rlplace.planners.groupgraph import group_graph
-from rlplace.planners.oparrays import by_rank, op_arrays
+from rlplace.planners.oparrays import op_arrays
 from rlplace.problem import Problem
 
 _KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
@@ -105,7 +106,7 @@ def crossing_seconds(problem: Problem, order: NDArray[np.int32], link: tuple[flo
 def streamed(
     level: Level, order: NDArray[np.int32], limit: NDArray[np.float64], room: NDArray[np.float64], link: tuple[float, float]
 ) -> NDArray[np.int32]:
-    """int32 [G]: each vertex in turn goes where most of its traffic with earlier ones is, of the cells that have room for it."""
+    """int32 [G]: each vertex in turn goes where most of its traffic with earlier ones is, of the cells with room for it."""
     nets = level.nets
     seconds = nets.count * link[0] + nets.size_bytes * link[1] + nets.fixed_s
     part = np.full(len(order), -1, dtype=np.int32)
@@ -155,7 +156,7 @@ def _stream(
 
 
 def balanced_loads(level: Level, limit: NDArray[np.float64], room: NDArray[np.float64]) -> NDArray[np.int32]:
-    """int32 [G]: longest first, each vertex on the device of its band that then has the smallest load; traffic is not looked at."""
+    """int32 [G]: longest first, each vertex on the device that then has the smallest load in its band; traffic is ignored."""
     zero = np.zeros((0,))
     mean = np.where(np.isfinite(level.time_s), level.time_s, 0.0).sum(axis=1)
     order = np.argsort(-mean, kind="stable").astype(np.int32)

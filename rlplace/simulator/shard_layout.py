@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 
 from rlplace.problem.sharding import Names
@@ -34,7 +35,7 @@ class Split:
     parts: tuple[tuple[str, int], ...]
     first: int
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Parts in all."""
         return prod(parts for _, parts in self.parts)
@@ -44,22 +45,9 @@ class Split:
         """Where the parts run."""
         return range(self.first, self.first + self.count)
 
-    def boxes(self, names: Names, axes: Sequence[int]) -> dict[int, Box]:
+    def boxes(self, names: Names, axes: Sequence[int]) -> Boxes:
         """The piece of a tensor that each part runs along."""
-        position = {name: index for index, (name, _) in enumerate(self.parts)}
-        counts = [parts for _, parts in self.parts]
-        found: dict[int, Box] = {}
-        for device, coordinates in zip(self.devices, itertools.product(*map(range, counts)), strict=True):
-            box = []
-            for name, size in zip(names, axes, strict=True):
-                if name in position:
-                    width = size // counts[position[name]]
-                    low = coordinates[position[name]] * width
-                    box.append((low, low + width))
-                else:
-                    box.append((0, size))
-            found[device] = tuple(box)
-        return found
+        return _boxes(self.parts, self.first, names, tuple(axes))
 
     def sums(self, names: Names, axes: Sequence[int], among: Container[str] | None = None) -> list[tuple[int, ...]]:
         """Devices whose parts of an output with these names are summands of one sum; empty where nothing is to be summed.
@@ -75,6 +63,24 @@ class Split:
         alike = [(name, parts) for name, parts in self.parts if name not in names and among is not None and name not in among]
         boxes = self.boxes((*names, *(name for name, _ in alike)), (*axes, *(parts for _, parts in alike)))
         return peers(boxes)
+
+
+@lru_cache(maxsize=1 << 14)  # layers repeat
+def _boxes(cut: tuple[tuple[str, int], ...], first: int, names: Names, axes: tuple[int, ...]) -> Boxes:
+    position = {name: index for index, (name, _) in enumerate(cut)}
+    counts = [parts for _, parts in cut]
+    found: dict[int, Box] = {}
+    for device, coordinates in enumerate(itertools.product(*map(range, counts)), first):
+        box = []
+        for name, size in zip(names, axes, strict=True):
+            if name in position:
+                width = size // counts[position[name]]
+                low = coordinates[position[name]] * width
+                box.append((low, low + width))
+            else:
+                box.append((0, size))
+        found[device] = tuple(box)
+    return found
 
 
 def volume(box: Box) -> int:

@@ -31,7 +31,7 @@ from rlplace.problem.sharding import Held, Names, gradient_sums
 from rlplace.simulator.lowering import lower
 from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from rlplace.simulator.shard_build import Builder
-from rlplace.simulator.shard_layout import Box, Boxes, Piece, Split, ordered, pieces, volume
+from rlplace.simulator.shard_layout import Boxes, Piece, Split, ordered, pieces, volume
 
 
 def lower_shards(problem: Problem, plan: PlacementPlan) -> tuple[Problem, NDArray[np.int32]]:
@@ -266,7 +266,7 @@ class _Lowering:
 
     # What groups hold
 
-    def _home_boxes(self, item: Held) -> dict[int, Box]:
+    def _home_boxes(self, item: Held) -> Boxes:
         """Which piece of a held item lies where: what the first op of its group that reads it needs, else the first op."""
         readers = sorted(item.access, key=lambda op: (self.problem.op_group[op] != item.group, op))
         if not readers:

@@ -111,7 +111,7 @@ def test_published_strategy_for_large_layers(classifier):
     first, second, third = (strategy.parts[f"{index}/linear{suffix}"] for index, suffix in ((0, ""), (2, "_1"), (4, "_2")))
     assert all(parts.get("m", 1) < 4 for parts in (first, second, third))
     assert first.get("n", 1) == second.get("k", 1) and second.get("n", 1) == third.get("k", 1)
-    shards = shards_of(classifier, graph, strategy)
+    shards = shards_of(classifier, strategy)
     assert step_s(classifier, shards) < 0.5 * step_s(classifier, data_parallel(classifier, 4))
 
 
@@ -163,7 +163,7 @@ def test_a_price_on_memory_cuts_weights(gpt):
     def largest(price):
         graph = layer_graph(gpt, 4, gradient_price=0.0, memory_price=price)
         plan = make_plan(gpt, np.zeros(gpt.num_groups, dtype=np.int32), planner="hand",
-                         shards=shards_of(gpt, graph, solve(graph, 4, machine=machine_of(gpt, 4))))  # fmt: skip
+                         shards=shards_of(gpt, solve(graph, 4, machine=machine_of(gpt, 4))))  # fmt: skip
         return max(simulate(gpt, plan).peak_memory_bytes)
 
     assert largest(1e-9) < largest(0.0)

@@ -15,9 +15,9 @@ lower, since they overlap with the backward pass.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -78,15 +78,6 @@ def sharding_of(problem: Problem) -> Sharding:
     return problem.sharding
 
 
-@dataclass
-class _Vertex:
-    """Ops that share a configuration: the leader's dimensions, and those of each op by the leader's names."""
-
-    leader: int
-    names: dict[int, dict[str, str]] = field(default_factory=dict)
-    terms: list[Term] = field(default_factory=list)
-
-
 def layer_graph(
     problem: Problem, devices: int | None = None, gradient_price: float = 1.0, memory_price: float = 0.0
 ) -> LayerGraph:
@@ -105,19 +96,15 @@ def layer_graph(
     return _Layers(problem, problem.num_devices if devices is None else devices, gradient_price, memory_price).graph()
 
 
-def shards_of(problem: Problem, graph: LayerGraph, strategy: Strategy) -> dict[str, dict[str, int]]:
+def shards_of(problem: Problem, strategy: Strategy) -> dict[str, dict[str, int]]:
     """The strategy as the `shards` of a plan, for every op of every layer that is cut."""
-    vertices, _ = _cluster(problem, sharding_of(problem))
-    of_leader = {problem.op_names[vertex.leader]: vertex for vertex in vertices}
+    leaders, members = _cluster(problem, sharding_of(problem))
     found: dict[str, dict[str, int]] = {}
-    for layer in graph.layers:
-        parts = strategy.parts[layer.name]
-        if not parts:
-            continue
-        for op, names in of_leader[layer.ops[0]].names.items():
-            cut = {own: parts[name] for own, name in names.items() if parts.get(name, 1) > 1}
-            if cut:
-                found[problem.op_names[op]] = cut
+    for op, member in members.items():
+        parts = strategy.parts[problem.op_names[leaders[member.layer]]]
+        cut = {own: parts[name] for own, name in member.names.items() if parts.get(name, 1) > 1}
+        if cut:
+            found[problem.op_names[op]] = cut
     return found
 
 
@@ -161,8 +148,25 @@ def data_parallel(problem: Problem, devices: int) -> dict[str, dict[str, int]]:
     }
 
 
-def _cluster(problem: Problem, sharding: Sharding) -> tuple[list[_Vertex], dict[int, _Vertex]]:
-    """Forward ops by vertex, in order of leaders."""
+@dataclass(frozen=True)
+class _Member:
+    """An op of a layer, and its dimensions by the names of the layer's first op."""
+
+    layer: int
+    names: dict[str, str]
+
+
+_KEPT: WeakKeyDictionary[Problem, tuple[list[int], dict[int, _Member]]] = WeakKeyDictionary()
+
+
+def _cluster(problem: Problem, sharding: Sharding) -> tuple[list[int], dict[int, _Member]]:
+    """The first op of every layer, and the layer of every op that belongs to one; kept with the problem."""
+    if problem not in _KEPT:
+        _KEPT[problem] = _clustered(problem, sharding)
+    return _KEPT[problem]
+
+
+def _clustered(problem: Problem, sharding: Sharding) -> tuple[list[int], dict[int, _Member]]:
     inputs: dict[int, list[int]] = {}
     for tensor, access in sharding.access.items():
         maker = int(problem.tensor_producer[tensor])
@@ -171,38 +175,44 @@ def _cluster(problem: Problem, sharding: Sharding) -> tuple[list[_Vertex], dict[
                 if op != maker and problem.op_phase[op] == FORWARD:
                     inputs.setdefault(op, []).append(tensor)
     with_backward = set(sharding.follows.values())
-    vertices: list[_Vertex] = []
-    of: dict[int, _Vertex] = {}
+    leaders: list[int] = []
+    members: dict[int, _Member] = {}
+    longest = np.nanmax(problem.time_s, axis=1)
     for op in problem.topological_order.tolist():
-        if problem.op_phase[op] != FORWARD or (np.nanmax(problem.time_s[op]) == 0.0 and op not in with_backward):
+        if problem.op_phase[op] != FORWARD or (longest[op] == 0.0 and op not in with_backward):
             continue
         dims = sharding.dims.get(op, {})
-        joined = False
-        for tensor in sorted(inputs.get(op, ()), key=lambda t: (-int(problem.tensor_bytes[t]), t)):
+        found: _Member | None = None
+        for tensor in sorted(inputs.get(op, ()), key=lambda t: (-int(problem.tensor_bytes[t]), t)) if dims else ():
             maker = int(problem.tensor_producer[tensor])
-            if maker not in of or not dims:
+            if maker not in members:
                 continue
-            names = of[maker].names[maker]
-            access = sharding.access[tensor]
+            names, access = members[maker].names, sharding.access[tensor]
             pairs = {
                 own: names[theirs] for own, theirs in zip(access[op], access[maker], strict=True) if own and theirs in names
             }
-            if len(pairs) == len(dims) == len(set(pairs.values())) == len(sharding.dims.get(of[maker].leader, {})):
-                of[op] = of[maker]
-                of[op].names[op] = pairs
-                joined = True
+            leader = leaders[members[maker].layer]
+            if len(pairs) == len(dims) == len(set(pairs.values())) == len(sharding.dims.get(leader, {})):
+                found = _Member(members[maker].layer, pairs)
                 break
-        if not joined:
-            of[op] = _Vertex(op, {op: {name: name for name in dims}})
-            vertices.append(of[op])
-    return vertices, of
+        if found is None:
+            found = _Member(len(leaders), {name: name for name in dims})
+            leaders.append(op)
+        members[op] = found
+    return leaders, members
 
 
 class _Layers:
     def __init__(self, problem: Problem, devices: int, gradient_price: float, memory_price: float) -> None:
         self.problem, self.sharding = problem, sharding_of(problem)
         self.gradient_price, self.memory_price = gradient_price, memory_price
-        self.vertices, self.of = _cluster(problem, self.sharding)
+        self.leaders, self.of = _cluster(problem, self.sharding)
+        self.terms: list[list[Term]] = [[] for _ in self.leaders]
+        self.sizes = [self.sharding.dims.get(leader, {}) for leader in self.leaders]
+        self.members: list[list[int]] = [[] for _ in self.leaders]
+        for op, member in self.of.items():
+            self.members[member.layer].append(op)
+        self.along_outputs: dict[int, frozenset[str]] = {}
         self.makes: dict[int, list[int]] = {}
         for tensor, maker in enumerate(problem.tensor_producer.tolist()):
             self.makes.setdefault(maker, []).append(tensor)
@@ -220,9 +230,8 @@ class _Layers:
             self.fixed = np.minimum(fixed.max(axis=1), self.seconds)
 
     def graph(self) -> LayerGraph:
-        index = {id(vertex): number for number, vertex in enumerate(self.vertices)}
-        for op, vertex in self.of.items():
-            self._work(op, vertex)
+        for op in self.of:
+            self._work(op)
         for tensor in self.sharding.access:
             self._sums(tensor)
         for op, sums in self.sharding.statistics.items():
@@ -231,45 +240,43 @@ class _Layers:
                     for _ in range(1 + self._has_backward(op)):
                         self._reduce(op, names, size_bytes)
         self._weights()
-        layers = tuple(self._layer(vertex) for vertex in self.vertices)
-        edges = [
-            edge for tensor in sorted(self.sharding.access) for edge in self._edges(tensor, lambda op: index[id(self.of[op])])
-        ]
+        layers = tuple(self._layer(number) for number in range(len(self.leaders)))
+        edges = [edge for tensor in sorted(self.sharding.access) for edge in self._edges(tensor)]
         return LayerGraph(self.problem.name, layers, tuple(edges))
 
-    def _layer(self, vertex: _Vertex) -> Layer:
-        sizes = self.sharding.dims.get(vertex.leader, {})
-        dims = tuple(Dim(name, size) for name, size in sizes.items()) or (Dim("whole", 1, False),)
-        kind = "" if self.problem.op_kind is None else self.problem.op_kind[vertex.leader]
-        names = tuple(self.problem.op_names[op] for op in vertex.names)
-        return Layer(names[0], kind, dims, tuple(_merged(vertex.terms)), ops=names)
+    def _layer(self, number: int) -> Layer:
+        dims = tuple(Dim(name, size) for name, size in self.sizes[number].items()) or (Dim("whole", 1, False),)
+        kind = "" if self.problem.op_kind is None else self.problem.op_kind[self.leaders[number]]
+        names = tuple(self.problem.op_names[op] for op in self.members[number])
+        return Layer(names[0], kind, dims, tuple(_merged(self.terms[number])), ops=names)
 
     def _names(self, op: int, names: Names) -> tuple[str, ...]:
         """An op's names as the leader calls them, those of no dimension left out."""
-        known = self.of[op].names[op]
+        known = self.of[op].names
         return tuple(known[name] for name in names if name)
 
     def _has_backward(self, op: int) -> bool:
         return op in self.followers
 
-    def _work(self, op: int, vertex: _Vertex) -> None:
+    def _work(self, op: int) -> None:
+        member = self.of[op]
+        dims, size = tuple(member.names.values()), prod(self.sizes[member.layer].values())
         for part in (op, *self.followers.get(op, ())):
             rest = float(self.seconds[part] - self.fixed[part])
-            dims = tuple(vertex.names[op].values())
-            size = prod(self.sharding.dims.get(vertex.leader, {}).values())
-            vertex.terms.append(Work(float(self.fixed[part]) * FLOP_PER_S, ()))
-            vertex.terms.append(Work(rest * FLOP_PER_S / size, dims))
+            self.terms[member.layer].append(Work(float(self.fixed[part]) * FLOP_PER_S, ()))
+            self.terms[member.layer].append(Work(rest * FLOP_PER_S / size, dims))
 
     def _reduce(self, op: int, names: Names, size_bytes: float, *, gradient: bool = False, price: float = 1.0) -> None:
         """An all-reduce of bytes that are indexed by some dimensions of an op, over the others that it sums over."""
-        vertex = self.of[op]
-        dims = self._names(op, names)
-        summed = gradient_sums(self.sharding, op, self.makes) if gradient else vertex.names[op]
-        over = tuple(name for own, name in vertex.names[op].items() if own in summed and name not in dims)
+        member, dims = self.of[op], self._names(op, names)
+        if gradient and op not in self.along_outputs:
+            self.along_outputs[op] = gradient_sums(self.sharding, op, self.makes)
+        summed = self.along_outputs[op] if gradient else member.names
+        over = tuple(name for own, name in member.names.items() if own in summed and name not in dims)
         if over and size_bytes > 0:
-            sizes = self.sharding.dims[vertex.leader]
-            vertex.terms.append(AllReduce(price * size_bytes / WORD_BYTES / prod(sizes[name] for name in dims), dims, over))
-            vertex.terms.append(Exchange(price * self.latency_words, (), over))
+            sizes, terms = self.sizes[member.layer], self.terms[member.layer]
+            terms.append(AllReduce(price * size_bytes / WORD_BYTES / prod(sizes[name] for name in dims), dims, over))
+            terms.append(Exchange(price * self.latency_words, (), over))
 
     def _sums(self, tensor: int) -> None:
         """Partial sums that the producer of a tensor leaves."""
@@ -290,13 +297,13 @@ class _Layers:
                 continue
             home = min(readers, key=lambda op: (self.problem.op_group[op] != item.group, op))
             dims = self._names(home, item.access[home])
-            size = prod(self.sharding.dims[self.of[home].leader][name] for name in dims)
+            size = prod(self.sizes[self.of[home].layer][name] for name in dims)
             price = self.memory_price * (item.weight_bytes + item.gradient_bytes + item.optimizer_bytes)
             if item.update >= 0:
                 price += float(self.seconds[item.update])
-            self.of[home].terms.append(Work(price * FLOP_PER_S / size, dims))
+            self.terms[self.of[home].layer].append(Work(price * FLOP_PER_S / size, dims))
 
-    def _edges(self, tensor: int, number: Callable[[int], int]) -> list[LayerEdge]:
+    def _edges(self, tensor: int) -> list[LayerEdge]:
         maker = int(self.problem.tensor_producer[tensor])
         access, axes = self.sharding.access[tensor], self.sharding.axes[tensor]
         if maker not in self.of or maker not in access:
@@ -304,17 +311,16 @@ class _Layers:
         factor = self.problem.tensor_bytes[tensor] / WORD_BYTES / prod(axes)
         found: dict[tuple[int, Layout], LayerEdge] = {}
         for op, names in access.items():
-            if op in self.of and self.of[op] is not self.of[maker]:
+            if op in self.of and self.of[op].layer != self.of[maker].layer:
                 source, target = self._layout(maker, access[maker]), self._layout(op, names)
                 ways = 2.0 if self._has_backward(op) and self._has_backward(maker) else 1.0
-                found.setdefault(
-                    (number(op), target),
-                    LayerEdge(number(maker), number(op), axes, source, target, ways * float(factor), ways * self.startup_words),
-                )
+                ends = self.of[maker].layer, self.of[op].layer
+                edge = LayerEdge(*ends, axes, source, target, ways * float(factor), ways * self.startup_words)
+                found.setdefault((ends[1], target), edge)
         return list(found.values())
 
     def _layout(self, op: int, names: Names) -> Layout:
-        known = self.of[op].names[op]
+        known = self.of[op].names
         return tuple((known[name],) if name else () for name in names)
 
 

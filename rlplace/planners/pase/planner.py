@@ -144,7 +144,7 @@ def _strategies(
 
 def _search(problem: Problem, devices: int, gradient_price: float, memory_price: float = 0.0) -> Shards:
     graph = layer_graph(problem, devices, gradient_price=gradient_price, memory_price=memory_price)
-    return shards_of(problem, graph, solve(graph, devices, machine=machine_of(problem, devices)))
+    return shards_of(problem, solve(graph, devices, machine=machine_of(problem, devices)))
 
 
 def _simulate(problem: Problem, shards: Shards, seed: int, evaluator: Evaluator, what: Mapping[str, Any]) -> _Found:

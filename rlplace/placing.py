@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan, check_plan
-from rlplace.planners import get_planner
+from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
 from rlplace.problem import Problem
 
 if TYPE_CHECKING:
@@ -98,6 +98,10 @@ def place(
     ).plan  # fmt: skip
 
 
+CUT = "cut"
+"""Level of pricing: op by op, with the dimensions along which ops can be cut."""
+
+
 @dataclass(frozen=True, eq=False)
 class Placed:
     """A plan and the problem that it solves.
@@ -123,13 +127,15 @@ class Priced:
         first: The problem as given, at task level.
         samples: The only micro-batch size there is, None where any can be priced.
         graph_of: The graph for a micro-batch size; None when only a problem was given.
-        build: Prices a graph at a level.
+        build: Prices a graph at level "task", "op", or `CUT`: op by op, with what planners that cut ops need.
+        level: What is placed, "task" or `CUT`.
     """
 
     first: Problem
     samples: int | None
     graph_of: Callable[[int], OpGraph] | None = None
     build: Callable[[OpGraph, str], Problem] | None = None
+    level: str = "task"
     _kept: dict[int, Problem] = field(default_factory=dict)
 
     @staticmethod
@@ -157,12 +163,28 @@ class Priced:
         """
         return _priced(whole, None, _Graphs(whole, capture_at), cluster, pricing)
 
+    def prepared_for(self, planner: str) -> Priced:
+        """The same for a planner that wants the backward of groups apart, or ops that can be cut; else as it is."""
+        if planner in NEEDS_SHARDING and self.build is not None and self.graph_of is not None:
+            graph = self.graph_of(self.first.samples_per_microbatch)
+            return dataclasses.replace(self, first=self.build(graph, CUT), level=CUT, _kept={})
+        if planner in NEEDS_SPLIT:
+            from rlplace.cost.split import split_backward
+            from rlplace.planners.bipartition.layers import is_split
+
+            if is_split(self.first):
+                return self
+            inner = self.build
+            build = None if inner is None else lambda graph, level: split_backward(inner(graph, level))
+            return dataclasses.replace(self, first=split_backward(self.first), build=build, _kept={})
+        return self
+
     def at(self, samples: int) -> Problem:
-        """The problem at task level for a micro-batch of so many samples."""
+        """The problem for a micro-batch of so many samples."""
         if samples == self.first.samples_per_microbatch or self.build is None or self.graph_of is None:
             return self.first
         if samples not in self._kept:
-            problem = self.build(self.graph_of(samples), "task")
+            problem = self.build(self.graph_of(samples), self.level)
             if self.samples is None and problem.samples_per_microbatch != samples:
                 raise InputError(
                     f"global_batch: the model was asked for a batch of {samples} samples and has one of "
@@ -178,7 +200,8 @@ def _priced(
     from rlplace.cost.price import price
 
     def build(graph: OpGraph, level: str) -> Problem:
-        return price(graph, cluster, level=level, **pricing)
+        how = {"level": "op", "sharding": True} if level == CUT else {"level": level}
+        return price(graph, cluster, **how, **pricing)
 
     return Priced(build(first, "task"), samples, graph_of, build)
 
@@ -226,6 +249,7 @@ def plan_priced(
     function = get_planner(planner)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InputError(f"seed: expected a whole number from 0 up, found {show(seed)}")
+    priced = priced.prepared_for(planner)
     if global_batch is None and batch_curve is None:
         return priced.first, function(priced.first, seed=seed, time_limit_s=time_limit_s, **options)
     from rlplace.planners.strategy.choices import MAX_GLOBAL_BATCH
@@ -241,16 +265,20 @@ def plan_priced(
     fixed = sorted({"microbatches", "schedule"} & set(options))
     if fixed:
         raise InputError(f"{given} chooses {' and '.join(fixed)} itself; leave one of them out")
+    if planner in NEEDS_SHARDING:
+        raise InputError(f"planner {planner} cuts the ops of one batch over all devices; leave {given} out and set the batch")
     return place_strategies(
         priced.at, first=priced.first, global_batch=global_batch, curve=batch_curve, samples=priced.samples, planner=planner,
         seed=seed, time_limit_s=time_limit_s, **options,
     )  # fmt: skip
 
 
-def place_priced(priced: Priced, **arguments: Any) -> Placed:
+def place_priced(priced: Priced, *, planner: str = "agent", **arguments: Any) -> Placed:
     """`plan_priced`, and its answer simulated op by op where the graph is known."""
-    problem, plan = plan_priced(priced, **arguments)
-    if priced.build is None or priced.graph_of is None:
+    get_planner(planner)
+    priced = priced.prepared_for(planner)
+    problem, plan = plan_priced(priced, planner=planner, **arguments)
+    if priced.build is None or priced.graph_of is None or plan.shards:  # cut ops are simulated one by one already
         return Placed(problem, plan, None, None)
     graph = priced.graph_of(problem.samples_per_microbatch)
     op_problem = priced.build(graph, "op")

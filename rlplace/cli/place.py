@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 import numpy as np
@@ -117,13 +118,15 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
     for index, device in enumerate(problem.devices):
         limit = device.memory_bytes
         share = "-" if limit is None else f"{100 * peaks[index] / limit:.1f} %"
-        rows.append(
-            [device.name, device.kind or "-", str(int(counts[index])), gigabytes(peaks[index]), gigabytes(limit), share]
-        )
+        groups = "-" if plan.shards else str(counts[index])
+        rows.append([device.name, device.kind or "-", groups, gigabytes(peaks[index]), gigabytes(limit), share])
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
     if predicted.get("strategies"):
         show_strategies(predicted["strategies"])
+    if plan.shards:
+        cut = [math.prod(dims.values()) for dims in plan.shards.values()]
+        print(f"{sum(parts > 1 for parts in cut)} of {problem.num_ops} ops are cut, into up to {max(cut)} parts")
     print(f"planner {plan.planner}, problem {problem.name}, executor {predicted['executor']}, simulated")
     samples = problem.samples_per_microbatch
     print(

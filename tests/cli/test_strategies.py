@@ -103,3 +103,17 @@ def test_what_was_not_tried_is_told():
     text = "\n".join(explain([entry, late]))
     assert "chosen: pipeline, 2 devices, 2 micro-batches" in text
     assert "not tried for lack of time: 1" in text
+
+
+@pytest.mark.parametrize(("planner", "told"), [("pase", "ops are cut, into up to"), ("bipartition", "planner bipartition")])
+def test_planners_that_need_another_view_of_the_problem_get_it(capsys, tmp_path, planner, told):
+    plan_file = tmp_path / "p.plan.json"
+    arguments = ["place", GPT2, "--cluster", "a100-80g:2", "--seq", "64", "--granularity", "30", "--planner", planner]
+    code, out, _ = run(capsys, *arguments, "--out", str(plan_file))
+    assert code == 0 and told in out
+    assert json.loads(plan_file.read_text())["predicted"]["feasible"]
+
+
+def test_a_planner_that_cuts_one_batch_takes_no_global_batch(capsys):
+    code, _, err = run(capsys, "place", GPT2, "--cluster", "a100-80g:2", "--seq", "64", "--planner", "pase", "--global-batch", "16")
+    assert code == 2 and "leave a global batch out and set the batch" in err

@@ -30,7 +30,6 @@ from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.simulator.priority import default_priority
 from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
-from rlplace.simulator.shards import is_sharded, lower_shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +79,9 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
 
 def lower_plan(problem: Problem, plan: PlacementPlan) -> Expanded:
     """`expand` without checks and without a fingerprint."""
-    if is_sharded(plan):
+    if any(parts != 1 for dims in (plan.shards or {}).values() for parts in dims.values()):
+        from rlplace.simulator.shards import lower_shards
+
         cut, devices = lower_shards(problem, plan)
         return Expanded(cut, devices, None, None, None)
     priority, order, stages = plan.priority, plan.order, plan.stage_of_group

@@ -55,11 +55,6 @@ def lower_shards(problem: Problem, plan: PlacementPlan) -> tuple[Problem, NDArra
     return _Lowering(problem, plan).run()
 
 
-def is_sharded(plan: PlacementPlan) -> bool:
-    """Whether any op of the plan is cut."""
-    return any(parts != 1 for dims in (plan.shards or {}).values() for parts in dims.values())
-
-
 @dataclasses.dataclass
 class _Share:
     """Gradients of one group that one set of devices sums.

@@ -62,8 +62,8 @@ def test_plans_say_how_they_run(problem: Problem) -> None:
     assert simulate(problem, moved).device_of_op.tolist() == [1] * problem.num_ops
 
 
-def test_sharded_plans_are_refused(problem: Problem) -> None:
-    with pytest.raises(InputError, match="sharded"):
+def test_shards_need_a_problem_that_says_how_to_cut(problem: Problem) -> None:
+    with pytest.raises(InputError, match="sharding=True"):
         simulate(problem, make_plan(problem, [0] * 12, planner="test", shards={"group0/forward": {"batch": 2}}))
 
 

@@ -38,7 +38,7 @@ def check_problem(problem: Problem) -> NDArray[np.int32]:
     _check_collectives(problem)
     _check_total(problem)
     if problem.sharding is not None:
-        check_sharding(problem.sharding, problem.num_ops, problem.num_tensors, problem.num_groups, problem.num_devices)
+        check_sharding(problem.sharding, problem)
     return _topological_order(problem)
 
 

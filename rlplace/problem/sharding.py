@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
 from rlplace.files import check_keys
+
+if TYPE_CHECKING:
+    from rlplace.problem.problem import Problem
 
 Names = tuple[str, ...]
 """Per axis of a tensor the op's dimension that runs along it, "" where each part of the op needs the whole axis."""
@@ -102,12 +105,13 @@ def gradient_sums(found: Sharding, op: int, makers: Mapping[int, Sequence[int]])
     return frozenset(name for name in names if name)
 
 
-def check_sharding(found: Sharding, ops: int, tensors: int, groups: int, devices: int) -> None:
-    """Refuses numbers out of range, names that are no dimensions, and axes that do not fit.
+def check_sharding(found: Sharding, problem: Problem) -> None:
+    """Refuses numbers out of range, names that are no dimensions, axes that do not fit, and more bytes than a group has.
 
     Raises:
         InputError: Names the first thing that is wrong.
     """
+    ops, devices = problem.num_ops, problem.num_devices
     if found.fixed_s is not None and (found.fixed_s.shape != (ops, devices) or not (found.fixed_s >= 0).all()):
         raise InputError(f"problem: sharding.fixed_s: expected {ops} x {devices} numbers from 0 up")
     for op, dims in found.dims.items():
@@ -117,25 +121,33 @@ def check_sharding(found: Sharding, ops: int, tensors: int, groups: int, devices
         if not 0 <= op < ops or not 0 <= forward < ops or op == forward or forward in found.follows:
             raise InputError(f"problem: ops[{op}].follows: {forward} is not an op that is cut on its own account")
     for tensor, readers in found.access.items():
-        if not 0 <= tensor < tensors or tensor not in found.axes:
+        if not 0 <= tensor < problem.num_tensors or tensor not in found.axes:
             raise InputError(f"problem: tensors[{tensor}].access: the tensor must exist and have axes")
-        _check_access(found, readers, found.axes[tensor], f"tensors[{tensor}]")
+        _check_access(found, readers, found.axes[tensor], f"tensors[{tensor}]", ops)
+    left = problem.resident_bytes.tolist()
+    updates: set[int] = set()
     for index, item in enumerate(found.held):
-        if not 0 <= item.group < groups or not -1 <= item.update < ops:
+        if not 0 <= item.group < problem.num_groups or not -1 <= item.update < ops:
             raise InputError(f"problem: held[{index}] ({item.name}): its group or update op does not exist")
-        _check_access(found, item.access, item.axes, f"held[{index}] ({item.name})")
+        if item.update in updates:
+            raise InputError(f"problem: held[{index}] ({item.name}): op {item.update} updates another item already")
+        updates |= {item.update} - {-1}
+        left[item.group] -= item.weight_bytes + item.gradient_bytes + item.optimizer_bytes
+        if left[item.group] < 0:
+            raise InputError(f"problem: held[{index}] ({item.name}): more bytes than its group {item.group} has")
+        _check_access(found, item.access, item.axes, f"held[{index}] ({item.name})", ops)
     for op, sums in found.statistics.items():
-        if any(name not in found.dims.get(op, {}) for names, _ in sums for name in names):
+        if not 0 <= op < ops or any(name not in found.dims.get(op, {}) for names, _ in sums for name in names):
             raise InputError(f"problem: ops[{op}].statistics: names a dimension that the op does not have")
 
 
-def _check_access(found: Sharding, access: Mapping[int, Names], axes: tuple[int, ...], where: str) -> None:
+def _check_access(found: Sharding, access: Mapping[int, Names], axes: tuple[int, ...], where: str, ops: int) -> None:
     if prod(axes) < 1:
         raise InputError(f"problem: {where}.axes: sizes must be 1 or more")
     for op, names in access.items():
         dims = found.dims.get(found.follows.get(op, op), {})
-        if len(names) != len(axes):
-            raise InputError(f"problem: {where}.access[{op}]: {len(names)} names for {len(axes)} axes")
+        if not 0 <= op < ops or len(names) != len(axes):
+            raise InputError(f"problem: {where}.access[{op}]: not an op, or {len(names)} names for {len(axes)} axes")
         for name, size in zip(names, axes, strict=True):
             if name and dims.get(name) != size:
                 raise InputError(f"problem: {where}.access[{op}]: {show(name)} is not a dimension of size {size} of that op")

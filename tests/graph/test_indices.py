@@ -210,6 +210,8 @@ def test_problem_files_hold_the_sharding(block):
         (("follows", 0, 1), 10**6, "cut on its own account"),
         (("held", 0, "group"), 10**6, "does not exist"),
         (("held", 0, "axes"), "x", "list of sizes"),
+        (("held", 0, "weight_bytes"), 10**12, "more bytes than its group"),
+        (("held", 0, "access"), {"1000000": ["", ""]}, "not an op"),
         (("held", 0, "access"), {"a": []}, "by op number"),
         (("statistics", 0, "sums"), [[["nothing"], 4]], "dimension that the op does not have"),
         (("fixed_s",), [1.0], "expected"),

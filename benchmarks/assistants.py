@@ -26,11 +26,11 @@ import torch
 
 import rlplace
 from rlplace.planners import run_planner
+from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.planners.compiler.movable import prepare_assistants
 from rlplace.planners.compiler.nets import edge_nets, problem_nets
 from rlplace.planners.compiler.partition import OBJECTIVES, partition
 from rlplace.planners.compiler.planner import compiler, family
-from rlplace.planners.groupgraph import group_graph, mean_link
 from rlplace.planners.metis import partition as metis_partition
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate
@@ -116,7 +116,7 @@ def _seconds(problem, nets, part) -> float:
     total = 0.0
     for net, source in enumerate(nets.source):
         to = set(part[nets.pins[nets.pin_ptr[net] : nets.pin_ptr[net + 1]]].tolist()) - {int(part[source])}
-        total += len(to) * (nets.count[net] * latency + nets.size_bytes[net] * inverse + nets.fixed_s[net])
+        total += len(to) * (nets.tensors[net] * latency + nets.size_bytes[net] * inverse + nets.fixed_s[net])
     return float(total)
 
 

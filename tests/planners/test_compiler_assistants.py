@@ -12,7 +12,7 @@ from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import default_priority, simulate
 from rlplace.simulator.assist import simulate_assisted
 
-SEEDS = range(3)
+SEEDS = range(4)
 
 
 def drifted(problem, seed):

@@ -7,10 +7,10 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.planners import get_planner
+from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.planners.compiler.nets import edge_nets, problem_nets
 from rlplace.planners.compiler.partition import OBJECTIVES, partition
 from rlplace.planners.compiler.planner import family
-from rlplace.planners.groupgraph import group_graph, mean_link
 from rlplace.planners.metis import partition as metis_partition
 from rlplace.problem import toys
 from rlplace.problem.generate import random_problem
@@ -164,7 +164,7 @@ def test_plans_in_stages_run_as_pipelines():
 def test_nets_of_equal_readers_are_one():
     tensors = [TensorSpec(0, 3, [1, 2]), TensorSpec(0, 4, [2, 1]), TensorSpec(0, 5, [1])]
     nets = problem_nets(build_problem("three", time_s=[[1.0, 1.0]] * 3, tensors=tensors, memory_bytes=[None, None]))
-    assert nets.size_bytes.tolist() == [7.0, 5.0] and nets.count.tolist() == [2.0, 1.0]
+    assert nets.size_bytes.tolist() == [7.0, 5.0] and nets.tensors.tolist() == [2.0, 1.0]
 
 
 def test_groups_without_traffic_are_balanced():

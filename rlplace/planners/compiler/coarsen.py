@@ -33,7 +33,7 @@ def match(
         most_s: Largest time of a cluster on the fastest device.
     """
     nets = level.nets
-    seconds = nets.count * link[0] + nets.size_bytes * link[1] + nets.fixed_s
+    seconds = nets.tensors * link[0] + nets.size_bytes * link[1] + nets.fixed_s
     partner = np.full(len(part), -1, dtype=np.int64)
     here_s = level.time_s.min(axis=1)
     allowed = np.isfinite(level.time_s)

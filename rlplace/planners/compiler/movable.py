@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.planners.common.groupgraph import finite_links
 from rlplace.planners.compiler import fm
 from rlplace.planners.compiler.nets import finest_level, problem_nets
-from rlplace.planners.groupgraph import finite_links
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 from rlplace.simulator.assist import simulate_assisted

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.groupgraph import group_graph
+from rlplace.planners.common.groupgraph import group_graph
 from rlplace.problem import FORWARD, Problem
 
 
@@ -26,14 +26,14 @@ class Nets(NamedTuple):
         source: int32 [N], vertex that sends.
         pin_ptr: int64 [N + 1], offsets of each net's readers.
         pins: int32 [P], vertices that read, distinct within a net and never its source.
-        size_bytes, count, fixed_s: float64 [N], bytes, tensors and seconds that do not depend on the link.
+        size_bytes, tensors, fixed_s: float64 [N], bytes, tensors and seconds that do not depend on the link.
     """
 
     source: NDArray[np.int32]
     pin_ptr: NDArray[np.int64]
     pins: NDArray[np.int32]
     size_bytes: NDArray[np.float64]
-    count: NDArray[np.float64]
+    tensors: NDArray[np.float64]
     fixed_s: NDArray[np.float64]
 
 
@@ -118,7 +118,7 @@ def _joined(
         pin_ptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         pins=np.concatenate([*kept, np.zeros(0, dtype=np.int64)]).astype(np.int32),
         size_bytes=np.bincount(which, weights=size[used], minlength=len(rows)).astype(np.float64),
-        count=np.bincount(which, weights=count[used], minlength=len(rows)).astype(np.float64),
+        tensors=np.bincount(which, weights=count[used], minlength=len(rows)).astype(np.float64),
         fixed_s=np.bincount(which, weights=fixed[used], minlength=len(rows)).astype(np.float64),
     )
 
@@ -177,7 +177,7 @@ def contract(level: Level, cluster: NDArray[np.int32]) -> Level:
         pin_ptr=np.append(first, len(net)).astype(np.int64),
         pins=pin.astype(np.int32),
         size_bytes=nets.size_bytes[kept],
-        count=nets.count[kept],
+        tensors=nets.tensors[kept],
         fixed_s=nets.fixed_s[kept],
     )
     feeds = np.repeat(np.arange(len(cluster)), np.diff(level.after_ptr))

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, unknown_name
+from rlplace.planners.common.groupgraph import finite_links, group_graph, mean_link
 from rlplace.planners.compiler import fm, seeds
 from rlplace.planners.compiler.coarsen import match
 from rlplace.planners.compiler.nets import Level, Nets, contract, finest_level, problem_nets
 from rlplace.planners.compiler.staging import in_order, staged_order
-from rlplace.planners.groupgraph import finite_links, group_graph, mean_link
 from rlplace.problem import Problem
 
 OBJECTIVES = ("combined", "cut", "balance")
@@ -184,7 +184,7 @@ class _Run:
         """A start that no order biases: fuse everything that trades much, then place the coarsest vertices in random orders."""
         levels, clusters = self._fuse(None, rng)
         coarsest = levels[-1]
-        found = []
+        found: list[tuple[tuple[float, float, float], int, NDArray[np.int32]]] = []
         for _ in range(GROWTHS):
             order = rng.permutation(len(coarsest.band)).astype(np.int32)
             part = self._legal(seeds.streamed(coarsest, order, self.limit, self.room, self.link), coarsest)

@@ -7,10 +7,10 @@ from typing import Any
 
 from rlplace.errors import InfeasibleError
 from rlplace.plan import PlacementPlan
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.subsets import device_subsets
 from rlplace.planners.compiler.partition import partition
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.floor import one_shot
-from rlplace.planners.subsets import device_subsets
 from rlplace.problem import Problem
 
 LARGE_GROUPS = 1000
@@ -28,7 +28,7 @@ def compiler(
         time_limit_s: When to stop building candidates.
         stages: Devices form a pipeline: forward ops read from earlier stages only. The shared memory repair, which runs only
             where no partition fits, does not know stages.
-        execution: Fields of `rlplace.planners.evaluate.Execution`.
+        execution: Fields of `rlplace.planners.common.evaluate.Execution`.
     """
 
     def build(problem: Problem, seed: int) -> Iterator[Assignment]:
@@ -67,7 +67,8 @@ def family(
 def balances(groups: int, devices: int) -> list[tuple[int, float]]:
     """Bands and allowed imbalances to try: from totals only to bands of about three groups a device."""
     finest = max(1, groups // (3 * devices))
-    pairs = [(1, 0.05), (4, 0.1), (4, 0.3), (8, 0.2), (max(1, finest // 4), 0.3), (finest, 0.5)]
+    quarter, middle = max(1, finest // 4), max(1, finest // 2)
+    pairs = [(1, 0.05), (4, 0.1), (4, 0.3), (8, 0.2), (quarter, 0.3), (middle, 0.1), (finest, 0.2), (finest, 0.5)]
     if groups > LARGE_GROUPS:
-        pairs = [(1, 0.05), (max(1, finest // 4), 0.3), (finest, 0.5)]
+        pairs = [(1, 0.05), (middle, 0.2), (finest, 0.2), (finest, 0.5)]
     return list(dict.fromkeys(pair for pair in pairs if pair[0] <= finest))

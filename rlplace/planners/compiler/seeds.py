@@ -13,9 +13,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.oparrays import op_arrays
 from rlplace.planners.compiler.nets import Level
-from rlplace.planners.groupgraph import group_graph
-from rlplace.planners.oparrays import op_arrays
 from rlplace.problem import Problem
 
 _KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
@@ -108,7 +108,7 @@ def streamed(
 ) -> NDArray[np.int32]:
     """int32 [G]: each vertex in turn goes where most of its traffic with earlier ones is, of the cells with room for it."""
     nets = level.nets
-    seconds = nets.count * link[0] + nets.size_bytes * link[1] + nets.fixed_s
+    seconds = nets.tensors * link[0] + nets.size_bytes * link[1] + nets.fixed_s
     part = np.full(len(order), -1, dtype=np.int32)
     _stream(
         order, part, level.time_s, level.footprint_bytes, level.band, seconds, nets.source, nets.pin_ptr, nets.pins,

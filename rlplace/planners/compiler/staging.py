@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError
+from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.compiler.nets import Level, forward_pairs
-from rlplace.planners.groupgraph import group_graph
 from rlplace.problem import Problem
 from rlplace.problem.order import topological_order
 

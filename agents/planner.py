@@ -23,8 +23,8 @@ from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
-from rlplace.planners.evaluate import Execution
-from rlplace.planners.shortage import check_possible
+from rlplace.planners.common.evaluate import Execution
+from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
@@ -51,7 +51,7 @@ def agent(
         agent: Name of a shipped checkpoint, or a checkpoint folder.
         samples: Rollouts of the policy before the search.
         calls: Simulator calls after the floor; default no limit. With `calls` and no time limit the answer is deterministic.
-        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither the classical planners nor the search find a plan that fits.

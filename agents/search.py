@@ -23,7 +23,7 @@ from rlplace.envs.moves import Moves, draw_runs, make_moves, propose
 from rlplace.envs.observation import features, placed_state
 from rlplace.envs.reward import score as environment_score
 from rlplace.planners.best import warm_up as warm_up_planners
-from rlplace.planners.evaluate import Score
+from rlplace.planners.common.evaluate import Score
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, simulate
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from rlplace.errors import InfeasibleError
 from rlplace.planners import run_planner
+from rlplace.planners.common.repair import repair
 from rlplace.planners.pardnn.baselines import critical_path_first, linear_clustering
 from rlplace.planners.pardnn.emulator import fifo
 from rlplace.planners.pardnn.memory import consumption, reduce_peaks
@@ -25,7 +26,6 @@ from rlplace.planners.pardnn.nodegraph import measures, op_graph
 from rlplace.planners.pardnn.planner import place_clusters
 from rlplace.planners.pardnn.slicing import slice_graph
 from rlplace.planners.pardnn.tape import Chip
-from rlplace.planners.repair import repair
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

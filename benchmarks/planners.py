@@ -3,7 +3,7 @@
 Usage: python benchmarks/planners.py [--planners a,b,c] [--groups N] [--calls N] [--large | --rates]
 
 Step times are makespans of one step by the `list` executor on generated costs; "x bound" divides by the lower bound of
-`rlplace.planners.bounds`, "x best" by the floor. Search planners start from the floor; their calls are counted after it.
+`rlplace.planners.common.bounds`, "x best" by the floor. Search planners start from the floor; their calls are counted after it.
 `--large` times every one-shot planner on steps of 5,000 ops, and the floor on larger ones; `--rates` counts the simulations a
 second of search planners on steps of 201 ops (67 groups, three phases), floor left out.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from rlplace.errors import InfeasibleError
 from rlplace.planners import ONE_SHOT, run_planner
-from rlplace.planners.bounds import lower_bounds
+from rlplace.planners.common.bounds import lower_bounds
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 

@@ -23,7 +23,7 @@ from rlplace.envs.moves import propose
 from rlplace.envs.observation import features, placed_state
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.graph.capture import capture
-from rlplace.planners.bottleneck import ranked_moves
+from rlplace.planners.common.bottleneck import ranked_moves
 from rlplace.simulator import Simulator, simulate
 from rlplace.zoo import load_model
 

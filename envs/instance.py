@@ -15,10 +15,10 @@ from rlplace.envs.memory import group_footprint_bytes, group_pinned_bytes
 from rlplace.envs.reward import SHORTEST_S
 from rlplace.errors import InfeasibleError, unknown_name
 from rlplace.planners import get_planner
-from rlplace.planners.bounds import lower_bounds
-from rlplace.planners.evaluate import PLAIN, Execution
-from rlplace.planners.groupgraph import GroupGraph, finite_links, group_graph
-from rlplace.planners.shortage import check_possible
+from rlplace.planners.common.bounds import lower_bounds
+from rlplace.planners.common.evaluate import PLAIN, Execution
+from rlplace.planners.common.groupgraph import GroupGraph, finite_links, group_graph
+from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.problem.order import successor_lists
 from rlplace.simulator import default_priority, simulate

@@ -15,7 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
-from rlplace.planners.bottleneck import ranked_moves
+from rlplace.planners.common.bottleneck import ranked_moves
 from rlplace.simulator.timeline import Timeline
 
 _FOCUS = 0.6  # share of random proposals whose seed group is drawn by tightness instead of uniformly

@@ -26,7 +26,7 @@ from rlplace.envs.features import (
 )
 from rlplace.envs.instance import Instance
 from rlplace.envs.moves import Moves
-from rlplace.planners.oparrays import op_arrays
+from rlplace.planners.common.oparrays import op_arrays
 from rlplace.simulator.timeline import Timeline
 
 NUM_CONTEXT = 8

@@ -16,7 +16,7 @@ from rlplace.envs.instance import Instance
 from rlplace.envs.moves import make_moves
 from rlplace.envs.observation import State, features, load_and_pinned
 from rlplace.envs.reward import FinalReward, infeasible_reward, log_ratio
-from rlplace.planners.repair import repair
+from rlplace.planners.common.repair import repair
 from rlplace.problem import Problem
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rlplace.cluster.spec import Cluster
     from rlplace.graph.opgraph import OpGraph
-    from rlplace.planners.efficiency import BatchCurve
+    from rlplace.planners.strategy.efficiency import BatchCurve
 
 
 def place(

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.files import check_output
     from rlplace.placing import place_priced
     from rlplace.planners import get_planner
-    from rlplace.planners.efficiency import BatchCurve
+    from rlplace.planners.strategy.efficiency import BatchCurve
 
     if options.out:
         check_output(options.out)
@@ -145,7 +145,7 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
 
 def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
     """What several devices bring to a single batch: often no more than room."""
-    from rlplace.planners.subsets import device_classes
+    from rlplace.planners.common.subsets import device_classes
     from rlplace.simulator import simulate
 
     used = len(np.unique(plan.device_of_group))

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from rlplace.comparing.records import ProblemInfo
-from rlplace.planners.bounds import Bounds, lower_bounds
-from rlplace.planners.memory_bound import least_devices, memory_forced
+from rlplace.planners.common.bounds import Bounds, lower_bounds
+from rlplace.planners.common.memory_bound import least_devices, memory_forced
 from rlplace.problem import UPDATE, Problem
 
 CRITICAL_PATH, WORK, LARGEST_GROUP, MEMORY = "critical path", "work", "largest group", "memory"

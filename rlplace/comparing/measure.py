@@ -16,7 +16,7 @@ from rlplace.errors import InfeasibleError, MissingError, RlplaceError
 from rlplace.placing import Priced, plan_priced
 from rlplace.plan import PlacementPlan
 from rlplace.planners import get_planner
-from rlplace.planners.evaluate import count_calls
+from rlplace.planners.common.evaluate import count_calls
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

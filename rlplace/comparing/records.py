@@ -74,8 +74,8 @@ class ProblemInfo:
         fingerprint: Of the problem.
         samples: Of one micro-batch.
         groups, ops, devices: Sizes.
-        critical_path_s, work_s, largest_group_s: See `rlplace.planners.bounds`.
-        memory_forced_s: See `rlplace.planners.memory_bound`.
+        critical_path_s, work_s, largest_group_s: See `rlplace.planners.common.bounds`.
+        memory_forced_s: See `rlplace.planners.common.memory_bound`.
         least_devices: So few devices could hold the resident bytes and the activations at their peak; None: not even all.
     """
 

@@ -25,18 +25,18 @@ PLANNERS: dict[str, str] = {
     "heft": "rlplace.planners.heft:heft",
     "m_topo": "rlplace.planners.m_topo:m_topo",
     "m_etf": "rlplace.planners.m_etf:m_etf",
-    "m_sct": "rlplace.planners.m_sct:m_sct",
+    "m_sct": "rlplace.planners.m_sct.planner:m_sct",
     "metis": "rlplace.planners.metis:metis",
     "critical_path": "rlplace.planners.critical_path:critical_path",
     "pase": "rlplace.planners.pase.planner:pase",
     "compiler": "rlplace.planners.compiler.planner:compiler",
     "pardnn": "rlplace.planners.pardnn.planner:pardnn",
     "accelerate": "rlplace.planners.accelerate:accelerate",
-    "pipedream": "rlplace.planners.pipedream:pipedream",
+    "pipedream": "rlplace.planners.pipedream.planner:pipedream",
     "gpipe": "rlplace.planners.gpipe:gpipe",
     "bipartition": "rlplace.planners.bipartition.planner:bipartition",
-    "brkga": "rlplace.planners.brkga:brkga",
-    "annealing": "rlplace.planners.annealing:annealing",
+    "brkga": "rlplace.planners.brkga.planner:brkga",
+    "annealing": "rlplace.planners.annealing.planner:annealing",
     "local_search": "rlplace.planners.local_search:local_search",
     "cp_sat": "rlplace.planners.cp_sat:cp_sat",
     "dlplacer": "rlplace.planners.dlplacer.planner:dlplacer",
@@ -87,7 +87,7 @@ def get_planner(name: str) -> Planner:
 
 def run_planner(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlannerRun:
     """Runs a planner by name and measures it; arguments as in the planner contract."""
-    from rlplace.planners.evaluate import count_calls
+    from rlplace.planners.common.evaluate import count_calls
 
     planner = get_planner(name)
     start_s = time.perf_counter()

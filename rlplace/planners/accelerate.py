@@ -25,10 +25,10 @@ import numpy as np
 
 from rlplace.errors import InputError, MissingError, show
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Assignment, Deadline, Evaluator, Execution
-from rlplace.planners.floor import best_of, finish
-from rlplace.planners.groupgraph import group_graph
-from rlplace.planners.shortage import check_possible
+from rlplace.planners.common.evaluate import Assignment, Deadline, Evaluator, Execution
+from rlplace.planners.common.floor import best_of, finish
+from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 
 OFFLOADED = -1
@@ -46,7 +46,7 @@ def accelerate(
         time_limit_s: For the repair.
         memory_share: Share of every device's memory that accelerate is told of; people lower it by hand to leave room for
             what it does not count.
-        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Returns:
         The plan; its ``predicted["accelerate"]`` holds ``raw_feasible``, whether the map fitted before the repair;

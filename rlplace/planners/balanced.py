@@ -30,10 +30,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.floor import one_shot
-from rlplace.planners.groupgraph import finite_links, group_graph
-from rlplace.planners.subsets import device_subsets, map_parts
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.groupgraph import finite_links, group_graph
+from rlplace.planners.common.subsets import device_subsets, map_parts
 from rlplace.problem import Problem
 
 _KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}  # less to compile; see `kernels`

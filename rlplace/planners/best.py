@@ -14,9 +14,9 @@ from typing import Any
 
 from rlplace.plan import PlacementPlan
 from rlplace.planners import ONE_SHOT, PLANNERS
-from rlplace.planners.evaluate import Answer, Deadline, Evaluator, Execution, uncounted
-from rlplace.planners.floor import REPAIRS, best_of, finish
-from rlplace.planners.shortage import check_possible
+from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, Execution, uncounted
+from rlplace.planners.common.floor import REPAIRS, best_of, finish
+from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
@@ -48,7 +48,7 @@ def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> A
 def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Iterator[tuple[str, Answer]]:
     """The name and best answer of every one-shot planner, feasible or not; stops when the deadline has passed.
 
-    The problem must have passed `rlplace.planners.shortage.check_possible`.
+    The problem must have passed `rlplace.planners.common.shortage.check_possible`.
     """
     for name in ONE_SHOT:
         module = import_module(PLANNERS[name].split(":")[0])

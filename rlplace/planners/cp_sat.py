@@ -24,15 +24,15 @@ from typing import Any
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
-from rlplace.planners.bounds import lower_bounds
+from rlplace.planners.common.bounds import lower_bounds
+from rlplace.planners.common.evaluate import Deadline, Evaluator, Execution
+from rlplace.planners.common.shortage import check_possible, raise_infeasible
 from rlplace.planners.dlplacer.executor import keep_request_order, start_at_once
 from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
 from rlplace.planners.dlplacer.memory import limit_timeline
 from rlplace.planners.dlplacer.program import build_program, solver_library
 from rlplace.planners.dlplacer.realise import Realised, device_orders, first_starts, realise
 from rlplace.planners.dlplacer.solve import EFFORT, Outcome, solve
-from rlplace.planners.evaluate import Deadline, Evaluator, Execution
-from rlplace.planners.shortage import check_possible, raise_infeasible
 from rlplace.problem import Problem
 
 MAX_TASKS = 200
@@ -62,7 +62,7 @@ def cp_sat(
         time_limit_s: Seconds, floor included; without it the result depends on the problem and the seed alone.
         effort: Limit in the solver's deterministic seconds.
         max_tasks: Larger problems are refused.
-        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InputError: The problem is too large.

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.floor import one_shot
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.oparrays import by_rank, op_arrays, upward_rank
+from rlplace.planners.common.subsets import device_order, device_subsets
 from rlplace.planners.heft import schedule
-from rlplace.planners.oparrays import by_rank, op_arrays, upward_rank
-from rlplace.planners.subsets import device_order, device_subsets
 from rlplace.problem import Problem
 
 

@@ -4,9 +4,9 @@ Problem: step time of the executor itself, as in `annealing`. A step ends when i
 last event, every op on the chain started when an input arrived or when its device became free. A transfer on the chain is
 removed by joining its two groups on either side; a wait for a busy device is removed by moving the waiting group, or the one
 that ran before it, to an idler device. These moves, also for the run of consecutive groups around them, are ranked by the
-seconds they remove less the transfers they add (`rlplace.planners.bottleneck`), and the first one that improves is made. At a
-local optimum a few random moves are made, and the descent goes on from there; it returns to the best answer when that did not
-pay.
+seconds they remove less the transfers they add (`rlplace.planners.common.bottleneck`), and the first one that improves is
+made. At a local optimum a few random moves are made, and the descent goes on from there; it returns to the best answer when
+that did not pay.
 
 Paper: guided moves are in the spirit of critical-path local search for scheduling (van Laarhoven, Aarts, Lenstra, "Job shop
 scheduling by simulated annealing", 1992); restarts by small kicks are iterated local search (Lourenco, Martin, Stutzle, 2003).
@@ -21,11 +21,11 @@ from random import Random
 from typing import Any
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.bottleneck import propose
-from rlplace.planners.evaluate import Execution
-from rlplace.planners.floor import finish
-from rlplace.planners.moves import MoveMaker
-from rlplace.planners.search import Search, Start
+from rlplace.planners.common.bottleneck import propose
+from rlplace.planners.common.evaluate import Execution
+from rlplace.planners.common.floor import finish
+from rlplace.planners.common.moves import MoveMaker
+from rlplace.planners.common.search import Search, Start
 from rlplace.problem import Problem
 
 TRIES = 24
@@ -52,7 +52,7 @@ def local_search(
         time_limit_s: Seconds, floor included.
         calls: Simulator calls after the floor; default 4096 when there is no time limit.
         start: Plan or assignment to start from; default the floor, `best`.
-        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither the floor nor the search found a plan that fits.

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners import listkernels
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.floor import one_shot
-from rlplace.planners.oparrays import op_arrays, upward_rank
-from rlplace.planners.subsets import device_subsets
+from rlplace.planners.common import listkernels
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.oparrays import op_arrays, upward_rank
+from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
 
 

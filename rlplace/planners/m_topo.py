@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.floor import one_shot
-from rlplace.planners.groupgraph import group_graph
-from rlplace.planners.subsets import device_subsets
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
 
 

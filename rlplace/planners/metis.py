@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.floor import one_shot
-from rlplace.planners.groupgraph import group_graph, mean_link
-from rlplace.planners.subsets import device_subsets, map_parts
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.groupgraph import group_graph, mean_link
+from rlplace.planners.common.subsets import device_subsets, map_parts
 from rlplace.problem import Problem
 
 IMBALANCES = (50, 300)

@@ -15,9 +15,9 @@ import numpy as np
 
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.floor import one_shot
-from rlplace.planners.groupgraph import group_graph
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.groupgraph import group_graph
 from rlplace.problem import Problem
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.floor import one_shot
-from rlplace.planners.subsets import device_classes
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.subsets import device_classes
 from rlplace.problem import Problem
 
 REPAIRS = 0

@@ -7,7 +7,8 @@ from numba.core.dispatcher import Dispatcher
 from rlplace.agents import search
 from rlplace.envs import features, moves
 from rlplace.envs.refinement import RefinementEnv
-from rlplace.planners import balanced, get_planner, kernels, listkernels
+from rlplace.planners import balanced, get_planner
+from rlplace.planners.common import kernels, listkernels
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.toys import random_problem as toy_problem

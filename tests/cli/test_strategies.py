@@ -10,7 +10,7 @@ from rlplace.cli.strategies import best_of_kinds, explain
 from rlplace.cluster.parse import parse
 from rlplace.graph.capture import capture
 from rlplace.placing import Priced, plan_priced
-from rlplace.planners.efficiency import BatchCurve
+from rlplace.planners.strategy.efficiency import BatchCurve
 from rlplace.zoo import load_model
 
 GPT2 = "hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=1024"
@@ -115,5 +115,7 @@ def test_planners_that_need_another_view_of_the_problem_get_it(capsys, tmp_path,
 
 
 def test_a_planner_that_cuts_one_batch_takes_no_global_batch(capsys):
-    code, _, err = run(capsys, "place", GPT2, "--cluster", "a100-80g:2", "--seq", "64", "--planner", "pase", "--global-batch", "16")
+    code, _, err = run(
+        capsys, "place", GPT2, "--cluster", "a100-80g:2", "--seq", "64", "--planner", "pase", "--global-batch", "16"
+    )
     assert code == 2 and "leave a global batch out and set the batch" in err

@@ -17,7 +17,7 @@ from rlplace.graph.capture import capture
 from rlplace.placing import Priced
 from rlplace.plan import make_plan
 from rlplace.planners import PLANNERS, get_planner
-from rlplace.planners.bounds import lower_bounds
+from rlplace.planners.common.bounds import lower_bounds
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 from rlplace.zoo import load_model

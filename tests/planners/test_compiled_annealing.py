@@ -5,12 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from rlplace.planners import movekernels, run_planner
-from rlplace.planners.annealing import COOLING, run_annealing
-from rlplace.planners.evaluate import Evaluator, Execution
-from rlplace.planners.moves import MoveMaker
-from rlplace.planners.repair import legalize
-from rlplace.planners.search import Search
+from rlplace.planners import run_planner
+from rlplace.planners.annealing.planner import COOLING, run_annealing
+from rlplace.planners.common import movekernels
+from rlplace.planners.common.evaluate import Evaluator, Execution
+from rlplace.planners.common.moves import MoveMaker
+from rlplace.planners.common.repair import legalize
+from rlplace.planners.common.search import Search
 from rlplace.problem.generate import random_problem
 
 SETTINGS = [

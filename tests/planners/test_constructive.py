@@ -5,15 +5,16 @@ import itertools
 import numpy as np
 import pytest
 
-from rlplace.planners import bounds, get_planner
+from rlplace.planners import get_planner
 from rlplace.planners.balanced import _cheapest_cuts, _cut_seconds, _segments, min_max_split
+from rlplace.planners.common import bounds
+from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.oparrays import by_rank, upward_rank
+from rlplace.planners.common.subsets import device_order, device_subsets, map_parts
 from rlplace.planners.critical_path import critical_ops
-from rlplace.planners.groupgraph import group_graph
 from rlplace.planners.heft import schedule
 from rlplace.planners.m_etf import earliest_task_first
 from rlplace.planners.metis import partition
-from rlplace.planners.oparrays import by_rank, upward_rank
-from rlplace.planners.subsets import device_order, device_subsets, map_parts
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.problem.toys import TensorSpec, build_problem

@@ -8,7 +8,7 @@ import pytest
 
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
-from rlplace.planners.bounds import lower_bounds
+from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.dlplacer.instance import make_instance
 from rlplace.planners.dlplacer.program import build_program
 from rlplace.planners.dlplacer.solve import solve

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlplace.errors import InputError
-from rlplace.planners.efficiency import BatchCurve
+from rlplace.planners.strategy.efficiency import BatchCurve
 
 STEP = BatchCurve(points=((64, 10.0), (1024, 10.0), (2048, 20.0)))
 

@@ -18,7 +18,7 @@ from rlplace.planners.dlplacer.hybrid import (
     required_speedup,
     scaling_efficiency,
 )
-from rlplace.planners.efficiency import BatchCurve
+from rlplace.planners.strategy.efficiency import BatchCurve
 
 BATCH, SATURATION = 64, 32
 FLAT_THEN_DOUBLING = BatchCurve(points=((BATCH, 5.0), (SATURATION * BATCH, 5.0), (2 * SATURATION * BATCH, 10.0)))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rlplace.comparing.bounds import execution_bound, largest
-from rlplace.planners.bounds import lower_bounds
-from rlplace.planners.memory_bound import least_devices, memory_forced, memory_forced_s
+from rlplace.planners.common.bounds import lower_bounds
+from rlplace.planners.common.memory_bound import least_devices, memory_forced, memory_forced_s
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 

@@ -15,9 +15,9 @@ from rlplace.planners.bipartition.layers import layer_orders, make_layers
 from rlplace.planners.bipartition.profile import profile_problem, read_profile
 from rlplace.planners.gpipe import block_partition, gpipe
 from rlplace.planners.gpipe import candidates as gpipe_candidates
-from rlplace.planners.pipedream import candidates, pipedream
-from rlplace.planners.pipedreamstages import Level, device_levels, solve_levels
-from rlplace.planners.pipelinestates import branch_states, chain_states
+from rlplace.planners.pipedream.planner import candidates, pipedream
+from rlplace.planners.pipedream.stages import Level, device_levels, solve_levels
+from rlplace.planners.pipedream.states import branch_states, chain_states
 from rlplace.problem import toys
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rlplace.planners.evaluate import Evaluator
-from rlplace.planners.repair import legalize, repair
+from rlplace.planners.common.evaluate import Evaluator
+from rlplace.planners.common.repair import legalize, repair
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.problem.toys import TensorSpec, build_problem, memory_tight_chain, memory_tight_pair

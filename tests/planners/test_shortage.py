@@ -4,8 +4,8 @@ import pytest
 
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
-from rlplace.planners.bounds import lower_bounds
-from rlplace.planners.shortage import check_possible, gigabytes
+from rlplace.planners.common.bounds import lower_bounds
+from rlplace.planners.common.shortage import check_possible, gigabytes
 from rlplace.problem import BACKWARD, FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.toys import TensorSpec, build_problem
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.bipartition.layers import Layers
-from rlplace.planners.evaluate import Assignment, Deadline, Evaluator
-from rlplace.planners.repair import legalize
+from rlplace.planners.common.evaluate import Assignment, Deadline, Evaluator
+from rlplace.planners.common.repair import legalize
 from rlplace.problem import Problem
 
 EXTRA = (1, 2)

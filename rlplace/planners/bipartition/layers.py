@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.planners.bipartition.chain import Chain, Cuts, Workers
-from rlplace.planners.groupgraph import finite_links, group_graph
-from rlplace.planners.subsets import map_parts
+from rlplace.planners.common.groupgraph import finite_links, group_graph
+from rlplace.planners.common.subsets import map_parts
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
 
 MAX_LAYERS = 96

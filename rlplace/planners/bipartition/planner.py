@@ -36,11 +36,11 @@ from rlplace.planners.bipartition.layers import (
     require_split,
 )
 from rlplace.planners.bipartition.solve import bi_partition, bottleneck_s, layer_wise, least_traffic
-from rlplace.planners.evaluate import Assignment, Deadline, Evaluator, Execution
-from rlplace.planners.floor import one_shot
-from rlplace.planners.groupgraph import group_graph
-from rlplace.planners.pipedream import candidates as straight_candidates
-from rlplace.planners.subsets import device_order, device_subsets
+from rlplace.planners.common.evaluate import Assignment, Deadline, Evaluator, Execution
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.subsets import device_order, device_subsets
+from rlplace.planners.pipedream.planner import candidates as straight_candidates
 from rlplace.problem import Problem
 
 GAP = 8

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.groupgraph import group_graph, mean_link
+from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.problem import FORWARD, Problem
 from rlplace.problem.order import topological_order
 

@@ -13,7 +13,7 @@ and hybrid parallelism beats pure data parallelism on the same N M devices exact
 Paper: Pal, Ebrahimi, Zulfiqar, Fu, Zhang, Migacz, Nellans, Gupta, "Optimizing multi-GPU parallelization strategies for deep
 learning training", IEEE Micro 39(5), 2019 (arXiv 1907.13257). The idea and the two efficiencies are the paper's; the formulas
 follow from them. The paper sets SE_N to 1 in its projections; here it is an argument, 1 by default. What is ours: the laws that
-epochs follow (`rlplace.planners.efficiency`).
+epochs follow (`rlplace.planners.strategy.efficiency`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from rlplace.errors import InputError
 from rlplace.files import finite_number
-from rlplace.planners.efficiency import BatchCurve
+from rlplace.planners.strategy.efficiency import BatchCurve
 
 Scaling = Callable[[int], float]
 """SE_N, the scaling efficiency of N data-parallel workers, as a function of N."""

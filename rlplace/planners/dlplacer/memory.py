@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.dlplacer.program import Program
-from rlplace.planners.groupgraph import group_graph
 from rlplace.problem import BACKWARD, FORWARD, Problem
 
 _MAX_UNITS = 1 << 24

@@ -28,6 +28,9 @@ import numpy as np
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
+from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, Execution
+from rlplace.planners.common.floor import best_of, finish
+from rlplace.planners.common.shortage import check_possible
 from rlplace.planners.dlplacer.coarsen import coarsen
 from rlplace.planners.dlplacer.contract import contract
 from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
@@ -35,9 +38,6 @@ from rlplace.planners.dlplacer.memory import limit_static
 from rlplace.planners.dlplacer.program import Program, build_program, solver_library
 from rlplace.planners.dlplacer.realise import expand_solution, ranked_orders, realise
 from rlplace.planners.dlplacer.solve import Outcome, solve
-from rlplace.planners.evaluate import Answer, Deadline, Evaluator, Execution
-from rlplace.planners.floor import best_of, finish
-from rlplace.planners.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
@@ -76,7 +76,7 @@ def dlplacer(
         groups: Nodes of the coarse graph; problems with fewer groups are not coarsened.
         effort: Limit in the solver's deterministic seconds.
         contention: Whether channels carry one transfer at a time in the program; None: where that keeps it small enough.
-        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither the floor nor the program led to a plan that fits.

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import MissingError
+from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.dlplacer.instance import Instance
 from rlplace.planners.dlplacer.symmetry import interchangeable
-from rlplace.planners.groupgraph import group_graph
 
 
 def solver_library() -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.planners.common.evaluate import Assignment, Evaluator
 from rlplace.planners.dlplacer.instance import Instance
 from rlplace.planners.dlplacer.solve import Solution
-from rlplace.planners.evaluate import Assignment, Evaluator
 from rlplace.problem import UPDATE, Problem
 from rlplace.simulator import Timeline
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlplace.planners.evaluate import Assignment
+from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.pardnn.colocation import group_devices
 from rlplace.planners.pardnn.nodegraph import NodeGraph
 from rlplace.planners.pardnn.slicing import Clusters, finish_clusters, slice_graph

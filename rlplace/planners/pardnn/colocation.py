@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.evaluate import Assignment
+from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.pardnn.nodegraph import NodeGraph
 from rlplace.planners.pardnn.slicing import Clusters
 from rlplace.problem import Problem

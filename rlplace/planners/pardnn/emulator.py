@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.oparrays import op_arrays
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
@@ -44,7 +44,7 @@ class Run:
 
 
 def fifo(problem: Problem, devices: Assignment) -> Run:
-    """Emulates the FIFO executor; missing links are priced as `rlplace.planners.groupgraph.finite_links` prices them.
+    """Emulates the FIFO executor; missing links are priced as `rlplace.planners.common.groupgraph.finite_links` prices them.
 
     Args:
         problem: The problem.

@@ -1,6 +1,6 @@
 """The compiled FIFO executor; see `rlplace.planners.pardnn.emulator`.
 
-Arrays are those of `rlplace.planners.oparrays.OpArrays`.
+Arrays are those of `rlplace.planners.common.oparrays.OpArrays`.
 """
 
 # Compiled functions take their types from their arguments.

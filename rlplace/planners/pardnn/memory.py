@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.groupgraph import group_graph, mean_link
-from rlplace.planners.oparrays import op_arrays
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.groupgraph import group_graph, mean_link
+from rlplace.planners.common.oparrays import op_arrays
 from rlplace.planners.pardnn.emulator import Run, fifo
 from rlplace.problem import Problem
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.groupgraph import finite_links, group_graph
+from rlplace.planners.common.groupgraph import finite_links, group_graph
 from rlplace.problem import FORWARD, Problem
 
 
@@ -32,7 +32,7 @@ class NodeGraph:
         order: int32 [V], topological.
         source, target: int32 [E].
         cost_s: float64 [E], latency and transfer of the edge between two devices (mean over the links in use).
-        footprint_bytes: float64 [V], what a group keeps (`rlplace.planners.groupgraph`), at its heaviest node.
+        footprint_bytes: float64 [V], what a group keeps (`rlplace.planners.common.groupgraph`), at its heaviest node.
         backward: bool [V], ops after the forward pass; nothing in a graph of groups.
         distance: float64 [K, K], transfer time of a mean tensor between two devices relative to the mean over all pairs; 1
             off the diagonal where links are equal, 0 on it.

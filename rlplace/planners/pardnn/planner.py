@@ -28,16 +28,16 @@ from numpy.typing import NDArray
 
 from rlplace.errors import unknown_name
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Assignment, Evaluator
-from rlplace.planners.floor import one_shot
+from rlplace.planners.common.evaluate import Assignment, Evaluator
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.repair import legalize
+from rlplace.planners.common.subsets import LARGE_OPS, device_subsets, map_parts
 from rlplace.planners.pardnn.colocation import group_devices
 from rlplace.planners.pardnn.emulator import Run, fifo, listed
 from rlplace.planners.pardnn.mapping import map_clusters
 from rlplace.planners.pardnn.memory import RESERVE, balance_residents, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import NodeGraph, folded_graph, op_graph
 from rlplace.planners.pardnn.slicing import Clusters, bind_groups, cut_long_primary, slice_graph
-from rlplace.planners.repair import legalize
-from rlplace.planners.subsets import LARGE_OPS, device_subsets, map_parts
 from rlplace.problem import Problem
 
 MEMORY = ("h1", "h2", "both", "none")
@@ -73,7 +73,7 @@ def pardnn(
         time_limit_s: Seconds.
         memory: Memory step for assignments that do not fit: ``"h1"``, ``"h2"``, ``"both"`` or ``"none"``.
         executor: Whose times H1 sweeps: ``"list"`` (the simulator) or ``"fifo"`` (the paper's emulator).
-        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
     """
     if memory not in MEMORY:
         raise unknown_name("memory step", memory, MEMORY)

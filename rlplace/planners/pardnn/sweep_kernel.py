@@ -20,7 +20,7 @@ OP_END, ARRIVED, SENT, OP_START, OP_END_AT_ONCE = range(5)
 
 
 class Facts(NamedTuple):
-    """What does not change; names as in `rlplace.planners.oparrays.OpArrays` where they agree."""
+    """What does not change; names as in `rlplace.planners.common.oparrays.OpArrays` where they agree."""
 
     op_group: Any  # int32 [N]
     input_ptr: Any

@@ -23,10 +23,10 @@ import numpy as np
 
 from rlplace.errors import InfeasibleError, InputError, show
 from rlplace.plan import PlacementPlan, make_plan
-from rlplace.planners.evaluate import Deadline, Evaluator, Execution
+from rlplace.planners.common.evaluate import Deadline, Evaluator, Execution
+from rlplace.planners.common.shortage import raise_infeasible
 from rlplace.planners.pase.captured import layer_graph, machine_of, sharding_of, shards_of
 from rlplace.planners.pase.dp import solve
-from rlplace.planners.shortage import raise_infeasible
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline, simulate
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlplace.planners.subsets import device_classes
+from rlplace.planners.common.subsets import device_classes
 from rlplace.problem import Problem
 from rlplace.simulator.replicas import gradient_edges
 

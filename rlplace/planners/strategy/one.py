@@ -11,8 +11,8 @@ import numpy as np
 from rlplace.errors import InfeasibleError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import get_planner
-from rlplace.planners.evaluate import Execution
-from rlplace.planners.shortage import gigabytes
+from rlplace.planners.common.evaluate import Execution
+from rlplace.planners.common.shortage import gigabytes
 from rlplace.planners.strategy.choices import Layout, Strategy
 from rlplace.planners.strategy.stages import other_schedules
 from rlplace.problem import Links, Problem

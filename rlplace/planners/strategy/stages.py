@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import FREE_SCHEDULES
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.groupgraph import group_graph
-from rlplace.planners.subsets import device_order
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.subsets import device_order
 from rlplace.problem import BACKWARD_WEIGHT, Problem
 from rlplace.simulator import Timeline, simulate
 

@@ -2,9 +2,9 @@
 
 Problem: a step processes G samples. With R replicas of W devices and M micro-batches, a micro-batch has G / (R M) samples,
 which needs a problem priced for that size. All strategies process the same samples, so step times compare. With a curve of
-statistical efficiency (`rlplace.planners.efficiency`) it is the samples of a replica that are given, larger global batches may
-need more epochs, and what compares is the time to the target: epochs(G) x step time / G (Pal et al., "Optimizing multi-GPU
-parallelization strategies for deep learning training", IEEE Micro 2019).
+statistical efficiency (`rlplace.planners.strategy.efficiency`) it is the samples of a replica that are given, larger global
+batches may need more epochs, and what compares is the time to the target: epochs(G) x step time / G (Pal et al., "Optimizing
+multi-GPU parallelization strategies for deep learning training", IEEE Micro 2019).
 
 Algorithm: strategies on one device a replica come first, since they need no planner; then the others, the most promising first.
 A strategy whose lower bound (a replica's work spread evenly over its devices, and its critical path) is not below the best so
@@ -27,15 +27,15 @@ import numpy as np
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import ONE_SHOT
 from rlplace.planners.best import warm_up
-from rlplace.planners.bounds import critical_path_s
-from rlplace.planners.evaluate import Deadline
+from rlplace.planners.common.bounds import critical_path_s
+from rlplace.planners.common.evaluate import Deadline
 from rlplace.planners.strategy.choices import MICROBATCHES, MORE_MICROBATCHES, Layout, Strategy, kind_of, layouts, strategies
 from rlplace.planners.strategy.one import Placed, place_one, takes_microbatches
 from rlplace.problem import UPDATE, Problem
 from rlplace.simulator.tasks import MAX_TASKS
 
 if TYPE_CHECKING:
-    from rlplace.planners.efficiency import BatchCurve
+    from rlplace.planners.strategy.efficiency import BatchCurve
 
 QUICK = frozenset({*ONE_SHOT, "best", "random"})
 """Planners that are quick enough to be run for every strategy."""

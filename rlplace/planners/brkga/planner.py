@@ -1,10 +1,11 @@
 """Biased random-key genetic algorithm from the floor.
 
-Problem: step time of the executor itself, memory included, as in `annealing`. A chromosome is a table of random keys: for every
-group an affinity to each device and a priority. A list scheduler turns it into an assignment (`rlplace.planners.brkgakernels`):
-ready ops go by upward rank times priority, and a group goes where it finishes earliest, where a low affinity counts as a delay
-and a very low one bars the device. The assignment is simulated. Each generation keeps the elite, adds mutants (new random
-keys), and fills up with children that take every key from an elite parent with probability `rho`, else from another one.
+Problem: step time of the executor itself, memory included, as in `annealing`. A chromosome is a table of random keys: for
+every group an affinity to each device and a priority. A list scheduler turns it into an assignment
+(`rlplace.planners.brkga.kernels`): ready ops go by upward rank times priority, and a group goes where it finishes earliest,
+where a low affinity counts as a delay and a very low one bars the device. The assignment is simulated. Each generation keeps
+the elite, adds mutants (new random keys), and fills up with children that take every key from an elite parent with probability
+`rho`, else from another one.
 
 Papers: Goncalves, Resende, "Biased random-key genetic algorithms for combinatorial optimization", Journal of Heuristics 17,
 2011; Paliwal et al., "Reinforced genetic algorithm learning for optimizing computation graphs" (REGAL), ICLR 2020, use it for
@@ -27,11 +28,11 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
 from rlplace.plan import PlacementPlan
-from rlplace.planners import brkgakernels
-from rlplace.planners.evaluate import Assignment, Execution
-from rlplace.planners.floor import finish
-from rlplace.planners.oparrays import op_arrays, upward_rank
-from rlplace.planners.search import Search, Start
+from rlplace.planners.brkga import kernels as brkgakernels
+from rlplace.planners.common.evaluate import Assignment, Execution
+from rlplace.planners.common.floor import finish
+from rlplace.planners.common.oparrays import op_arrays, upward_rank
+from rlplace.planners.common.search import Search, Start
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
@@ -102,7 +103,7 @@ def brkga(
         mutants: Share of the population.
         rho: Probability.
         bias: Mean op times.
-        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither the floor nor the search found a plan that fits.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlplace.plan import PlacementPlan, make_plan
-from rlplace.planners.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution
-from rlplace.planners.repair import legalize, repair_answer
-from rlplace.planners.shortage import check_possible, raise_infeasible
+from rlplace.planners.common.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution
+from rlplace.planners.common.repair import legalize, repair_answer
+from rlplace.planners.common.shortage import check_possible, raise_infeasible
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from rlplace.errors import InfeasibleError
-from rlplace.planners.bounds import live_bytes
+from rlplace.planners.common.bounds import live_bytes
 from rlplace.problem import Problem
 from rlplace.simulator.timeline import Timeline
 

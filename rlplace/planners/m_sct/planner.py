@@ -1,9 +1,9 @@
 """m-SCT: small communication times, with memory.
 
 Problem: makespan on devices of limited memory, when transfers are no longer than ops. A linear program picks for every op a
-favorite child that should follow it on the same device (`rlplace.planners.favorites`). The schedule is then that of `m_etf`,
-except that a device whose last op's favorite child is ready, open, and starts nowhere earlier stays awake for it: it takes only
-the child, or an urgent op, one that every device could have started by now.
+favorite child that should follow it on the same device (`rlplace.planners.m_sct.favorites`). The schedule is then that of
+`m_etf`, except that a device whose last op's favorite child is ready, open, and starts nowhere earlier stays awake for it: it
+takes only the child, or an urgent op, one that every device could have started by now.
 
 Papers: Jeon et al., "Baechi: fast device placement of machine learning graphs", SoCC 2020, algorithm m-SCT; the memory-free
 algorithm is Hanen, Munier, "An approximation algorithm for scheduling dependent tasks on m processors with small
@@ -29,13 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners import sctkernels
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.favorites import favorite_children
-from rlplace.planners.floor import one_shot
-from rlplace.planners.groupgraph import mean_link
-from rlplace.planners.oparrays import op_arrays, upward_rank
-from rlplace.planners.subsets import device_subsets
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.groupgraph import mean_link
+from rlplace.planners.common.oparrays import op_arrays, upward_rank
+from rlplace.planners.common.subsets import device_subsets
+from rlplace.planners.m_sct import kernels as sctkernels
+from rlplace.planners.m_sct.favorites import favorite_children
 from rlplace.problem import FORWARD, Problem
 
 MAX_NODES = 6000

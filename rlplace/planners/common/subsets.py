@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners import kernels
-from rlplace.planners.groupgraph import finite_links, group_graph
+from rlplace.planners.common import kernels
+from rlplace.planners.common.groupgraph import finite_links, group_graph
 from rlplace.problem import Problem
 
 MAX_COUNTS = 12

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.evaluate import Assignment
-from rlplace.planners.groupgraph import group_graph
-from rlplace.planners.movekernels import CLUSTER, Tables, draw
+from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.movekernels import CLUSTER, Tables, draw
 from rlplace.problem import Problem
 
 

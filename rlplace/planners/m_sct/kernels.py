@@ -1,7 +1,7 @@
 """Compiled list scheduling for `m_sct`: earliest task first with devices that wait for a favorite child.
 
-The queues and the pricing of transfers are those of `rlplace.planners.listkernels`, whose file numba's cache would not look at;
-a stamp of its content is therefore an enclosed value of the kernel.
+The queues and the pricing of transfers are those of `rlplace.planners.common.listkernels`, whose file numba's cache would not
+look at; a stamp of its content is therefore an enclosed value of the kernel.
 """
 
 # Compiled functions take their types from their arguments.
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from rlplace.planners import listkernels
-from rlplace.planners.listkernels import _inputs_present, _pop, _push
+from rlplace.planners.common import listkernels
+from rlplace.planners.common.listkernels import _inputs_present, _pop, _push
 
 _KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}

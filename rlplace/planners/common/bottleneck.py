@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners import kernels
-from rlplace.planners.evaluate import Assignment, Evaluator
-from rlplace.planners.groupgraph import group_graph
-from rlplace.planners.oparrays import op_arrays
-from rlplace.planners.repair import traffic
+from rlplace.planners.common import kernels
+from rlplace.planners.common.evaluate import Assignment, Evaluator
+from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.oparrays import op_arrays
+from rlplace.planners.common.repair import traffic
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 

@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError, InputError, show
 from rlplace.plan import PlacementPlan
-from rlplace.planners import pipedreamkernels as kernels
 from rlplace.planners.bipartition.layers import Layers, layer_orders, make_layers, make_pipeline, pipeline_execution
-from rlplace.planners.evaluate import Assignment, Deadline
-from rlplace.planners.floor import one_shot
-from rlplace.planners.pipedreamstages import replicated_optimum
-from rlplace.planners.pipelinestates import States, branch_states, chain_states
-from rlplace.planners.subsets import device_classes, device_subsets, map_parts
+from rlplace.planners.common.evaluate import Assignment, Deadline
+from rlplace.planners.common.floor import one_shot
+from rlplace.planners.common.subsets import device_classes, device_subsets, map_parts
+from rlplace.planners.pipedream import kernels
+from rlplace.planners.pipedream.stages import replicated_optimum
+from rlplace.planners.pipedream.states import States, branch_states, chain_states
 from rlplace.problem import Problem
 
 

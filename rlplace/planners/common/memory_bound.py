@@ -2,8 +2,8 @@
 
 Linear program: groups are spread over devices in fractions, no device works longer than T, and no device holds more resident
 bytes than it has; the least T. Any plan is such an assignment, with whole groups and activations on top, so T bounds its step
-time. Without memory limits, or with like devices, it equals the work bound of `rlplace.planners.bounds`. The value is computed
-from the solver's dual prices by weak duality, so that it holds whatever the solver's tolerance.
+time. Without memory limits, or with like devices, it equals the work bound of `rlplace.planners.common.bounds`. The value is
+computed from the solver's dual prices by weak duality, so that it holds whatever the solver's tolerance.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners import kernels
-from rlplace.planners.evaluate import Answer, Assignment, Deadline, Evaluator
-from rlplace.planners.groupgraph import GroupGraph, finite_links, group_graph
+from rlplace.planners.common import kernels
+from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator
+from rlplace.planners.common.groupgraph import GroupGraph, finite_links, group_graph
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator
 
@@ -31,7 +31,7 @@ _TRIES = 24
 def legalize(problem: Problem, device_of_group: NDArray[Any]) -> Assignment:
     """A copy with every group on a device where it may sit, and without missing links where moving groups can avoid them.
 
-    Every group must have a device it may sit on (`rlplace.planners.shortage.check_possible`).
+    Every group must have a device it may sit on (`rlplace.planners.common.shortage.check_possible`).
     """
     devices = np.array(device_of_group, dtype=np.int32)
     graph = group_graph(problem)
@@ -98,7 +98,7 @@ _TRAFFIC: WeakKeyDictionary[Problem, tuple[NDArray[Any], ...]] = WeakKeyDictiona
 
 
 def traffic(problem: Problem) -> tuple[NDArray[Any], ...]:
-    """What the kernels of `rlplace.planners.kernels` need to price transfers; built once per problem."""
+    """What the kernels of `rlplace.planners.common.kernels` need to price transfers; built once per problem."""
     found = _TRAFFIC.get(problem)
     if found is None:
         graph = group_graph(problem)

@@ -1,7 +1,7 @@
 """The compiled loop of `annealing`: moves, simulations and decisions without a step back to Python.
 
-Scores are those of `rlplace.planners.evaluate.Score`. The kernel holds the compiled simulator, at whose files numba's cache
-would not look; a stamp of their content is therefore an enclosed value.
+Scores are those of `rlplace.planners.common.evaluate.Score`. The kernel holds the compiled simulator, at whose files numba's
+cache would not look; a stamp of their content is therefore an enclosed value.
 """
 
 # Compiled functions take their types from their arguments.
@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from rlplace.planners import evaluate, movekernels
-from rlplace.planners.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
-from rlplace.planners.movekernels import INNER, Tables, draw_move, random
+from rlplace.planners.common import evaluate, movekernels
+from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
+from rlplace.planners.common.movekernels import INNER, Tables, draw_move, random
 from rlplace.simulator import fast
 from rlplace.simulator.fast import STAMP, simulate_plans
 

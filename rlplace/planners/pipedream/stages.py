@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners import pipedreamkernels as kernels
 from rlplace.planners.bipartition.layers import Layers, make_layers
-from rlplace.planners.groupgraph import group_graph
-from rlplace.planners.pipelinestates import States, branch_states, chain_states
+from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.pipedream import kernels
+from rlplace.planners.pipedream.states import States, branch_states, chain_states
 from rlplace.problem import Problem
 
 MAX_LAYERS = 96

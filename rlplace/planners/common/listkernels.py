@@ -4,7 +4,7 @@ All of it lies in one file, because numba's on-disk cache only notices changes o
 The kernels allocate nothing and take plain arrays of one type each: that halves the time to compile them, which the first
 start after an installation pays.
 
-Arrays are those of `rlplace.planners.oparrays.OpArrays`. State of a schedule that both schedulers fill:
+Arrays are those of `rlplace.planners.common.oparrays.OpArrays`. State of a schedule that both schedulers fill:
     devices: int32 [G], -1 where open. finish: float64 [N]. room: float64 [D] bytes.
     arrival: float64 [T, D], when a tensor was sent there, -1 if it was not. channel_free: float64 [C].
 """

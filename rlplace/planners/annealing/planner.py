@@ -1,7 +1,7 @@
 """Simulated annealing from the floor.
 
 Problem: step time of the executor itself, memory included: overflow multiplies the step time (see `Score.penalized_s`), so
-that a search can pass through assignments that do not fit. A random move (`rlplace.planners.moves`) is accepted when it
+that a search can pass through assignments that do not fit. A random move (`rlplace.planners.common.moves`) is accepted when it
 improves, or with probability ``exp(-increase / temperature)``; the temperature falls geometrically, relative to the best step
 time, so that one setting serves all problems.
 
@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.evaluate import Execution, Score, uncounted
-from rlplace.planners.floor import finish
-from rlplace.planners.moves import MoveMaker
-from rlplace.planners.search import Search, Start
+from rlplace.planners.common.evaluate import Execution, Score, uncounted
+from rlplace.planners.common.floor import finish
+from rlplace.planners.common.moves import MoveMaker
+from rlplace.planners.common.search import Search, Start
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
@@ -57,7 +57,7 @@ def annealing(
         calls: Simulator calls after the floor; default 4096 when there is no time limit.
         start: Plan or assignment to start from; default the floor, `best`.
         start_temperature: Relative increase of step time that is accepted with probability 1/e at first; default by budget.
-        **execution: Fields of `rlplace.planners.evaluate.Execution`.
+        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither the floor nor the search found a plan that fits.
@@ -85,7 +85,7 @@ def warm_up() -> None:
 
 def run_annealing(search: Search, moves: MoveMaker, start_temperature: float | None = None) -> None:
     """Spends the search's budget."""
-    from rlplace.planners.annealkernels import anneal
+    from rlplace.planners.annealing.kernels import anneal
 
     budget = search.calls if search.calls is not None else 20_000
     hot = default_temperature(budget) if start_temperature is None else start_temperature

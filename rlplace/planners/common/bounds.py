@@ -8,7 +8,7 @@ All bounds hold for every plan with one micro-batch under the simulator's rules:
 * memory: resident bytes of all groups, plus the tensors that are alive when the first backward op starts: those made by its
   ancestors and read by it or its descendants; each has a copy somewhere.
 
-The messages of `rlplace.planners.shortage` are built on these.
+The messages of `rlplace.planners.common.shortage` are built on these.
 """
 
 from __future__ import annotations

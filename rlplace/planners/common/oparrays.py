@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners import listkernels
-from rlplace.planners.groupgraph import finite_links, group_graph, mean_link
+from rlplace.planners.common import listkernels
+from rlplace.planners.common.groupgraph import finite_links, group_graph, mean_link
 from rlplace.problem import Problem
 
 
@@ -42,7 +42,7 @@ class OpArrays(NamedTuple):
     num_made_inputs: Any  # int64 [N], inputs that other ops make
 
     def links(self) -> tuple[Any, ...]:
-        """The arrays that price transfers, in the order of `rlplace.planners.listkernels`."""
+        """The arrays that price transfers, in the order of `rlplace.planners.common.listkernels`."""
         return (
             self.input_ptr, self.inputs, self.producer, self.holder, self.size, self.table, self.tables, self.latency,
             self.inverse, self.channel_ptr, self.channels,

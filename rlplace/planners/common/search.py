@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.planners.best import floor_answers, warm_up
-from rlplace.planners.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution, Score
-from rlplace.planners.repair import legalize
-from rlplace.planners.shortage import check_possible
+from rlplace.planners.common.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution, Score
+from rlplace.planners.common.repair import legalize
+from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 
 CALLS = 4096

@@ -1,0 +1,1 @@
+"""Simulated annealing from the floor, in one compiled loop."""

@@ -1,0 +1,1 @@
+"""A biased random-key genetic algorithm from the floor."""

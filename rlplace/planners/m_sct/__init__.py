@@ -1,0 +1,1 @@
+"""m-SCT: small communication times, favorite children by a linear program."""

@@ -1,0 +1,1 @@
+"""PipeDream's planner: stages with replicas by dynamic programming over states of the graph."""

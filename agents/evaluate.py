@@ -20,7 +20,7 @@ from rlplace.planners import Planner, get_planner
 from rlplace.problem import Problem
 
 DEFAULT_PLANNERS = ("single", "round_robin", "balanced", "heft", "m_etf", "metis", "best", "annealing", "local_search")
-_SEARCHES = ("annealing", "local_search")
+_SEARCHES = ("annealing", "local_search", "brkga")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
 SEARCH = ("annealing", "local_search", "brkga")
-OTHERS = ("m_sct", "accelerate")
+OTHERS = ("accelerate",)
 """One-shot planners that are not part of the floor."""
 
 

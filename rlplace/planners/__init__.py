@@ -45,7 +45,10 @@ PLANNERS: dict[str, str] = {
 }
 """Planner name to ``"module:function"``."""
 
-ONE_SHOT = ("single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin")
+ONE_SHOT = (
+    "single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin", "m_sct", "gpipe", "pipedream",
+    "pardnn", "compiler",
+)  # fmt: skip
 """Planners that build plans without search, strong and quick ones first; `best` is the best of these."""
 
 NEEDS_SPLIT = frozenset({"bipartition"})

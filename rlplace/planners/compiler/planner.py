@@ -16,6 +16,9 @@ from rlplace.problem import Problem
 LARGE_GROUPS = 1000
 """Groups above which there are fewer candidates, and no starts grown from the coarsest level."""
 
+MOST_SUBSETS = 4
+"""Numbers of devices that are tried; where there are more, all devices and then half as many each time."""
+
 
 def compiler(
     problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, stages: bool = False, **execution: Any
@@ -40,8 +43,9 @@ def compiler(
 def candidates(problem: Problem, seed: int, *, stages: bool = False) -> Iterator[Assignment]:
     """Partitions for several numbers of devices, bands and allowed imbalances."""
     subsets = list(reversed(device_subsets(problem)))
-    if problem.num_groups > LARGE_GROUPS:
-        wanted = {len(subsets[0]), len(subsets[0]) // 2}
+    if problem.num_groups > LARGE_GROUPS or len(subsets) > MOST_SUBSETS:
+        times = 2 if problem.num_groups > LARGE_GROUPS else MOST_SUBSETS
+        wanted = {len(subsets[0]) >> halved for halved in range(times)}
         subsets = [subset for subset in subsets if len(subset) in wanted]
     for subset in subsets:
         yield from family(problem, subset, seed=seed, stages=stages)

@@ -97,7 +97,9 @@ def cp_sat(
             "cp_sat proved that no plan fits: every assignment and order exceeds some device's memory or needs a missing link; "
             "use finer groups, larger devices, or a smaller batch"
         )
-    bound_s = max(outcome.bound_s, lower_bounds(problem).step_time_s if run.microbatches == 1 else 0.0)
+    bound_s = lower_bounds(problem).step_time_s if run.microbatches == 1 else 0.0
+    if math.isfinite(outcome.bound_s):  # the hint is a solution: a program without one would prove nothing about it
+        bound_s = max(bound_s, outcome.bound_s)
     ways += _realise_all(instance, evaluator, outcome)
     best = min(ways, key=lambda way: way.rank, default=None)
     # The program is solved, but the executor cannot follow it: solve again with what the executor adds.

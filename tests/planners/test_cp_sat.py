@@ -164,6 +164,15 @@ def test_memory_forces_the_optimum():
     assert plan.predicted["proof"]["status"] == "optimal"
 
 
+@pytest.mark.parametrize("planner", ["cp_sat", "dlplacer"])
+def test_a_step_that_takes_no_time_is_optimal(planner):
+    problem = build_problem(
+        "idle", time_s=[[0.0, math.pi]] * 3, tensors=[TensorSpec(0, 1, [1])], memory_bytes=[None, None], latency_s=math.e
+    )
+    plan = get_planner(planner)(problem)
+    assert plan.predicted["step_time_s"] == 0.0 and plan.predicted["proof"]["status"] == "optimal"
+
+
 def test_infeasibility_is_proven():
     """Three groups of 6 bytes on two devices of 10: 18 bytes are less than 20, but no two fit together."""
     problem = build_problem(

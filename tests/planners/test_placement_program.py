@@ -95,6 +95,39 @@ def test_simulated_steps_are_solutions_where_times_are_rounded(seed, devices, sh
     assert not instance.ticks.exact
 
 
+def test_like_devices_may_get_a_tensor_in_any_order():
+    """One sender, two readers, a device each. The later reader is the long one, and the executor sends by device number."""
+    problem = build_problem(
+        "fan_out", time_s=[[1.0] * 3, [1.0] * 3, [10.0] * 3], tensors=[TensorSpec(0, 4, [1, 2])], memory_bytes=[20] * 3,
+        resident_bytes=[11] * 3,
+    )  # fmt: skip
+    data = problem_to_dict(problem)
+    data["links"]["channels"] = [[[] if i == j else [2 * i, 2 * j + 1] for j in range(3)] for i in range(3)]
+    problem = problem_from_dict(data)
+    assert interchangeable(problem) == [[0, 1, 2]]
+    for devices, step_time_s in (([0, 1, 2], 19.0), ([0, 2, 1], 15.0)):
+        line, outcome = follow(problem, np.array(devices))
+        assert line.step_time_s == outcome.objective_s == step_time_s and outcome.status == "optimal"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_simulated_steps_of_like_devices_are_solutions(seed):
+    """Every device sends one tensor at a time and receives one: names decide ties, and the program looks at one naming only."""
+    problem = random_problem(seed, 5, 4, shape=("layered", "branchy", "chain")[seed % 3])
+    data = problem_to_dict(whole_numbers(problem, seed))
+    data["links"]["bandwidth_bytes_per_s"] = [[float(i != j) for j in range(4)] for i in range(4)]
+    data["links"]["latency_s"] = [[0] * 4] * 4
+    data["links"]["channels"] = [[[] if i == j else [2 * i, 2 * j + 1] for j in range(4)] for i in range(4)]
+    for op in data["ops"]:
+        op["time_s"] = int(np.ravel(op["time_s"])[0])
+    problem = problem_from_dict(data)
+    assert interchangeable(problem) == [[0, 1, 2, 3]]
+    for draw in range(3):
+        plan = np.random.default_rng([seed, draw]).integers(0, 4, problem.num_groups)
+        line, outcome = follow(problem, plan)
+        assert outcome.status == "optimal" and outcome.objective_s == line.step_time_s
+
+
 def test_memory_account_is_the_executors():
     """Limits at the simulated peaks admit the step; one byte less on a device does not."""
     refused = tried = 0
@@ -121,6 +154,12 @@ def test_common_units_are_found():
     odd = choose_ticks(np.array([0.1, math.pi]), 10.0)
     assert not odd.exact and odd.per_s == HORIZON_TICKS / 10.0
     assert odd.seconds(float(odd.down(np.array([math.pi]))[0])) == pytest.approx(math.pi, rel=1e-6)
+
+
+def test_times_beyond_every_step_stay_whole_numbers_of_64_bits():
+    ticks = choose_ticks(np.array([1e-9, math.pi * 1e6]), 1e-9)
+    assert HORIZON_TICKS < ticks.down(np.array([math.pi * 1e6]))[0] < 1 << 42
+    assert choose_ticks(np.array([math.pi, math.e]), 0.0).down(np.array([0.0, math.pi])).tolist() == [0, 3]
 
 
 def test_devices_that_may_be_exchanged():

@@ -25,10 +25,12 @@ _Route = tuple[int, int, int]
 def keep_request_order(program: Program) -> bool:
     """Of two transfers that want a channel, the one whose tensor was finished first goes first.
 
+    Transfers of one tensor go by the numbers of the devices, where exchanging like devices cannot change that.
+
     Returns:
         Whether the program, which must have contention, has few enough pairs of transfers.
     """
-    pairs = [(a, b) for a, b in _sharing(program) if a[0] != b[0] or a[1] == b[1]]  # one tensor has one source
+    pairs = [(a, b) for a, b in _sharing(program) if a[0] != b[0] or (a[1] == b[1] and _named_in_order(program, a[2], b[2]))]
     if len(pairs) > MAX_PAIRS:
         return False
     for first, second in pairs:
@@ -65,6 +67,17 @@ def _sharing(program: Program) -> list[tuple[_Route, _Route]]:
         for channel in channels[route[1]][route[2]]:
             held.setdefault(channel, []).append(route)
     return sorted({pair for routes in held.values() for pair in combinations(sorted(routes), 2)})
+
+
+def _named_in_order(program: Program, first: int, second: int) -> bool:
+    """Whether the first device has the lower number under every name that symmetry breaking may give the two.
+
+    A tensor goes to the device with the lower number first. The program stands for all plans that differ in the names of like
+    devices, and among these the order may be another one.
+    """
+    near = next((members for members in program.classes if first in members), [first])
+    far = next((members for members in program.classes if second in members), [second])
+    return max(near) < min(far)
 
 
 def _slack(program: Program) -> int:

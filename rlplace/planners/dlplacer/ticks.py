@@ -22,6 +22,9 @@ the critical chain."""
 _MAX_DENOMINATOR = 10**9
 _EXACT_TICKS = 1 << 40
 
+_LONGER_THAN_ANY = 1 << 41
+"""Ticks that times are cut down to: longer than every step that is considered, and sums of them stay within 64 bits."""
+
 
 @dataclass(frozen=True)
 class Ticks:
@@ -41,7 +44,7 @@ class Ticks:
         raw = np.where(finite, seconds, 0.0) * self.per_s
         # A product that is whole but for rounding must not lose a tick.
         whole = np.rint(raw) if self.exact else np.floor(raw * (1 + 1e-15))
-        return np.where(finite, whole, -1).astype(np.int64)
+        return np.where(finite, np.minimum(whole, _LONGER_THAN_ANY), -1).astype(np.int64)
 
     def seconds(self, ticks: float) -> float:
         """Seconds of a number of ticks."""
@@ -59,7 +62,8 @@ def choose_ticks(times_s: NDArray[Any], horizon_s: float) -> Ticks:
     common = _common_unit(values.tolist(), horizon_s)
     if common is not None:
         return Ticks(common, True)
-    return Ticks(HORIZON_TICKS / max(horizon_s, 1e-300), False)
+    # A step that takes no time at all cannot be improved: any unit will do.
+    return Ticks(HORIZON_TICKS / horizon_s if horizon_s > 0 else 1.0, False)
 
 
 def _common_unit(values: list[float], horizon_s: float) -> float | None:

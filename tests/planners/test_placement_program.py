@@ -110,16 +110,17 @@ def test_like_devices_may_get_a_tensor_in_any_order():
         assert line.step_time_s == outcome.objective_s == step_time_s and outcome.status == "optimal"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_simulated_steps_of_like_devices_are_solutions(seed):
     """Every device sends one tensor at a time and receives one: names decide ties, and the program looks at one naming only."""
-    problem = random_problem(seed, 5, 4, shape=("layered", "branchy", "chain")[seed % 3])
-    data = problem_to_dict(whole_numbers(problem, seed))
-    data["links"]["bandwidth_bytes_per_s"] = [[float(i != j) for j in range(4)] for i in range(4)]
+    data = problem_to_dict(whole_numbers(random_problem(seed, 6, 4, shape="branchy", width=5, training=False), seed))
+    data["links"]["bandwidth_bytes_per_s"] = [[int(i != j) for j in range(4)] for i in range(4)]
     data["links"]["latency_s"] = [[0] * 4] * 4
     data["links"]["channels"] = [[[] if i == j else [2 * i, 2 * j + 1] for j in range(4)] for i in range(4)]
     for op in data["ops"]:
         op["time_s"] = int(np.ravel(op["time_s"])[0])
+    for tensor in data["tensors"]:
+        tensor["bytes"] += 1
     problem = problem_from_dict(data)
     assert interchangeable(problem) == [[0, 1, 2, 3]]
     for draw in range(3):

@@ -55,6 +55,7 @@ def accelerate(
 
     Raises:
         MissingError: accelerate is not installed.
+        InputError: The library fails on this model's ties.
         InfeasibleError: No plan that fits was found.
     """
     if not 0.0 < memory_share <= 1.0:
@@ -84,6 +85,7 @@ def infer_map(problem: Problem, memory_share: float = 1.0) -> dict[str, int | st
 
     Raises:
         MissingError: accelerate is not installed.
+        InputError: The library fails on this model's ties.
     """
     try:
         from accelerate import infer_auto_device_map
@@ -95,6 +97,11 @@ def infer_map(problem: Problem, memory_share: float = 1.0) -> dict[str, int | st
     logger.setLevel(logging.ERROR)
     try:
         found: dict[str, int | str] = infer_auto_device_map(skeleton(problem), max_memory=_max_memory(problem, memory_share))
+    except IndexError:  # it looks for the partner of a tie among the modules that it has not placed yet
+        raise InputError(
+            "accelerate: its infer_auto_device_map cannot follow parameters that are tied in a chain, one module to a second "
+            "and that one to a third by another parameter; use another planner"
+        ) from None
     finally:
         logger.setLevel(level)
     return dict(found)

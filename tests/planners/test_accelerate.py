@@ -100,6 +100,12 @@ def test_shared_parameters_are_tied():
     assert (devices_of_map(problem, infer_map(problem)) == 0).all()
 
 
+def test_ties_that_the_library_cannot_follow():
+    problem = random_problem(577, 8, 2, shape="branchy", shared_parameters=3)
+    with pytest.raises(InputError, match="tied in a chain"):
+        get_planner("accelerate")(problem)
+
+
 def test_names_that_modules_already_have_and_names_without_dots():
     names = ["forward", "a", "a#2", "train.eval", "#", "float", "a.b", "x"]
     problem = renamed(random_problem(2, 8, 3, memory_factor=2.0), names)

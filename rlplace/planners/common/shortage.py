@@ -53,7 +53,10 @@ def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str, s
     """
     check_possible(problem)
     if line is None:
-        raise InfeasibleError(f"{planner} found no candidate within the time limit; give it more time")
+        raise InfeasibleError(
+            f"{planner} has no plan to offer: none that it can build respects null times and memory, or its time was "
+            "too short; try planner 'annealing', finer groups, or more time"
+        )
     if line.step_time_s is None:
         raise InfeasibleError(
             f"{planner} found no plan that avoids null times and missing links ({line.violations[0]}); "

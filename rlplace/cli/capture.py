@@ -10,6 +10,9 @@ from rlplace.errors import InputError
 HELP = "capture a model and write its problem file"
 EXAMPLE = "example: rlplace capture hf:bert --cluster v100:4 --out bert.problem.json"
 
+_LEVELS = {"task": "best", "op": "best", "split": "bipartition", "cut": "pase"}
+"""Level to a planner that takes such a problem."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
@@ -17,7 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="C", help="cluster to price for (this machine)")
     parser.add_argument("--out", required=True, metavar="X.problem.json", help="file to write")
     parser.add_argument(
-        "--level", choices=("task", "op"), default="task", help="one op per group and phase, or every op (task)"
+        "--level",
+        choices=tuple(_LEVELS),
+        default="task",
+        help="task: one op per group and phase (default); op: every op; split: every backward in a group of its own, as "
+        "bipartition plans; cut: every op and how it can be cut, as pase plans",
     )
     parser.add_argument("--json", action="store_true", help="print a summary as JSON")
     add_model_options(parser)
@@ -34,7 +41,10 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("a problem file holds one micro-batch; give its size with --batch, and --global-batch to place")
     loaded = load(options.model, options.cluster, options)
     assert loaded.graph is not None and loaded.priced.build is not None
-    problem = loaded.priced.build(loaded.graph, "op") if options.level == "op" else loaded.problem
+    if options.level == "op":
+        problem = loaded.priced.build(loaded.graph, "op")
+    else:
+        problem = loaded.priced.prepared_for(_LEVELS[options.level]).first
     problem.save(options.out)
     summary = {
         "problem": options.out,

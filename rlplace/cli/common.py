@@ -23,6 +23,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 AUTOCAST = ("bf16", "fp16")
 OPTIMIZERS = ("adam", "adamw", "momentum", "sgd")
 HOST_MODES = ("eager", "compiled")
+_SIZES: dict[str, Any] = {"batch": 8, "seq": 512, "dtype": "fp32", "optimizer": "adam", "granularity": 200}
+"""Defaults of the options that say what is captured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +48,17 @@ class Loaded:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options that every verb with a MODEL takes."""
     group = parser.add_argument_group("model options")
-    group.add_argument("--batch", type=positive, default=8, metavar="N", help="samples of a micro-batch (8)")
-    group.add_argument("--seq", type=positive, default=512, metavar="N", help="sequence length (512)")
-    group.add_argument("--dtype", choices=DTYPES, default="fp32", help="parameters and compute (fp32)")
+    group.add_argument("--batch", type=positive, default=_SIZES["batch"], metavar="N", help="samples of a micro-batch (8)")
+    group.add_argument("--seq", type=positive, default=_SIZES["seq"], metavar="N", help="sequence length (512)")
+    group.add_argument("--dtype", choices=DTYPES, default=_SIZES["dtype"], help="parameters and compute (fp32)")
     group.add_argument("--autocast", choices=AUTOCAST, help="mixed precision: compute under torch.autocast in this dtype")
-    group.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="decides the optimizer state (adam)")
+    group.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default=_SIZES["optimizer"], help="decides the optimizer state (adam)"
+    )
     group.add_argument("--master-weights", action="store_true", help="optimizer state and a copy of the weights in fp32")
-    group.add_argument("--granularity", type=positive, default=200, metavar="N", help="target number of groups (200)")
+    group.add_argument(
+        "--granularity", type=positive, default=_SIZES["granularity"], metavar="N", help="target number of groups (200)"
+    )
     group.add_argument(
         "--weight-gradients", action="store_true", help="gradients of weights as ops of their own, for zero-bubble pipelines"
     )
@@ -68,6 +74,11 @@ def pricing_flags(options: argparse.Namespace) -> list[str]:
     given = [name for name in ("autocast", "master_weights", "weight_gradients", "costs") if getattr(options, name)]
     given += ["host_mode"] if options.host_mode != "eager" else []
     return [f"--{name.replace('_', '-')}" for name in given]
+
+
+def _size_flags(options: argparse.Namespace) -> list[str]:
+    """The options given, other than by their default, that say what is captured."""
+    return [f"--{name}" for name, default in _SIZES.items() if getattr(options, name) != default]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +99,8 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
+        if given := _size_flags(options):
+            raise InputError(f"{model} was captured and has its own sizes; leave {given[0]} out, or name the model instead")
         return Loaded(load_problem(model, options), None)
     from rlplace.cluster.parse import parse
 

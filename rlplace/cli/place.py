@@ -157,6 +157,6 @@ def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
         return
     ratio = quickest / plan.predicted["step_time_s"]
     line = f"one device with room for all would take {milliseconds(quickest)} ms: {used} devices are {ratio:.2f} times as fast"
-    if ratio < 0.75 * used:
+    if ratio < 0.75 * used and not plan.predicted.get("strategies"):
         line += "; with --global-batch the batch is split over replicas and micro-batches where that is quicker"
     print(line)

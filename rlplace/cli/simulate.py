@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
         check_output(options.trace)
     problem = Problem.load(options.problem)
     plan = PlacementPlan.load(options.plan, problem)
-    if plan.replicas or plan.recompute:
+    if plan.replicas or plan.recompute or plan.shards:
         problem, plan = expand(problem, plan)
     timeline = simulate(problem, plan)
     if options.trace:

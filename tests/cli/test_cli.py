@@ -79,6 +79,39 @@ def test_capture_place_simulate(capsys, tmp_path):
     assert Problem.load(op_file).group_names == Problem.load(problem_file).group_names
 
 
+@pytest.mark.parametrize(("planner", "level"), [("pase", "cut"), ("bipartition", "split")])
+def test_plans_of_other_views_simulate_on_their_captured_view(capsys, tmp_path, planner, level):
+    problem_file, plan_file, trace = (str(tmp_path / name) for name in ("x.problem.json", "p.plan.json", "t.json"))
+    arguments = (TINY, "--cluster", "v100:2", "--seq", "16", "--batch", "4")
+    code, out, _ = run(capsys, "place", *arguments, "--planner", planner, "--out", plan_file, "--json")
+    assert code == 0
+    predicted = json.loads(out)["predicted"]
+    assert run(capsys, "capture", *arguments, "--level", level, "--out", problem_file)[0] == 0
+    code, out, _ = run(capsys, "simulate", problem_file, plan_file, "--json", "--trace", trace)
+    assert code == 0
+    again = json.loads(out)
+    assert again["step_time_s"] == predicted["step_time_s"]
+    assert again["peak_memory_bytes"] == predicted["peak_memory_bytes"]
+    assert json.loads((tmp_path / "t.json").read_text())
+    code, out, _ = run(capsys, "place", problem_file, "--planner", planner, "--json")
+    assert code == 0 and json.loads(out)["predicted"]["step_time_s"] == predicted["step_time_s"]
+
+
+def test_a_global_batch_is_not_advised_to_those_who_gave_one(capsys, tmp_path):
+    problem_file = str(tmp_path / "x.problem.json")
+    random_problem(3, num_groups=12, num_devices=4, shape="branchy").save(problem_file)
+    _, plain, _ = run(capsys, "place", problem_file, "--planner", "best")
+    _, given, _ = run(capsys, "place", problem_file, "--planner", "best", "--global-batch", "8")
+    assert "times as fast; with --global-batch" in plain
+    assert "chosen: model parallel" in given and "times as fast\n" in given
+
+
+def test_sizes_are_not_changed_of_a_problem_file(capsys, problem_file):
+    for extra in (["--batch", "16"], ["--seq", "64"], ["--dtype", "bf16"], ["--optimizer", "sgd"], ["--granularity", "20"]):
+        code, _, err = run(capsys, "place", problem_file, "--planner", "single", *extra)
+        assert code == 2 and f"has its own sizes; leave {extra[0]} out" in last_line(err)
+
+
 def test_infeasible_plan_simulates_and_says_so(capsys, tmp_path):
     problem = random_problem(3, num_groups=10, num_devices=2, memory_factor=1.05)
     problem.save(tmp_path / "x.problem.json")

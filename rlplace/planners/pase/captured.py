@@ -72,8 +72,8 @@ def sharding_of(problem: Problem) -> Sharding:
     """
     if problem.sharding is None:
         raise InputError(
-            'pase: the problem does not say along which dimensions its ops can be cut; price the model with level="op" and '
-            "sharding=True"
+            "pase: the problem does not say along which dimensions its ops can be cut; name the model itself, or give "
+            "a problem of `rlplace capture --level cut` or of price(..., level='op', sharding=True)"
         )
     return problem.sharding
 

@@ -70,6 +70,47 @@ def test_unlike_devices_replicate_within_a_kind_by_equal_blocks_or_one_by_one():
     assert ((0, 1), (2, 3)) not in rows_of(dataclasses.replace(problem, devices=swapped))
 
 
+def test_every_block_of_replicas_can_run_every_group():
+    """One group runs on devices 0 and 2 only: blocks without one of them hold no replica."""
+    problem = random_problem(1, 6, 4)
+    time_s = problem.time_s.copy()
+    time_s[np.ix_(problem.op_group == 3, [1, 3])] = np.nan
+    problem = dataclasses.replace(problem, time_s=time_s)
+    found = rows_of(problem)
+    assert found == {((0,),), ((0, 1, 2, 3),), ((0,), (2,)), ((0, 1), (2, 3))}
+    _, plan = place_strategies(lambda samples: problem, global_batch=16, samples=8, first=problem, planner="best")
+    assert plan.predicted["feasible"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_strategy_is_quicker_than_its_bound(seed):
+    """Also where the devices cannot run all groups, and the single device needs help."""
+    problem = random_problem(seed, 9, 2 + seed % 3, unlike=seed % 2 == 1, null_fraction=0.4)
+    _, plan = place_strategies(lambda samples: problem, global_batch=24, samples=8, first=problem, planner="best")
+    tried = [entry for entry in plan.predicted["strategies"] if entry["step_time_s"] is not None]
+    assert tried and all(entry["bound_s"] <= entry["step_time_s"] * (1 + 1e-12) for entry in tried)
+
+
+def test_groups_that_a_single_device_cannot_run_count_elsewhere():
+    """Device 0 holds all but a heavy group that only device 1 can run."""
+    problem = random_problem(1, 6, 2)
+    time_s = problem.time_s.copy()
+    time_s[problem.op_group == 3, 0] = np.nan
+    time_s[problem.op_group != 3, 1] *= 1000.0
+    resident = problem.resident_bytes.copy()
+    heavy, light = 10 * int(resident.sum()), int(resident.sum() - resident[3])
+    unknown = np.full(6, -1, dtype=np.int64)
+    resident[3] = heavy
+    problem = dataclasses.replace(
+        problem, time_s=time_s, resident_bytes=resident, weight_bytes=unknown, gradient_bytes=unknown, optimizer_bytes=unknown,
+        devices=(Device("small", memory_bytes=heavy), Device("large", memory_bytes=heavy + light // 2)),
+    )  # fmt: skip
+    _, plan = place_strategies(lambda samples: problem, global_batch=8, samples=8, first=problem, planner="best")
+    entry = next(e for e in plan.predicted["strategies"] if e["replicas"] == 1 and e["reason"] is None)
+    assert plan.device_of_group.tolist() == [0, 0, 0, 1, 0, 0] and entry["step_time_s"] is not None
+    assert all("does not fit" not in (e["reason"] or "") for e in plan.predicted["strategies"])
+
+
 @pytest.mark.parametrize(
     ("replicas", "used", "microbatches", "kind"),
     [

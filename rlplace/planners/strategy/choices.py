@@ -74,8 +74,9 @@ def layouts(problem: Problem) -> list[Layout]:
     """One device, all devices, and every number of replicas on equal blocks of consecutive devices.
 
     Replicas are copies, so their blocks must look alike: any block of like devices will do, and of unlike devices blocks with
-    the same sequence of kinds, or of one device each (the slowest then sets the pace, which the simulator sees). A problem
-    with fixed groups, or one that does not say how large its gradients are, has one replica.
+    the same sequence of kinds, or of one device each (the slowest then sets the pace, which the simulator sees). Every block
+    must be able to run every group. A problem with fixed groups, or one that does not say how large its gradients are, has
+    one replica.
     """
     everything = tuple(range(problem.num_devices))
     found = {Layout((everything,)): None}
@@ -89,7 +90,8 @@ def layouts(problem: Problem) -> list[Layout]:
         for replicas in range(2, len(members) + 1):
             width = len(members) // replicas
             rows = tuple(tuple(members[r * width : (r + 1) * width]) for r in range(replicas))
-            if width == 1 or len({tuple(kind[device] for device in row) for row in rows}) == 1:
+            alike = width == 1 or len({tuple(kind[device] for device in row) for row in rows}) == 1
+            if alike and all(problem.group_allowed[:, row].any(axis=1).all() for row in rows):
                 found[Layout(rows)] = None
     return list(found)
 

@@ -50,7 +50,7 @@ def place_one(
         InfeasibleError: Nothing fits.
     """
     layout = strategy.layout
-    if layout.width == 1:
+    if layout.width == 1 and problem.group_allowed.all():  # else other devices hold some groups
         _check_resident(problem, layout)
     target = problem if layout.replicas == 1 else problem_of_replica(problem, layout.rows[0])
     name, extra = ("single", {}) if layout.width == 1 else (planner, options)

@@ -230,17 +230,15 @@ def _work_s(problem: Problem, strategy: Strategy) -> float:
     """No plan of the strategy is quicker: a replica's work, spread evenly over the devices that it may use."""
     once = problem.op_phase == UPDATE
     longest = 0.0
-    for row in strategy.layout.rows if strategy.layout != Layout(((0,),)) else (tuple(range(problem.num_devices)),):
+    rows, width = strategy.layout.rows, strategy.layout.width
+    if strategy.layout == Layout(((0,),)):  # one device, any; where it may not run all groups, others help out
+        rows = (tuple(range(problem.num_devices)),)
+        width = 1 if problem.group_allowed.all() else problem.num_devices
+    for row in rows:
         fastest = np.where(np.isnan(times := problem.time_s[:, list(row)]), np.inf, times).min(axis=1)
         work = strategy.microbatches * float(fastest[~once].sum()) + float(fastest[once].sum())
-        longest = max(longest, work / strategy.layout.width)
+        longest = max(longest, work / width)
     return longest
-
-
-def _hope(bound_s: float, strategy: Strategy) -> float:
-    """The bound with the bubble of an even pipeline: only decides what is tried first."""
-    width, microbatches = strategy.layout.width, strategy.microbatches
-    return bound_s * (microbatches + width - 1) / microbatches
 
 
 def _share(deadline: Deadline, count: int) -> float | None:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from rlplace.comparing.records import ProblemInfo
-from rlplace.planners.common.bounds import Bounds, lower_bounds
+from rlplace.planners.common.bounds import Bounds, device_time_s, lower_bounds
 from rlplace.planners.common.memory_bound import least_devices, memory_forced
 from rlplace.problem import UPDATE, Problem
 
@@ -31,7 +31,7 @@ def problem_info(problem: Problem, model: str, cluster: str, *, view: str) -> Pr
         critical_path_s=bounds.critical_path_s,
         work_s=_finite(bounds.work_s),
         largest_group_s=_finite(bounds.largest_group_s),
-        memory_forced_s=_finite(memory_forced(problem.group_time_s, problem.resident_bytes, problem.memory_limit_bytes)),
+        memory_forced_s=_finite(memory_forced(device_time_s(problem), problem.resident_bytes, problem.memory_limit_bytes)),
         least_devices=least_devices(bounds.resident_bytes + bounds.live_bytes, problem.memory_limit_bytes),
     )
 
@@ -58,11 +58,11 @@ def execution_bound(problem: Problem, microbatches: int, replicas: int) -> tuple
     of ops is that of one micro-batch.
     """
     if microbatches == replicas == 1:
-        times, once = problem.group_time_s, lower_bounds(problem)
+        times, once = device_time_s(problem), lower_bounds(problem)
     else:
         factor = np.where(problem.op_phase == UPDATE, 1.0, float(microbatches))
         repeated = dataclasses.replace(problem, time_s=problem.time_s * factor[:, None])
-        times, once = repeated.group_time_s, _with_path(lower_bounds(repeated), lower_bounds(problem))
+        times, once = device_time_s(repeated), _with_path(lower_bounds(repeated), lower_bounds(problem))
     memory = memory_forced(times * replicas, problem.resident_bytes * replicas, problem.memory_limit_bytes)
     return largest(once.critical_path_s, _finite(once.work_s) * replicas, _finite(once.largest_group_s), _finite(memory))
 

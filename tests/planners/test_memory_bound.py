@@ -9,7 +9,9 @@ import pytest
 from rlplace.comparing.bounds import execution_bound, largest
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.memory_bound import least_devices, memory_forced, memory_forced_s
+from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
+from rlplace.problem.toys import build_problem
 from rlplace.simulator import simulate
 
 
@@ -85,3 +87,17 @@ def test_the_largest_bound_is_named():
     assert least_devices(10.0, np.array([4.0, 8.0, 2.0])) == 2
     assert least_devices(15.0, np.array([4.0, 8.0, 2.0])) is None
     assert least_devices(0.0, np.array([4.0])) == 1
+
+
+def test_collectives_hold_no_device():
+    """Two ops of a collective of 5 s beside two of 6 s: a step of 6 s, though there are 11 s for each device."""
+    free = build_problem("beside", time_s=[[5.0, 5.0]] * 2 + [[6.0, 6.0]] * 2, tensors=[], memory_bytes=[None, None])
+    data = problem_to_dict(free)
+    for op in data["ops"][:2]:
+        op["kind"] = "collective"
+    data["collectives"] = [{"ops": [0, 1], "channels": []}]
+    problem = problem_from_dict(data)
+    assert simulate(problem, [0, 1, 0, 1]).step_time_s == 6.0
+    bounds = lower_bounds(problem)
+    assert (bounds.critical_path_s, bounds.work_s, bounds.largest_group_s) == (6.0, 6.0, 6.0)
+    assert memory_forced_s(problem) == pytest.approx(6.0) and execution_bound(problem, 1, 1)[0] == pytest.approx(6.0)

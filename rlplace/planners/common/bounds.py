@@ -50,14 +50,27 @@ class Bounds:
 
 def lower_bounds(problem: Problem) -> Bounds:
     """Computes all bounds; seconds and bytes."""
+    occupied_s = device_time_s(problem)
     return Bounds(
         critical_path_s=critical_path_s(problem),
-        work_s=_work(problem.group_time_s),
-        largest_group_s=float(problem.group_time_s.min(axis=1).max(initial=0.0)),
+        work_s=_work(occupied_s),
+        largest_group_s=float(occupied_s.min(axis=1).max(initial=0.0)),
         resident_bytes=int(problem.resident_bytes.sum()),
         live_bytes=live_bytes(problem),
         capacity_bytes=float(problem.memory_limit_bytes.sum()),
     )
+
+
+def device_time_s(problem: Problem) -> NDArray[np.float64]:
+    """float64 [G, D], for how long each group holds a device, inf where it may not sit; ops of collectives hold none."""
+    if not problem.collectives:
+        return problem.group_time_s
+    time_s = np.nan_to_num(problem.time_s, nan=0.0)
+    time_s[[op for collective in problem.collectives for op in collective.ops]] = 0.0
+    total = np.zeros((problem.num_groups, problem.num_devices))
+    np.add.at(total, problem.op_group, time_s)
+    total[~problem.group_allowed] = np.inf
+    return total
 
 
 def critical_path_s(problem: Problem) -> float:

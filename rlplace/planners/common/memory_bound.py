@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.planners.common.bounds import device_time_s
 from rlplace.problem import Problem
 
 
@@ -23,7 +24,7 @@ def memory_forced_s(problem: Problem) -> float:
     Returns:
         Seconds.
     """
-    return memory_forced(problem.group_time_s, problem.resident_bytes, problem.memory_limit_bytes)
+    return memory_forced(device_time_s(problem), problem.resident_bytes, problem.memory_limit_bytes)
 
 
 def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64], limit_bytes: NDArray[np.float64]) -> float:

@@ -229,6 +229,7 @@ def _entry(strategy: Strategy, kind: str, bound_s: float | None) -> dict[str, An
 def _work_s(problem: Problem, strategy: Strategy) -> float:
     """No plan of the strategy is quicker: a replica's work, spread evenly over the devices that it may use."""
     once = problem.op_phase == UPDATE
+    aside = [op for collective in problem.collectives for op in collective.ops]  # they hold no device
     longest = 0.0
     rows, width = strategy.layout.rows, strategy.layout.width
     if strategy.layout == Layout(((0,),)):  # one device, any; where it may not run all groups, others help out
@@ -236,6 +237,7 @@ def _work_s(problem: Problem, strategy: Strategy) -> float:
         width = 1 if problem.group_allowed.all() else problem.num_devices
     for row in rows:
         fastest = np.where(np.isnan(times := problem.time_s[:, list(row)]), np.inf, times).min(axis=1)
+        fastest[aside] = 0.0
         work = strategy.microbatches * float(fastest[~once].sum()) + float(fastest[once].sum())
         longest = max(longest, work / width)
     return longest

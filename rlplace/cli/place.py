@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner (5)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
     parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of --batch samples (1)")
-    parser.add_argument("--schedule", choices=FREE_SCHEDULES, default="list", help="how micro-batches take turns (list)")
+    parser.add_argument(
+        "--schedule", choices=FREE_SCHEDULES, help="how micro-batches take turns (the planner's own way, mostly list)"
+    )
     parser.add_argument(
         "--batch-curve",
         metavar="FILE",
@@ -65,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         check_output(options.out)
     check_memory_options(options)
     chooser = "--batch-curve" if options.batch_curve else "--global-batch" if options.global_batch is not None else None
-    if chooser and (options.microbatches > 1 or options.schedule != "list"):
+    if chooser and (options.microbatches > 1 or options.schedule):
         raise InputError(
             f"{chooser} chooses micro-batches and schedule itself; leave it out, or leave out --microbatches and --schedule"
         )
@@ -77,8 +79,10 @@ def run(options: argparse.Namespace) -> int:
         check_agent(options.agent)
     loaded = load(options.model, options.cluster, options)
     extra: dict[str, Any] = {"agent": options.agent} if options.planner == "agent" else {}
-    if options.microbatches > 1 or options.schedule != "list":
-        extra |= {"microbatches": options.microbatches, "schedule": options.schedule}
+    if options.microbatches > 1:
+        extra["microbatches"] = options.microbatches
+    if options.schedule:
+        extra["schedule"] = options.schedule
     say(f"planning with {options.planner}")
     placed = place_priced(
         loaded.priced,

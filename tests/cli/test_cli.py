@@ -97,6 +97,14 @@ def test_plans_of_other_views_simulate_on_their_captured_view(capsys, tmp_path, 
     assert code == 0 and json.loads(out)["predicted"]["step_time_s"] == predicted["step_time_s"]
 
 
+def test_planners_keep_their_own_schedule_unless_one_is_named(capsys, problem_file):
+    for planner, given, expected in (
+        ("gpipe", (), "gpipe"), ("pipedream", (), "1f1b"), ("heft", (), "list"), ("gpipe", ("--schedule", "list"), "list"),
+    ):  # fmt: skip
+        code, out, _ = run(capsys, "place", problem_file, "--planner", planner, "--microbatches", "4", *given)
+        assert code == 0 and f"4 micro-batches of 8, schedule {expected}" in out
+
+
 def test_a_global_batch_is_not_advised_to_those_who_gave_one(capsys, tmp_path):
     problem_file = str(tmp_path / "x.problem.json")
     random_problem(3, num_groups=12, num_devices=4, shape="branchy").save(problem_file)

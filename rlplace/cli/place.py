@@ -143,8 +143,20 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
     if len(rows_of) == 1 and plan.microbatches == 1:
         _show_speedup(plan, problem)
     if "op_level" in predicted:
-        op_level = predicted["op_level"]
-        print(f"simulated op by op {milliseconds(op_level['step_time_s'])} ms, feasible {op_level['feasible']}")
+        print(op_level_line(predicted["op_level"], problem))
+
+
+def op_level_line(op_level: dict[str, Any], problem: Problem) -> str:
+    """What the finer simulation says, with the devices that it finds too small."""
+    line = f"simulated op by op {milliseconds(op_level['step_time_s'])} ms, feasible {op_level['feasible']}"
+    over = [
+        f"{device.name} needs {gigabytes(peak)} GB of {gigabytes(device.memory_bytes)}"
+        for device, peak in zip(problem.devices, op_level["peak_memory_bytes"], strict=True)
+        if device.memory_bytes is not None and peak > device.memory_bytes
+    ]
+    if not over:
+        return line
+    return f"{line}: {', '.join(over)}; the plan may run out of memory: leave room with a smaller batch or larger devices"
 
 
 def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:

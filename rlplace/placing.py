@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlplace.errors import InputError, show
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InfeasibleError, InputError, show
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
 from rlplace.problem import Problem
@@ -98,6 +101,9 @@ def place(
     ).plan  # fmt: skip
 
 
+OP_LEVEL_TRIES = 3
+"""Times that planning starts again because the plan does not fit op by op."""
+
 CUT = "cut"
 """Level of pricing: op by op, with the dimensions along which ops can be cut."""
 
@@ -178,6 +184,24 @@ class Priced:
             build = None if inner is None else lambda graph, level: split_backward(inner(graph, level))
             return dataclasses.replace(self, first=split_backward(self.first), build=build, _kept={})
         return self
+
+    def holding_back(self, size_bytes: NDArray[np.int64]) -> Priced:
+        """The same with so much less memory on every device, int64 [D]."""
+        if not size_bytes.any():
+            return self
+        inner = self.build
+
+        def less(problem: Problem) -> Problem:
+            devices = tuple(
+                device
+                if device.memory_bytes is None
+                else dataclasses.replace(device, memory_bytes=max(device.memory_bytes - n, 0))
+                for device, n in zip(problem.devices, size_bytes.tolist(), strict=True)
+            )
+            return dataclasses.replace(problem, devices=devices)
+
+        build = None if inner is None else lambda graph, level: less(inner(graph, level))
+        return dataclasses.replace(self, first=less(self.first), build=build, _kept={})
 
     def at(self, samples: int) -> Problem:
         """The problem for a micro-batch of so many samples."""
@@ -274,15 +298,49 @@ def plan_priced(
 
 
 def place_priced(priced: Priced, *, planner: str = "agent", **arguments: Any) -> Placed:
-    """`plan_priced`, and its answer simulated op by op where the graph is known."""
+    """`plan_priced`, and its answer simulated op by op where the graph is known.
+
+    A plan can fit task by task and not op by op. It is then planned again with the bytes that were short held back; what was
+    is in ``predicted["held_back_bytes"]``. When no plan fits both ways the first one is returned, and its
+    ``predicted["op_level"]["feasible"]`` is false.
+    """
     get_planner(planner)
     priced = priced.prepared_for(planner)
-    problem, plan = plan_priced(priced, planner=planner, **arguments)
-    if priced.build is None or priced.graph_of is None or plan.shards:  # cut ops are simulated one by one already
-        return Placed(problem, plan, None, None)
-    graph = priced.graph_of(problem.samples_per_microbatch)
-    op_problem = priced.build(graph, "op")
-    return Placed(problem, with_op_level(plan, problem, op_problem), op_problem, graph)
+    if priced.build is None or priced.graph_of is None or priced.level == CUT:  # cut ops are simulated one by one already
+        return Placed(*plan_priced(priced, planner=planner, **arguments), None, None)
+    first: Placed | None = None
+    held_back = np.zeros(priced.first.num_devices, dtype=np.int64)
+    for _ in range(1 + OP_LEVEL_TRIES):
+        try:
+            problem, plan = plan_priced(priced.holding_back(held_back), planner=planner, **arguments)
+        except InfeasibleError:
+            if first is None:
+                raise
+            break
+        graph = priced.graph_of(problem.samples_per_microbatch)
+        op_problem = priced.build(graph, "op")
+        if held_back.any():
+            problem = priced.at(problem.samples_per_microbatch)
+            plan = _moved_to(plan, problem, held_back)
+        placed = Placed(problem, with_op_level(plan, problem, op_problem), op_problem, graph)
+        first = first or placed
+        op_level = placed.plan.predicted["op_level"]
+        limits = np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in problem.devices])
+        over = np.maximum(np.asarray(op_level["peak_memory_bytes"]) - limits, 0.0)
+        if op_level["feasible"] or not over.any():
+            return placed
+        held_back += np.ceil(1.05 * over).astype(np.int64)
+    assert first is not None
+    return first
+
+
+def _moved_to(plan: PlacementPlan, problem: Problem, held_back: NDArray[np.int64]) -> PlacementPlan:
+    """A plan that was made with part of the memory held back, as a plan for the problem itself."""
+    from rlplace.simulator import simulate
+
+    plan = dataclasses.replace(plan, problem=problem.fingerprint)
+    predicted = {**plan.predicted, **simulate(problem, plan).predicted(problem)}
+    return plan.with_predicted({**predicted, "held_back_bytes": [int(size) for size in held_back]})
 
 
 def with_op_level(plan: PlacementPlan, problem: Problem, op_problem: Problem) -> PlacementPlan:

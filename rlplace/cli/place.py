@@ -142,6 +142,13 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
         print(f"best classical planner {milliseconds(predicted['floor_step_time_s'])} ms")
     if len(rows_of) == 1 and plan.microbatches == 1:
         _show_speedup(plan, problem)
+    if predicted.get("proof"):
+        print(proof_line(predicted["proof"]))
+    if predicted.get("held_back_bytes"):
+        kept = [
+            f"{gigabytes(n)} GB of {d.name}" for n, d in zip(predicted["held_back_bytes"], problem.devices, strict=True) if n
+        ]
+        print(f"held back so that the plan fits op by op, too: {', '.join(kept)}")
     if "op_level" in predicted:
         print(op_level_line(predicted["op_level"], problem))
 
@@ -157,6 +164,14 @@ def op_level_line(op_level: dict[str, Any], problem: Problem) -> str:
     if not over:
         return line
     return f"{line}: {', '.join(over)}; the plan may run out of memory: leave room with a smaller batch or larger devices"
+
+
+def proof_line(proof: dict[str, Any]) -> str:
+    """What an exact planner knows about its plan, or about the coarse program that it solved."""
+    bound, gap = proof.get("lower_bound_s"), proof.get("gap")
+    of = f" (coarse program of {proof['nodes']} nodes)" if proof.get("program") == "coarse" else ""
+    known = "" if bound is None or gap is None else f", lower bound {milliseconds(bound)} ms, gap {100 * gap:.2f} %"
+    return f"proof: {proof['status']}{of}{known}"
 
 
 def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:

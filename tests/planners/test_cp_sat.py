@@ -2,6 +2,10 @@
 
 import itertools
 import math
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -208,3 +212,23 @@ def test_equal_seeds_give_equal_plans(planner):
     problem = random_problem(7, 7, 2, memory_factor=1.5)
     plans = [get_planner(planner)(problem, seed=3, effort=0.1).to_dict() for _ in range(2)]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_planner():
+    """The solver holds the interpreter for seconds; Ctrl-C must not turn into an answer."""
+    code = (
+        "from rlplace.planners import get_planner\n"
+        "from rlplace.problem.generate import random_problem\n"
+        "problem = random_problem(3, 40, 3, shape='layered')\n"
+        "get_planner('best')(problem)\n"
+        "print('ready', flush=True)\n"
+        "get_planner('cp_sat')(problem, effort=1000)\n"
+        "print('answered', flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "answered" not in out and "KeyboardInterrupt" in err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,7 @@ def solve(program: Program, *, hint: Timeline | None, seed: int, effort: float, 
             solver.parameters.max_time_in_seconds = max(
                 share * time_limit_s, end_s - time.monotonic() if interleaved else 0.0, 0.01
             )
-        status = solver.solve(program.model, Keep())
+        status = _interruptible(solver, program.model, Keep())
         if status == cp_model.INFEASIBLE:
             return Outcome("infeasible", None, math.inf, ())
         bound_ticks = max(bound_ticks, float(solver.best_objective_bound))
@@ -112,6 +113,18 @@ def solve(program: Program, *, hint: Timeline | None, seed: int, effort: float, 
     ticks = program.instance.ticks
     objective_s = None if best_ticks is None else ticks.seconds(best_ticks)
     return Outcome(name, objective_s, ticks.seconds(bound_ticks), tuple(sorted(solutions[::-1], key=lambda s: s.makespan)))
+
+
+def _interruptible(solver: Any, model: Any, callback: Any) -> Any:
+    """Solves on a thread, so that Ctrl-C ends the planner: the solver by itself would stop and answer as if nothing was."""
+    solver.parameters.catch_sigint_signal = False
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(solver.solve, model, callback)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            solver.stop_search()
+            raise
 
 
 def _hint_solution(model: Any, solver: Any) -> None:

@@ -158,9 +158,13 @@ class _Sweep:
         bounds = {s: max(_work_s(problems[s.samples], s), paths[s.samples]) for s in every}
         self.deadline.end_s += time.monotonic() - began
         missing = set(BASIC)
-        for strategy in sorted(
-            every, key=lambda s: (s.layout.width > 1, self._cost(bounds[s], s), s.microbatches, s.layout.rows)
-        ):
+
+        def promise(s: Strategy) -> tuple[Any, ...]:
+            """One device a replica first; then by the bound with the bubble of an even pipeline on top."""
+            bubble = (s.microbatches + s.layout.width - 1) / s.microbatches
+            return s.layout.width > 1, self._cost(bounds[s] * bubble, s), s.microbatches, s.layout.rows
+
+        for strategy in sorted(every, key=promise):
             problem, bound = problems[strategy.samples], bounds[strategy]
             kind = kind_of(strategy.layout.replicas, strategy.layout.width, strategy.microbatches)
             entry = self._entries[strategy] = _entry(strategy, kind, bound if math.isfinite(bound) else None)

@@ -170,7 +170,7 @@ def test_a_price_on_memory_cuts_weights(gpt):
 
 
 def test_what_cannot_be_cut_is_refused(gpt):
-    with pytest.raises(InputError, match=r'does not say along which dimensions its ops can be cut'):
+    with pytest.raises(InputError, match=r"does not say along which dimensions its ops can be cut"):
         pase(pipeline_chain(4, 2))
     with pytest.raises(InputError, match="micro-batches"):
         pase(gpt, microbatches=2)

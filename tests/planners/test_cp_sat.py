@@ -1,5 +1,6 @@
 """cp_sat and dlplacer: proven optima, brute force, memory, symmetry, contract."""
 
+import functools
 import itertools
 import math
 import signal
@@ -226,7 +227,10 @@ def test_an_interrupt_ends_the_planner():
         "get_planner('cp_sat')(problem, effort=1000)\n"
         "print('answered', flush=True)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # background jobs inherit that it is ignored
+    )  # fmt: skip
     assert process.stdout.readline() == "ready\n"
     time.sleep(3)
     process.send_signal(signal.SIGINT)

@@ -149,7 +149,7 @@ def test_interrupting_keeps_what_was_done(problems, tmp_path, suffix):
     child = subprocess.Popen(
         [*command, "--out", str(path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # background jobs inherit that it is ignored
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job inherits SIG_IGN
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (path.exists() and '"heft"' in path.read_text()):

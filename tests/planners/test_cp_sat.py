@@ -229,7 +229,7 @@ def test_an_interrupt_ends_the_planner():
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # background jobs inherit that it is ignored
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job inherits SIG_IGN
     )  # fmt: skip
     assert process.stdout.readline() == "ready\n"
     time.sleep(3)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlplace.comparing import Case, Comparison, Row, Settings, Store, compare, gather
-from rlplace.comparing.measure import takes_microbatches
 from rlplace.comparing.records import MAKESPAN, OK, OPS, REFERENCE, TASKS
 from rlplace.comparing.run import VIEW_OF
 from rlplace.comparing.summary import geometric_mean
@@ -26,7 +25,7 @@ from rlplace.cost.price import price
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
 from rlplace.placing import Priced
-from rlplace.planners import PLANNERS
+from rlplace.planners import PLANNERS, takes_microbatches
 from rlplace.problem import Problem
 from rlplace.zoo import load_model
 

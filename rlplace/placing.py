@@ -171,7 +171,7 @@ class Priced:
 
     def prepared_for(self, planner: str) -> Priced:
         """The same for a planner that wants the backward of groups apart, or ops that can be cut; else as it is."""
-        if planner in NEEDS_SHARDING and self.build is not None and self.graph_of is not None:
+        if planner in NEEDS_SHARDING and self.level != CUT and self.build is not None and self.graph_of is not None:
             graph = self.graph_of(self.first.samples_per_microbatch)
             return dataclasses.replace(self, first=self.build(graph, CUT), level=CUT, _kept={})
         if planner in NEEDS_SPLIT:

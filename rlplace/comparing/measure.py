@@ -15,7 +15,7 @@ from rlplace.comparing.records import FAILED, INFEASIBLE, MAKESPAN, MISSING, OK,
 from rlplace.errors import InfeasibleError, MissingError, RlplaceError
 from rlplace.placing import Priced, plan_priced
 from rlplace.plan import PlacementPlan
-from rlplace.planners import get_planner
+from rlplace.planners import get_planner, takes_microbatches
 from rlplace.planners.common.evaluate import count_calls
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
@@ -127,12 +127,6 @@ def takes_calls(name: str) -> bool:
 def is_random(name: str) -> bool:
     """Whether the planner's plan depends on its seed."""
     return name in SEEDED or takes_calls(name)
-
-
-def takes_microbatches(name: str) -> bool:
-    """Whether the planner can plan for several micro-batches."""
-    parameters = inspect.signature(get_planner(name)).parameters.values()
-    return any(p.name == "microbatches" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def warm_up(name: str, settings: Settings) -> None:

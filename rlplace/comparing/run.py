@@ -14,10 +14,10 @@ from rlplace.comparing.summary import References, summarize
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError, RlplaceError
 from rlplace.placing import Priced
-from rlplace.planners import get_planner
+from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
 from rlplace.problem import Problem
 
-VIEW_OF = {"bipartition": SPLIT, "pase": OPS}
+VIEW_OF = {**dict.fromkeys(NEEDS_SPLIT, SPLIT), **dict.fromkeys(NEEDS_SHARDING, OPS)}
 """Planners that need another view than `TASKS`: one places the backward of a group apart from its forward, one cuts ops."""
 
 Report = Callable[[str, bool], None]

@@ -5,6 +5,7 @@ The table holds strings, so that listing planners imports none of them and lower
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,12 @@ def get_planner(name: str) -> Planner:
     return planner
 
 
+def takes_microbatches(name: str) -> bool:
+    """Whether the planner can plan for several micro-batches."""
+    parameters = inspect.signature(get_planner(name)).parameters.values()
+    return any(p.name == "microbatches" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
 def run_planner(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlannerRun:
     """Runs a planner by name and measures it; arguments as in the planner contract."""
     from rlplace.planners.common.evaluate import count_calls
@@ -99,4 +106,7 @@ def run_planner(name: str, problem: Problem, *, seed: int = 0, time_limit_s: flo
     return PlannerRun(plan, time.perf_counter() - start_s, counter.calls)
 
 
-__all__ = ["NEEDS_SHARDING", "NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "run_planner"]
+__all__ = [
+    "NEEDS_SHARDING", "NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "run_planner",
+    "takes_microbatches",
+]  # fmt: skip

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from rlplace.errors import InputError
+from rlplace.planners import takes_microbatches
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.strategy.choices import Layout, Strategy
 from rlplace.planners.strategy.efficiency import BatchCurve
-from rlplace.planners.strategy.one import place_one, problem_of_replica, takes_microbatches
+from rlplace.planners.strategy.one import place_one, problem_of_replica
 from rlplace.planners.strategy.stages import contiguous_parts, other_schedules
 from rlplace.planners.strategy.sweep import place_strategies
 from rlplace.problem.generate import random_problem

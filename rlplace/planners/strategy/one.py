@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 import numpy as np
@@ -133,9 +132,3 @@ def problem_of_replica(problem: Problem, devices: tuple[int, ...]) -> Problem:
         time_s=np.ascontiguousarray(problem.time_s[:, list(devices)]),
         tensor_transfer_s={tensor: table[own] for tensor, table in problem.tensor_transfer_s.items()},
     )
-
-
-def takes_microbatches(planner: str) -> bool:
-    """Whether a planner can plan for several micro-batches."""
-    parameters = inspect.signature(get_planner(planner)).parameters.values()
-    return any(p.name == "microbatches" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.planners import ONE_SHOT
+from rlplace.planners import ONE_SHOT, takes_microbatches
 from rlplace.planners.best import warm_up
 from rlplace.planners.common.bounds import critical_path_s
 from rlplace.planners.common.evaluate import Deadline
 from rlplace.planners.strategy.choices import MICROBATCHES, MORE_MICROBATCHES, Layout, Strategy, kind_of, layouts, strategies
-from rlplace.planners.strategy.one import Placed, place_one, takes_microbatches
+from rlplace.planners.strategy.one import Placed, place_one
 from rlplace.problem import UPDATE, Problem
 from rlplace.simulator.tasks import MAX_TASKS
 

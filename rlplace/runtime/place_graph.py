@@ -20,6 +20,7 @@ from torch import fx
 from rlplace.errors import InputError
 from rlplace.runtime import aliases
 from rlplace.runtime.aliases import UnionFind, is_tensor
+from rlplace.runtime.held import hold_attributes, is_check
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +64,9 @@ def place_graph(
     graph = fx.Graph()
     graph.set_codegen(torch.fx.graph.CodeGen())
     copied: dict[fx.Node, fx.Node] = {}
-    held = _hold_attributes(source, graph, copied, first_name)
+    held = hold_attributes(source, graph, copied, first_name)
     for node in source.graph.nodes:
-        if node in copied or _is_check(node):
+        if node in copied or is_check(node):
             continue
         copied[node] = graph.node_copy(node, lambda n: copied[n])
     module = fx.GraphModule(source, graph)
@@ -82,29 +83,6 @@ def place_graph(
         device_of_held={name: _assign_and_copy.device[node] for name, node in held.items()},
         device_of_node={node.name: device for node, device in _assign_and_copy.device.items()},
         copies=copies,
-    )
-
-
-def _hold_attributes(
-    source: fx.GraphModule, graph: fx.Graph, copied: dict[fx.Node, fx.Node], first_name: Mapping[str, str]
-) -> dict[str, fx.Node]:
-    """Turns tensor attributes into placeholders, one per tensor; they come before the user inputs."""
-    held: dict[str, fx.Node] = {}
-    for node in source.graph.nodes:
-        if node.op != "get_attr" or isinstance(aliases.get_attr(source, str(node.target)), fx.GraphModule):
-            continue
-        name = first_name.get(str(node.target), str(node.target))
-        if name not in held:
-            held[name] = graph.placeholder(node.name)
-            held[name].meta = dict(node.meta)
-        copied[node] = held[name]
-    return held
-
-
-def _is_check(node: fx.Node) -> bool:
-    """Nodes that only assert what export saw: the devices they name are not the ones used here."""
-    return (node.op == "call_module" and str(node.target) == "_guards_fn") or (
-        node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
     )
 
 
@@ -248,7 +226,7 @@ def _rewrite_devices(node: fx.Node, device: torch.device) -> None:
         node.kwargs = {key: device if isinstance(value, torch.device) else value for key, value in node.kwargs.items()}
     for module in aliases.sub_graphs(node):
         for inner in list(module.graph.nodes):
-            if _is_check(inner):
+            if is_check(inner):
                 module.graph.erase_node(inner)
             else:
                 _rewrite_devices(inner, device)

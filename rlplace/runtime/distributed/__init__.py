@@ -1,0 +1,1 @@
+"""Plans that run over several processes; see `rlplace.runtime.distributed.distribute`."""

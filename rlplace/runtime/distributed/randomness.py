@@ -1,0 +1,82 @@
+"""Random ops that draw the same numbers wherever they run.
+
+A random op of a distributed model does not continue its device's random stream: which other ops ran there before depends on the
+plan. It draws from a stream of its own, seeded by the step, the micro-batch and the number of the op in the model. So every
+plan of a model, one device included, draws the same dropout masks in the same step (on the same kind of device: CPU and CUDA
+generators differ), and a segment that is recomputed draws what it drew before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+_key: tuple[int, int, int] | None = None  # seed, step, micro-batch of what runs now in this process
+
+
+@contextlib.contextmanager
+def random_key(seed: int, step: int, microbatch: int) -> Iterator[None]:
+    """Names the pass over the model that random ops inside belong to.
+
+    Args:
+        seed: Of the run.
+        step: Number of the training step.
+        microbatch: Number of the micro-batch in the global batch, over all replicas.
+    """
+    global _key
+    before, _key = _key, (seed, step, microbatch)
+    try:
+        yield
+    finally:
+        _key = before
+
+
+def current_key() -> tuple[int, int, int] | None:
+    """What `random_key` named; None outside. A recomputation enters it again."""
+    return _key
+
+
+def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
+    """Calls a random op with its own stream; outside of `random_key` it continues the device's stream as always."""
+    if _key is None:
+        return op(*args, **kwargs)
+    device = next((leaf.device for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+    device = kwargs.get("device") or device or torch.device("cpu")
+    digest = hashlib.blake2b(repr((*_key, number)).encode(), digest_size=8).digest()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, device_type="cuda"):
+        torch.manual_seed(int.from_bytes(digest) >> 1)
+        return op(*args, **kwargs)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op of a node draws random numbers as it is called."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    named = {argument.name: value for argument, value in _named(node)}
+    return not (named.get("train") is False or named.get("dropout_p") == 0.0 or named.get("p") == 0.0 or named.get("dropout") == 0.0)
+
+
+def _named(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args):
+            yield argument, node.args[position]
+        else:
+            yield argument, node.kwargs.get(argument.name, argument.default_value)
+
+
+def seed_random_ops(graph: fx.Graph) -> int:
+    """Gives every random op of a graph its number; returns how many there are."""
+    count = 0
+    for node in list(graph.nodes):
+        if node.op == "call_function" and is_random(node):
+            node.args = (node.target, count, *node.args)
+            node.target = seeded
+            count += 1
+    return count

@@ -1,0 +1,66 @@
+"""Which process is which device of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that run a plan, and which of them this one is.
+
+    Device d of the cluster that a plan was made for is the process of rank d.
+
+    Attributes:
+        rank: Of this process.
+        world: Number of processes.
+        device: Where this process computes.
+        replicas: Replica r runs the plan's device i on rank ``replicas[r][i]``.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    replicas: tuple[tuple[int, ...], ...]
+
+    @property
+    def replica(self) -> int | None:
+        """Number of the replica that this rank belongs to; None: the plan does not use this rank."""
+        return next((r for r, row in enumerate(self.replicas) if self.rank in row), None)
+
+    @property
+    def place(self) -> int | None:
+        """The device of the plan that this rank is; None: the plan does not use this rank."""
+        return None if self.replica is None else self.replicas[self.replica].index(self.rank)
+
+    def twins(self, place: int) -> tuple[int, ...]:
+        """The ranks that are one device of the plan, replica by replica."""
+        return tuple(row[place] for row in self.replicas)
+
+    def rank_of(self, place: int) -> int:
+        """The rank that is a device of the plan in this rank's replica (in the first one for a rank outside the plan)."""
+        return self.replicas[self.replica or 0][place]
+
+
+def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
+    """Matches the plan's devices with the processes of the default process group.
+
+    Raises:
+        InputError: Too few processes, or no process group.
+    """
+    if not dist.is_initialized():
+        raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
+    world = dist.get_world_size()
+    used = int(plan.device_of_group.max(initial=0)) + 1
+    rows = plan.replicas if plan.replicas is not None else [range(used)]
+    replicas = tuple(tuple(int(d) for d in row) for row in rows)
+    needed = max(max(row) for row in replicas) + 1
+    if world < needed:
+        raise InputError(f"distribute: the plan uses {needed} devices, but there are {world} processes; start one per device")
+    return Ranks(dist.get_rank(), world, device, replicas)

@@ -1,0 +1,42 @@
+"""Exported graphs whose parameters, buffers and constants come in as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from rlplace.runtime import aliases
+
+
+def hold_attributes(
+    source: fx.GraphModule, graph: fx.Graph, copied: dict[fx.Node, fx.Node], first_name: Mapping[str, str]
+) -> dict[str, fx.Node]:
+    """Turns tensor attributes into placeholders, one per tensor; they come before the user inputs.
+
+    Args:
+        source: The exported module.
+        graph: The new graph, still empty.
+        copied: Filled with the placeholder of every attribute node of `source`.
+        first_name: First name of each parameter and buffer by any of its names, so that ties have one holder.
+
+    Returns:
+        The placeholders by first name.
+    """
+    held: dict[str, fx.Node] = {}
+    for node in source.graph.nodes:
+        if node.op != "get_attr" or isinstance(aliases.get_attr(source, str(node.target)), fx.GraphModule):
+            continue
+        name = first_name.get(str(node.target), str(node.target))
+        if name not in held:
+            held[name] = graph.placeholder(node.name)
+            held[name].meta = dict(node.meta)
+        copied[node] = held[name]
+    return held
+
+
+def is_check(node: fx.Node) -> bool:
+    """Nodes that only assert what export saw: the devices they name are not the ones used here."""
+    return (node.op == "call_module" and str(node.target) == "_guards_fn") or (
+        node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
+    )

@@ -1,0 +1,127 @@
+"""Makes emulated hosts and removes them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlplace.errors import InputError
+from rlplace.runtime.hosts import cgroups, network
+from rlplace.runtime.hosts.commands import check_machine
+from rlplace.runtime.hosts.interrupts import deferred_signals, ending_signals
+from rlplace.runtime.hosts.names import new_prefix
+from rlplace.runtime.hosts.spec import HostsSpec
+
+if TYPE_CHECKING:
+    from rlplace.runtime.hosts.launch import Job
+
+
+@dataclass(frozen=True)
+class Host:
+    """One emulated host.
+
+    Attributes:
+        number: 0 to H - 1.
+        name: Its host name, ``"host0"``; the hosts resolve each other's.
+        address: Its IPv4 address, on the card ``eth0``.
+        namespace: Name of its network namespace, as ``ip netns list`` shows it.
+        cgroup: Folder of its control group, None where processor time is not limited.
+        cpus: Cores that it may run on, None for any.
+    """
+
+    number: int
+    name: str
+    address: str
+    namespace: str
+    cgroup: str | None
+    cpus: tuple[int, ...] | None
+
+
+@dataclass
+class Hosts:
+    """Emulated hosts that exist; `rlplace.runtime.hosts.launch` starts commands on them.
+
+    Attributes:
+        spec: What was asked for.
+        hosts: H hosts.
+        jobs: What was launched on them; whatever still runs is ended with the hosts.
+    """
+
+    spec: HostsSpec
+    hosts: tuple[Host, ...]
+    jobs: list[Job] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def emulated_hosts(spec: HostsSpec) -> Iterator[Hosts]:
+    """Makes the hosts and removes them at the end, with every process on them; also after errors, SIGINT and SIGTERM.
+
+    What a killed process (SIGKILL) leaves behind is removed by the next emulation on the machine, or by `cleanup`.
+
+    Raises:
+        MissingError: Not root, or the machine or its kernel lacks something; says what.
+        InputError: Cores that this machine does not have.
+    """
+    check_machine()
+    _check_cores(spec)
+    prefix = new_prefix()
+    with ending_signals():
+        made: Hosts | None = None
+        atexit.register(_remove, prefix, spec)  # where an interrupt hits the few lines outside deferred_signals
+        try:
+            with deferred_signals():
+                cleanup()
+                made = _make(spec, prefix)
+            yield made
+        finally:
+            with deferred_signals():
+                try:
+                    for job in made.jobs if made is not None else ():
+                        job.stop()
+                finally:
+                    _remove(prefix, spec)
+                    atexit.unregister(_remove)
+
+
+def cleanup() -> list[str]:
+    """Removes namespaces and control groups of processes that are dead, and ends what still runs in them.
+
+    Returns:
+        Names of what was removed.
+    """
+    check_machine()
+    return network.remove_stale() + cgroups.remove_stale()
+
+
+def _make(spec: HostsSpec, prefix: str) -> Hosts:
+    network.make_network(spec, prefix)
+    found = []
+    for number in range(spec.hosts):
+        share, name = spec.share_of(number), f"{prefix}-host{number}"
+        group = None if share is None else str(cgroups.make_group(name, share, spec.cpu_period_s))
+        cpus = None if spec.cpus is None else spec.cpus[number]
+        found.append(Host(number, f"host{number}", network.address_of(number), name, group, cpus))
+    return Hosts(spec, tuple(found))
+
+
+def _remove(prefix: str, spec: HostsSpec) -> None:
+    try:
+        network.remove_network(prefix)
+    finally:
+        for number in range(spec.hosts):
+            if spec.share_of(number) is not None:
+                for group in cgroups.find_groups(f"{prefix}-host{number}"):
+                    cgroups.remove_group(Path(group))
+
+
+def _check_cores(spec: HostsSpec) -> None:
+    usable = os.sched_getaffinity(0)
+    for number, cores in enumerate(spec.cpus or ()):
+        missing = sorted(set(cores) - usable)
+        if missing:
+            raise InputError(f"hosts: cpus[{number}]: this process may not use core {missing[0]}; usable: {sorted(usable)}")

@@ -1,0 +1,60 @@
+"""Signals while hosts exist: ending signals become exceptions, and making or removing hosts is not cut short."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_ALL = (signal.SIGINT, *_ENDING)
+
+
+@contextlib.contextmanager
+def ending_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise `SystemExit` with the shell's code (143, 129) unless the program handles them itself.
+
+    Python's own SIGINT handler raises already. Outside the main thread, where handlers cannot be set, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    changed = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Signals that arrive inside are delivered at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    before = {}
+    for number in _ALL:
+        handler = signal.getsignal(number)
+        if handler is not None and handler is not signal.SIG_IGN:  # None: not set from Python
+            before[number] = signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(arrived):
+            signal.raise_signal(number)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

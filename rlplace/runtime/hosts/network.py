@@ -1,0 +1,144 @@
+"""The network of emulated hosts: a namespace for each host and one for the switch, virtual cards, shaped links.
+
+Nothing is made in the machine's own network namespace, so removing the namespaces removes everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+from rlplace.errors import MissingError, RlplaceError
+from rlplace.runtime.hosts.commands import ip, ip_batch, tc_batch
+from rlplace.runtime.hosts.names import is_stale
+from rlplace.runtime.hosts.spec import HostsSpec
+
+CARD = "eth0"
+"""The network card inside every host."""
+
+QUEUE_S = 0.05
+"""What a link queues before it drops, in seconds of its rate."""
+
+_KILL_S = 5.0
+
+
+def address_of(host: int) -> str:
+    """Address of a host; the same in every emulation, as namespaces do not see each other."""
+    return f"10.77.0.{host + 1}"
+
+
+def make_network(spec: HostsSpec, prefix: str) -> None:
+    """Makes namespaces, cards and links; on an error the caller removes what there is.
+
+    Raises:
+        MissingError: The kernel lacks what the emulation needs.
+    """
+    switch = f"{prefix}-switch"
+    names = [f"{prefix}-host{host}" for host in range(spec.hosts)]
+    try:
+        ip_batch([f"netns add {name}" for name in (switch, *names)])
+        ip_batch(["link add br0 type bridge", "link set br0 addrgenmode none", "link set br0 up"], switch)
+        for host, name in enumerate(names):
+            ip_batch(
+                [
+                    f"link add {CARD} type veth peer name p{host} netns {switch}",
+                    "link set lo up",
+                    f"link set {CARD} addrgenmode none",
+                    f"addr add {address_of(host)}/24 dev {CARD}",
+                    f"link set {CARD} up",
+                ],
+                name,
+            )
+        ip_batch([f"link set p{host} addrgenmode none master br0 up" for host in range(spec.hosts)], switch)
+    except RlplaceError as error:
+        raise MissingError(
+            f"{error}; emulated hosts need network namespaces, veth and bridge in the kernel, and the right to make them"
+        ) from None
+    try:
+        for host, name in enumerate(names):
+            if spec.hosts > 1:
+                tc_batch(_pair_links(spec, host) if spec.per_pair else _card(spec, CARD, delay=False), name)
+        if spec.hosts > 1 and not spec.per_pair:
+            tc_batch([line for host in range(spec.hosts) for line in _card(spec, f"p{host}", delay=True)], switch)
+    except RlplaceError as error:
+        if spec.delay_s > 0 and "netem" in str(error):
+            raise MissingError(
+                "emulated hosts: this kernel has no netem, so delay is not emulated here; leave delay_s at 0"
+            ) from None
+        raise MissingError(f"{error}; links need the queueing disciplines tbf, htb and bfifo in the kernel") from None
+
+
+def _card(spec: HostsSpec, card: str, *, delay: bool) -> list[str]:
+    """One direction of a card, for all that goes through it."""
+    rate = spec.rate_between(0, 1)
+    burst = spec.burst_of(rate)
+    queue = burst + int(max(QUEUE_S * rate / 8, 128 << 10))
+    lines = [f"qdisc add dev {card} root handle 1: tbf rate {rate:.0f}bit burst {burst}b limit {queue}"]
+    if delay and spec.delay_s > 0:
+        lines.append(f"qdisc add dev {card} parent 1:1 handle 10: {_netem(spec)}")
+    return lines
+
+
+def _pair_links(spec: HostsSpec, sender: int) -> list[str]:
+    """A link of its own to every other host."""
+    lines = [f"qdisc add dev {CARD} root handle 1: htb default 0"]  # 0: address resolution is not shaped
+    for receiver in range(spec.hosts):
+        if receiver == sender:
+            continue
+        rate, minor = spec.rate_between(sender, receiver), f"{receiver + 1:x}"
+        burst = spec.burst_of(rate)
+        leaf = _netem(spec) if spec.delay_s > 0 else f"bfifo limit {int(max(QUEUE_S * rate / 8, 128 << 10))}"
+        lines += [
+            f"class add dev {CARD} parent 1: classid 1:{minor} htb rate {rate:.0f}bit ceil {rate:.0f}bit "
+            f"burst {burst}b cburst {burst}b quantum 60000",
+            f"qdisc add dev {CARD} parent 1:{minor} handle {receiver + 16:x}: {leaf}",
+            f"filter add dev {CARD} parent 1: protocol ip u32 match ip dst {address_of(receiver)}/32 flowid 1:{minor}",
+        ]
+    return lines
+
+
+def _netem(spec: HostsSpec) -> str:
+    return f"netem delay {spec.delay_s * 1e6:.0f}us limit 100000"
+
+
+def remove_network(prefix: str) -> None:
+    """Ends every process inside and removes all namespaces of this prefix; those that are gone already are no error."""
+    for name in namespaces():
+        if name.startswith(prefix + "-"):
+            _remove(name)
+
+
+def remove_stale() -> list[str]:
+    """Removes namespaces whose owner is dead and returns their names."""
+    stale = [name for name in namespaces() if is_stale(name)]
+    for name in stale:
+        _remove(name)
+    return stale
+
+
+def namespaces() -> list[str]:
+    """Names of all network namespaces."""
+    try:
+        return os.listdir("/run/netns")
+    except OSError:
+        return []
+
+
+def _remove(name: str) -> None:
+    end = time.monotonic() + _KILL_S
+    while time.monotonic() < end:
+        with contextlib.suppress(RlplaceError):  # removed by somebody else meanwhile
+            pids = [int(word) for word in ip("netns", "pids", name).split()]
+            if not pids:
+                break
+            for pid in pids:
+                if pid != os.getpid():
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+            continue
+        break
+    if name in namespaces():
+        ip("netns", "del", name)

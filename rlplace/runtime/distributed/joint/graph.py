@@ -1,0 +1,214 @@
+"""The joint graph: forward and backward of one micro-batch as one functional graph, every op with the forward op it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rlplace.graph.fake import any_dtype_grouped_mm
+from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.joint.record import Recorder
+from rlplace.runtime.distributed.randomness import seeded
+
+
+@dataclass(frozen=True, eq=False)
+class JointGraph:
+    """Forward and backward of one micro-batch.
+
+    Every node of `graph` is a placeholder or makes new tensors from its inputs. ``node.meta`` has ``val`` (a fake tensor; none
+    for an op with several results, whose items are nodes of their own), ``owner`` (name of the `ForwardGraph` node it belongs
+    to, or None) and ``backward``.
+
+    Attributes:
+        graph: Only what outputs, gradients and writes need, in an order that runs.
+        held: Placeholder of every parameter, buffer and constant, by name.
+        inputs: Placeholders of the flat inputs; None for an input that is no tensor or is not read.
+        tangents: Placeholder of the gradient of an output, by output index; none for the loss graph of an engine, whose loss
+            has the gradient 1.
+        constants: Values of constants that only the joint graph has.
+        loss: Node of the scalar loss.
+        outputs: Per flat output its node; other values stand for themselves.
+        gradients: Node of the gradient of every trainable held parameter that has one.
+        input_gradients: Likewise for flat inputs that require one, by index.
+        writes: Node of the new value of every held tensor that the forward writes to.
+    """
+
+    graph: fx.Graph
+    held: Mapping[str, fx.Node]
+    inputs: tuple[fx.Node | None, ...]
+    tangents: Mapping[int, fx.Node]
+    constants: Mapping[str, torch.Tensor]
+    loss: fx.Node | None
+    outputs: tuple[Any, ...]
+    gradients: Mapping[str, fx.Node]
+    input_gradients: Mapping[int, fx.Node]
+    writes: Mapping[str, fx.Node]
+
+
+def joint_graph(
+    source: ForwardGraph,
+    held: Mapping[str, torch.Tensor],
+    leaves: Sequence[Any],
+    *,
+    differentiate: Sequence[int] | None = None,
+    neutral: bool = False,
+) -> JointGraph:
+    """Traces the joint graph on fake CPU tensors, under the autocast state of the caller.
+
+    Args:
+        source: The forward.
+        held: The tensors of ``source.held`` by name, real, meta or fake; only shape, dtype and ``requires_grad`` matter.
+        leaves: Flat inputs of one micro-batch, likewise.
+        differentiate: Flat outputs whose gradients come in as tangents; None differentiates the loss. With neither a loss nor
+            outputs the graph has no backward.
+        neutral: Use only ops that every kind of device has; otherwise attention is a CPU kernel.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder()
+    tracer = _Tracer(source, recorder)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(any_dtype_grouped_mm())
+        stack.enter_context(torch.enable_grad())
+        # Its recurrent layers pass a workspace from forward to backward whose size only the kernel knows.
+        stack.enter_context(_without_mkldnn())
+        if neutral:
+            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        stack.enter_context(mode)
+        fakes = [_fake(held[name]) for name in source.held]
+        fake_leaves = [_fake(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        stack.enter_context(recorder)
+        return tracer.trace(fakes, fake_leaves, differentiate)
+
+
+class _Tracer(fx.Interpreter):
+    def __init__(self, source: ForwardGraph, recorder: Recorder) -> None:
+        super().__init__(source.module, garbage_collect_values=False)
+        self.source = source
+        self.recorder = recorder
+
+    def trace(self, fakes: list[torch.Tensor], leaves: list[Any], differentiate: Sequence[int] | None) -> JointGraph:
+        source, recorder = self.source, self.recorder
+        held = {name: recorder.input(_placeholder("held", name), fake) for name, fake in zip(source.held, fakes, strict=True)}
+        inputs = [
+            recorder.input(f"input_{index}", leaf) if isinstance(leaf, torch.Tensor) else None
+            for index, leaf in enumerate(leaves)
+        ]
+        torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
+        try:
+            given = [_wrap(value) for value in (*fakes, *leaves)]
+            with torch.fx.traceback.preserve_node_meta(False):
+                self.run(*given, enable_io_processing=False)
+            wrapped = [self._value(item) for item in source.outputs]
+            loss = None if source.loss is None else self.env[source.node(source.loss)]
+            tangents: dict[int, torch.Tensor] = {}
+            if differentiate is not None:
+                roots = [wrapped[index] for index in differentiate]
+                tangents = {index: _wrap(_fake(wrapped[index].detach())) for index in differentiate}
+            else:
+                roots = [] if loss is None else [loss]
+            tangent_nodes = {i: recorder.input(f"tangent_{i}", _unwrap(value)) for i, value in tangents.items()}
+            wanted = [
+                i for i, value in enumerate(given) if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+            ]
+            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+            if roots:
+                found = torch.autograd.grad(
+                    roots, [given[i] for i in wanted], list(tangents.values()) or None, allow_unused=True
+                )
+            gradients = {i: recorder.node(_unwrap(value)) for i, value in zip(wanted, found, strict=True) if value is not None}
+            outputs = tuple(recorder.node(_unwrap(v)) if isinstance(v, torch.Tensor) else v for v in wrapped)
+            writes = {name: recorder.node(_unwrap(given[i])) for i, name in enumerate(source.held) if name in source.writes}
+            loss_node = None if loss is None else recorder.node(_unwrap(loss))
+        finally:
+            torch._disable_functionalization()  # type: ignore[attr-defined]
+        count = len(source.held)
+        joint = JointGraph(
+            graph=recorder.graph,
+            held={**held, **{name: _find(recorder.graph, name) for name in recorder.constants}},
+            inputs=tuple(inputs),
+            tangents=tangent_nodes,
+            constants=recorder.constants,
+            loss=loss_node,
+            outputs=outputs,
+            gradients={source.held[i]: node for i, node in gradients.items() if i < count},
+            input_gradients={i - count: node for i, node in gradients.items() if i >= count},
+            writes={name: node for name, node in writes.items() if node is not held[name]},
+        )
+        _erase_unused(joint)
+        return joint
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "placeholder":
+            return super().run_node(n)
+        number = n.args[1] if n.target is seeded else None
+        first = self.recorder.begin(n.name, number)  # type: ignore[arg-type]
+        try:
+            return super().run_node(n)
+        finally:
+            self.recorder.end(first)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is seeded:
+            target, args = args[0], args[2:]
+        return super().call_function(target, args, kwargs)
+
+    def _value(self, item: Any) -> Any:
+        return self.env[self.source.node(item)] if isinstance(item, str) and item in self._names else item
+
+    @property
+    def _names(self) -> set[str]:
+        return {node.name for node in self.module.graph.nodes}
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    before = torch.backends.mkldnn.enabled
+    torch._C._set_mkldnn_enabled(False)  # its public twin warns about settings of other hardware
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _fake(value: torch.Tensor) -> torch.Tensor:
+    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    return fake.requires_grad_(value.requires_grad)
+
+
+def _wrap(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    functional = torch._to_functional_tensor(value.detach())  # type: ignore[attr-defined]
+    return functional.requires_grad_(value.requires_grad)
+
+
+def _unwrap(value: torch.Tensor) -> torch.Tensor:
+    if not torch._is_functional_tensor(value):  # type: ignore[attr-defined]
+        return value
+    torch._sync(value)  # type: ignore[attr-defined]
+    return torch._from_functional_tensor(value)  # type: ignore[attr-defined]
+
+
+def _placeholder(kind: str, name: str) -> str:
+    return f"{kind}_{name.replace('.', '_')}"
+
+
+def _find(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in graph.nodes if node.name == name)
+
+
+def _erase_unused(joint: JointGraph) -> None:
+    """Drops the nodes that no result needs."""
+    results = [joint.loss, *joint.outputs, *joint.gradients.values(), *joint.input_gradients.values(), *joint.writes.values()]
+    needed: set[fx.Node] = {node for node in results if isinstance(node, fx.Node)}
+    for node in reversed(list(joint.graph.nodes)):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+        elif node.op != "placeholder":
+            joint.graph.erase_node(node)

@@ -1,0 +1,149 @@
+"""Records the forward and backward of a graph as one functional graph.
+
+torch's functionalization turns every write into an op that makes a new tensor; a dispatch mode below it sees the functional ops
+one by one and writes them down, each with the forward node that caused it. A backward op belongs to the forward node that made
+its autograd node: sequence numbers say which.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlplace.errors import InputError
+from rlplace.runtime.distributed.randomness import is_random, seeded
+
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten.lift.default}
+"""Ops that return their input; a functional graph needs no node for them."""
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the functional ops that run inside, on fake tensors.
+
+    Attributes:
+        graph: What ran so far.
+        current: Forward node that runs now, None between nodes and in backward.
+        number: Number of the random op that runs now.
+        constants: Real tensors that came up on the way, by placeholder name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.current: str | None = None
+        self.number: int | None = None
+        self.constants: dict[str, torch.Tensor] = {}
+        self._node_of: dict[int, fx.Node] = {}
+        self._alive: list[torch.Tensor] = []  # ids stay unique while their tensors live
+        self._owner: dict[int, str] = {}
+        self._draws: list[tuple[Any, ...]] = []
+
+    def input(self, name: str, value: torch.Tensor) -> fx.Node:
+        """A placeholder for a tensor."""
+        node = self.graph.placeholder(name)
+        self._name(value, node)
+        return node
+
+    def begin(self, node: str, number: int | None) -> int:
+        """A forward node starts; returns what `end` wants."""
+        self.current, self.number, self._draws = node, number, []
+        return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+    def end(self, first: int) -> None:
+        """The forward node is done."""
+        for sequence in range(first, torch.autograd._get_sequence_nr()):  # type: ignore[attr-defined]
+            self._owner[sequence] = self.current  # type: ignore[assignment]
+        self.current = self.number = None
+
+    def node(self, value: torch.Tensor) -> fx.Node:
+        """The node that made a tensor."""
+        found = self._node_of.get(id(value))
+        return self._constant(value) if found is None else found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in _SAME:
+            self._name(result, self.node(args[0]))
+        elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        node_args, node_kwargs = pytree.tree_map(self._operand, (tuple(args), dict(kwargs)))
+        written: list[torch.Tensor] = []
+        if func is _aten.native_batch_norm.default and args[3] is not None and args[5]:
+            # Writes the running statistics without saying so.
+            written = [args[3], args[4]]
+            func = _aten._native_batch_norm_legit_functional.default
+        elif func._schema.is_mutable:
+            raise InputError(f"distribute: the model runs {func}, which writes in place and has no functional twin")
+        node = self.graph.call_function(func, node_args, node_kwargs)
+        self._describe(node)
+        if is_random(node):
+            self._seed(node)
+        if isinstance(result, torch.Tensor):
+            self._name(result, node)
+            return
+        for index, item in enumerate([*result, *written]):
+            if isinstance(item, torch.Tensor):
+                part = self.graph.call_function(operator.getitem, (node, index))
+                part.meta = {**node.meta, "val": item}
+                self._name(item, part)
+
+    def _describe(self, node: fx.Node) -> None:
+        backward = torch._C._current_graph_task_id() != -1
+        owner = self.current
+        if backward:
+            autograd = torch._C._current_autograd_node()
+            # None: autograd sums two gradients of one tensor, between its nodes.
+            owner = None if autograd is None else self._owner.get(autograd._sequence_nr())
+        node.meta.update(owner=owner, backward=backward)
+
+    def _seed(self, node: fx.Node) -> None:
+        if self.number is None:
+            raise InputError(f"distribute: {node.target} draws random numbers outside of the forward; run the stages instead")
+        call = (node.target, *node.args)
+        if self._draws:
+            # Later draws of one op continue its stream.
+            node.args = (_later, self.number, tuple(self._draws), call)
+        else:
+            node.args = (node.target, self.number, *node.args)
+        node.target = seeded
+        self._draws.append(call)
+
+    def _operand(self, value: Any) -> Any:
+        return self.node(value) if isinstance(value, torch.Tensor) else value
+
+    def _name(self, value: torch.Tensor, node: fx.Node) -> None:
+        self._node_of[id(value)] = node
+        self._alive.append(value)
+        node.meta.setdefault("val", value)
+
+    def _constant(self, value: torch.Tensor) -> fx.Node:
+        if isinstance(value, FakeTensor):
+            raise InputError("distribute: a tensor of the model comes from outside of its graph; register it as a buffer")
+        name = f"constant_{len(self.constants)}"
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first):
+            node = self.graph.placeholder(name)
+        node.meta.update(owner=None, backward=False)
+        self.constants[name] = value
+        self._name(value, node)
+        return node
+
+
+def _later(before: Sequence[tuple[Any, ...]], call: tuple[Any, ...]) -> Any:
+    """The last of several draws from one stream."""
+    for op, *args in before:
+        op(*args)
+    op, *args = call
+    return op(*args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from rlplace.runtime import aliases
@@ -40,3 +41,19 @@ def is_check(node: fx.Node) -> bool:
     return (node.op == "call_module" and str(node.target) == "_guards_fn") or (
         node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
     )
+
+
+def rewrite_devices(node: fx.Node, device: torch.device) -> None:
+    """Replaces the devices that export wrote into the arguments, sub-graphs included."""
+    if node.op != "call_function":
+        return
+    if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+        node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
+        node.kwargs = {key: device if isinstance(value, torch.device) else value for key, value in node.kwargs.items()}
+    for module in aliases.sub_graphs(node):
+        for inner in list(module.graph.nodes):
+            if is_check(inner):
+                module.graph.erase_node(inner)
+            else:
+                rewrite_devices(inner, device)
+        module.recompile()

@@ -20,7 +20,7 @@ from torch import fx
 from rlplace.errors import InputError
 from rlplace.runtime import aliases
 from rlplace.runtime.aliases import UnionFind, is_tensor
-from rlplace.runtime.held import hold_attributes, is_check
+from rlplace.runtime.held import hold_attributes, is_check, rewrite_devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ def place_graph(
     _assign_and_copy.assign()
     copies = _assign_and_copy.insert_copies()
     for node in graph.nodes:
-        _rewrite_devices(node, _assign_and_copy.device.get(node, home))
+        rewrite_devices(node, _assign_and_copy.device.get(node, home))
     graph.lint()
     module.recompile()
     return PlacedGraph(
@@ -215,19 +215,3 @@ class _Placer:
                 self.memory.union(node, copy)
                 copies += 1
         return copies
-
-
-def _rewrite_devices(node: fx.Node, device: torch.device) -> None:
-    """Replaces the devices that export wrote into the arguments, sub-graphs included."""
-    if node.op != "call_function":
-        return
-    if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
-        node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
-        node.kwargs = {key: device if isinstance(value, torch.device) else value for key, value in node.kwargs.items()}
-    for module in aliases.sub_graphs(node):
-        for inner in list(module.graph.nodes):
-            if is_check(inner):
-                module.graph.erase_node(inner)
-            else:
-                _rewrite_devices(inner, device)
-        module.recompile()

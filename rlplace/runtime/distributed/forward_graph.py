@@ -136,7 +136,9 @@ def forward_graph(
         if value is None:
             value = aliases.get_attr(traced.module, name)
             if isinstance(value, torch._subclasses.FakeTensor):
-                raise InputError(f"distribute: the model keeps a tensor outside its parameters and buffers ({name}); register it")
+                raise InputError(
+                    f"distribute: the model keeps a tensor outside its parameters and buffers ({name}); register it"
+                )
             constants[name] = value.detach()
         fakes.append(value)
     leaves = flat_inputs(args, kwargs, target)

@@ -52,7 +52,9 @@ def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableM
         new.meta = dict(node.meta)
         position[new] = here
         node.replace_all_uses_with(new)
-        target.replace_all_uses_with(new, delete_user_cb=lambda user, here=here, new=new: position[user] > here and user is not new)
+        target.replace_all_uses_with(
+            new, delete_user_cb=lambda user, here=here, new=new: position[user] > here and user is not new
+        )
         family[family.index(node)] = new
         memory.union(node, new)
         if node.name in ops:

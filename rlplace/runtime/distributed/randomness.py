@@ -45,7 +45,9 @@ def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> An
     """Calls a random op with its own stream; outside of `random_key` it continues the device's stream as always."""
     if _key is None:
         return op(*args, **kwargs)
-    device = next((leaf.device for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+    device = next(
+        (leaf.device for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None
+    )
     device = kwargs.get("device") or device or torch.device("cpu")
     digest = hashlib.blake2b(repr((*_key, number)).encode(), digest_size=8).digest()
     devices = [device] if device.type == "cuda" else []
@@ -60,7 +62,9 @@ def is_random(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in tags:
         return False
     named = {argument.name: value for argument, value in _named(node)}
-    return not (named.get("train") is False or named.get("dropout_p") == 0.0 or named.get("p") == 0.0 or named.get("dropout") == 0.0)
+    return not (
+        named.get("train") is False or named.get("dropout_p") == 0.0 or named.get("p") == 0.0 or named.get("dropout") == 0.0
+    )
 
 
 def _named(node: fx.Node) -> Iterator[tuple[Any, Any]]:

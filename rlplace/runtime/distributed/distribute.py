@@ -1,0 +1,99 @@
+"""`rlplace.distribute`: makes a model train over the processes of a torchrun job as a plan says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.assign import assign, check_same_ops, planned_spots
+from rlplace.runtime.distributed.cut import cut_graph
+from rlplace.runtime.distributed.engine import Engine
+from rlplace.runtime.distributed.forward_graph import ForwardGraph, Loss, forward_graph
+from rlplace.runtime.distributed.model import Batching, DistributedModel
+from rlplace.runtime.distributed.ranks import ranks_of
+from rlplace.runtime.distributed.stage_graph import StageGraphEngine
+from rlplace.runtime.distributed.tensors import meta_copy, own_tensors
+
+
+def distribute(
+    model: nn.Module,
+    plan: PlacementPlan,
+    example_inputs: Any,
+    *,
+    loss: Loss | None = None,
+    example_target: Any = None,
+    device: torch.device | str | None = None,
+    share: str = "global",
+    reduction: str = "mean",
+    whole: Collection[str] = (),
+    seed: int = 0,
+) -> DistributedModel:
+    """Returns this process's part of a distributed model; every process of the job calls it with the same arguments.
+
+    Args:
+        model: The whole model, the same on every process; use only the result afterwards, so that the rest can be freed.
+        plan: A plan for it. Device d of the plan's cluster is the process of rank d.
+        example_inputs: What one micro-batch is, as it was captured: a tuple of arguments or a dict of keyword arguments.
+        loss: For a model that does not return its loss: called with its output, and the ``target=`` of a call.
+        example_target: What one micro-batch has as target.
+        device: Where this process computes; default the CUDA device of its local rank, or the CPU.
+        share: ``"global"``: every rank is called with the batch of all replicas and takes its share; ``"replica"``: with the
+            batch of its own replica.
+        reduction: ``"mean"`` or ``"sum"``: how the loss of a batch comes from those of its samples.
+        whole: Names of keyword inputs that are not cut into micro-batches although they are as long as the batch.
+        seed: Of dropout and other random ops.
+
+    Raises:
+        InputError: The plan cannot run like this, with the reason.
+    """
+    if share not in ("global", "replica"):
+        raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
+    where = _device(device)
+    ranks = ranks_of(plan, where)
+    planned = planned_spots(plan)
+    meta = meta_copy(model)
+    args, kwargs = _arguments(example_inputs)
+    graph = forward_graph(meta, args, kwargs, loss=loss, target=example_target)
+    check_same_ops(graph, planned)
+    first = cut_graph(graph, assign(graph, planned))
+    own = own_tensors(model, first.owners, graph.constants, ranks.place, where)
+    places = {name: who[0] for name, who in own.owners.items()}
+
+    def make_engine(
+        shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
+    ) -> tuple[ForwardGraph, Engine]:
+        graph = forward_graph(
+            shape, args, kwargs, loss=loss if target is not None or example_target is None else None, target=target
+        )
+        cut = cut_graph(graph, assign(graph, planned, places))
+        buffers = {**own.buffers, **{name: value.to(where) for name, value in graph.constants.items()}}
+        return graph, StageGraphEngine(cut, ranks, own.parameters, buffers, own.owners, plan.schedule)
+
+    batching = Batching(plan.microbatches, share, frozenset(whole), reduction)
+    return DistributedModel(meta, own, ranks, batching, make_engine, seed, report=None)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (list, tuple)):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    raise InputError(
+        f"distribute: example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict by keyword"
+    )

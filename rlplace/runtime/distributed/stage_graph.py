@@ -1,0 +1,296 @@
+"""The stage-graph engine: any cut of the forward, run by autograd segment by segment.
+
+A process runs the segments of its device in the order of `order.step_order`. A value is sent once to each process that reads it,
+its gradient comes back once from each. Between segments of one process values are handed over, cut off from the autograd graph
+like those that were received. Values and gradients travel while other segments compute: sends do not wait, and receives are
+posted one segment ahead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlplace.runtime.distributed.cut import Cut, Segment
+from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.gradients import sum_gradients
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.order import Step, step_order
+from rlplace.runtime.distributed.randomness import random_key
+from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.segment import segment_module
+from rlplace.runtime.distributed.wire import Wire
+
+
+@dataclass(frozen=True)
+class Message:
+    """A value or its gradient on its way between two processes.
+
+    Attributes:
+        value: Node name.
+        microbatch: Number in the step.
+        gradient: The gradient of the value, else the value.
+        source, destination: Places.
+        tag: Unique in the step.
+    """
+
+    value: str
+    microbatch: int
+    gradient: bool
+    source: int
+    destination: int
+    tag: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What this process does at one point of a step.
+
+    Attributes:
+        step: The pass to run.
+        needs: Messages that must have arrived.
+        posts: Receives to start before the pass runs: what the next turn needs.
+        sends: Messages to send afterwards.
+    """
+
+    step: Step
+    needs: tuple[Message, ...]
+    posts: tuple[Message, ...]
+    sends: tuple[Message, ...]
+
+
+def turns_of(cut: Cut, order: Sequence[Step], place: int) -> tuple[list[Message], list[Turn]]:
+    """The part of one process in a step.
+
+    Args:
+        cut: The segments.
+        order: All passes, see `step_order`.
+        place: The process, as a device of the plan.
+
+    Returns:
+        Receives to start first of all, and the turns in order.
+    """
+    layout = cut.graph.layout
+    place_of = [segment.spot.place for segment in cut.segments]
+    trains = {step.segment for step in order if step.backward}
+    tags: Counter[str] = Counter()
+
+    def message(value: str, step: Step, gradient: bool, source: int, destination: int) -> Message:
+        tags["all"] += 1
+        return Message(value, step.microbatch, gradient, source, destination, tags["all"])
+
+    last_reader: dict[
+        tuple[str, int, int], int
+    ] = {}  # value, micro-batch, place: index of the last backward pass that reads it
+    for index, step in enumerate(order):
+        if step.backward:
+            for value in cut.segments[step.segment].reads:
+                last_reader[value, step.microbatch, place_of[step.segment]] = index
+    arriving: dict[int, list[Message]] = {}
+    leaving: dict[int, list[Message]] = {}
+    first_reader: dict[tuple[str, int, int], int] = {}
+    backward_of: dict[tuple[int, int], int] = {}
+    for index, step in enumerate(order):
+        if step.backward:
+            backward_of[step.segment, step.microbatch] = index
+        else:
+            for value in cut.segments[step.segment].reads:
+                first_reader.setdefault((value, step.microbatch, place_of[step.segment]), index)
+    for index, step in enumerate(order):
+        here = place_of[step.segment]
+        segment = cut.segments[step.segment]
+        if not step.backward:
+            for value in segment.makes:
+                for there in sorted({place_of[reader] for reader in cut.readers.get(value, ())} - {here}):
+                    sent = message(value, step, False, here, there)
+                    leaving.setdefault(index, []).append(sent)
+                    arriving.setdefault(first_reader[value, step.microbatch, there], []).append(sent)
+            continue
+        for value in segment.reads:
+            maker = cut.maker[value]
+            if layout[value].requires_grad and place_of[maker] != here and maker in trains:
+                if last_reader[value, step.microbatch, here] == index:
+                    sent = message(value, step, True, here, place_of[maker])
+                    leaving.setdefault(index, []).append(sent)
+                    arriving.setdefault(backward_of[maker, step.microbatch], []).append(sent)
+    mine = [index for index, step in enumerate(order) if place_of[step.segment] == place]
+    needs = [sorted(arriving.get(index, ()), key=lambda m: m.tag) for index in mine]
+    turns = [
+        Turn(order[index], tuple(needs[at]), tuple(needs[at + 1]) if at + 1 < len(mine) else (), tuple(leaving.get(index, ())))
+        for at, index in enumerate(mine)
+    ]
+    return (needs[0] if needs else []), turns
+
+
+class StageGraphEngine(Engine):
+    """Runs the segments of one place."""
+
+    def __init__(
+        self,
+        cut: Cut,
+        ranks: Ranks,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        owners: Mapping[str, tuple[int, ...]],
+        schedule: str,
+    ) -> None:
+        self.cut = cut
+        self.ranks = ranks
+        self.parameters = parameters
+        self.buffers = buffers
+        self.owners = owners
+        self.schedule = schedule
+        place = ranks.place
+        self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
+        self._code = {index: segment_module(cut, segment, ranks.device) for index, segment in self._mine.items()}
+        self._programs: dict[tuple[int, bool], tuple[list[Message], list[Turn]]] = {}
+
+    def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
+        """See `Engine.train`."""
+        state = self._run(microbatches, training=True, seed=seed, step=step)
+        if self.ranks.replica is not None:
+            sum_gradients(self.parameters, self.owners, self.ranks)
+        total = state.loss
+        dist.all_reduce(total)
+        return total
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> list[list[Any]]:
+        """See `Engine.evaluate`."""
+        with torch.no_grad():
+            state = self._run(microbatches, training=False, seed=0, step=0)
+        if self.ranks.replica is None:
+            return []
+        names = [*self.cut.graph.outputs]
+        if self.cut.graph.loss is not None and self.cut.graph.loss not in names:
+            names.append(self.cut.graph.loss)
+        return [[self._share(state, name, number) for name in names] for number in range(len(microbatches))]
+
+    def _share(self, state: _State, name: Any, microbatch: int) -> Any:
+        if not isinstance(name, str) or name not in self.cut.maker:
+            return (
+                state.microbatches[microbatch].leaves[self.cut.graph.inputs.index(name)]
+                if name in self.cut.graph.inputs
+                else name
+            )
+        source = self.cut.segments[self.cut.maker[name]].spot.place
+        row = self.ranks.replicas[self.ranks.replica or 0]
+        if source == self.ranks.place:
+            value = state.values[name, microbatch].detach().contiguous()
+        else:
+            value = self.cut.graph.layout[name].empty(self.ranks.device)
+        if len(row) > 1:
+            dist.broadcast(value, row[source], group=group_of(row))
+        return value
+
+    def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> _State:
+        place = self.ranks.place
+        state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), self.ranks.device)
+        if place is None:
+            return state
+        key = (len(microbatches), training)
+        if key not in self._programs:
+            order = step_order(self.cut, len(microbatches), self.schedule, training=training)
+            self._programs[key] = turns_of(self.cut, order, place)
+        first, turns = self._programs[key]
+        self._post(state, first)
+        for turn in turns:
+            self._post(state, turn.posts)
+            for message in turn.needs:
+                self._arrive(state, message)
+            segment = self._mine[turn.step.segment]
+            if turn.step.backward:
+                self._backward(state, segment, turn.step.microbatch)
+            else:
+                with random_key(seed, step, microbatches[turn.step.microbatch].number):
+                    self._forward(state, segment, turn.step.microbatch, training)
+            for message in turn.sends:
+                self._send(state, message)
+        state.wire.finish()
+        return state
+
+    def _post(self, state: _State, messages: Sequence[Message]) -> None:
+        for message in messages:
+            layout = self.cut.graph.layout[message.value]
+            state.pending[message] = state.wire.receive(layout, self.ranks.rank_of(message.source), message.tag)
+
+    def _arrive(self, state: _State, message: Message) -> None:
+        work, value = state.pending.pop(message)
+        work.wait()
+        key = (message.value, message.microbatch)
+        if not message.gradient:
+            state.values[key] = value
+        else:
+            state.gradients[key] = state.gradients[key] + value if key in state.gradients else value
+
+    def _send(self, state: _State, message: Message) -> None:
+        key = (message.value, message.microbatch)
+        layout = self.cut.graph.layout[message.value]
+        if message.gradient:
+            leaf = state.leaves.pop(key)
+            value = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+        else:
+            value = state.values[key]
+        state.wire.send(value, layout, self.ranks.rank_of(message.destination), message.tag)
+
+    def _forward(self, state: _State, segment: Segment, number: int, training: bool) -> None:
+        graph = self.cut.graph
+        held = [self.parameters[n] if n in self.parameters else self.buffers[n] for n in segment.held]
+        leaves = state.microbatches[number].leaves
+        inputs = [self._here(leaves[index]) for index in segment.inputs]
+        reads = []
+        for name in segment.reads:
+            key = (name, number)
+            if key not in state.leaves:
+                local = self.cut.maker[name] in self._mine
+                leaf = (state.values[key] if local or not training else state.values.pop(key)).detach()
+                state.leaves[key] = leaf.requires_grad_(training and graph.layout[name].requires_grad)
+            reads.append(state.leaves[key])
+        with torch.set_grad_enabled(training):
+            made = self._code[segment.index](*held, *inputs, *reads)
+        for name, value in zip(segment.makes, made, strict=True):
+            state.values[name, number] = value
+        if training and graph.loss in segment.makes:
+            state.loss += state.values[graph.loss, number].detach().reshape(()) * state.microbatches[number].weight
+
+    def _backward(self, state: _State, segment: Segment, number: int) -> None:
+        graph = self.cut.graph
+        tensors, gradients = [], []
+        for name in segment.makes:
+            value = state.values.pop((name, number))
+            if not value.requires_grad:
+                continue
+            gradient = state.gradients.pop((name, number), None)
+            leaf = state.leaves.get((name, number))
+            if leaf is not None and leaf.grad is not None:  # read by other segments of this process
+                gradient = leaf.grad if gradient is None else gradient + leaf.grad
+                del state.leaves[name, number]
+            if name == graph.loss:
+                own = torch.full_like(value, state.microbatches[number].weight)
+                gradient = own if gradient is None else gradient + own
+            if gradient is not None:
+                tensors.append(value)
+                gradients.append(gradient)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+
+    def _here(self, leaf: Any) -> Any:
+        return leaf.to(self.ranks.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+
+class _State:
+    """What one step keeps between its turns."""
+
+    def __init__(self, microbatches: Sequence[Microbatch], wire: Wire, device: torch.device) -> None:
+        self.microbatches = microbatches
+        self.wire = wire
+        self.values: dict[tuple[str, int], torch.Tensor] = {}
+        self.leaves: dict[tuple[str, int], torch.Tensor] = {}
+        self.gradients: dict[tuple[str, int], torch.Tensor] = {}
+        self.pending: dict[Message, tuple[Any, torch.Tensor]] = {}
+        self.loss = torch.zeros((), device=device)

@@ -1,0 +1,68 @@
+"""Runs a function in several gloo processes and brings back what each returned.
+
+A job that hangs is ended after a timeout and every process of a job is gone when `run` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _process(rank, world, path, function, arguments, timeout_s):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        )
+        result = function(*arguments)
+        torch.save(result, f"{path}/{rank}.result")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        with open(f"{path}/{rank}.error", "w") as file:
+            file.write(traceback.format_exc())
+        os._exit(1)
+
+
+def run(world, function, *arguments, timeout_s=120):
+    """What ``function(*arguments)`` returned on each rank.
+
+    `function` must be importable by name: a function at the top of a test module.
+
+    Raises:
+        AssertionError: A rank failed, with the traceback of each that did, or the time ran out.
+    """
+    with tempfile.TemporaryDirectory() as path:
+        # A server that has imported what is slow to import forks the processes; the test process itself has threads.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers", "rlplace.runtime.distributed.distribute"])
+        processes = [
+            context.Process(target=_process, args=(rank, world, path, function, arguments, timeout_s)) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            for process in processes:
+                process.join(timeout_s)
+        finally:
+            hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        errors = []
+        for rank in range(world):
+            if os.path.exists(f"{path}/{rank}.error"):
+                with open(f"{path}/{rank}.error") as file:
+                    errors.append(f"rank {rank}:\n{file.read()}")
+        assert not errors, "\n".join(errors)
+        assert not hung, f"ranks {hung} did not end within {timeout_s} s"
+        return [torch.load(f"{path}/{rank}.result", weights_only=False) for rank in range(world)]

@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rate", default="1gbit", help="of every host's card, or by pair as rows of a matrix: '0,50mbit;200mbit,0' (1gbit)"
     )
-    parser.add_argument("--burst", type=int, metavar="BYTES", help="token bucket of a link (half a millisecond of its rate)")
+    parser.add_argument("--burst", type=int, metavar="BYTES", help="token bucket of a link (what its rate moves in 1 ms)")
     parser.add_argument("--cpu", metavar="SHARE", help="processor time of every host in cores, 0.45, or 0.45,1 by host")
     parser.add_argument("--cores", metavar="LIST", help="cores to pin the hosts to, one entry a host: 0,1 or 0-1,2-3")
     parser.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="one-way delay; needs netem in the kernel")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,11 +51,13 @@ class Hosts:
         spec: What was asked for.
         hosts: H hosts.
         jobs: What was launched on them; whatever still runs is ended with the hosts.
+        gone: Whether they have been removed.
     """
 
     spec: HostsSpec
     hosts: tuple[Host, ...]
     jobs: list[Job] = field(default_factory=list)
+    gone: bool = False
 
 
 @contextlib.contextmanager
@@ -72,7 +75,8 @@ def emulated_hosts(spec: HostsSpec) -> Iterator[Hosts]:
     prefix = new_prefix()
     with ending_signals():
         made: Hosts | None = None
-        atexit.register(_remove, prefix, spec)  # where an interrupt hits the few lines outside deferred_signals
+        remove = functools.partial(_remove, prefix, spec)
+        atexit.register(remove)  # where an interrupt hits the few lines outside deferred_signals
         try:
             with deferred_signals():
                 cleanup()
@@ -81,11 +85,13 @@ def emulated_hosts(spec: HostsSpec) -> Iterator[Hosts]:
         finally:
             with deferred_signals():
                 try:
-                    for job in made.jobs if made is not None else ():
-                        job.stop()
+                    if made is not None:
+                        made.gone = True
+                        for job in made.jobs:
+                            job.stop()
                 finally:
-                    _remove(prefix, spec)
-                    atexit.unregister(_remove)
+                    remove()
+                    atexit.unregister(remove)
 
 
 def cleanup() -> list[str]:

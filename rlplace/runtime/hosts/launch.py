@@ -20,7 +20,7 @@ from rlplace.runtime.hosts.network import CARD
 from rlplace.runtime.hosts.output import Pump, Sink
 
 _KEEPER = Path(__file__).with_name("keeper.py")
-_FIRST_PORT = 29500
+_PORTS = range(29500, 32500, 2)  # free, as nobody else is in the hosts; below those that the kernel hands out
 _END_S = 8.0  # beyond the grace: what the keeper needs to end everything
 
 
@@ -52,13 +52,21 @@ class Job:
         self.timed_out = False
         self._pump, self._grace_s = pump, grace_s
         self._first_failed: Process | None = None
+        self._stopped = False
 
     def poll(self) -> tuple[int | None, ...]:
         """Exit code of every rank, None where it still runs; 128 + N where signal N ended it."""
-        codes = tuple(process.keeper.poll() for process in self.processes)
-        if self._first_failed is None:
-            self._first_failed = next((p for p, code in zip(self.processes, codes, strict=True) if code), None)
-        return tuple(None if code is None else code if code >= 0 else 128 - code for code in codes)
+        codes = []
+        for process in self.processes:
+            code = process.keeper.poll()
+            codes.append(None if code is None else code if code >= 0 else 128 - code)
+            self._note(process)
+        return tuple(codes)
+
+    def _note(self, process: Process) -> None:
+        """Remembers the first failure, unless it is one that `stop` caused."""
+        if self._first_failed is None and not self._stopped and process.keeper.returncode:
+            self._first_failed = process
 
     def check(self) -> None:
         """Raises when a process has failed, naming the first one and the last line that it wrote; ends the others.
@@ -84,7 +92,7 @@ class Job:
             RlplaceError: The time is up; names the ranks that were still running. The job has been ended.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        handles = {os.pidfd_open(p.keeper.pid): p for p in self.processes if p.keeper.poll() is None}
+        handles = {os.pidfd_open(p.keeper.pid): p for p, code in zip(self.processes, self.poll(), strict=True) if code is None}
         poll = select.poll()
         for handle in handles:
             poll.register(handle, select.POLLIN)
@@ -97,7 +105,9 @@ class Job:
                 for handle, _ in poll.poll(left * 1000):
                     poll.unregister(handle)
                     os.close(handle)
-                    handles.pop(handle).keeper.wait()
+                    ended = handles.pop(handle)
+                    ended.keeper.wait()
+                    self._note(ended)
         finally:
             running = [rank for rank, code in enumerate(self.poll()) if code is None]
             for handle in handles:
@@ -140,6 +150,8 @@ class Job:
 
     def stop(self) -> None:
         """Ends every process that still runs: SIGTERM, then SIGKILL after the grace; returns when all are gone."""
+        self.poll()
+        self._stopped = True
         for process in self.processes:
             if process.keeper.poll() is None:
                 process.keeper.send_signal(signal.SIGTERM)
@@ -161,7 +173,12 @@ class Job:
         code = process.keeper.returncode
         last = next((line for line in reversed(self.tail(process.rank)) if line.strip()), "")
         said = f": {last.strip()[:200]}" if last else ""
-        return f"rank {process.rank} on host {process.host} ended with code {code}{said}"
+        how = f"ended with code {code}"
+        if code == 128 + signal.SIGKILL or code == -signal.SIGKILL:
+            how = "was killed (out of memory, or from outside)"
+        elif code > 128:
+            how = f"was ended by signal {code - 128}"
+        return f"rank {process.rank} on host {process.host} {how}{said}"
 
     def __enter__(self) -> Job:
         return self
@@ -204,11 +221,13 @@ def launch(
         RlplaceError: A process could not be started.
     """
     words = _check_command(command)
+    if hosts.gone:
+        raise InputError("hosts: these hosts have been removed; launch inside the with block of emulated_hosts")
     if isinstance(processes_per_host, bool) or not isinstance(processes_per_host, int) or not 1 <= processes_per_host <= 64:
         raise InputError(f"hosts: processes_per_host: {show(processes_per_host)} is not in 1..64")
     if not 0 <= grace_s <= 600:
         raise InputError(f"hosts: grace_s: {show(grace_s)} is not in 0..600")
-    port = _FIRST_PORT + 2 * len(hosts.jobs) % 10_000
+    port = _PORTS[len(hosts.jobs) % len(_PORTS)]
     etc_hosts = "127.0.0.1 localhost\n"
     for host in hosts.hosts:  # torch asks for the name of the address that an IPv6 socket sees
         etc_hosts += f"{host.address} {host.name}\n::ffff:{host.address} {host.name}\n"

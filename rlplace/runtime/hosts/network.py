@@ -127,18 +127,26 @@ def namespaces() -> list[str]:
 
 
 def _remove(name: str) -> None:
+    """Ends what runs in a namespace and removes it; somebody else may be doing the same."""
     end = time.monotonic() + _KILL_S
-    while time.monotonic() < end:
-        with contextlib.suppress(RlplaceError):  # removed by somebody else meanwhile
-            pids = [int(word) for word in ip("netns", "pids", name).split()]
-            if not pids:
-                break
-            for pid in pids:
-                if pid != os.getpid():
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-            continue
-        break
-    if name in namespaces():
+    while pids := _pids(name):
+        if time.monotonic() > end:
+            break
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    try:
         ip("netns", "del", name)
+    except RlplaceError:
+        if name in namespaces():
+            raise
+
+
+def _pids(name: str) -> list[int]:
+    try:
+        return [int(word) for word in ip("netns", "pids", name).split()]
+    except RlplaceError:
+        if name in namespaces():
+            raise
+        return []

@@ -32,7 +32,7 @@ class HostsSpec:
         hosts: H, 1 to `MAX_HOSTS`.
         rate_bits_per_s: Of every card, or H x H by sender and receiver with 0 on the diagonal. Ethernet frames count; TCP
             payload reaches about 95.6 % of it.
-        burst_bytes: What may pass at once after a pause; None takes what the rate moves in half a millisecond, at least 8 KiB.
+        burst_bytes: What may pass at once after a pause; None takes what the rate moves in a millisecond, at least 8 KiB.
             Messages shorter than it are faster than the rate.
         cpu_share: Processor time of every host in cores (0.45: at most 45 % of a core), one number or one for each host, None
             where it is not limited.
@@ -78,7 +78,7 @@ class HostsSpec:
 
     def burst_of(self, rate_bits_per_s: float) -> int:
         """Bytes of the token bucket of a link of this rate."""
-        return self.burst_bytes if self.burst_bytes is not None else max(8 << 10, int(rate_bits_per_s / 8 * 0.5e-3))
+        return self.burst_bytes if self.burst_bytes is not None else max(8 << 10, int(rate_bits_per_s / 8 * 1e-3))
 
     def share_of(self, host: int) -> float | None:
         """Cores' worth of processor time of a host, None where unlimited."""

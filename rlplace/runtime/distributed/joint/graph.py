@@ -1,4 +1,4 @@
-"""The joint graph: forward and backward of one micro-batch as one functional graph, every op with the forward op it belongs to."""
+"""The joint graph: forward and backward of one micro-batch as one functional graph, each op with its forward op."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlplace.graph.fake import any_dtype_grouped_mm
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.record import Recorder
+from rlplace.runtime.distributed.joint.views import is_view
 from rlplace.runtime.distributed.randomness import seeded
 
 
@@ -34,9 +35,9 @@ class JointGraph:
         constants: Values of constants that only the joint graph has.
         loss: Node of the scalar loss.
         outputs: Per flat output its node; other values stand for themselves.
-        gradients: Node of the gradient of every trainable held parameter that has one.
+        gradients: Nodes that add up to the gradient, for every trainable held parameter that has one.
         input_gradients: Likewise for flat inputs that require one, by index.
-        writes: Node of the new value of every held tensor that the forward writes to.
+        writes: Node of the new value of every held tensor that the forward writes to; never a view.
     """
 
     graph: fx.Graph
@@ -46,7 +47,7 @@ class JointGraph:
     constants: Mapping[str, torch.Tensor]
     loss: fx.Node | None
     outputs: tuple[Any, ...]
-    gradients: Mapping[str, fx.Node]
+    gradients: Mapping[str, tuple[fx.Node, ...]]
     input_gradients: Mapping[int, fx.Node]
     writes: Mapping[str, fx.Node]
 
@@ -136,9 +137,9 @@ class _Tracer(fx.Interpreter):
             constants=recorder.constants,
             loss=loss_node,
             outputs=outputs,
-            gradients={source.held[i]: node for i, node in gradients.items() if i < count},
+            gradients={source.held[i]: _summands(node) for i, node in gradients.items() if i < count},
             input_gradients={i - count: node for i, node in gradients.items() if i >= count},
-            writes={name: node for name, node in writes.items() if node is not held[name]},
+            writes={name: _own(recorder.graph, node) for name, node in writes.items() if node is not held[name]},
         )
         _erase_unused(joint)
         return joint
@@ -203,9 +204,34 @@ def _find(graph: fx.Graph, name: str) -> fx.Node:
     return next(node for node in graph.nodes if node.name == name)
 
 
+def _own(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A node that makes the value itself."""
+    if not is_view(node) and node.op != "placeholder":
+        return node
+    copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta.update(val=node.meta["val"], owner=node.meta.get("owner"), backward=False)
+    return copy
+
+
+def _summands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a last sum adds: each part is collected where it is made, and sent once per step."""
+    parts, waiting = [], [node]
+    while waiting:
+        part = waiting.pop()
+        read_elsewhere = len(part.users) > (part is not node)
+        if part.target is torch.ops.aten.add.Tensor and not read_elsewhere and not part.kwargs and part.meta["backward"]:
+            both = part.args[:2]
+            if all(isinstance(a, fx.Node) and a.meta["val"].shape == part.meta["val"].shape for a in both):
+                waiting += both  # type: ignore[arg-type]
+                continue
+        parts.append(part)
+    return tuple(parts)
+
+
 def _erase_unused(joint: JointGraph) -> None:
     """Drops the nodes that no result needs."""
-    results = [joint.loss, *joint.outputs, *joint.gradients.values(), *joint.input_gradients.values(), *joint.writes.values()]
+    summands = [node for parts in joint.gradients.values() for node in parts]
+    results = [joint.loss, *joint.outputs, *summands, *joint.input_gradients.values(), *joint.writes.values()]
     needed: set[fx.Node] = {node for node in results if isinstance(node, fx.Node)}
     for node in reversed(list(joint.graph.nodes)):
         if node in needed:

@@ -1,0 +1,288 @@
+"""The joint-graph engine: forward and backward ops of a model, each on the process that the plan says.
+
+Every process computes the same order of all ops of all micro-batches (`order`) and runs its own part of it. A value is sent once
+to each process that reads it, a parameter once per step from its owner. Gradients of parameters are collected where they are
+made and sent to the owner after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from rlplace.errors import InputError
+from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.gradients import sum_gradients
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.joint.assign import JointPlaces
+from rlplace.runtime.distributed.joint.order import Task, forward_nodes, joint_order
+from rlplace.runtime.distributed.joint.program import Message, Program, Turn, calls_of, lay_out, layout_of, program_of, value_of
+from rlplace.runtime.distributed.joint.views import base_of
+from rlplace.runtime.distributed.randomness import random_key
+from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.wire import Wire
+
+Key = tuple[fx.Node, int]
+
+
+class JointEngine(Engine):
+    """Runs the nodes of one place.
+
+    Attributes:
+        places: The graph and where its nodes run.
+        owners: Devices of the plan that hold a tensor, by name.
+    """
+
+    def __init__(
+        self,
+        places: JointPlaces,
+        ranks: Ranks,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        owners: Mapping[str, tuple[int, ...]],
+        schedule: str = "list",
+    ) -> None:
+        """Prepares a process; nothing is sent.
+
+        Args:
+            places: What runs where.
+            ranks: Which process this is.
+            parameters: Those that this place owns by ``places.owners``, by name.
+            buffers: Likewise, constants among them.
+            owners: Of every parameter and buffer of the model, see `Own`.
+            schedule: ``"list"``, ``"gpipe"`` or ``"1f1b"``.
+        """
+        self.places = places
+        self.ranks = ranks
+        self.parameters = parameters
+        self.buffers = {**buffers, **{name: value.to(ranks.device) for name, value in places.joint.constants.items()}}
+        self.owners = owners
+        self.schedule = schedule
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._nodes = {node.name: node for node in places.joint.graph.nodes}
+        self._calls = calls_of([node for node, place in places.place.items() if place == ranks.place], ranks.device)
+        self._carried = {places.joint.held[name]: node for name, node in places.joint.writes.items()}
+        self._gradients: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
+        for name, parts in places.joint.gradients.items():
+            for part in parts:
+                self._gradients.setdefault(base_of(part), []).append((name, part))
+
+    def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
+        """See `Engine.train`."""
+        if self.places.joint.loss is None:
+            raise InputError("distribute: the graph has no scalar loss to train on; trace it with grad enabled, or give a loss")
+        state = self._run(microbatches, training=True, seed=seed, step=step)
+        if self.ranks.replica is not None:
+            sum_gradients(self.parameters, self.owners, self.ranks)
+        dist.all_reduce(state.loss)
+        return state.loss
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> list[list[Any]]:
+        """See `Engine.evaluate`."""
+        state = self._run(microbatches, training=False, seed=0, step=0)
+        if self.ranks.replica is None:
+            return []
+        joint = self.places.joint
+        outputs = [*joint.outputs]
+        if joint.loss is not None and not any(item is joint.loss for item in outputs):
+            outputs.append(joint.loss)
+        return [[self._share(state, item, number) for item in outputs] for number in range(len(microbatches))]
+
+    def _share(self, state: _State, item: Any, number: int) -> Any:
+        """An output on every rank of the replica."""
+        if not isinstance(item, fx.Node):
+            return item
+        base, row = base_of(item), self.ranks.replicas[self.ranks.replica or 0]
+        source = self._place_of(base)
+        if source is None or len(row) == 1:
+            return value_of(item, lambda node: self._look_up(state, node, number))
+        value = (
+            self._look_up(state, base, number).contiguous()
+            if source == self.ranks.place
+            else layout_of(base).empty(self.ranks.device)
+        )
+        dist.broadcast(value, row[source], group=group_of(row))
+        return value_of(item, lambda node: lay_out(value, base))
+
+    def _place_of(self, base: fx.Node) -> int | None:
+        """Where a value is; None: everywhere."""
+        for name, node in self.places.joint.held.items():
+            if node is base:
+                return self.places.owners[name][0]
+        return self.places.place.get(base)
+
+    def _program(self, count: int, training: bool) -> Program:
+        key = (count, training)
+        if key not in self._programs:
+            joint = self.places.joint
+            nodes = set(self.places.place) if training else forward_nodes(self.places)
+            order = joint_order(self.places, nodes, count, self.schedule)
+            keep = {base_of(node) for node in joint.writes.values()}
+            if not training:
+                keep |= {base_of(node) for node in (*joint.outputs, joint.loss) if isinstance(node, fx.Node)}
+            self._connect(order)
+            self._programs[key] = program_of(self.places, order, self.ranks.place or 0, keep)
+        return self._programs[key]
+
+    def _connect(self, order: Sequence[Task]) -> None:
+        """Makes the groups of all directions in one order, so that no two processes wait for each other's."""
+        if dist.get_backend() == "gloo":
+            return
+        pairs: set[tuple[int, int]] = set()
+        for place in range(len(self.ranks.replicas[0])):
+            program = program_of(self.places, order, place, ())
+            messages = [*program.first, *(m for turn in program.turns for m in turn.sends)]
+            pairs |= {(m.source, m.destination) for m in messages}
+        of = self.places.place
+        for name, parts in self.places.joint.gradients.items():
+            pairs |= {(of[base_of(part)], self.owners[name][0]) for part in parts}
+        for name, node in self.places.joint.writes.items():
+            pairs |= {(of[node], owner) for owner in self.places.owners[name]}
+        moving = {(self.ranks.rank_of(a), self.ranks.rank_of(b)) for a, b in pairs if a != b}
+        for source, destination in sorted(moving, key=lambda pair: (min(pair), max(pair), pair)):
+            if self.ranks.rank in (source, destination):
+                group_of((source, destination), "up" if source < destination else "down")
+
+    def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> _State:
+        state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), self.ranks.device)
+        if self.ranks.place is None or not microbatches:
+            return state
+        with torch.no_grad(), torch.autocast(self.ranks.device.type, enabled=False):  # casts are nodes of the graph
+            self._load(state)
+            program = self._program(len(microbatches), training)
+            for message in program.first:
+                self._send(state, message)
+            for turn in program.turns:
+                self._turn(state, turn, training, seed, step)
+            if training:
+                self._deliver(state)
+            state.wire.finish()
+            self._write(state, len(microbatches) - 1)
+        return state
+
+    def _load(self, state: _State) -> None:
+        for name, node in self.places.joint.held.items():
+            tensor = self.parameters.get(name, self.buffers.get(name))
+            if tensor is not None:
+                state.values[node, -1] = tensor.detach()
+        for number, part in enumerate(state.microbatches):
+            for node, leaf in zip(self.places.joint.inputs, part.leaves, strict=True):
+                if node is not None:
+                    state.values[node, number] = leaf.to(self.ranks.device, non_blocking=True)
+
+    def _look_up(self, state: _State, node: fx.Node, number: int) -> Any:
+        carried = self._carried.get(node)
+        if carried is not None and number > 0:
+            return state.values[carried, number - 1]
+        value = state.values.get((node, number))
+        return state.values[node, -1] if value is None else value
+
+    def _turn(self, state: _State, turn: Turn, training: bool, seed: int, step: int) -> None:
+        for message in turn.posts:
+            source, layout = self.ranks.rank_of(message.source), layout_of(self._nodes[message.node])
+            state.pending[message] = state.wire.receive(layout, source, message.tag)
+        for message in turn.needs:
+            work, value = state.pending.pop(message)
+            work.wait()
+            node = self._nodes[message.node]
+            state.values[node, message.microbatch] = lay_out(value, node)
+        node, number = turn.task
+        with random_key(seed, step, state.microbatches[number].number):
+            made = self._calls[node](lambda other: self._look_up(state, other, number))
+        if isinstance(made, torch.Tensor):
+            state.values[node, number] = made
+            self._collect(state, node, number, training)
+        else:
+            for item in node.users:
+                state.values[item, number] = made[item.args[1]]
+                self._collect(state, item, number, training)
+        for message in turn.sends:
+            self._send(state, message)
+        for key in turn.frees:
+            del state.values[key]
+
+    def _collect(self, state: _State, node: fx.Node, number: int, training: bool) -> None:
+        """Adds a loss or gradient that was just made to that of the step."""
+        joint = self.places.joint
+        if not training:
+            return
+        weight = state.microbatches[number].weight
+        if joint.loss is not None and node is base_of(joint.loss):
+            state.loss += state.values[node, number].reshape(()) * weight
+        for name, part in self._gradients.get(node, ()):
+            value = value_of(part, lambda other: self._look_up(state, other, number))
+            if (name, part) in state.gradients:
+                state.gradients[name, part].add_(value, alpha=weight)
+            else:
+                state.gradients[name, part] = value * weight
+
+    def _deliver(self, state: _State) -> None:
+        """Brings the parts of every gradient to the parameter's owner."""
+        place = self.ranks.place
+        tag = 1 << 24  # beyond those of the messages
+        arriving = []
+        for name, parts in self.places.joint.gradients.items():
+            owner = self.owners[name][0]
+            for part in parts:
+                tag += 1
+                source = self.places.place[base_of(part)]
+                if source == place and source != owner:
+                    state.wire.send(state.gradients.pop((name, part)), layout_of(part), self.ranks.rank_of(owner), tag)
+                elif owner == place and source != owner:
+                    work, value = state.wire.receive(layout_of(part), self.ranks.rank_of(source), tag)
+                    arriving.append((work, name, part, value))
+        for work, name, part, value in arriving:
+            work.wait()
+            state.gradients[name, part] = value
+        for name, parts in self.places.joint.gradients.items():
+            if self.owners[name][0] == place:
+                first, *others = (state.gradients.pop((name, part)) for part in parts)
+                for other in others:
+                    first = first + other
+                parameter = self.parameters[name]
+                parameter.grad = lay_out_like(first, parameter)
+
+    def _send(self, state: _State, message: Message) -> None:
+        node = self._nodes[message.node]
+        destination = self.ranks.rank_of(message.destination)
+        state.wire.send(state.values[node, message.microbatch], layout_of(node), destination, message.tag)
+
+    def _write(self, state: _State, last: int) -> None:
+        """Puts the new values of what the forward writes into the buffers of their owners."""
+        tag = 1 << 25
+        for name, node in self.places.joint.writes.items():
+            source = self.places.place[node]
+            for owner in self.places.owners[name]:
+                tag += 1
+                if owner == self.ranks.place and source != owner:
+                    work, value = state.wire.receive(layout_of(node), self.ranks.rank_of(source), tag)
+                    work.wait()
+                    self.buffers[name].copy_(value)
+                elif source == self.ranks.place and owner != source:
+                    state.wire.send(state.values[node, last], layout_of(node), self.ranks.rank_of(owner), tag)
+                elif owner == self.ranks.place:
+                    self.buffers[name].copy_(state.values[node, last])
+        state.wire.finish()
+
+
+class _State:
+    """What one step keeps between its turns."""
+
+    def __init__(self, microbatches: Sequence[Microbatch], wire: Wire, device: torch.device) -> None:
+        self.microbatches = microbatches
+        self.wire = wire
+        self.values: dict[Key, Any] = {}
+        self.gradients: dict[tuple[str, fx.Node], torch.Tensor] = {}
+        self.pending: dict[Message, tuple[Any, torch.Tensor]] = {}
+        self.loss = torch.zeros((), device=device)
+
+
+def lay_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient of its own memory that lies as the parameter does, as optimizers like it."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)

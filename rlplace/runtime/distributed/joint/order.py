@@ -1,0 +1,156 @@
+"""In which order the nodes of a joint graph run over all micro-batches: the simulator's, fixed before the step begins.
+
+Every process computes the same order, in which producers come before consumers, and runs its own part of it blindly.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from rlplace.problem.problem import BACKWARD, FORWARD
+from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.runtime.distributed.joint.assign import JointPlaces
+from rlplace.runtime.distributed.joint.views import base_of
+from rlplace.simulator import simulate
+
+_aten = torch.ops.aten
+_BANDWIDTH_BYTES_PER_S, _COMPUTE_FLOPS_PER_S, _LAUNCH_S = 1e12, 1e14, 5e-6
+"""Of a nominal device; only their ratios matter, and only for the order."""
+
+
+class Task(NamedTuple):
+    """One run of a node for one micro-batch of the step."""
+
+    node: fx.Node
+    microbatch: int
+
+
+def forward_nodes(places: JointPlaces) -> set[fx.Node]:
+    """Working nodes that outputs, loss and new values of buffers need."""
+    joint = places.joint
+    wanted = [item for item in (joint.loss, *joint.outputs, *joint.writes.values()) if isinstance(item, fx.Node)]
+    needed = {base_of(node) for node in wanted}
+    for node in reversed(list(places.place)):
+        if node in needed:
+            needed.update(places.reads[node])
+    return {node for node in needed if node in places.place}
+
+
+def joint_order(places: JointPlaces, nodes: Iterable[fx.Node], microbatches: int, schedule: str) -> list[Task]:
+    """All runs of one step, those of all devices in one list.
+
+    Args:
+        places: Where everything runs.
+        nodes: The nodes to run, closed under what they read. Items of ops with several results are no runs of their own.
+        microbatches: Of this replica.
+        schedule: ``"list"``, ``"gpipe"`` or ``"1f1b"``.
+    """
+    chosen = set(nodes)
+    tasks = [node for node in places.place if node in chosen and node.target is not operator.getitem]
+    if not tasks or not microbatches:
+        return []
+    index = {node: number for number, node in enumerate(tasks)}
+    readers: dict[fx.Node, dict[int, None]] = {}
+    for node in tasks:
+        for value in places.reads[node]:
+            if value in places.place:
+                readers.setdefault(value, {})[index[node]] = None
+    tensors = [
+        TensorSpec(index[_maker(value)], _bytes(value), [r for r in found if r != index[_maker(value)]])
+        for value, found in readers.items()
+    ]
+    used = sorted({places.place[node] for node in tasks})
+    problem = build_problem(
+        "joint",
+        time_s=[[_seconds(node)] * len(used) for node in tasks],
+        tensors=tensors,
+        memory_bytes=[None] * len(used),
+        group=[used.index(places.place[node]) for node in tasks],
+        phase=[BACKWARD if node.meta["backward"] else FORWARD for node in tasks],
+        bandwidth_bytes_per_s=1e11,
+        latency_s=1e-5,
+    )
+    line = simulate(problem, list(range(len(used))), microbatches=microbatches, schedule=schedule)
+    start = {
+        (op, number): (begin, number, op)
+        for op, number, begin in zip(line.task_op.tolist(), line.task_microbatch.tolist(), line.start_s.tolist(), strict=True)
+    }
+    return _topological(places, tasks, index, readers, start, microbatches)
+
+
+def _topological(
+    places: JointPlaces,
+    tasks: list[fx.Node],
+    index: Mapping[fx.Node, int],
+    readers: Mapping[fx.Node, Mapping[int, None]],
+    start: Mapping[tuple[int, int], tuple[float, int, int]],
+    microbatches: int,
+) -> list[Task]:
+    """By start time, producers first; a buffer's new value comes before the next micro-batch reads it."""
+    after: dict[int, set[int]] = {}
+    for value, found in readers.items():
+        after.setdefault(index[_maker(value)], set()).update(found)
+    carried: dict[int, set[int]] = {}
+    for name, node in places.joint.writes.items():
+        maker = base_of(node)
+        if maker in places.place and _maker(maker) in index:
+            reading = {index[n] for n in tasks if places.joint.held[name] in places.reads[n]}
+            carried.setdefault(index[_maker(maker)], set()).update(reading)
+    waits: dict[tuple[int, int], int] = dict.fromkeys(start, 0)
+    for number in range(microbatches):
+        for targets in after.values():
+            for target in targets:
+                waits[target, number] += 1
+        if number:
+            for targets in carried.values():
+                for target in targets:
+                    waits[target, number] += 1
+    ready = [start[key] for key, count in waits.items() if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, number, op = heapq.heappop(ready)
+        order.append(Task(tasks[op], number))
+        following = [(target, number) for target in after.get(op, ())]
+        if number + 1 < microbatches:
+            following += [(target, number + 1) for target in carried.get(op, ())]
+        for key in following:
+            waits[key] -= 1
+            if waits[key] == 0:
+                heapq.heappush(ready, start[key])
+    return order
+
+
+def _maker(value: fx.Node) -> fx.Node:
+    """The task that makes a value."""
+    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _seconds(node: fx.Node) -> float:
+    touched = _bytes(node) + sum(_bytes(other) for other in (*node.all_input_nodes, *node.users))
+    return _LAUNCH_S + touched / _BANDWIDTH_BYTES_PER_S + _flops(node) / _COMPUTE_FLOPS_PER_S
+
+
+def _flops(node: fx.Node) -> float:
+    """Of products and convolutions."""
+    shapes = [tuple(n.meta["val"].shape) for n in pytree.tree_leaves(node.args) if isinstance(n, fx.Node) and "val" in n.meta]
+    if node.target in (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default):
+        return 2.0 * prod(shapes[-2]) * shapes[-1][-1]
+    if node.target is _aten.convolution.default:
+        return 2.0 * node.meta["val"].numel() * prod(shapes[1][1:])
+    if node.target is _aten.convolution_backward.default:
+        return 4.0 * prod(shapes[0]) * prod(shapes[2][1:])
+    return 0.0

@@ -1,0 +1,244 @@
+"""What one process does in a step of a joint graph: its part of the common order, with what it sends, awaits and forgets."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from rlplace.runtime.distributed.joint.assign import JointPlaces
+from rlplace.runtime.distributed.joint.order import Task
+from rlplace.runtime.distributed.joint.views import base_of, is_view
+from rlplace.runtime.distributed.layouts import Layout
+
+AHEAD = 32
+"""Receives are posted this many turns before their values are needed."""
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """A value on its way from one device of the plan to another.
+
+    Attributes:
+        tag: Unique in the step; ascending in the order in which the sender makes its values.
+        source, destination: Places.
+        node: Name of the node that makes the value.
+        microbatch: Number in the step; -1: a held tensor, once per step.
+    """
+
+    tag: int
+    source: int
+    destination: int
+    node: str
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run of a node on this process.
+
+    Attributes:
+        task: What runs.
+        posts: Receives to start before it.
+        needs: Messages that must have arrived.
+        sends: Messages to send afterwards.
+        frees: Values that nobody here reads afterwards.
+    """
+
+    task: Task
+    posts: tuple[Message, ...]
+    needs: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    frees: tuple[tuple[fx.Node, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One process's part of a step.
+
+    Attributes:
+        first: Held tensors to send before the first turn.
+        turns: In order.
+    """
+
+    first: tuple[Message, ...]
+    turns: tuple[Turn, ...]
+
+
+def layout_of(node: fx.Node) -> Layout:
+    """The wire layout of a node's value."""
+    value = node.meta["val"]
+    return Layout(tuple(value.shape), value.dtype, False)
+
+
+def program_of(
+    places: JointPlaces, order: Sequence[Task], place: int, keep: Collection[fx.Node]
+) -> Program:
+    """The part of one place.
+
+    Args:
+        places: Where everything runs.
+        order: All runs of the step, see `joint_order`.
+        place: Of this process.
+        keep: Values to keep to the end of the step.
+    """
+    held = {node: name for name, node in places.joint.held.items()}
+    written = {places.joint.held[name]: base_of(node) for name, node in places.joint.writes.items()}
+    messages: list[Message] = []
+    sent: dict[tuple[fx.Node, int, int], Message] = {}  # value, micro-batch, destination
+    needs: list[list[Message]] = [[] for _ in order]
+    sends: dict[tuple[fx.Node, int], list[tuple[fx.Node, int, int]]] = {}
+    last: dict[tuple[fx.Node, int], int] = {}
+
+    def wanted(value: fx.Node, number: int, index: int, here: int) -> None:
+        """A task at `here` reads a value."""
+        key: tuple[fx.Node, int] | None
+        if value in held:
+            name = held[value]
+            if value in written and number > 0:
+                key, source = (written[value], number - 1), places.place[written[value]]
+            else:
+                key, source = (value, -1), (here if here in places.owners[name] else places.owners[name][0])
+        elif value in places.place:
+            key, source = (value, number), places.place[value]
+        else:
+            return  # inputs are everywhere
+        if here == place:
+            last[key] = index
+        if source == here:
+            return
+        if (*key, here) not in sent:
+            sent[*key, here] = Message(0, source, here, key[0].name, key[1])
+            sends.setdefault(key, []).append((*key, here))
+            needs[index].append((*key, here))  # type: ignore[arg-type]
+
+    for index, task in enumerate(order):
+        here = places.place[task.node]
+        for value in places.reads[task.node]:
+            wanted(value, task.microbatch, index, here)
+    # Tags ascend in the order in which values are made.
+    made = [key for key in sends if key[1] < 0]
+    for task in order:
+        made += [(node, task.microbatch) for node in results_of(task.node) if (node, task.microbatch) in sends]
+    for key in made:
+        for full in sends[key]:
+            old = sent[full]
+            sent[full] = Message(len(messages), old.source, old.destination, old.node, old.microbatch)
+            messages.append(sent[full])
+    mine = [index for index, task in enumerate(order) if places.place[task.node] == place]
+    arriving = [tuple(sent[full] for full in needs[index]) for index in mine]  # type: ignore[index]
+    posts = _posts(messages, arriving, place)
+    frees = _frees(places, order, mine, last, keep, place, held)
+    turns = []
+    for at, index in enumerate(mine):
+        task = order[index]
+        out = [sent[f] for node in results_of(task.node) for f in sends.get((node, task.microbatch), ())]
+        turns.append(Turn(task, posts[at], arriving[at], tuple(out), frees[at]))
+    first = tuple(sent[full] for key in made if key[1] < 0 for full in sends[key] if sent[full].source == place)
+    return Program(first, tuple(turns))
+
+
+def results_of(node: fx.Node) -> list[fx.Node]:
+    """The values that a run makes: the node's own, or its items."""
+    items = [user for user in node.users if user.target is operator.getitem]
+    return items if items else [node]
+
+
+def _posts(messages: Sequence[Message], arriving: Sequence[tuple[Message, ...]], place: int) -> list[tuple[Message, ...]]:
+    """Per turn the receives to start: in the order of each sender, which is all that some transports match by."""
+    lines: dict[int, list[Message]] = {}
+    for message in messages:
+        if message.destination == place:
+            lines.setdefault(message.source, []).append(message)
+    position = {message: number for line in lines.values() for number, message in enumerate(line)}
+    posted = dict.fromkeys(lines, 0)
+    posts: list[tuple[Message, ...]] = []
+    for at in range(len(arriving)):
+        window = range(AHEAD) if at == 0 else range(AHEAD - 1, AHEAD)
+        started: list[Message] = []
+        for offset in window:
+            for message in arriving[at + offset] if at + offset < len(arriving) else ():
+                source, upto = message.source, position[message] + 1
+                if upto > posted[source]:
+                    started += lines[source][posted[source] : upto]
+                    posted[source] = upto
+        posts.append(tuple(started))
+    return posts
+
+
+def _frees(
+    places: JointPlaces,
+    order: Sequence[Task],
+    mine: Sequence[int],
+    last: Mapping[tuple[fx.Node, int], int],
+    keep: Collection[fx.Node],
+    place: int,
+    held: Mapping[fx.Node, str],
+) -> list[tuple[tuple[fx.Node, int], ...]]:
+    turn_of = {index: at for at, index in enumerate(mine)}
+    frees: list[list[tuple[fx.Node, int]]] = [[] for _ in mine]
+    for key, index in last.items():
+        node = key[0]
+        own = node in held and place in places.owners[held[node]]
+        if node not in keep and not own:
+            frees[turn_of[index]].append(key)
+    for at, index in enumerate(mine):
+        task = order[index]
+        for node in results_of(task.node):
+            key = (node, task.microbatch)
+            if key not in last and node not in keep:
+                frees[at].append(key)
+    return [tuple(row) for row in frees]
+
+
+Call = Callable[[Callable[[fx.Node], Any]], Any]
+
+
+def calls_of(nodes: Sequence[fx.Node], device: torch.device) -> dict[fx.Node, Call]:
+    """For every node a function that runs it, given a function that looks up bases; views of its inputs are made on the way."""
+    return {node: _call(node, device) for node in nodes}
+
+
+def _call(node: fx.Node, device: torch.device) -> Call:
+    target = node.target
+    args, kwargs = pytree.tree_map(
+        lambda value: device if isinstance(value, torch.device) else value, (node.args, dict(node.kwargs))
+    )
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    slots = [index for index, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+    strided = target is torch.ops.aten.as_strided.default
+
+    def call(look_up: Callable[[fx.Node], Any]) -> Any:
+        values = list(leaves)
+        for index in slots:
+            values[index] = value_of(leaves[index], look_up)
+        if strided:
+            values[slots[0]] = lay_out(values[slots[0]], leaves[slots[0]])
+        given, named = pytree.tree_unflatten(values, spec)
+        return target(*given, **named)  # type: ignore[operator]
+
+    return call
+
+
+def value_of(node: fx.Node, look_up: Callable[[fx.Node], Any]) -> Any:
+    """The value of a node, views made from what is looked up for their base."""
+    if not is_view(node):
+        return look_up(node)
+    inner = value_of(node.args[0], look_up)  # type: ignore[arg-type]
+    op = node.target
+    if op in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        op = torch.ops.aten.reshape.default  # the base may lie otherwise in memory than it did when it was traced
+    return op(inner, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+
+
+def lay_out(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    """The value with the strides that tracing promised."""
+    like = node.meta["val"]
+    if value.stride() == like.stride():
+        return value
+    return torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device).copy_(value)

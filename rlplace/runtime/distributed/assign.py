@@ -32,11 +32,13 @@ class Assignment:
     Attributes:
         spot: By node name, for every node that does work.
         unit: Number by node name; nodes with one number cannot be cut apart.
+        group: Number of the plan's group by node name.
         moved: Ops that run elsewhere than the plan says, because of what they share memory with.
     """
 
     spot: Mapping[str, Spot]
     unit: Mapping[str, int]
+    group: Mapping[str, int]
     moved: int
 
 
@@ -56,6 +58,15 @@ def planned_spots(plan: PlacementPlan) -> dict[str, Spot]:
     return spots
 
 
+def planned_groups(plan: PlacementPlan) -> dict[str, int]:
+    """Number of the group of every captured forward op that a plan names."""
+    groups: dict[str, int] = {}
+    for number, (group, _) in enumerate(plan_groups(plan)):
+        for name in group.get("ops", ()):
+            groups.setdefault(name, number)
+    return groups
+
+
 def check_same_ops(graph: ForwardGraph, planned: Mapping[str, Spot]) -> None:
     """Refuses a plan that was made for another graph than that of the example inputs.
 
@@ -73,7 +84,12 @@ def check_same_ops(graph: ForwardGraph, planned: Mapping[str, Spot]) -> None:
     )
 
 
-def assign(graph: ForwardGraph, planned: Mapping[str, Spot], owned: Mapping[str, int] | None = None) -> Assignment:
+def assign(
+    graph: ForwardGraph,
+    planned: Mapping[str, Spot],
+    owned: Mapping[str, int] | None = None,
+    groups: Mapping[str, int] | None = None,
+) -> Assignment:
     """Gives every node its spot.
 
     Args:
@@ -82,6 +98,7 @@ def assign(graph: ForwardGraph, planned: Mapping[str, Spot], owned: Mapping[str,
             ops of their module go.
         owned: Place by first name of a held tensor that is in place already: what reads it goes there, unless the plan
             says otherwise.
+        groups: See `planned_groups`; without them everything is of one group.
 
     Raises:
         InputError: A value that would have to cross a cut cannot.
@@ -96,6 +113,7 @@ def assign(graph: ForwardGraph, planned: Mapping[str, Spot], owned: Mapping[str,
     for node in nodes:
         members.setdefault(unit[node], []).append(node)
     spot_of_unit: dict[int, Spot] = {}
+    group_of_unit: dict[int, int] = {}
     moved = 0
     for node in nodes:
         number = unit[node]
@@ -103,22 +121,26 @@ def assign(graph: ForwardGraph, planned: Mapping[str, Spot], owned: Mapping[str,
             continue
         inside = members[number]
         names = [graph.op_of_node[n.name] for n in inside if n.name in graph.op_of_node]
-        wanted = [planned[name] for name in names if name in planned]
+        wanted = [name for name in names if name in planned]
         readers = [place_of_held[held[o.name]] for n in inside for o in n.all_input_nodes if held.get(o.name) in place_of_held]
-        before = [spot_of_unit[unit[o]] for n in inside for o in n.all_input_nodes if o in unit and unit[o] in spot_of_unit]
+        before = [unit[o] for n in inside for o in n.all_input_nodes if o in unit and unit[o] in spot_of_unit]
         if wanted:
-            chosen = wanted[0]
-        elif readers and (not before or before[0].place != readers[0]):
+            chosen = planned[wanted[0]]
+        elif readers and (not before or spot_of_unit[before[0]].place != readers[0]):
             chosen = min((s for s in planned.values() if s.place == readers[0]), default=Spot(readers[0], readers[0]))
-        elif names and before == []:
+        elif names and not before:
             chosen = _nearest(names[0].rpartition("/")[0], of_module, home)
         else:
-            chosen = before[0] if before else home
+            chosen = spot_of_unit[before[0]] if before else home
         spot_of_unit[number] = chosen
-        moved += sum(planned[name] != chosen for name in names if name in planned)
+        # Ops that the plan does not name belong to the group that they come after.
+        near = [group_of_unit[other] for other in before if spot_of_unit[other] == chosen]
+        group_of_unit[number] = (groups or {}).get(wanted[0], 0) if wanted else near[0] if near else -1
+        moved += sum(planned[name] != chosen for name in wanted)
     return Assignment(
         spot={node.name: spot_of_unit[unit[node]] for node in nodes},
         unit={node.name: unit[node] for node in nodes},
+        group={node.name: group_of_unit[unit[node]] for node in nodes},
         moved=moved,
     )
 

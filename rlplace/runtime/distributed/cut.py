@@ -2,13 +2,18 @@
 
 A segment is a set of nodes of one stage on one device of the plan. The graph of segments is acyclic, so that each of them can
 run as one autograd graph: first the nodes are layered by how often the way to them changes its spot, then segments of one spot
-are joined as long as no cycle comes of it. The stages of a pipeline become one segment each; a plan that goes back and forth
-between devices gets several per device.
+are joined as long as no cycle comes of it.
+
+Two grains: by stage, everything is joined that can be, so that a stage of a pipeline is one segment, and a plan that goes back
+and forth between devices gets several per device. By group, a segment is a group of the plan, or several in a row where joining
+them delays nobody: no other device waits for what the first makes, and none makes what the second reads. That is how the
+simulator runs a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -25,6 +30,7 @@ class Segment:
     Attributes:
         index: Its number; what it reads comes from segments with smaller ones.
         spot: Stage and device of the plan.
+        groups: The plan's groups that it holds nodes of, with the share of their named ops that it holds.
         nodes: Names of its nodes, in execution order.
         held: Parameters, buffers and constants that it reads, by first name.
         inputs: Numbers of the flat user inputs that it reads.
@@ -34,6 +40,7 @@ class Segment:
 
     index: int
     spot: Spot
+    groups: Mapping[int, float]
     nodes: tuple[str, ...]
     held: tuple[str, ...]
     inputs: tuple[int, ...]
@@ -71,14 +78,22 @@ class Cut:
         return {self.maker[name] for name in segment.reads}
 
 
-def cut_graph(graph: ForwardGraph, assignment: Assignment) -> Cut:
+GRAINS = ("stage", "group")
+
+
+def cut_graph(graph: ForwardGraph, assignment: Assignment, grain: str = "stage") -> Cut:
     """Cuts a graph where its spots change.
+
+    Args:
+        graph: The graph.
+        assignment: Spots and groups of its nodes.
+        grain: One of `GRAINS`, see the top of the file.
 
     Raises:
         InputError: A value that is no single tensor would have to cross a cut.
     """
     nodes = [node for node in graph.module.graph.nodes if node.name in assignment.spot]
-    segment_of = _segments(nodes, assignment)
+    segment_of = _segments(nodes, assignment, grain)
     position = {name: number for number, name in enumerate(graph.inputs)}
     held = dict(zip((n.name for n in graph.module.graph.nodes if n.op == "placeholder"), graph.held, strict=False))
     returned = {name for name in graph.outputs if isinstance(name, str)} | ({graph.loss} if graph.loss else set())
@@ -109,10 +124,15 @@ def cut_graph(graph: ForwardGraph, assignment: Assignment) -> Cut:
                 readers.setdefault(other.name, set()).add(here)
         if node.name in returned:
             made[here][node.name] = None
+    ops_of_group = Counter(assignment.group[node.name] for node in nodes if node.name in graph.op_of_node)
     segments = tuple(
         Segment(
             index=number,
             spot=assignment.spot[inside[0].name],
+            groups={
+                group: ops / ops_of_group[group]
+                for group, ops in Counter(assignment.group[n.name] for n in inside if n.name in graph.op_of_node).items()
+            },
             nodes=tuple(node.name for node in inside),
             held=tuple(holds[number]),
             inputs=tuple(sorted(takes[number])),
@@ -131,28 +151,34 @@ def cut_graph(graph: ForwardGraph, assignment: Assignment) -> Cut:
     )
 
 
-def _segments(nodes: list[fx.Node], assignment: Assignment) -> dict[fx.Node, int]:
+def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str) -> dict[fx.Node, int]:
     """Segment number of every node, in topological order of the segments."""
     unit = {node: assignment.unit[node.name] for node in nodes}
     inputs: dict[int, set[int]] = {}
     for node in nodes:
         inputs.setdefault(unit[node], set()).update(unit[other] for other in node.all_input_nodes if other in unit)
     spot = {unit[node]: assignment.spot[node.name] for node in nodes}
+    group = {unit[node]: assignment.group[node.name] if grain == "group" else 0 for node in nodes}
+    kind = {number: (spot[number], group[number]) for number in inputs}
     level: dict[int, int] = {}
     for number in _topological(inputs):
-        before = [level[other] + (spot[other] != spot[number]) for other in inputs[number] if other != number]
+        before = [level[other] + (kind[other] != kind[number]) for other in inputs[number] if other != number]
         level[number] = max(before, default=0)
-    classes: dict[tuple[Spot, int], int] = {}
-    class_of = {number: classes.setdefault((spot[number], level[number]), len(classes)) for number in inputs}
-    spots = {index: key[0] for key, index in classes.items()}
-    edges: dict[int, set[int]] = {index: set() for index in spots}
+    classes: dict[tuple[tuple[Spot, int], int], int] = {}
+    for number in sorted(inputs, key=level.__getitem__):
+        classes.setdefault((kind[number], level[number]), len(classes))
+    class_of = {number: classes[kind[number], level[number]] for number in inputs}
+    kinds = {index: key[0] for key, index in classes.items()}
+    edges: dict[int, set[int]] = {index: set() for index in kinds}
     for number, before in inputs.items():
         for other in before:
             if class_of[other] != class_of[number]:
                 edges[class_of[other]].add(class_of[number])
-    merged = _merge(edges, spots, sorted(spots, key=lambda c: next(k[1] for k, i in classes.items() if i == c)))
+    merged = _merge(edges, kinds)
+    if grain == "group":
+        merged = _merge_rows(edges, kinds, merged)
     joined = {number: merged[class_of[number]] for number in inputs}
-    before_of: dict[int, set[int]] = {index: set() for index in set(merged.values())}
+    before_of: dict[int, set[int]] = {index: set() for index in set(joined.values())}
     for number, before in inputs.items():
         before_of[joined[number]].update(joined[other] for other in before)
     rank = {index: number for number, index in enumerate(_topological(before_of))}
@@ -175,24 +201,58 @@ def _topological(inputs: Mapping[int, set[int]]) -> list[int]:
     return order
 
 
-def _merge(edges: dict[int, set[int]], spots: Mapping[int, Spot], order: list[int]) -> dict[int, int]:
-    """Joins classes of one spot, lower levels first, wherever the graph of classes stays acyclic."""
-    into = {index: index for index in spots}
-    open_of: dict[Spot, int] = {}
-    for index in order:
-        spot = spots[index]
-        earlier = open_of.get(spot)
+def _merge(edges: dict[int, set[int]], kinds: Mapping[int, Hashable]) -> dict[int, int]:
+    """Joins classes of one kind, lower levels first, wherever the graph of classes stays acyclic."""
+    into = {index: index for index in kinds}
+    open_of: dict[Hashable, int] = {}
+    for index, kind in kinds.items():  # ascending levels
+        earlier = open_of.get(kind)
         if earlier is None or _detour(edges, earlier, index):
-            open_of[spot] = index
-            continue
-        into[index] = earlier
-        edges[earlier] = (edges[earlier] | edges.pop(index)) - {earlier, index}
-        for targets in edges.values():
-            if index in targets:
-                targets.remove(index)
-                targets.add(earlier)
-        edges[earlier].discard(earlier)
+            open_of[kind] = index
+        else:
+            into[index] = earlier
+            _contract(edges, earlier, index)
     return into
+
+
+def _merge_rows(edges: dict[int, set[int]], kinds: Mapping[int, tuple[Spot, int]], into: dict[int, int]) -> dict[int, int]:
+    """Joins classes that follow each other on a device, where that delays no other device.
+
+    The second reads nothing that the first does not come after anyway, and other devices that read the first come after the
+    second anyway. The same then holds for the gradients on their way back.
+    """
+    row = {index: index for index in edges}
+    for index in [number for number in kinds if number in edges]:
+        before = [other for other, after in edges.items() if index in after]
+        here = [other for other in before if kinds[other][0] == kinds[index][0]]
+        last = [one for one in here if all(other == one or _leads(edges, other, one) for other in before)]
+        if not last:
+            continue
+        earlier = last[0]
+        elsewhere = [other for other in edges[earlier] if kinds[other][0].place != kinds[earlier][0].place]
+        if all(_leads(edges, index, other) for other in elsewhere) and not _detour(edges, earlier, index):
+            row[index] = earlier
+            _contract(edges, earlier, index)
+
+    def root(index: int) -> int:
+        while row[index] != index:
+            index = row[index]
+        return index
+
+    return {index: root(first) for index, first in into.items()}
+
+
+def _contract(edges: dict[int, set[int]], kept: int, gone: int) -> None:
+    edges[kept] = (edges[kept] | edges.pop(gone)) - {kept, gone}
+    for targets in edges.values():
+        if gone in targets:
+            targets.remove(gone)
+            targets.add(kept)
+    edges[kept].discard(kept)
+
+
+def _leads(edges: Mapping[int, set[int]], start: int, end: int) -> bool:
+    return end in edges[start] or _reaches(edges, start, end)
 
 
 def _detour(edges: Mapping[int, set[int]], start: int, end: int) -> bool:

@@ -11,11 +11,13 @@ from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.assign import assign, check_same_ops, planned_spots
+from rlplace.problem import Problem
+from rlplace.runtime.distributed.assign import assign, check_same_ops, planned_groups, planned_spots
 from rlplace.runtime.distributed.cut import cut_graph
 from rlplace.runtime.distributed.engine import Engine
 from rlplace.runtime.distributed.forward_graph import ForwardGraph, Loss, forward_graph
 from rlplace.runtime.distributed.model import Batching, DistributedModel
+from rlplace.runtime.distributed.order import expected_of
 from rlplace.runtime.distributed.ranks import ranks_of
 from rlplace.runtime.distributed.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.tensors import meta_copy, own_tensors
@@ -33,6 +35,7 @@ def distribute(
     reduction: str = "mean",
     whole: Collection[str] = (),
     seed: int = 0,
+    problem: Problem | None = None,
 ) -> DistributedModel:
     """Returns this process's part of a distributed model; every process of the job calls it with the same arguments.
 
@@ -48,6 +51,8 @@ def distribute(
         reduction: ``"mean"`` or ``"sum"``: how the loss of a batch comes from those of its samples.
         whole: Names of keyword inputs that are not cut into micro-batches although they are as long as the batch.
         seed: Of dropout and other random ops.
+        problem: What the plan was made for; its times then decide the order in which a device runs what is ready, as the
+            simulator does. Without it the order is decided by the sizes of values.
 
     Raises:
         InputError: The plan cannot run like this, with the reason.
@@ -56,7 +61,8 @@ def distribute(
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
     where = _device(device)
     ranks = ranks_of(plan, where)
-    planned = planned_spots(plan)
+    planned, groups = planned_spots(plan), planned_groups(plan)
+    expected = None if problem is None else expected_of(problem)
     meta = meta_copy(model)
     args, kwargs = _arguments(example_inputs)
     graph = forward_graph(meta, args, kwargs, loss=loss, target=example_target)
@@ -71,9 +77,9 @@ def distribute(
         graph = forward_graph(
             shape, args, kwargs, loss=loss if target is not None or example_target is None else None, target=target
         )
-        cut = cut_graph(graph, assign(graph, planned, places))
+        cut = cut_graph(graph, assign(graph, planned, places, groups), grain="group")
         buffers = {**own.buffers, **{name: value.to(where) for name, value in graph.constants.items()}}
-        return graph, StageGraphEngine(cut, ranks, own.parameters, buffers, own.owners, plan.schedule)
+        return graph, StageGraphEngine(cut, ranks, own.parameters, buffers, own.owners, plan.schedule, expected)
 
     batching = Batching(plan.microbatches, share, frozenset(whole), reduction)
     return DistributedModel(meta, own, ranks, batching, make_engine, seed, report=None)

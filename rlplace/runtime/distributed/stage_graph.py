@@ -21,7 +21,7 @@ from rlplace.runtime.distributed.cut import Cut, Segment
 from rlplace.runtime.distributed.engine import Engine, Microbatch
 from rlplace.runtime.distributed.gradients import sum_gradients
 from rlplace.runtime.distributed.groups import group_of
-from rlplace.runtime.distributed.order import Step, step_order
+from rlplace.runtime.distributed.order import Expected, Step, step_order
 from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.segment import segment_module
@@ -139,6 +139,7 @@ class StageGraphEngine(Engine):
         buffers: Mapping[str, torch.Tensor],
         owners: Mapping[str, tuple[int, ...]],
         schedule: str,
+        expected: Expected | None = None,
     ) -> None:
         self.cut = cut
         self.ranks = ranks
@@ -146,6 +147,7 @@ class StageGraphEngine(Engine):
         self.buffers = buffers
         self.owners = owners
         self.schedule = schedule
+        self.expected = expected
         place = ranks.place
         self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
         self._code = {index: segment_module(cut, segment, ranks.device) for index, segment in self._mine.items()}
@@ -195,7 +197,7 @@ class StageGraphEngine(Engine):
             return state
         key = (len(microbatches), training)
         if key not in self._programs:
-            order = step_order(self.cut, len(microbatches), self.schedule, training=training)
+            order = step_order(self.cut, len(microbatches), self.schedule, training=training, expected=self.expected)
             self._programs[key] = turns_of(self.cut, order, place)
         first, turns = self._programs[key]
         self._post(state, first)

@@ -19,6 +19,7 @@ from torch import nn
 
 from rlplace.runtime.distributed.cut import Cut, Segment
 from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.gradients import sum_gradients
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.order import Expected, Step, step_order
@@ -129,7 +130,11 @@ def turns_of(cut: Cut, order: Sequence[Step], place: int) -> tuple[list[Message]
 
 
 class StageGraphEngine(Engine):
-    """Runs the segments of one place."""
+    """Runs the segments of one place.
+
+    Attributes:
+        recorder: Takes the times of a step, once it is switched on.
+    """
 
     def __init__(
         self,
@@ -148,6 +153,7 @@ class StageGraphEngine(Engine):
         self.owners = owners
         self.schedule = schedule
         self.expected = expected
+        self.recorder = Recorder(ranks.device)
         place = ranks.place
         self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
         self._code = {index: segment_module(cut, segment, ranks.device) for index, segment in self._mine.items()}
@@ -157,7 +163,8 @@ class StageGraphEngine(Engine):
         """See `Engine.train`."""
         state = self._run(microbatches, training=True, seed=seed, step=step)
         if self.ranks.replica is not None:
-            sum_gradients(self.parameters, self.owners, self.ranks)
+            with self.recorder.interval("reduce"):
+                sum_gradients(self.parameters, self.owners, self.ranks)
         total = state.loss
         dist.all_reduce(total)
         return total
@@ -203,17 +210,22 @@ class StageGraphEngine(Engine):
         self._post(state, first)
         for turn in turns:
             self._post(state, turn.posts)
-            for message in turn.needs:
-                self._arrive(state, message)
-            segment = self._mine[turn.step.segment]
+            segment, number = self._mine[turn.step.segment], turn.step.microbatch
+            if turn.needs:
+                with self.recorder.interval("wait", segment.index, number):
+                    for message in turn.needs:
+                        self._arrive(state, message)
             if turn.step.backward:
-                self._backward(state, segment, turn.step.microbatch)
+                with self.recorder.interval("backward", segment.index, number):
+                    self._backward(state, segment, number)
             else:
-                with random_key(seed, step, microbatches[turn.step.microbatch].number):
-                    self._forward(state, segment, turn.step.microbatch, training)
+                key = random_key(seed, step, microbatches[number].number)
+                with self.recorder.interval("forward", segment.index, number), key:
+                    self._forward(state, segment, number, training)
             for message in turn.sends:
                 self._send(state, message)
-        state.wire.finish()
+        with self.recorder.interval("wait"):
+            state.wire.finish()
         return state
 
     def _post(self, state: _State, messages: Sequence[Message]) -> None:

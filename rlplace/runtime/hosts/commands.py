@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,5 +59,8 @@ def _call(words: list[str], text: str | None) -> str:
         raise RlplaceError(f"emulated hosts: {' '.join(words[:4])}: {error}") from None
     if done.returncode != 0:
         said = " ".join((done.stderr or done.stdout).split())[:300]
-        raise RlplaceError(f"emulated hosts: {' '.join(words)[:120]} failed: {said}")
+        found = re.search(r"Command failed -:(\d+)", said)
+        lines = (text or "").splitlines()
+        what = f"{words[0]} {lines[int(found[1]) - 1]}" if found and int(found[1]) <= len(lines) else " ".join(words)[:120]
+        raise RlplaceError(f"emulated hosts: {what!r} failed: {said}")
     return done.stdout

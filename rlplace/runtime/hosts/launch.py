@@ -133,6 +133,8 @@ class Job:
     def send(self, line: str, rank: int | None = None) -> None:
         """Writes a line to the standard input of one rank, or of all; the job must have been launched with ``stdin=True``.
 
+        A process that reads nothing blocks it once 64 KiB wait; send names of files instead of long texts.
+
         Raises:
             RlplaceError: The process has ended.
         """
@@ -144,7 +146,7 @@ class Job:
             try:
                 process.keeper.stdin.write(line.encode() + b"\n")
                 process.keeper.stdin.flush()
-            except OSError:
+            except (OSError, ValueError):  # its end is closed, or ours is
                 self.check()
                 raise RlplaceError(f"rank {process.rank} on host {process.host} no longer reads its standard input") from None
 

@@ -1,0 +1,39 @@
+"""What the tests of emulated hosts share: they need root, and leave the machine as they found it."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from host_checks import left_behind, links
+
+from rlplace.runtime.hosts.commands import why_not
+from rlplace.runtime.hosts.names import new_prefix
+
+
+@pytest.fixture
+def machine():
+    """Skips where hosts cannot be emulated; afterwards nothing of this process may be left."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    before = links()
+    yield
+    assert left_behind(os.getpid()) == []
+    assert links() == before
+    assert "rlplace" not in Path("/proc/self/mounts").read_text()
+
+
+@pytest.fixture
+def groups(machine):
+    """Skips where no control group can be made."""
+    from rlplace.errors import MissingError
+    from rlplace.runtime.hosts.cgroups import make_group, remove_group
+
+    try:
+        remove_group(make_group(f"{new_prefix()}-host0", 0.5, 0.01))
+    except MissingError as error:
+        pytest.skip(str(error))

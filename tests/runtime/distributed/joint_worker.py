@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import small_models
 import torch
+from torch.utils import _pytree as pytree
 
 from rlplace.plan import PlacementPlan
 from rlplace.runtime.distributed.batches import split_batch
@@ -40,6 +41,11 @@ def make_model(name, dropout=0.0):
     return model, inputs, None if loss_of is small_models._own_loss else loss_of
 
 
+def keywords(inputs, leaves):
+    """The keyword inputs of one micro-batch."""
+    return pytree.tree_unflatten(list(leaves), pytree.tree_structure(((), inputs)))[1]
+
+
 class Setup:
     """A model whose engine runs on this process."""
 
@@ -50,8 +56,7 @@ class Setup:
         self.split = split_batch((((), self.inputs),), len(replicas or [0]), microbatches)
         leaves = self.split.parts[0].leaves
         meta = meta_copy(self.model)
-        keys = list(self.inputs)
-        kwargs = dict(zip(keys, leaves, strict=True))
+        kwargs = keywords(self.inputs, leaves)
         self.graph = forward_graph(meta, (), kwargs, loss=self.loss)
         if plan is None:
             used = world if replicas is None else len(replicas[0])
@@ -88,7 +93,7 @@ def train_and_compare(setup, optimizer="sgd", steps=3, tolerance=1e-6):
         theirs.zero_grad()
         loss = torch.zeros(())
         for part in setup.split.parts:
-            out = model(**dict(zip(inputs, part.leaves, strict=True)))
+            out = model(**keywords(inputs, part.leaves))
             one = (out.loss if loss_of is None else loss_of(out)) * part.weight
             one.backward()
             loss += one.detach()

@@ -1,0 +1,147 @@
+"""Collectives of the sharded engine: every one is a redistribution of a DTensor.
+
+The forward and backward of a redistribution are both stated, instead of left to DTensor's autograd, whose rules for partial
+sums differ between torch versions: the gradient of a replicated tensor is summed where each device used its copy for another
+part of the work, and the gradient of partial sums is that of their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from rlplace.runtime.distributed.sharded.spec import PARTIAL, WHOLE, Move, Spec, moves
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """From one layout of a tensor to another, and back for its gradient.
+
+    Attributes:
+        there: Redistributions of the values.
+        back: Redistributions of the gradient.
+        before: Local shape of the values before.
+        after: Local shape of the values after.
+    """
+
+    there: tuple[Move, ...]
+    back: tuple[Move, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@lru_cache(maxsize=1 << 14)
+def exchange(source: Spec, target: Spec, summed: frozenset[int], axes: int) -> Exchange | None:
+    """How a tensor gets where it is used; None when it is there.
+
+    Args:
+        source: Layout that it has; the gradient comes back like that, with its partial sums complete.
+        target: Layout that is wanted.
+        summed: Mesh axes over which its gradients are to be added up, since each device uses it for other work.
+        axes: Number of mesh axes.
+    """
+    there = moves(source, target, axes)
+    back = moves(target.with_partial(summed), source.with_partial(()), axes)
+    if not there and not back:
+        return None
+    return Exchange(there, back, source.local_shape, target.local_shape)
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, found: Exchange, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.found, ctx.mesh = found, mesh
+        result = move(local, found.there, found.after, mesh)
+        return result.view_as(result) if result is local else result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return move(gradients[0], ctx.found.back, ctx.found.before, ctx.mesh), None, None
+
+
+def exchanged(local: torch.Tensor, found: Exchange, mesh: DeviceMesh) -> torch.Tensor:
+    """The values after an exchange, with its gradient."""
+    if torch.is_grad_enabled() and local.requires_grad:
+        result: torch.Tensor = _Exchanged.apply(local, found, mesh)
+        return result
+    return move(local, found.there, found.after, mesh)
+
+
+def move(local: torch.Tensor, steps: Sequence[Move], shape: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
+    """Local values after some redistributions, without autograd."""
+    with torch.no_grad():
+        for step in steps:
+            fine = local.reshape(step.local_shape).contiguous()
+            spread = DTensor.from_local(fine, mesh, placements(step.source), run_check=False)
+            local = spread.redistribute(mesh, placements(step.target)).to_local()
+        return local.reshape(tuple(shape))
+
+
+def placements(dims: Sequence[int], reduce: str = "sum") -> list[Placement]:
+    """DTensor's placements for the dimension that each mesh axis spreads."""
+    kind: dict[int, Placement] = {WHOLE: Replicate(), PARTIAL: Partial(reduce)}
+    return [kind[dim] if dim in kind else Shard(dim) for dim in dims]
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, axes: frozenset[int], everywhere: bool, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.axes, ctx.everywhere, ctx.mesh = axes, everywhere, mesh
+        return _reduced(local, axes, "sum", mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient = gradients[0]
+        return gradient if ctx.everywhere else _reduced(gradient, ctx.axes, "sum", ctx.mesh), None, None, None
+
+
+def summed(local: torch.Tensor, axes: frozenset[int], mesh: DeviceMesh, *, everywhere: bool = False) -> torch.Tensor:
+    """The sum over mesh axes.
+
+    Args:
+        local: This device's summand.
+        axes: Mesh axes to sum over.
+        mesh: The mesh.
+        everywhere: All devices do the same with the sum, so that each has its whole gradient; otherwise each has a part of it.
+    """
+    if not axes:
+        return local
+    if torch.is_grad_enabled() and local.requires_grad:
+        result: torch.Tensor = _Summed.apply(local, axes, everywhere, mesh)
+        return result
+    return _reduced(local, axes, "sum", mesh)
+
+
+def largest(local: torch.Tensor, axes: frozenset[int], mesh: DeviceMesh) -> torch.Tensor:
+    """The maximum over mesh axes, without gradient."""
+    return _reduced(local.detach(), axes, "max", mesh) if axes else local.detach()
+
+
+def _reduced(local: torch.Tensor, axes: frozenset[int], how: str, mesh: DeviceMesh) -> torch.Tensor:
+    with torch.no_grad():
+        source = placements([PARTIAL if axis in axes else WHOLE for axis in range(mesh.ndim)], how)
+        whole = [Replicate()] * mesh.ndim
+        return DTensor.from_local(local.contiguous(), mesh, source, run_check=False).redistribute(mesh, whole).to_local()
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, count: int) -> torch.Tensor:
+        return whole / count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def shared(whole: torch.Tensor, count: int) -> torch.Tensor:
+    """An equal share of something that is added to partial sums; each device has its whole gradient."""
+    result: torch.Tensor = _Shared.apply(whole, count)
+    return result

@@ -11,7 +11,7 @@ from torch import fx
 
 from rlplace.errors import InputError
 from rlplace.graph.contract import strong_components
-from rlplace.plan.device_map import plan_groups
+from rlplace.plan.device_map import LOSS_OP, plan_groups
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime import aliases
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
@@ -74,7 +74,9 @@ def check_same_ops(graph: ForwardGraph, planned: Mapping[str, Spot]) -> None:
         InputError: Naming the first op that one of them lacks.
     """
     exported, named = set(graph.op_of_node.values()), set(planned)
-    if exported == named:
+    if named - exported == {LOSS_OP}:
+        raise InputError("plan: it places a loss function outside the model; give distribute(..., loss=fn, example_target=...)")
+    if exported - {LOSS_OP} == named - {LOSS_OP}:  # a loss function that was not planned goes where the output is
         return
     strange, missing = sorted(named - exported), sorted(exported - named)
     example = f"the plan names {strange[0]!r}, which it lacks" if strange else f"the plan does not place {missing[0]!r}"

@@ -12,15 +12,13 @@ from torch import nn
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.runtime.distributed.assign import assign, check_same_ops, planned_groups, planned_spots
-from rlplace.runtime.distributed.cut import cut_graph
+from rlplace.runtime.distributed.assign import check_same_ops, planned_spots
 from rlplace.runtime.distributed.engine import Engine
-from rlplace.runtime.distributed.forward_graph import ForwardGraph, Loss, forward_graph
+from rlplace.runtime.distributed.engines import Setup, choose_engine
+from rlplace.runtime.distributed.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.model import Batching, DistributedModel
-from rlplace.runtime.distributed.order import expected_of
 from rlplace.runtime.distributed.ranks import ranks_of
-from rlplace.runtime.distributed.stage_graph import StageGraphEngine
-from rlplace.runtime.distributed.tensors import meta_copy, own_tensors
+from rlplace.runtime.distributed.tensors import meta_copy
 
 
 def distribute(
@@ -36,6 +34,8 @@ def distribute(
     whole: Collection[str] = (),
     seed: int = 0,
     problem: Problem | None = None,
+    engine: str | None = None,
+    graphs: Graphs | None = None,
 ) -> DistributedModel:
     """Returns this process's part of a distributed model; every process of the job calls it with the same arguments.
 
@@ -54,6 +54,9 @@ def distribute(
         problem: What the plan was made for; its times then decide the order in which a device runs what is ready, as the
             simulator does. Without it the order is decided by the sizes of values.
 
+        engine: Name of an engine (`rlplace.runtime.distributed.engines.ENGINES`); None takes the one that fits the plan best.
+        graphs: Keeps what was traced, for callers that distribute one model by many plans.
+
     Raises:
         InputError: The plan cannot run like this, with the reason.
     """
@@ -61,28 +64,21 @@ def distribute(
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
     where = _device(device)
     ranks = ranks_of(plan, where)
-    planned, groups = planned_spots(plan), planned_groups(plan)
-    expected = None if problem is None else expected_of(problem)
     meta = meta_copy(model)
     args, kwargs = _arguments(example_inputs)
-    graph = forward_graph(meta, args, kwargs, loss=loss, target=example_target)
-    check_same_ops(graph, planned)
-    first = cut_graph(graph, assign(graph, planned))
-    own = own_tensors(model, first.owners, graph.constants, ranks.place, where)
-    places = {name: who[0] for name, who in own.owners.items()}
+    trace = graphs or Graphs()
+    first = trace(meta, args, kwargs, loss, example_target)
+    check_same_ops(first, planned_spots(plan))
+    made = choose_engine(Setup(model, plan, first, ranks, problem), engine)
 
-    def make_engine(
+    def engine_for(
         shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
     ) -> tuple[ForwardGraph, Engine]:
-        graph = forward_graph(
-            shape, args, kwargs, loss=loss if target is not None or example_target is None else None, target=target
-        )
-        cut = cut_graph(graph, assign(graph, planned, places, groups), grain="group")
-        buffers = {**own.buffers, **{name: value.to(where) for name, value in graph.constants.items()}}
-        return graph, StageGraphEngine(cut, ranks, own.parameters, buffers, own.owners, plan.schedule, expected)
+        graph = trace(shape, args, kwargs, None if target is None and example_target is not None else loss, target)
+        return graph, made.engine_for(graph)
 
     batching = Batching(plan.microbatches, share, frozenset(whole), reduction)
-    return DistributedModel(meta, own, ranks, batching, make_engine, seed, report=None)
+    return DistributedModel(meta, made.own, ranks, batching, engine_for, seed, report=made.name)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -9,7 +9,7 @@ Random ops draw from streams of their own (`randomness`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,42 @@ def forward_graph(
         constants=constants,
         random_ops=random_ops,
     )
+
+
+class Graphs:
+    """Forward graphs of one model, traced when they are first needed and kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, ForwardGraph] = {}
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None, target: Any
+    ) -> ForwardGraph:
+        """See `forward_graph`."""
+        modes = tuple(module.training for module in model.modules())
+        autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        spec = pytree.tree_structure((args, dict(kwargs), target))
+        key = (input_signature(flat_inputs(args, kwargs, target)), str(spec), modes, *autocast, loss)
+        if key not in self._made:
+            self._made[key] = forward_graph(model, args, kwargs, loss=loss, target=target)
+        return self._made[key]
+
+
+def input_signature(leaves: Sequence[Any]) -> Hashable:
+    """What a graph depends on of flat inputs: shapes and dtypes of tensors, values of everything else.
+
+    Raises:
+        InputError: An input is something else than a tensor, a number, a string or None.
+    """
+    described: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            described.append((tuple(leaf.shape), leaf.dtype))
+        elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
+            described.append((type(leaf), leaf))
+        else:
+            raise InputError(f"distribute: the model cannot take a {type(leaf).__name__} as input; give tensors and numbers")
+    return tuple(described)
 
 
 def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> list[Any]:

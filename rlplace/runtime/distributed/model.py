@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.batches import by_signature, split_batch
 from rlplace.runtime.distributed.engine import Engine, Microbatch
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.forward_graph import ForwardGraph, input_signature
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.tensors import Own, register
@@ -127,14 +127,10 @@ class DistributedModel(nn.Module):
         return Microbatch(number, part.leaves, part.weight / replicas if self._batching.reduction == "mean" else part.weight)
 
     def _engine(self, part: Microbatch, spec: Any) -> tuple[ForwardGraph, Engine]:
-        described = tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), _plain(leaf))
-            for leaf in part.leaves
-        )
         kind = self._ranks.device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         modes = tuple(module.training for module in self._meta.modules())
-        key = (described, str(spec), modes, autocast)
+        key = (input_signature(part.leaves), str(spec), modes, autocast)
         if key not in self._engines:
             rebuilt = pytree.tree_unflatten(list(part.leaves), spec)
             (args, kwargs), target = rebuilt[0], rebuilt[1] if len(rebuilt) > 1 else None
@@ -254,9 +250,3 @@ class _Deliver(torch.autograd.Function):
 def _anchor(loss: torch.Tensor) -> torch.Tensor:
     """Something that requires a gradient, so that the loss has a backward on ranks without parameters too."""
     return torch.zeros((), device=loss.device, requires_grad=True)
-
-
-def _plain(leaf: Any) -> Hashable:
-    if leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
-        return leaf
-    raise InputError(f"distribute: the model cannot take a {type(leaf).__name__} as input; give tensors, numbers and strings")

@@ -1,9 +1,9 @@
 """The stage-graph engine: any cut of the forward, run by autograd segment by segment.
 
-A process runs the segments of its device in the order of `order.step_order`. A value is sent once to each process that reads it,
-its gradient comes back once from each. Between segments of one process values are handed over, cut off from the autograd graph
-like those that were received. Values and gradients travel while other segments compute: sends do not wait, and receives are
-posted one segment ahead.
+A process runs the segments of its device in the order of `order.step_order`. A value is sent once to each process that reads
+it, its gradient comes back once from each. Between segments of one process values are handed over, cut off from the autograd
+graph like those that were received. Values and gradients travel while other segments compute: sends do not wait, and receives
+are posted one segment ahead. Gradients of parameters that replicas share are summed while the last backward passes run.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class StageGraphEngine(Engine):
         owners: Mapping[str, tuple[int, ...]],
         schedule: str,
         expected: Expected | None = None,
+        recompute: Mapping[str, int] | None = None,
     ) -> None:
         self.cut = cut
         self.ranks = ranks
@@ -156,7 +157,7 @@ class StageGraphEngine(Engine):
         self.recorder = Recorder(ranks.device)
         place = ranks.place
         self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
-        self._code = {index: segment_module(cut, segment, ranks.device) for index, segment in self._mine.items()}
+        self._code = {index: segment_module(cut, segment, ranks.device, recompute) for index, segment in self._mine.items()}
         self._programs: dict[tuple[int, bool], tuple[list[Message], list[Turn]]] = {}
 
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:

@@ -32,3 +32,19 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def broadcast_text(text: str | None, device: torch.device) -> str:
+    """What rank 0 says, on every rank.
+
+    Args:
+        text: On rank 0; not looked at elsewhere.
+        device: Where the backend wants its tensors.
+    """
+    payload = torch.tensor(list((text or "").encode()) if dist.get_rank() == 0 else [], dtype=torch.uint8, device=device)
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    if dist.get_rank() != 0:
+        payload = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(payload, 0)
+    return bytes(payload.tolist()).decode()

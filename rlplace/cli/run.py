@@ -1,0 +1,148 @@
+"""``rlplace run``: under torchrun, trains a plan's model as the plan says."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rlplace.cli.common import (
+    AUTOCAST,
+    OPTIMIZERS,
+    gigabytes,
+    milliseconds,
+    natural,
+    positive,
+    print_json,
+    print_table,
+)
+from rlplace.errors import InputError
+
+if TYPE_CHECKING:
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.runtime.distributed.job import JobOptions, JobResult
+
+HELP = "under torchrun: train a plan's model as the plan says"
+EXAMPLE = "example: torchrun --nproc-per-node 4 -m rlplace run --plan gpt2.plan.json --steps 10 --verify"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("--plan", metavar="P.plan.json", required=True, help="plan that 'rlplace place MODEL' made")
+    parser.add_argument("--steps", type=positive, default=10, metavar="N", help="training steps (10)")
+    parser.add_argument("--verify", action="store_true", help="compare with the unplaced model; exit code 1 if it differs")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="optimizer (that of the plan)")
+    parser.add_argument("--lr", type=_rate, default=1e-3, metavar="X", help="learning rate (0.001)")
+    parser.add_argument("--clip", type=_rate, metavar="NORM", help="clip gradients to this global norm")
+    parser.add_argument("--autocast", choices=AUTOCAST, help="mixed precision (what the plan was captured with)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of weights, batches and dropout (0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (cuda where there is a GPU)")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="of torch.distributed (nccl for GPUs, else gloo)")
+    parser.add_argument("--cluster", metavar="C", help="the cluster at hand; must be the one that the plan was made for")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the verb on this rank."""
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.runtime.distributed import job
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
+    plan = PlacementPlan.load(options.plan)
+    check_processes(plan, options.plan)
+    settings = job.JobOptions(
+        steps=options.steps,
+        optimizer=options.optimizer,
+        lr=options.lr,
+        device=options.device,
+        backend=options.backend,
+        verify=options.verify,
+        seed=options.seed,
+        autocast=options.autocast,
+        clip=options.clip,
+        cluster=options.cluster,
+    )
+    return _train(plan, settings, options)
+
+
+def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from rlplace.runtime.distributed import job
+
+    device = job.start(settings)
+    try:
+        result = job.train(plan, device, settings, _step_printer(options))
+        if dist.get_rank() == 0:
+            _show(result, options)
+        return 0 if result.comparison is None or dist.get_rank() != 0 or result.comparison.equal else 1
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def check_processes(plan: PlacementPlan, path: str) -> None:
+    """Refuses a number of processes that is not that of the plan's devices.
+
+    Raises:
+        InputError: With the command that starts the right number.
+    """
+    from rlplace.runtime.distributed.job import processes_needed
+
+    needed = processes_needed(plan)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == needed:
+        return
+    command = f"torchrun --nproc-per-node {needed} -m rlplace run --plan {shlex.quote(path)}"
+    if "RANK" not in os.environ:
+        raise InputError(f"run: the plan uses {needed} devices, each a process of its own; start it with: {command}")
+    raise InputError(f"run: the plan uses {needed} devices, but there are {world} processes; start it with: {command}")
+
+
+def _step_printer(options: argparse.Namespace) -> Callable[[int, float, float], None]:
+    stream = sys.stderr if options.json else sys.stdout
+
+    def on_step(step: int, loss: float, seconds: float) -> None:
+        print(f"step {step + 1}  loss {loss:.6f}  {milliseconds(seconds)} ms", file=stream, flush=True)
+
+    return on_step
+
+
+def _show(result: JobResult, options: argparse.Namespace) -> None:
+    if options.json:
+        print_json(result.to_dict())
+        return
+    print()
+    rows = [
+        [
+            str(rank["rank"]),
+            rank["host"],
+            rank["device"],
+            "-" if rank["stage"] is None else str(rank["stage"]),
+            milliseconds(rank["median_step_s"]),
+            gigabytes(rank["peak_memory_bytes"]),
+            gigabytes(rank["predicted_memory_bytes"]),
+        ]
+        for rank in result.ranks
+    ]
+    print_table(["rank", "host", "device", "plan's device", "step ms", "peak GB", "predicted GB"], rows)
+    print()
+    print(f"engine {result.engine}")
+    print(f"median step time {milliseconds(result.step_s)} ms, predicted {milliseconds(result.predicted_step_s)} ms")
+    if result.comparison is not None:
+        for line in result.comparison.lines():
+            print(line)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number")
+    return value

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
     from rlplace.runtime.apply import apply
+    from rlplace.runtime.distributed.distribute import distribute
     from rlplace.simulator import expand, simulate, simulate_many
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ _PUBLIC = {
     "RlplaceError": "rlplace.errors",
     "apply": "rlplace.runtime.apply",
     "capture": "rlplace.graph.capture",
+    "distribute": "rlplace.runtime.distributed.distribute",
     "expand": "rlplace.simulator",
     "load_agent": "rlplace.agents.planner",
     "place": "rlplace.placing",
@@ -67,6 +69,7 @@ __all__ = [
     "__version__",
     "apply",
     "capture",
+    "distribute",
     "expand",
     "load_agent",
     "place",

@@ -69,7 +69,7 @@ def capture(
         master_weights: The optimizer keeps a float32 copy of every weight, and its state in float32.
         method: "export", "dispatch" or "module" to allow only that one; None tries them in this order.
         name: Name of the graph; default the class name of the module.
-        source: What the graph was made from, kept for later verbs.
+        source: What the graph was made from, kept for later verbs; what the inputs look like is added as ``inputs``.
 
     Returns:
         The graph; `capture` of it says which method was used and what is to be known about it.
@@ -131,6 +131,7 @@ def _capture_with(
     from rlplace.graph.build import build_graph
     from rlplace.graph.checkpointing import run_backward
     from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
+    from rlplace.graph.inputs import describe_inputs
     from rlplace.graph.quiet import quiet_logs
     from rlplace.graph.record import Recorder
     from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
@@ -160,6 +161,7 @@ def _capture_with(
     leaves = _leaves(tensors, recorder, settings)
     rule = OPTIMIZERS[settings.optimizer]
     assembly = Assembly(recorder, leaves, (rule.flops, rule.weight_traffic))
+    described = describe_inputs(fake_args, fake_kwargs)
     notes = [*earlier, *_notes(tensors, assembly.unattributed)]
     if isinstance(recorder, EagerRecorder) and recorder.guesses:
         counts = ", ".join(f"{op} x{count}" for op, count in sorted(recorder.guesses.items()))
@@ -179,7 +181,7 @@ def _capture_with(
             "torch": torch.__version__,
             "notes": notes,
         },
-        source=source,
+        source=source if described is None else {**(source or {}), "inputs": described},
     )
 
 

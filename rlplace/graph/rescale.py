@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
 from rlplace.graph.check import MAX_BYTES
+from rlplace.graph.inputs import with_samples
 from rlplace.graph.opgraph import FORWARD, OpGraph
 
 _EQUAL = ("op_names", "op_module", "op_phase", "op_forward", "op_parameter", "op_colocate")
@@ -64,6 +65,8 @@ def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:
     source = small.source if small.source is None else {**small.source, "rescaled_from": [small.samples, large.samples]}
     if source is not None and "batch" in source:
         source["batch"] = samples
+    if source is not None and "inputs" in source:
+        source["inputs"] = with_samples(source["inputs"], small.samples, samples)
     return dataclasses.replace(
         small,
         samples=samples,

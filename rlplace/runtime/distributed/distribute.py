@@ -16,6 +16,7 @@ from rlplace.runtime.distributed.assign import check_same_ops, planned_spots
 from rlplace.runtime.distributed.engine import Engine
 from rlplace.runtime.distributed.engines import Setup, choose_engine
 from rlplace.runtime.distributed.forward_graph import ForwardGraph, Graphs, Loss
+from rlplace.runtime.distributed.inputs import any_loss, micro_batch, takes_target
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import ranks_of
 from rlplace.runtime.distributed.tensors import meta_copy
@@ -24,7 +25,7 @@ from rlplace.runtime.distributed.tensors import meta_copy
 def distribute(
     model: nn.Module,
     plan: PlacementPlan,
-    example_inputs: Any,
+    example_inputs: Any = None,
     *,
     loss: Loss | None = None,
     example_target: Any = None,
@@ -43,6 +44,7 @@ def distribute(
         model: The whole model, the same on every process; use only the result afterwards, so that the rest can be freed.
         plan: A plan for it. Device d of the plan's cluster is the process of rank d.
         example_inputs: What one micro-batch is, as it was captured: a tuple of arguments or a dict of keyword arguments.
+            Default: what the plan's `source` says the model was captured with.
         loss: For a model that does not return its loss: called with its output, and the ``target=`` of a call.
         example_target: What one micro-batch has as target.
         device: Where this process computes; default the CUDA device of its local rank, or the CPU.
@@ -65,16 +67,17 @@ def distribute(
     where = _device(device)
     ranks = ranks_of(plan, where)
     meta = meta_copy(model)
-    args, kwargs = _arguments(example_inputs)
+    args, kwargs = micro_batch(plan, example_inputs)
+    with_target = example_target is not None or takes_target(loss)
     trace = graphs or Graphs()
-    first = trace(meta, args, kwargs, loss, example_target)
+    first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
     check_same_ops(first, planned_spots(plan))
     made = choose_engine(Setup(model, plan, first, ranks, problem), engine)
 
     def engine_for(
         shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
     ) -> tuple[ForwardGraph, Engine]:
-        graph = trace(shape, args, kwargs, None if target is None and example_target is not None else loss, target)
+        graph = trace(shape, args, kwargs, None if target is None and with_target else loss, target)
         return graph, made.engine_for(graph)
 
     batching = Batching(plan.microbatches, share, frozenset(whole), reduction)
@@ -87,15 +90,3 @@ def _device(device: torch.device | str | None) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
-
-
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (list, tuple)):
-        return tuple(example_inputs), {}
-    if isinstance(example_inputs, torch.Tensor):
-        return (example_inputs,), {}
-    raise InputError(
-        f"distribute: example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict by keyword"
-    )

@@ -1,0 +1,1 @@
+"""Pipelines on `torch.distributed.pipelining`; see `rlplace.runtime.distributed.pipeline.engine`."""

@@ -1,0 +1,138 @@
+"""The pipeline engine: a chain of stages under one of torch's pipeline schedules.
+
+`torch.distributed.pipelining` moves values and gradients between neighbouring stages and decides, by its schedule, which stage
+works on which micro-batch when. What goes where else is `chain`'s matter, what a stage computes `stage`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlplace.runtime.distributed.cut import Cut
+from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.gradients import sum_gradients
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.order import Expected
+from rlplace.runtime.distributed.pipeline.chain import chain_of
+from rlplace.runtime.distributed.pipeline.order import pipeline_order, torch_layout
+from rlplace.runtime.distributed.pipeline.stage import Aside, Pass, StageModule, asides_of
+from rlplace.runtime.distributed.pipeline.torch_schedules import Stage, make_schedule
+from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.stage_graph import StageGraphEngine
+from rlplace.runtime.distributed.wire import Wire
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A step of a certain number of micro-batches.
+
+    Attributes:
+        schedule: Torch's, with the stages of this process.
+        asides: Messages that go past the pipeline.
+    """
+
+    schedule: Any
+    asides: Sequence[Aside]
+
+
+class PipelineEngine(Engine):
+    """Runs the stages of one place; see `support.why_not` for which plans.
+
+    Attributes:
+        most_in_flight: By stage number, the most micro-batches that it held in the last step of this process.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        ranks: Ranks,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        owners: Mapping[str, tuple[int, ...]],
+        schedule: str,
+        expected: Expected | None = None,
+    ) -> None:
+        self.cut = cut
+        self.ranks = ranks
+        self.parameters = parameters
+        self.buffers = buffers
+        self.owners = owners
+        self.schedule = schedule
+        self.expected = expected
+        self.chain = chain_of(cut)
+        self.most_in_flight: dict[int, int] = {}
+        self._modules = [
+            StageModule(self.chain, number, parameters, buffers, ranks.device)
+            for number, place in enumerate(self.chain.places)
+            if place == ranks.place
+        ]
+        self._programs: dict[int, Program] = {}
+        self._forward_only: StageGraphEngine | None = None
+
+    def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
+        """See `Engine.train`."""
+        total = torch.zeros((), device=self.ranks.device)
+        if microbatches and self._modules:
+            total += self._run(microbatches, seed, step)
+        if self.ranks.replica is not None:
+            sum_gradients(self.parameters, self.owners, self.ranks)
+        dist.all_reduce(total)
+        return total
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> list[list[Any]]:
+        """See `Engine.evaluate`; without a backward there is no schedule to keep."""
+        if self._forward_only is None:
+            self._forward_only = StageGraphEngine(
+                self.cut, self.ranks, self.parameters, self.buffers, self.owners, "list", self.expected
+            )
+        return self._forward_only.evaluate(microbatches)
+
+    def _run(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
+        count = len(microbatches)
+        if count not in self._programs:
+            self._programs[count] = self._program(count)
+        program = self._programs[count]
+        current = Pass(microbatches, seed, step, self.ranks, Wire(self.ranks.rank, self.ranks.device), program.asides)
+        current.receive_all(self.cut.graph.layout)
+        for module in self._modules:
+            module.current = current
+        losses: list[torch.Tensor] = []
+        try:
+            program.schedule.step(
+                number=torch.arange(count),
+                target=torch.tensor([part.weight for part in microbatches], dtype=torch.float64),
+                losses=losses,
+                return_outputs=False,
+            )
+            current.wire.finish()
+        finally:
+            for module in self._modules:
+                module.current = None
+        self.most_in_flight = current.most_in_flight
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.ranks.device)
+
+    def _program(self, count: int) -> Program:
+        chain = self.chain
+        ranks = sorted({self.ranks.rank_of(place) for place in chain.places})
+        group_rank = {place: ranks.index(self.ranks.rank_of(place)) for place in set(chain.places)}
+        group = group_of(ranks, "pipeline")
+        of_stage = [group_rank[place] for place in chain.places]
+        actions = pipeline_order(chain, self.schedule, count, self.expected)
+        stages = [Stage(module, of_stage, self.ranks.device, group) for module in self._modules]
+        forwards = {
+            place: [(action.stage, action.microbatch) for action in row if action.kind == "F"] for place, row in actions.items()
+        }
+        schedule = make_schedule(
+            self.schedule,
+            stages,
+            count,
+            torch_layout(chain, self.schedule, count),
+            {group_rank[place]: row for place, row in actions.items()},
+        )
+        return Program(schedule, asides_of(chain, forwards))

@@ -1,0 +1,42 @@
+"""Which plans the pipeline engine runs."""
+
+from __future__ import annotations
+
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.cut import Cut
+from rlplace.runtime.distributed.pipeline.chain import chain_of
+from rlplace.runtime.distributed.pipeline.versions import unsupported_version
+from rlplace.simulator.actions import PIPELINE_SCHEDULES, stage_layout
+
+
+def why_not(cut: Cut, plan: PlacementPlan) -> str | None:
+    """Why the pipeline engine cannot run a cut as a plan says, and what can; None: it can.
+
+    Args:
+        cut: A forward with its loss, by stages (``grain="stage"``).
+        plan: The plan that it was cut for.
+    """
+    version = unsupported_version()
+    if version is not None:
+        return f"{version}; the stage-graph engine runs the plan"
+    if plan.schedule not in PIPELINE_SCHEDULES:
+        return f"schedule {plan.schedule} is no pipeline schedule; the stage-graph engine runs it"
+    if plan.order is not None:
+        return "the plan fixes the order of every op; the stage-graph engine runs the nearest order"
+    try:
+        chain = chain_of(cut)
+        if len(set(chain.places)) < 2:
+            return "all stages are on one device, so nothing is piped; the stage-graph engine runs the plan"
+        if plan.schedule in ("interleaved", "zero_bubble"):
+            stage_layout(chain.places, plan.schedule).actions(plan.schedule, plan.microbatches)
+    except InputError as error:
+        return str(error)
+    if cut.graph.loss is None:
+        return "the model returns no scalar loss, so there is no backward to schedule; the stage-graph engine evaluates it"
+    if plan.schedule == "zero_bubble" and plan.recompute:
+        return (
+            "schedule zero_bubble runs the backward of a stage in two halves, and each would run a recomputed forward again; "
+            "use the schedule interleaved or 1f1b, or no recompute"
+        )
+    return None

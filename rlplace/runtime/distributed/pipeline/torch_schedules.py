@@ -1,0 +1,136 @@
+"""All that touches `torch.distributed.pipelining`, public and private.
+
+Private are the method of `PipelineStage` that is overridden here (same name and arguments in torch 2.11 to 2.13), and
+`_PipelineScheduleRuntime` with its actions, which runs the layouts that no schedule class of torch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from rlplace.errors import InputError
+from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
+from rlplace.runtime.distributed.pipeline.stage import StageModule
+from rlplace.runtime.distributed.pipeline.versions import unsupported_version
+from rlplace.simulator.actions import Action, StageLayout
+
+
+class Stage(PipelineStage):
+    """A pipeline stage with its own backward: every input gets a gradient, and the split one is exact."""
+
+    def __init__(
+        self, module: StageModule, group_rank_of_stage: Sequence[int], device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        number = module.index
+        super().__init__(
+            module,
+            number,
+            len(group_rank_of_stage),
+            device,
+            input_args=module.layouts(module.taken) if number else (),
+            output_args=module.scalar() if module.is_last else module.layouts(module.given),
+            group=group,
+        )
+        self.stage_index_to_group_rank = dict(enumerate(group_rank_of_stage))
+        self._takes = 0 if number == 0 else max(1, len(module.taken))
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        """Runs one of the backward actions; called by `PipelineStage`."""
+        if backward_type == "weight":
+            bwd_kwargs["param_groups"].run()
+            self._end()
+            return (), None
+        module: StageModule = self.submod
+        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        if gradients is None:
+            gradients = (None,) * len(outputs)
+        inputs = bwd_kwargs["input_values"][: self._takes]  # keyword arguments come after them
+        if backward_type == "full":
+            found = whole_backward(outputs, gradients, inputs)
+            self._end()
+            return found, None
+        found, deferred = input_backward(outputs, gradients, inputs)
+        if module.is_last:
+            outputs[0].detach_()  # the schedule keeps all losses of a step, which must not keep their graphs
+        return found, deferred
+
+    def _end(self) -> None:
+        self.submod.current.end(self.stage_index)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch 2.11 greets every neighbour before the first step, also one on the same rank, which gloo cannot send to."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+def weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The share of a micro-batch in the loss of the step."""
+    return loss * float(weight)
+
+
+def make_schedule(
+    schedule: str,
+    stages: Sequence[Stage],
+    microbatches: int,
+    layout: StageLayout | None,
+    actions: Mapping[int, Sequence[Action]],
+) -> Any:
+    """The object that runs a step.
+
+    Args:
+        schedule: As in a plan.
+        stages: Of this process.
+        microbatches: Of a step.
+        layout: Where torch has the schedule for these stages and this many micro-batches; else None.
+        actions: By rank in the stages' group.
+
+    Raises:
+        InputError: A version of torch that the engine does not know.
+    """
+    reason = unsupported_version()
+    if reason is not None:
+        raise InputError(f"pipeline: {reason}; use the schedule list")
+    options: dict[str, Any] = {"loss_fn": weighted, "scale_grads": False}
+    if layout is not None and schedule in ("gpipe", "1f1b"):
+        single = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+        return single(stages[0], microbatches, **options)
+    if layout is not None and _as_torch_counts(stages[0], layout):
+        if schedule == "interleaved":
+            return ScheduleInterleaved1F1B(list(stages), microbatches, **options)
+        both = ScheduleInterleavedZeroBubble if layout.kind == "loop" else ScheduleZBVZeroBubble
+        return both(list(stages), microbatches, **options)
+    return _runtime(stages, microbatches, actions, options)
+
+
+def _as_torch_counts(stage: Stage, layout: StageLayout) -> bool:
+    """Whether the group's ranks come in the order in which the chain visits them, as torch's classes take it."""
+    ranks = [stage.stage_index_to_group_rank[number] for number in range(len(layout.devices))]
+    return ranks == list(range(len(layout.devices)))
+
+
+def _runtime(
+    stages: Sequence[Stage], microbatches: int, actions: Mapping[int, Sequence[Action]], options: Mapping[str, Any]
+) -> Any:
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+    schedule = _PipelineScheduleRuntime(list(stages), microbatches, **options)
+    schedule.pipeline_order = {
+        rank: [_Action(a.stage, _ComputationType.from_str(a.kind), a.microbatch) for a in row]
+        for rank, row in sorted(actions.items())
+    }
+    # It changes the lists that it is given, and sets which rank each stage is on.
+    schedule._prepare_schedule_with_comms({rank: list(row) for rank, row in schedule.pipeline_order.items()})
+    return schedule

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlplace.errors import MissingError
+from rlplace.errors import MissingError, RlplaceError
 from rlplace.runtime.hosts.names import is_stale
 
 _REMOVE_S = 3.0
@@ -55,9 +55,9 @@ def remove_group(group: Path) -> None:
             return
         except FileNotFoundError:
             return
-        except OSError:
+        except OSError as error:
             if time.monotonic() > end:
-                raise
+                raise RlplaceError(f"emulated hosts: control group {group} cannot be removed: {error.strerror}") from None
             time.sleep(0.01)
 
 
@@ -70,11 +70,10 @@ def remove_stale() -> list[str]:
     """Removes control groups whose owner is dead and returns their names."""
     removed = []
     for parent in {parent for parent, _ in _parents()}:
-        with contextlib.suppress(OSError):
-            for name in os.listdir(parent):
-                if is_stale(name):
-                    remove_group(parent / name)
-                    removed.append(name)
+        for name in os.listdir(parent) if parent.is_dir() else ():
+            if is_stale(name):
+                remove_group(parent / name)
+                removed.append(name)
     return removed
 
 

@@ -52,8 +52,8 @@ def deferred_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in dict.fromkeys(arrived):
-            signal.raise_signal(number)
+        for late in dict.fromkeys(arrived):
+            signal.raise_signal(late)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

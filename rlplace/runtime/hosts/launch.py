@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -92,7 +93,11 @@ class Job:
             RlplaceError: The time is up; names the ranks that were still running. The job has been ended.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        handles = {os.pidfd_open(p.keeper.pid): p for p, code in zip(self.processes, self.poll(), strict=True) if code is None}
+        handles: dict[int, Process] = {}
+        for process, code in zip(self.processes, self.poll(), strict=True):
+            if code is None:
+                with contextlib.suppress(ProcessLookupError):  # another thread has seen it end
+                    handles[os.pidfd_open(process.keeper.pid)] = process
         poll = select.poll()
         for handle in handles:
             poll.register(handle, select.POLLIN)
@@ -165,10 +170,8 @@ class Job:
                 process.keeper.kill()
                 process.keeper.wait()
             if process.keeper.stdin is not None:
-                try:
+                with contextlib.suppress(OSError):
                     process.keeper.stdin.close()
-                except OSError:
-                    pass
         self._pump.finish()
 
     def _failure(self, process: Process) -> str:
@@ -289,9 +292,9 @@ def _environment(
     cores = len(host.cpus) if host.cpus is not None else max(1, len(os.sched_getaffinity(0)) // count)
     threads = max(1, min(cores, int(share) if share is not None else cores) // processes_per_host)
     return {
-        "OMP_NUM_THREADS": str(threads),  # unless the caller chose
-        **os.environ,
+        "OMP_NUM_THREADS": str(threads),  # these two unless the caller chose
         "PYTHONUNBUFFERED": "1",
+        **os.environ,
         "RANK": str(host.number * processes_per_host + local),
         "LOCAL_RANK": str(local),
         "WORLD_SIZE": str(count * processes_per_host),

@@ -69,11 +69,11 @@ def test_measured_links_are_those_that_were_shaped():
 def test_torchrun_finds_its_nodes(tmp_path, capfd):
     script = tmp_path / "train.py"
     script.write_text(
-        "import os, torch, torch.distributed as dist\n"
+        "import os, sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "total = torch.ones(1)\n"
         "dist.all_reduce(total)\n"
-        "print('rank', dist.get_rank(), 'of', int(total), 'on', os.uname().nodename)\n"
+        "sys.stdout.write(f'rank {dist.get_rank()} of {int(total)} on {os.uname().nodename}\\n')\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     assert main(["--hosts", "2", "--timeout", "120", "--", *torchrun]) == 0

@@ -23,11 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", action="store_true", help="time every distinct op of the model inside real training steps")
     parser.add_argument("--step", action="store_true", help="time whole training steps of the model")
     parser.add_argument("--links", action="store_true", help="under torchrun: latency and bandwidth of every pair of devices")
-    parser.add_argument("--out", metavar="FILE", required=True, help="M.measure.json; for --links a cluster file C.toml")
+    parser.add_argument("--plans", metavar="P.plan.json", nargs="+", help="under torchrun: time the steps of these plans")
+    parser.add_argument(
+        "--out", metavar="FILE", required=True, help="M.measure.json; for --links C.toml, for --plans T.timings.json"
+    )
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda:0")
     parser.add_argument("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")
-    parser.add_argument("--repeats", type=positive, default=25, metavar="N", help="timed steps of each kind (25)")
+    parser.add_argument("--repeats", type=positive, default=25, metavar="N", help="timed steps of each kind or plan (25)")
     parser.add_argument("--time-limit", type=seconds, default=120.0, metavar="S", help="seconds of timing (120)")
+    plans = parser.add_argument_group("with --plans")
+    plans.add_argument("--replay", action="store_true", help="sleep as long as predicted instead of computing")
+    plans.add_argument("--engine", metavar="NAME", help="which engine runs the plans (the one that fits each best)")
+    plans.add_argument("--problem", metavar="X.problem.json", nargs="+", help="problems of the plans (built again from them)")
+    plans.add_argument("--cluster", metavar="C", help="the cluster of the plans, where its file has moved")
+    plans.add_argument("--warmup", type=positive, default=2, metavar="N", help="steps before timing (2)")
+    plans.add_argument("--trace", metavar="T.json", help="the first plan's step, measured beside predicted, for Perfetto")
     parser.add_argument("--json", action="store_true", help="print what the file holds")
     add_model_options(parser)
 
@@ -36,6 +46,14 @@ def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.files import check_output
 
+    if options.plans:
+        if options.ops or options.step or options.links or options.model:
+            raise InputError(
+                "measure: --plans takes no model and times nothing else; measure ops and links in other runs"
+            )
+        from rlplace.cli import measure_plans
+
+        return measure_plans.run(options)
     if options.links:
         if options.ops or options.step or options.model:
             raise InputError("measure: --links takes no model; measure ops and links in two runs")

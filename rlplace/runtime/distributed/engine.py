@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlplace.runtime.distributed.events import Recorder
+
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
@@ -35,10 +37,12 @@ class Engine(ABC):
         parameters: The parameters that this rank owns, by first name: those it reads and updates. A parameter that several
             ranks own is kept equal by equal gradients.
         buffers: Likewise buffers and constants.
+        recorder: Takes the intervals of a step, once it is switched on.
     """
 
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, torch.Tensor]
+    recorder: Recorder
 
     @abstractmethod
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:

@@ -1,0 +1,163 @@
+"""``rlplace measure --plans``: under torchrun, times plans on the processes of the job."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlplace.cli.common import gigabytes, milliseconds, print_json, print_table, say
+from rlplace.errors import InputError, RlplaceError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlplace.cost.timings import PlanTiming, PlanTimings
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.problem import Problem
+
+
+def run(options: argparse.Namespace) -> int:
+    """Times every plan on this rank's process; the processes stay from plan to plan."""
+    import torch.distributed as dist
+
+    from rlplace.files import check_output
+    from rlplace.runtime.distributed import job
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    check_output(options.out)
+    if options.trace:
+        check_output(options.trace)
+    device = job.start(job.JobOptions(device=None if options.device == "cpu" else "cuda"))
+    try:
+        timings = _measure(options, device)
+        if dist.get_rank() == 0:
+            if options.json:
+                print_json(timings.to_dict())
+            else:
+                _show(timings)
+        return 0
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
+    import torch
+    import torch.distributed as dist
+
+    from rlplace.cost.timings import PlanTimings
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.runtime.distributed.job import OPTIMIZERS
+    from rlplace.runtime.distributed.measure import PlanTimer
+    from rlplace.runtime.distributed.measured_trace import write_measured_trace
+    from rlplace.runtime.distributed.recipe import recipe_of
+    from rlplace.runtime.distributed.synthetic import synthetic_batch
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    plans = [(path, PlacementPlan.load(path)) for path in options.plans]
+    problems = _problems(options, [plan for _, plan in plans], device)
+    recipe = recipe_of(plans[0][1])
+    loaded = recipe.build("cpu", 0)
+    make = OPTIMIZERS[recipe.optimizer]
+    timer = PlanTimer(
+        loaded.module,
+        lambda samples: synthetic_batch(loaded.example_inputs, samples, 0, 0),
+        loss=loaded.loss,
+        device=device,
+        optimizer=lambda parameters: make(parameters, lr=1e-3),
+        replay=options.replay,
+        warmup=options.warmup,
+        repeats=options.repeats,
+    )
+    done: list[PlanTiming] = []
+    environment = _environment(device, options)
+    for path, plan in plans:
+        if recipe_of(plan) != recipe:
+            raise InputError(f"measure: {path} is for another model than {plans[0][0]}; time them in two jobs")
+        name = Path(path).name.removesuffix(".plan.json")
+        try:
+            timed = timer(plan, problems[plan.problem], name, options.engine)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        done.append(timed.timing)
+        if dist.get_rank() == 0:
+            PlanTimings(recipe.model, environment, tuple(done)).save(options.out)  # kept if a later plan fails
+            say(f"{name}: {milliseconds(timed.timing.median_s)} ms, predicted {milliseconds(timed.timing.predicted_s)} ms")
+            if options.trace and path == plans[0][0]:
+                write_measured_trace(timed, problems[plan.problem], plan, options.trace)
+    return PlanTimings(recipe.model, environment, tuple(done))
+
+
+def _problems(options: argparse.Namespace, plans: list[PlacementPlan], device: torch.device) -> dict[str, Problem]:
+    """The problem of every plan, by fingerprint; rank 0 reads or builds them."""
+    import torch.distributed as dist
+
+    from rlplace.problem import Problem
+    from rlplace.problem.io import problem_from_dict, problem_to_dict
+    from rlplace.runtime.distributed.recipe import check_problem, cluster_of_plan, rebuild_problem
+    from rlplace.runtime.distributed_text import broadcast_text
+
+    text = None
+    if dist.get_rank() == 0:
+        given = [Problem.load(path) for path in options.problem or ()]
+        found: dict[str, Any] = {problem.fingerprint: problem for problem in given}
+        for plan in plans:
+            if plan.problem not in found:
+                problem = rebuild_problem(plan, cluster_of_plan(plan, options.cluster))
+                check_problem(plan, problem)
+                found[plan.problem] = problem
+        text = json.dumps({name: problem_to_dict(problem) for name, problem in found.items()})
+    return {name: problem_from_dict(data) for name, data in json.loads(broadcast_text(text, device)).items()}
+
+
+def _environment(device: torch.device, options: argparse.Namespace) -> dict[str, str | float | int]:
+    import torch
+    import torch.distributed as dist
+
+    return {
+        "device_type": device.type,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "processor",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "processes": dist.get_world_size(),
+        "backend": str(dist.get_backend()),
+        "mode": "replayed" if options.replay else "computed",
+    }
+
+
+def _show(timings: PlanTimings) -> None:
+    rows = []
+    for plan in timings.plans:
+        busy = "/".join(f"{100 * place.busy_s / plan.median_s:.0f}" for place in plan.places)
+        peak = max((place.peak_memory_bytes or 0 for place in plan.places), default=0)
+        error = "-" if plan.error is None else f"{100 * plan.error:+.1f} %"
+        rows.append(
+            [
+                plan.name,
+                plan.engine,
+                milliseconds(plan.median_s),
+                f"{100 * plan.spread:.1f} %",
+                milliseconds(plan.predicted_s),
+                error,
+                busy,
+                gigabytes(peak or None),
+            ]
+        )
+    print_table(["plan", "engine", "ms", "spread", "predicted ms", "error", "busy %", "peak GB"], rows)
+    compared = [(plan.predicted_s, plan.median_s) for plan in timings.plans if plan.predicted_s is not None]
+    if len(compared) > 2:
+        from rlplace.cost.timings import rank_correlation
+
+        with contextlib.suppress(RlplaceError):
+            value = rank_correlation([p for p, _ in compared], [m for _, m in compared])
+            print(f"rank correlation {value:.3f}, mean error {100 * _mean_error(timings):.1f} %, {timings.plans[0].mode}")
+
+
+def _mean_error(timings: PlanTimings) -> float:
+    errors = [abs(plan.error) for plan in timings.plans if plan.error is not None]
+    return sum(errors) / len(errors)

@@ -18,7 +18,7 @@ from rlplace.runtime.distributed.engines import Setup, choose_engine
 from rlplace.runtime.distributed.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.inputs import any_loss, micro_batch, takes_target
 from rlplace.runtime.distributed.model import Batching, DistributedModel
-from rlplace.runtime.distributed.ranks import ranks_of
+from rlplace.runtime.distributed.ranks import part_text, ranks_of
 from rlplace.runtime.distributed.tensors import meta_copy
 
 
@@ -72,6 +72,7 @@ def distribute(
     trace = graphs or Graphs()
     first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
     check_same_ops(first, planned_spots(plan))
+    faults.install(part_text(plan, ranks.place))
     made = choose_engine(Setup(model, plan, first, ranks, problem), engine)
 
     def engine_for(
@@ -80,7 +81,7 @@ def distribute(
         graph = trace(shape, args, kwargs, None if target is None and with_target else loss, target)
         return graph, made.engine_for(graph)
 
-    batching = Batching(plan.microbatches, share, frozenset(whole), reduction)
+    batching = Batching(plan.microbatches, share, frozenset(whole), reduction, plan.optimizer_sharding)
     return DistributedModel(meta, made.own, ranks, batching, engine_for, seed, report=made.name)
 
 

@@ -16,6 +16,7 @@ from rlplace.runtime.distributed.engine import Engine
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.order import expected_of
 from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.recomputed import recompute_sets
 from rlplace.runtime.distributed.tensors import Own, own_tensors
 
 
@@ -60,16 +61,19 @@ def make_stage_graph(setup: Setup, *, replay: bool = False) -> Made:
 
     plan, ranks = setup.plan, setup.ranks
     planned, groups = planned_spots(plan), planned_groups(plan)
-    first = cut_graph(setup.graph, assign(setup.graph, planned, None, groups), grain="group")
+    assigned = assign(setup.graph, planned, None, groups)
+    first = cut_graph(setup.graph, assigned, grain="group")
     own = own_tensors(setup.model, first.owners, setup.graph.constants, ranks.place, ranks.device)
     places = {name: who[0] for name, who in own.owners.items()}
     expected = None if setup.problem is None else expected_of(setup.problem)
     kind = ReplayEngine if replay else StageGraphEngine
 
     def engine_for(graph: ForwardGraph) -> Engine:
-        cut = first if graph is setup.graph else cut_graph(graph, assign(graph, planned, places, groups), grain="group")
+        assignment = assigned if graph is setup.graph else assign(graph, planned, places, groups)
+        cut = first if graph is setup.graph else cut_graph(graph, assignment, grain="group")
         buffers = {**own.buffers, **{name: value.to(ranks.device) for name, value in graph.constants.items()}}
-        return kind(cut, ranks, own.parameters, buffers, own.owners, plan.schedule, expected)
+        again = recompute_sets(plan.recompute, assignment)
+        return kind(cut, ranks, own.parameters, buffers, own.owners, plan.schedule, expected, again, plan.optimizer_sharding)
 
     return Made("replay" if replay else "stage_graph", own, engine_for)
 

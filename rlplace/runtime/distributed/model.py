@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.runtime.distributed import activity
 from rlplace.runtime.distributed.batches import by_signature, split_batch
 from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.forward_graph import ForwardGraph, input_signature
-from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.gradients import clip_grad_norm
+from rlplace.runtime.distributed.outputs import exchange, join
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.tensors import Own, register
+from rlplace.runtime.distributed.shares import SharedParameters
+from rlplace.runtime.distributed.stash import Deliver, Stash, anchor
+from rlplace.runtime.distributed.tensors import Own, agree, register, send_from_first
 
 MakeEngine = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], tuple[ForwardGraph, Engine]]
 
@@ -31,6 +35,7 @@ class Batching:
     share: str
     whole: Collection[str]
     reduction: str
+    optimizer_sharding: bool = False
 
 
 class DistributedModel(nn.Module):
@@ -56,13 +61,17 @@ class DistributedModel(nn.Module):
         self._engines: dict[Hashable, tuple[ForwardGraph, Engine]] = {}
         self._seed = seed
         self._step = 0
+        self._recorder = Recorder(ranks.device)
         self.report = report
         register(self, meta, own)
+        agree(own, ranks)
+        self._shared = SharedParameters(own.parameters, ranks, batching.optimizer_sharding)
         super().train(meta.training)
 
         @functools.wraps(meta.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._call(*args, **kwargs)
+            with activity.inside("the model"):
+                return self._call(*args, **kwargs)
 
         self.forward = forward  # its signature is the model's, which trainers look at
 
@@ -76,6 +85,21 @@ class DistributedModel(nn.Module):
                     f"{name!r} of the model is not on this rank; state_dict() and named_parameters() have what is"
                 ) from None
             return value
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that run the model."""
+        return self._ranks
+
+    def engines(self) -> list[Engine]:
+        """The engines made so far, one per signature of inputs."""
+        return [engine for _, engine in self._engines.values()]
+
+    def record(self, recorder: Recorder) -> None:
+        """Makes the engines, also those to come, write what they do into a recorder."""
+        self._recorder = recorder
+        for engine in self.engines():
+            engine.recorder = recorder
 
     def train(self, mode: bool = True) -> DistributedModel:
         """Sets the mode of all modules."""
@@ -92,12 +116,14 @@ class DistributedModel(nn.Module):
             arguments, replicas if shared else 1, batching.microbatches, whole=batching.whole, reduction=batching.reduction
         )
         spec = pytree.tree_structure(arguments)
+        self._shared.gather_changed()
         mine = self._ranks.replica or 0
         training = torch.is_grad_enabled() and self.training
         results: dict[int, list[Any]] = {}
         losses = []
+        written: set[str] = set()
         graph = None
-        with self._gradients_aside() as pending:
+        with Stash(self._own.parameters, self._shared.trained, self._shared.shares) as stash:
             for _, numbers in by_signature(split):
                 graph, engine = self._engine(split.parts[numbers[0]], spec)
                 own = [n for n in numbers if not shared or split.replica[n] == mine]
@@ -109,16 +135,22 @@ class DistributedModel(nn.Module):
                             "model with target=..., or evaluate under torch.no_grad()"
                         )
                     losses.append(engine.train(parts, self._seed, self._step))
-                    pending.take(self._own.parameters)
+                    stash.take()
+                    written |= graph.writes
                 else:
-                    results.update(zip(own, engine.evaluate(parts), strict=False))
+                    replica_of = {n: split.replica[n] for n in (numbers if shared else own)}
+                    found = dict(zip(own, engine.evaluate(parts), strict=False))
+                    results.update(exchange(graph, self._ranks, replica_of, found, everywhere=shared))
         if not training:
-            return self._outputs(
-                graph, [results[n] for n in sorted(results)], [split.samples[n] for n in sorted(results)], target
-            )
+            order = sorted(results)
+            mean = batching.reduction == "mean"
+            joined = join(graph, [results[n] for n in order], [split.samples[n] for n in order], mean)
+            # A loss function outside the model: what it returns.
+            return joined[-1] if len(joined) > len(graph.outputs) else pytree.tree_unflatten(joined, graph.out_spec)
         self._step += 1
+        send_from_first(self._own, written, self._ranks)
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
-        return self._training_output(graph, _Deliver.apply(_anchor(loss), loss, pending), target)
+        return self._training_output(graph, Deliver.apply(anchor(loss), loss, stash), target)  # type: ignore[no-untyped-call]
 
     def _part(self, part: Microbatch, shared: bool, replicas: int, count: int) -> Microbatch:
         if shared or replicas == 1:
@@ -135,10 +167,8 @@ class DistributedModel(nn.Module):
             rebuilt = pytree.tree_unflatten(list(part.leaves), spec)
             (args, kwargs), target = rebuilt[0], rebuilt[1] if len(rebuilt) > 1 else None
             self._engines[key] = self._make_engine(self._meta, args, kwargs, target)
+            self._engines[key][1].recorder = self._recorder
         return self._engines[key]
-
-    def _gradients_aside(self) -> _Pending:
-        return _Pending(self._own.parameters)
 
     def _training_output(self, graph: Any, loss: torch.Tensor, target: Any) -> Any:
         if graph.loss not in graph.outputs:
@@ -146,107 +176,42 @@ class DistributedModel(nn.Module):
         flat = [loss if name == graph.loss else None for name in graph.outputs]
         return pytree.tree_unflatten(flat, graph.out_spec)
 
-    def _outputs(self, graph: Any, parts: list[list[Any]], samples: list[int], target: Any) -> Any:
-        """Micro-batches put together again: the loss by the share of samples, tensors along the first dimension."""
-        joined = []
-        names = [*graph.outputs]
-        if graph.loss is not None and graph.loss not in names:
-            names.append(graph.loss)
-        for position, name in enumerate(names):
-            values = [part[position] for part in parts]
-            if name == graph.loss or (isinstance(values[0], torch.Tensor) and values[0].dim() == 0):
-                total = sum(samples)
-                mean = self._batching.reduction == "mean"
-                joined.append(sum(v * (n / total if mean else 1.0) for v, n in zip(values, samples, strict=True)))
-            elif isinstance(values[0], torch.Tensor):
-                joined.append(torch.cat(values) if len(values) > 1 else values[0])
-            else:
-                joined.append(values[0])
-        if len(names) > len(graph.outputs):  # a loss function outside the model: what it returns
-            return joined[-1]
-        return pytree.tree_unflatten(joined, graph.out_spec)
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this rank trains, under the names that they have in the model: with optimizer sharding its shares."""
+        trained = {id(self._own.parameters[name]): share for name, share in self._shared.trained.items()}
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield name, trained.get(id(parameter), parameter)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """What this rank trains. On a rank without parameters an empty one, since no optimizer can be made of nothing."""
+        empty = True
+        for parameter in super().parameters(recurse):
+            empty = False
+            yield parameter
+        if empty:
+            yield self._shared.nothing
+
+    def gather_parameters(self) -> None:
+        """With optimizer sharding, brings the shares of all replicas together after ``p.data`` was set by hand.
+
+        After the step of a torch optimizer, and after in-place changes of parameters, this happens by itself. Every rank calls
+        it.
+        """
+        self._shared.gather()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scales all gradients of the model so that their common norm is at most `max_norm`; every rank calls it.
+
+        `torch.nn.utils.clip_grad_norm_` would see the gradients of this rank only.
 
         Returns:
             The norm before, the same on every rank.
+
+        Raises:
+            RuntimeError: The norm is not finite, and that is an error.
         """
-        place, owners = self._ranks.place, self._own.owners
-        grads = [
-            p.grad for name, p in self._own.parameters.items() if p.grad is not None and owners[name][0] == place
-        ]  # what several places hold counts once
-        infinite = norm_type == float("inf")
-        total = torch.zeros((), device=self._ranks.device)
-        for grad in grads:
-            norm = torch.linalg.vector_norm(grad.float(), norm_type)
-            total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-        if self._ranks.replica is not None:
-            row = self._ranks.replicas[self._ranks.replica]
-            if len(row) > 1:
-                dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group_of(row))
-        norm = total if infinite else total ** (1.0 / norm_type)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in self._own.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        return norm
-
-
-class _Pending:
-    """Gradients of a step that wait for ``loss.backward()``, while those from before are kept where they are."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._before: dict[str, torch.Tensor | None] = {}
-        self.gradients: dict[str, torch.Tensor] = {}
-
-    def __enter__(self) -> _Pending:
-        for name, parameter in self._parameters.items():
-            self._before[name], parameter.grad = parameter.grad, None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.grad = self._before[name]
-        self._before.clear()
-
-    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Moves the gradients out of the parameters and adds them to those that wait."""
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                waiting = self.gradients.get(name)
-                self.gradients[name] = parameter.grad if waiting is None else waiting + parameter.grad
-                parameter.grad = None
-
-    def deliver(self, scale: torch.Tensor) -> None:
-        """Adds the gradients, times `scale`, to those of the parameters."""
-        factor = float(scale)
-        for name, gradient in self.gradients.items():
-            if factor != 1.0:
-                gradient.mul_(factor)
-            parameter = self._parameters[name]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self.gradients = {}
-
-
-class _Deliver(torch.autograd.Function):
-    """The loss of a step that has run already; its backward hands over the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, pending: _Pending) -> torch.Tensor:
-        ctx.pending = pending
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if ctx.pending is None:
-            raise RuntimeError("rlplace: backward through the loss of one step a second time")
-        ctx.pending.deliver(grads[0])
-        ctx.pending = None
-        return None, None, None
-
-
-def _anchor(loss: torch.Tensor) -> torch.Tensor:
-    """Something that requires a gradient, so that the loss has a backward on ranks without parameters too."""
-    return torch.zeros((), device=loss.device, requires_grad=True)
+        return clip_grad_norm(
+            self._shared.trained, self._shared.shares, self._own.owners, self._ranks, max_norm, norm_type, error_if_nonfinite
+        )

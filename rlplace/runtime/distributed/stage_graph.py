@@ -20,11 +20,11 @@ from torch import nn
 from rlplace.runtime.distributed.cut import Cut, Segment
 from rlplace.runtime.distributed.engine import Engine, Microbatch
 from rlplace.runtime.distributed.events import Recorder
-from rlplace.runtime.distributed.gradients import sum_gradients
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.order import Expected, Step, step_order
 from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.replicas import GradientReducer
 from rlplace.runtime.distributed.segment import segment_module
 from rlplace.runtime.distributed.wire import Wire
 
@@ -47,6 +47,9 @@ class Message:
     source: int
     destination: int
     tag: int
+
+    def __str__(self) -> str:
+        return f"{'the gradient of ' if self.gradient else ''}{self.value!r} of micro-batch {self.microbatch}"
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,15 @@ def turns_of(cut: Cut, order: Sequence[Step], place: int) -> tuple[list[Message]
     return (needs[0] if needs else []), turns
 
 
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """Steps of one kind, worked out: see `turns_of`; `completes` names per turn the parameters whose gradients it completes."""
+
+    first: list[Message]
+    turns: list[Turn]
+    completes: list[list[str]]
+
+
 class StageGraphEngine(Engine):
     """Runs the segments of one place.
 
@@ -146,6 +158,7 @@ class StageGraphEngine(Engine):
         schedule: str,
         expected: Expected | None = None,
         recompute: Mapping[str, int] | None = None,
+        optimizer_sharding: bool = False,
     ) -> None:
         self.cut = cut
         self.ranks = ranks
@@ -158,14 +171,18 @@ class StageGraphEngine(Engine):
         place = ranks.place
         self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
         self._code = {index: segment_module(cut, segment, ranks.device, recompute) for index, segment in self._mine.items()}
-        self._programs: dict[tuple[int, bool], tuple[list[Message], list[Turn]]] = {}
+        self._programs: dict[tuple[int, bool], _Program] = {}
+        latest = dict.fromkeys(name for index in sorted(self._mine, reverse=True) for name in reversed(self._mine[index].held))
+        self._reducer = GradientReducer(
+            parameters, owners, ranks, [name for name in latest if name in parameters], sharded=optimizer_sharding
+        )
 
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
         """See `Engine.train`."""
+        self._reducer.begin()
         state = self._run(microbatches, training=True, seed=seed, step=step)
-        if self.ranks.replica is not None:
-            with self.recorder.interval("reduce"):
-                sum_gradients(self.parameters, self.owners, self.ranks)
+        with self.recorder.interval("reduce"):
+            self._reducer.finish()
         total = state.loss
         dist.all_reduce(total)
         return total
@@ -200,16 +217,16 @@ class StageGraphEngine(Engine):
 
     def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> _State:
         place = self.ranks.place
-        state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), self.ranks.device)
+        state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), self._zero_loss())
         if place is None:
             return state
         key = (len(microbatches), training)
         if key not in self._programs:
             order = step_order(self.cut, len(microbatches), self.schedule, training=training, expected=self.expected)
-            self._programs[key] = turns_of(self.cut, order, place)
-        first, turns = self._programs[key]
-        self._post(state, first)
-        for turn in turns:
+            self._programs[key] = self._program(order, place)
+        program = self._programs[key]
+        self._post(state, program.first)
+        for turn, complete in zip(program.turns, program.completes, strict=True):
             self._post(state, turn.posts)
             segment, number = self._mine[turn.step.segment], turn.step.microbatch
             if turn.needs:
@@ -217,7 +234,7 @@ class StageGraphEngine(Engine):
                     for message in turn.needs:
                         self._arrive(state, message)
             if turn.step.backward:
-                with self.recorder.interval("backward", segment.index, number):
+                with self.recorder.interval("backward", segment.index, number), self._reducer.completing(complete):
                     self._backward(state, segment, number)
             else:
                 key = random_key(seed, step, microbatches[number].number)
@@ -229,10 +246,26 @@ class StageGraphEngine(Engine):
             state.wire.finish()
         return state
 
+    def _program(self, order: Sequence[Step], place: int) -> _Program:
+        first, turns = turns_of(self.cut, order, place)
+        completes: list[list[str]] = []
+        seen: set[str] = set()
+        for turn in reversed(turns):
+            held = self._mine[turn.step.segment].held if turn.step.backward else ()
+            completes.append([name for name in held if name in self.parameters and name not in seen])
+            seen.update(held)
+        return _Program(first, turns, completes[::-1])
+
+    def _zero_loss(self) -> torch.Tensor:
+        """Where the loss of a step adds up: in double precision for a model in double precision, else in single."""
+        layout = self.cut.graph.layout.get(self.cut.graph.loss or "")
+        double = layout is not None and layout.dtype == torch.float64
+        return torch.zeros((), device=self.ranks.device, dtype=torch.float64 if double else torch.float32)
+
     def _post(self, state: _State, messages: Sequence[Message]) -> None:
         for message in messages:
             layout = self.cut.graph.layout[message.value]
-            state.pending[message] = state.wire.receive(layout, self.ranks.rank_of(message.source), message.tag)
+            state.pending[message] = state.wire.receive(layout, self.ranks.rank_of(message.source), message.tag, message)
 
     def _arrive(self, state: _State, message: Message) -> None:
         work, value = state.pending.pop(message)
@@ -291,8 +324,10 @@ class StageGraphEngine(Engine):
             if gradient is not None:
                 tensors.append(value)
                 gradients.append(gradient)
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
+        # The caller's autocast is for the forward; its choice of dtypes is part of the autograd graph by now.
+        with torch.autocast(self.ranks.device.type, enabled=False):
+            if tensors:
+                torch.autograd.backward(tensors, gradients)
 
     def _here(self, leaf: Any) -> Any:
         return leaf.to(self.ranks.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
@@ -301,11 +336,11 @@ class StageGraphEngine(Engine):
 class _State:
     """What one step keeps between its turns."""
 
-    def __init__(self, microbatches: Sequence[Microbatch], wire: Wire, device: torch.device) -> None:
+    def __init__(self, microbatches: Sequence[Microbatch], wire: Wire, loss: torch.Tensor) -> None:
         self.microbatches = microbatches
         self.wire = wire
         self.values: dict[tuple[str, int], torch.Tensor] = {}
         self.leaves: dict[tuple[str, int], torch.Tensor] = {}
         self.gradients: dict[tuple[str, int], torch.Tensor] = {}
         self.pending: dict[Message, tuple[Any, torch.Tensor]] = {}
-        self.loss = torch.zeros((), device=device)
+        self.loss = loss

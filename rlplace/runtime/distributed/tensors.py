@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rlplace.runtime.distributed.forward_graph import first_names
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,3 +99,34 @@ def _below(tree: nn.Module, path: str) -> nn.Module:
             tree.add_module(key, nn.Module())
         tree = tree._modules[key]  # type: ignore[assignment]
     return tree
+
+
+def agree(own: Own, ranks: Ranks) -> None:
+    """Makes tensors that several processes hold equal: all take the values of the first that holds it."""
+    holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for name, tensor in [*own.parameters.items(), *own.buffers.items()]:
+        if name in own.owners and not isinstance(tensor, DTensor):
+            who = tuple(sorted(rank for place in own.owners[name] for rank in ranks.twins(place)))
+            if len(who) > 1:
+                holders.setdefault(who, []).append(tensor.detach())
+    for who, tensors in sorted(holders.items()):
+        _send(tensors, who[0], who)
+
+
+def send_from_first(own: Own, names: Iterable[str], ranks: Ranks) -> None:
+    """Gives buffers that the forward wrote to, such as running statistics, the values of the first replica on all of them."""
+    place = ranks.place
+    if place is None or len(ranks.replicas) == 1:
+        return
+    _send([own.buffers[name] for name in sorted(names) if name in own.buffers], ranks.twins(place)[0], ranks.twins(place))
+
+
+def _send(tensors: Sequence[torch.Tensor], source: int, ranks: Sequence[int]) -> None:
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.broadcast(flat, source, group=group_of(ranks))
+        for tensor, value in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(value.view(tensor.shape))

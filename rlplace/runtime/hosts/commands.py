@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlplace.errors import MissingError, RlplaceError
 
 _TIMEOUT_S = 60
+_CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 
 
 def why_not() -> str | None:
@@ -20,10 +22,21 @@ def why_not() -> str | None:
         return "emulated hosts are Linux network namespaces; this is another system"
     if os.geteuid() != 0:
         return "emulated hosts need root (network namespaces and traffic shaping); run as root"
+    if not _capable():
+        return "emulated hosts need the capabilities NET_ADMIN and SYS_ADMIN, which this container withholds; run it privileged"
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"emulated hosts need the command {tool!r}; install iproute2"
     return None
+
+
+def _capable() -> bool:
+    try:
+        found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return True  # the commands will tell
+    wanted = 1 << _CAP_NET_ADMIN | 1 << _CAP_SYS_ADMIN
+    return found is None or int(found[1], 16) & wanted == wanted
 
 
 def check_machine() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from host_checks import left_behind, links
+from host_checks import kernel_lacks, left_behind, links
 
 from rlplace.runtime.hosts.commands import why_not
 from rlplace.runtime.hosts.names import new_prefix
@@ -17,14 +17,14 @@ from rlplace.runtime.hosts.names import new_prefix
 @pytest.fixture
 def machine():
     """Skips where hosts cannot be emulated; afterwards nothing of this process may be left."""
-    reason = why_not()
+    reason = why_not() or kernel_lacks()
     if reason is not None:
         pytest.skip(reason)
     before = links()
     yield
     assert left_behind(os.getpid()) == []
     assert links() == before
-    assert "rlplace" not in Path("/proc/self/mounts").read_text()
+    assert f"rlplace-{os.getpid()}-" not in Path("/proc/self/mounts").read_text()
 
 
 @pytest.fixture

@@ -1,10 +1,32 @@
 """What is left of emulated hosts on this machine."""
 
+import contextlib
+import functools
 import os
 import subprocess
 from pathlib import Path
 
 from rlplace.runtime.hosts.cgroups import _parents
+
+
+@functools.cache
+def kernel_lacks():
+    """What this kernel or container refuses, asked without the code under test; None where it refuses nothing."""
+    name = f"probe-{os.getpid()}"
+    try:
+        for line in (
+            f"ip netns add {name}",
+            f"ip -n {name} link add eth0 type veth peer name p0",
+            f"ip -n {name} link add br0 type bridge",
+            f"tc -n {name} qdisc add dev eth0 root tbf rate 1mbit burst 9000 limit 90000",
+            f"tc -n {name} qdisc add dev p0 root handle 1: htb",
+        ):
+            done = subprocess.run(line.split(), capture_output=True, text=True)
+            if done.returncode != 0:
+                return f"{line}: {done.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return None
 
 
 def links():
@@ -23,7 +45,8 @@ def running(folder):
     """Processes, by the pid files in a folder, that still exist."""
     found = []
     for path in Path(folder).glob("pid*"):
-        pid = int(path.read_text())
-        if Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-            found.append(pid)
+        pid = path.read_text()  # empty while it is being written
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if pid and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+                found.append(int(pid))
     return found

@@ -1,7 +1,7 @@
 """Runs plans that cut ops into parts: every device runs the same program on its own pieces of all tensors.
 
-Parameters are DTensors that hold this device's piece; so are their gradients and the state of an optimizer made over them. Every
-change of layout is a redistribution of a DTensor. `rlplace.runtime.distributed.sharded.program` says how each op is run.
+Parameters are DTensors that hold this device's piece; so are their gradients and the state of an optimizer made over them.
+Every change of layout is a redistribution of a DTensor. `rlplace.runtime.distributed.sharded.program` says how each op is run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime import aliases
 from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.randomness import random_key, seeded
-from rlplace.runtime.distributed.sharded.exchange import exchange, exchanged, move, placements
+from rlplace.runtime.distributed.sharded.exchange import Meshes, exchange, exchanged, move, placements
 from rlplace.runtime.distributed.sharded.local_ops import bound, dropped_attention
+from rlplace.runtime.distributed.sharded.loss_graph import open_loss
 from rlplace.runtime.distributed.sharded.mesh import factor_mesh
-from rlplace.runtime.distributed.sharded.program import Demand, Program, Step, make_program
+from rlplace.runtime.distributed.sharded.program import Demand, Step, make_program
 from rlplace.runtime.distributed.sharded.spec import WHOLE, Spec, moves, whole
 
 Key = tuple[str, Spec, frozenset[int]]
@@ -35,7 +37,7 @@ class ShardedEngine(Engine):
 
     Attributes:
         program: Layouts of all values; ``program.report`` says by op name how it runs and why.
-        mesh: The device mesh; its shape is that of `factor_mesh`.
+        mesh: The device mesh, whose shape is that of `factor_mesh`, and its coarser forms.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class ShardedEngine(Engine):
         plan: PlacementPlan,
         state: Mapping[str, torch.Tensor],
         device: torch.device,
-        mesh: DeviceMesh | None = None,
+        mesh: Meshes | None = None,
     ) -> None:
         """Cuts the parameters; no communication but that of making the mesh.
 
@@ -56,12 +58,13 @@ class ShardedEngine(Engine):
             device: Of this process.
             mesh: That of another engine of this plan; default a new one over all processes.
         """
+        graph = open_loss(graph)
         shards = plan.shards or {}
         if mesh is None:
             world = torch.distributed.get_world_size()
             shape = factor_mesh(shards, world).shape or (1,)
-            mesh = DeviceMesh(device.type, torch.arange(world).reshape(shape))
-        self.mesh, self.device, self.graph = mesh, device, graph
+            mesh = Meshes(DeviceMesh(device.type, torch.arange(world).reshape(shape)))
+        self.mesh, self.device, self.graph, self.recorder = mesh, device, graph, Recorder(device)
         fixed: dict[str, Spec] = {}
         for name in graph.held:
             tensor = state[name] if name in state else graph.constants[name]
@@ -69,7 +72,7 @@ class ShardedEngine(Engine):
                 fixed[name] = _spec_of(tensor)
             elif not isinstance(tensor, nn.Parameter):
                 fixed[name] = whole(tensor.shape)
-        self.program = make_program(graph, shards, tuple(mesh.shape), fixed)
+        self.program = make_program(graph, shards, mesh.shape, fixed)
         placeholders = [node.name for node in graph.module.graph.nodes if node.op == "placeholder"]
         self._held_of_node = dict(zip(placeholders, graph.held, strict=False))
         self.parameters: dict[str, nn.Parameter] = {}
@@ -82,7 +85,7 @@ class ShardedEngine(Engine):
                 self.buffers[name] = tensor.to(device)
         self._loss_steps = _needed(self.program.steps, [graph.loss] if graph.loss else [])
         self._results = [name for name in graph.outputs if isinstance(name, str) and name in self.program.specs]
-        self._last_loss = graph.loss is not None and graph.loss not in self._results
+        self._last_loss = graph.loss is not None and graph.loss not in graph.outputs
         self._output_steps = _needed(self.program.steps, [*self._results, *([graph.loss] if self._last_loss else [])])  # type: ignore[list-item]
 
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
@@ -92,16 +95,22 @@ class ShardedEngine(Engine):
                 "distribute: the model makes no loss; give a loss function, or call it in training mode with labels"
             )
         held = self._working_copies(self._loss_steps)
-        total = torch.zeros((), device=self.device)
+        double = self.graph.layout[self.graph.loss].dtype == torch.float64
+        total = torch.zeros((), device=self.device, dtype=torch.float64 if double else torch.float32)
         for microbatch in microbatches:
             with random_key(seed, step, microbatch.number):
-                values = _Values(self, held, microbatch.leaves)
-                values.run(self._loss_steps)
-                loss = values.read(self.graph.loss, whole(self.program.specs[self.graph.loss].shape)).reshape(())
-                del values
-                (loss * microbatch.weight).backward()
-            total = total + loss.detach() * microbatch.weight
-        self._collect(held)
+                with self.recorder.interval("forward", 0, microbatch.number), torch.enable_grad():
+                    values = _Values(self, held, microbatch.leaves)
+                    values.run(self._loss_steps)
+                    loss = values.read(self.graph.loss, whole(self.program.specs[self.graph.loss].shape)).reshape(())
+                    del values
+                with self.recorder.interval("backward", 0, microbatch.number):
+                    # The caller's autocast is for the forward; its choice of dtypes is part of the autograd graph by now.
+                    with torch.autocast(self.device.type, enabled=False):
+                        (loss * microbatch.weight).backward()
+            total += loss.detach() * microbatch.weight
+        with self.recorder.interval("reduce"):
+            self._collect(held)
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> list[list[Any]]:
@@ -131,7 +140,7 @@ class ShardedEngine(Engine):
             for _, axis in factors:
                 if axis != WHOLE:
                     dims[axis] = dim
-        return DTensor.from_local(local, self.mesh, placements(dims), run_check=False)
+        return DTensor.from_local(local, self.mesh.base, placements(dims), run_check=False)
 
     def _working_copies(self, steps: Sequence[Step]) -> dict[Key, torch.Tensor]:
         """The held tensors in every layout that the steps read them in; leaves of autograd."""

@@ -17,7 +17,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from rlplace.runtime.distributed.sharded.spec import PARTIAL, WHOLE, Move, Spec, moves
+from rlplace.runtime.distributed.sharded.spec import PARTIAL, WHOLE, Move, Spec, coarsened, moves
+
+
+class Meshes:
+    """A device mesh, and the meshes of the same devices whose axes are some of its axes joined.
+
+    Attributes:
+        base: The mesh.
+        ndim: Number of its axes.
+    """
+
+    def __init__(self, base: DeviceMesh) -> None:
+        self.base, self.ndim = base, int(base.ndim)
+        self.shape: tuple[int, ...] = tuple(base.shape)
+        self._known = {self.shape: base}
+
+    def of(self, shape: tuple[int, ...]) -> DeviceMesh:
+        """That with the given axis sizes; made once, by all devices alike."""
+        if shape not in self._known:
+            self._known[shape] = DeviceMesh(self.base.device_type, self.base.mesh.reshape(shape))
+        return self._known[shape]
 
 
 @dataclass(frozen=True)
@@ -56,7 +76,7 @@ def exchange(source: Spec, target: Spec, summed: frozenset[int], axes: int) -> E
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, found: Exchange, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, found: Exchange, mesh: Meshes) -> torch.Tensor:
         ctx.found, ctx.mesh = found, mesh
         result = move(local, found.there, found.after, mesh)
         return result.view_as(result) if result is local else result
@@ -66,7 +86,7 @@ class _Exchanged(torch.autograd.Function):
         return move(gradients[0], ctx.found.back, ctx.found.before, ctx.mesh), None, None
 
 
-def exchanged(local: torch.Tensor, found: Exchange, mesh: DeviceMesh) -> torch.Tensor:
+def exchanged(local: torch.Tensor, found: Exchange, mesh: Meshes) -> torch.Tensor:
     """The values after an exchange, with its gradient."""
     if torch.is_grad_enabled() and local.requires_grad:
         result: torch.Tensor = _Exchanged.apply(local, found, mesh)
@@ -74,14 +94,25 @@ def exchanged(local: torch.Tensor, found: Exchange, mesh: DeviceMesh) -> torch.T
     return move(local, found.there, found.after, mesh)
 
 
-def move(local: torch.Tensor, steps: Sequence[Move], shape: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
+def move(local: torch.Tensor, steps: Sequence[Move], shape: Sequence[int], mesh: Meshes) -> torch.Tensor:
     """Local values after some redistributions, without autograd."""
     with torch.no_grad():
         for step in steps:
-            fine = local.reshape(step.local_shape).contiguous()
-            spread = DTensor.from_local(fine, mesh, placements(step.source), run_check=False)
-            local = spread.redistribute(mesh, placements(step.target)).to_local()
+            local = _redistributed(local, step, "sum", mesh)
         return local.reshape(tuple(shape))
+
+
+def _redistributed(local: torch.Tensor, step: Move, how: str, meshes: Meshes) -> torch.Tensor:
+    """One redistribution, on the mesh with the fewest axes that does."""
+    step, shape = coarsened(step, meshes.shape)
+    mesh = meshes.of(shape)
+    local = local.reshape(step.local_shape).contiguous()
+    spread = DTensor.from_local(local, mesh, placements(step.source, how), run_check=False)
+    if mesh.device_type == "cpu" and any(a >= 0 and b >= 0 and a != b for a, b in zip(step.source, step.target, strict=True)):
+        # DTensor has no all-to-all on the CPU and says so in a warning; it gathers and cuts, as this does.
+        between = [a if a == b or a < 0 or b < 0 else WHOLE for a, b in zip(step.source, step.target, strict=True)]
+        spread = spread.redistribute(mesh, placements(between, how))
+    return spread.redistribute(mesh, placements(step.target)).to_local()
 
 
 def placements(dims: Sequence[int], reduce: str = "sum") -> list[Placement]:
@@ -92,7 +123,7 @@ def placements(dims: Sequence[int], reduce: str = "sum") -> list[Placement]:
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, axes: frozenset[int], everywhere: bool, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, axes: frozenset[int], everywhere: bool, mesh: Meshes) -> torch.Tensor:
         ctx.axes, ctx.everywhere, ctx.mesh = axes, everywhere, mesh
         return _reduced(local, axes, "sum", mesh)
 
@@ -102,7 +133,7 @@ class _Summed(torch.autograd.Function):
         return gradient if ctx.everywhere else _reduced(gradient, ctx.axes, "sum", ctx.mesh), None, None, None
 
 
-def summed(local: torch.Tensor, axes: frozenset[int], mesh: DeviceMesh, *, everywhere: bool = False) -> torch.Tensor:
+def summed(local: torch.Tensor, axes: frozenset[int], mesh: Meshes, *, everywhere: bool = False) -> torch.Tensor:
     """The sum over mesh axes.
 
     Args:
@@ -119,16 +150,15 @@ def summed(local: torch.Tensor, axes: frozenset[int], mesh: DeviceMesh, *, every
     return _reduced(local, axes, "sum", mesh)
 
 
-def largest(local: torch.Tensor, axes: frozenset[int], mesh: DeviceMesh) -> torch.Tensor:
+def largest(local: torch.Tensor, axes: frozenset[int], mesh: Meshes) -> torch.Tensor:
     """The maximum over mesh axes, without gradient."""
     return _reduced(local.detach(), axes, "max", mesh) if axes else local.detach()
 
 
-def _reduced(local: torch.Tensor, axes: frozenset[int], how: str, mesh: DeviceMesh) -> torch.Tensor:
+def _reduced(local: torch.Tensor, axes: frozenset[int], how: str, mesh: Meshes) -> torch.Tensor:
     with torch.no_grad():
-        source = placements([PARTIAL if axis in axes else WHOLE for axis in range(mesh.ndim)], how)
-        whole = [Replicate()] * mesh.ndim
-        return DTensor.from_local(local.contiguous(), mesh, source, run_check=False).redistribute(mesh, whole).to_local()
+        source = tuple(PARTIAL if axis in axes else WHOLE for axis in range(mesh.ndim))
+        return _redistributed(local, Move(tuple(local.shape), source, (WHOLE,) * mesh.ndim), how, mesh)
 
 
 class _Shared(torch.autograd.Function):

@@ -12,10 +12,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from rlplace.runtime.distributed.sharded.exchange import largest, move, shared, summed
+from rlplace.runtime.distributed.sharded.exchange import Meshes, largest, move, shared, summed
 from rlplace.runtime.distributed.sharded.spec import WHOLE, Factor, Spec, moves, whole
 
 
@@ -45,19 +44,19 @@ class OpCut:
         """Number of devices along these axes."""
         return prod(self.mesh_shape[axis] for axis in axes)
 
-    def own(self, values: torch.Tensor, names: Sequence[str], mesh: DeviceMesh) -> torch.Tensor:
+    def own(self, values: torch.Tensor, names: Sequence[str], mesh: Meshes) -> torch.Tensor:
         """This device's piece of a tensor that every device has."""
         dims = tuple(self.factors.get(name) or whole([size]).dims[0] for name, size in zip(names, values.shape, strict=True))
         return move(values, moves(whole(values.shape), Spec(dims), mesh.ndim), Spec(dims).local_shape, mesh)
 
-    def all_of(self, piece: torch.Tensor, names: Sequence[str], mesh: DeviceMesh) -> torch.Tensor:
+    def all_of(self, piece: torch.Tensor, names: Sequence[str], mesh: Meshes) -> torch.Tensor:
         """The tensor whose piece this device has."""
         dims = tuple(self.factors.get(name) or whole([size]).dims[0] for name, size in zip(names, piece.shape, strict=True))
         spec = Spec(dims)
         return move(piece, moves(spec, whole(spec.shape), mesh.ndim), spec.shape, mesh)
 
 
-Run = Callable[[Any, OpCut, DeviceMesh, Sequence[Any]], Any]
+Run = Callable[[Any, OpCut, Meshes, Sequence[Any]], Any]
 """Op, cut, mesh and all arguments in the order of the schema to the local results."""
 
 
@@ -95,12 +94,12 @@ def call(op: Any, args: Sequence[Any]) -> Any:
     return op(*args[:count], **dict(zip(named, args[count:], strict=False)))
 
 
-def plain(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def plain(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     """The op on the pieces."""
     return call(op, args)
 
 
-def _linear(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _linear(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     parts = cut.parts(cut.axes("k"))
     if len(args) < 3 or args[2] is None or parts == 1:
         return call(op, args)
@@ -108,18 +107,18 @@ def _linear(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
     return made + shared(args[2], parts).to(made.dtype)
 
 
-def _addmm(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _addmm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     parts = cut.parts(cut.axes("k"))
     return call(op, [args[0] if parts == 1 else shared(args[0], parts), *args[1:]])
 
 
-def _convolution(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _convolution(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     parts = cut.parts(cut.axes("c"))
     bias = args[2] if args[2] is None or parts == 1 else shared(args[2], parts)
     return call(op, [*args[:2], bias, *args[3:]])
 
 
-def _mean(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _mean(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     count = args[0].dim() if args[0].dim() else 1
     dims = args[1] if len(args) > 2 else None
     over = {int(d) % count for d in dims} if dims else set(range(count))
@@ -127,12 +126,12 @@ def _mean(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
     return call(op, args) / cut.parts(cut.axes(*names))
 
 
-def _loss(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _loss(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     made = call(op, args)
     return made / cut.parts(cut.axes(*cut.factors)) if args[2] == 1 else made
 
 
-def _embedding(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _embedding(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     weight, rows, padding, *rest = args
     if not cut.axes("v"):
         return call(op, args)
@@ -146,7 +145,7 @@ def _embedding(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> An
     return made.masked_fill((local < 0).unsqueeze(-1), 0.0)
 
 
-def _layer_norm(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _layer_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     inputs, shape, weight, bias, eps = args[:5]
     columns = [name for name in cut.inputs[0] or () if name.startswith("c")]
     axes = cut.axes(*columns)
@@ -160,7 +159,7 @@ def _layer_norm(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> A
     return (made if bias is None else made + bias).to(inputs.dtype)
 
 
-def _rms_norm(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _rms_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     inputs, shape, weight, eps = args[:4]
     axes = cut.axes(*(name for name in cut.inputs[0] or () if name.startswith("c")))
     if not axes:
@@ -172,7 +171,7 @@ def _rms_norm(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any
     return (made if weight is None else made * weight).to(inputs.dtype)
 
 
-def _batch_norm(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _batch_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     inputs, weight, bias, mean, variance, training, momentum, eps, *rest = args
     held = [None if t is None else cut.own(t, ["c"], mesh) for t in (mean, variance)]
     axes = cut.axes_but("c")
@@ -200,7 +199,7 @@ def _batch_norm(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> A
     return made.to(inputs.dtype)
 
 
-def _write_back(cut: OpCut, mesh: DeviceMesh, held: Sequence[Any], own: Sequence[Any]) -> None:
+def _write_back(cut: OpCut, mesh: Meshes, held: Sequence[Any], own: Sequence[Any]) -> None:
     """Running statistics, which every device has whole."""
     with torch.no_grad():
         for tensor, piece in zip(held, own, strict=True):
@@ -208,7 +207,7 @@ def _write_back(cut: OpCut, mesh: DeviceMesh, held: Sequence[Any], own: Sequence
                 tensor.copy_(cut.all_of(piece, ["c"], mesh))
 
 
-def _softmax(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _softmax(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     inputs, dim, dtype = args[:3]
     axes = cut.axes((cut.inputs[0] or ())[dim])
     if not axes:
@@ -219,7 +218,7 @@ def _softmax(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
     return x - total.log() if "log" in str(op) else x.exp() / total
 
 
-def _cross_entropy(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _cross_entropy(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     inputs, target, weight, reduction, ignored, *smoothing = args
     rows, words = cut.axes_but("v"), cut.axes("v")
     counted = target != ignored
@@ -248,11 +247,11 @@ def _cross_entropy_fits(args: Sequence[Any], dim: str) -> bool:
     return dim != "v" or (args[2] is None and (len(args) < 6 or args[5] == 0.0))
 
 
-def _attention(op: Any, cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> Any:
+def _attention(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     return call(op, _with_own_mask(cut, mesh, args))
 
 
-def _with_own_mask(cut: OpCut, mesh: DeviceMesh, args: Sequence[Any]) -> list[Any]:
+def _with_own_mask(cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> list[Any]:
     """The arguments of causal attention whose queries are cut, with the rows of the mask that this device has."""
     query, key, value, mask, dropout, causal, scale, grouped = args
     if causal and cut.axes("queries"):
@@ -268,7 +267,7 @@ def _attention_fits(args: Sequence[Any], dim: str) -> bool:
     return count in (0, 4) or (count == 2 and dim != "queries")
 
 
-def dropped_attention(cut: OpCut, mesh: DeviceMesh, args: Sequence[Any], kept: torch.Tensor) -> torch.Tensor:
+def dropped_attention(cut: OpCut, mesh: Meshes, args: Sequence[Any], kept: torch.Tensor) -> torch.Tensor:
     """Attention with given dropout factors, as torch computes it without a fused kernel.
 
     Args:
@@ -313,7 +312,7 @@ LOCAL_OPS: dict[str, LocalOp] = {
 """Ops that can be cut along more than what runs through all their results, or that have to know how they are cut."""
 
 PLAIN = frozenset(
-    {"max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "max_pool1d", "avg_pool1d", "adaptive_max_pool2d", "cat", "concat", "pad",
-     "constant_pad_nd", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+    {"max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "max_pool1d", "avg_pool1d", "adaptive_max_pool2d", "cat", "concat",
+     "pad", "constant_pad_nd", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 )  # fmt: skip
 """Ops besides element-wise ones that do the same to pieces along dimensions of all their results."""

@@ -27,7 +27,7 @@ from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.randomness import seeded
 from rlplace.runtime.distributed.sharded.local_ops import LOCAL_OPS, PLAIN, LocalOp, OpCut, bound, plain
 from rlplace.runtime.distributed.sharded.mesh import assignments
-from rlplace.runtime.distributed.sharded.spaces import OpSpace, Spaces, TensorShape, spaces_of
+from rlplace.runtime.distributed.sharded.spaces import OpSpace, Spaces, TensorShape, in_loss, spaces_of
 from rlplace.runtime.distributed.sharded.spec import WHOLE, Factor, Spec, moved_elements, normal, whole
 from rlplace.runtime.distributed.sharded.views import Call, is_view, view
 
@@ -224,7 +224,8 @@ class _Maker:
         self, node: fx.Node, target: Any, args: Sequence[Any], leaves: Sequence[Any], space: OpSpace, name: str | None
     ) -> Step:
         asked = {piece: parts for piece, parts in self.shards.get(name or "", {}).items() if parts > 1}
-        follows = not asked and rule_of(target) is elementwise
+        loss = in_loss(self.graph, node)
+        follows = loss or (not asked and rule_of(target) is elementwise)
         random = node.target is seeded
         kind = base_name(str(target))
         local = LOCAL_OPS.get(kind)
@@ -238,6 +239,7 @@ class _Maker:
         dropped: list[str] = []
         if follows:
             factors = self._followed(leaves, space)
+            factors = {dim: f for dim, f in factors.items() if _allowed(dim, space, local, described)}
         else:
             sizes = {piece: size for pieces in space.dims.values() for piece, size in pieces}
             usable = {p: n for p, n in asked.items() if p in sizes and sizes[p] % n == 0}

@@ -7,8 +7,9 @@ since they say how these are laid out when the op is cut.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from rlplace.graph.composed import composed
 from rlplace.graph.fake import any_dtype_grouped_mm, new_fake_mode
 from rlplace.graph.indices import Layouts
 from rlplace.graph.record import Recorder
+from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.randomness import seeded
+from rlplace.runtime.distributed.sharded.loss_graph import LOSS_PREFIX
 
 Names = tuple[str, ...]
 
@@ -68,13 +71,6 @@ class Spaces:
     pieces: Mapping[str, Mapping[str, int]]
 
 
-@dataclass
-class _Found:
-    access: dict[int, Access] = field(default_factory=dict)
-    space: dict[int, tuple[Space, list[torch.Tensor | None], list[torch.Tensor | None]]] = field(default_factory=dict)
-    node: list[str] = field(default_factory=list)
-
-
 def spaces_of(graph: ForwardGraph) -> Spaces:
     """Runs the forward on fake tensors; nothing is allocated.
 
@@ -91,22 +87,35 @@ def spaces_of(graph: ForwardGraph) -> Spaces:
     accesses = _accesses(recorder)
     layouts = Layouts(accesses)
     of: dict[str, OpSpace] = {}
-    for number, (space, arguments, results) in runner.spaces.items():
-        sizes = layouts.dims.get(number, {})
-        dims: dict[str, tuple[tuple[str, int], ...]] = {}
-        for name, size in space.dims.items():
-            split = tuple((piece, size) for piece, size in sizes.items() if _base(piece) == name)
-            if split and size > 1:
-                dims[name] = split
-        named = {id(tensor): tuple(n if n in dims else "" for n in names) for tensor, names in space.tensors}
-        of[runner.node_of[number]] = OpSpace(
-            dims=dims,
-            inputs=tuple(None if t is None else named.get(id(t)) for t in arguments),
-            outputs=tuple(None if t is None else named.get(id(t)) for t in results),
-            statistics=tuple(names for names, _ in space.statistics),
-        )
+    for number, found in runner.spaces.items():
+        of[runner.node_of[number]] = _op_space(found, layouts.dims.get(number, {}))
+    for node, found in runner.loss_spaces.items():
+        of[node] = _op_space(found, found[0].dims)
     pieces = {runner.node_of[number]: sizes for number, sizes in layouts.dims.items()}
     return Spaces(runner.values, of, pieces)
+
+
+def _op_space(found: tuple[Space, list[Any], list[Any]], sizes: Mapping[str, int]) -> OpSpace:
+    """A space with its dimensions split into pieces of these sizes; dimensions without any cannot be cut."""
+    space, arguments, results = found
+    dims: dict[str, tuple[tuple[str, int], ...]] = {}
+    for name, size in space.dims.items():
+        split = tuple((piece, size) for piece, size in sizes.items() if _base(piece) == name)
+        if split and size > 1:
+            dims[name] = split
+    named = {id(tensor): tuple(n if n in dims else "" for n in names) for tensor, names in space.tensors}
+    return OpSpace(
+        dims=dims,
+        inputs=tuple(None if t is None else named.get(id(t)) for t in arguments),
+        outputs=tuple(None if t is None else named.get(id(t)) for t in results),
+        statistics=tuple(names for names, _ in space.statistics),
+    )
+
+
+def in_loss(graph: ForwardGraph, node: fx.Node) -> bool:
+    """Whether a node is an op of a loss function outside the model, see `open_loss`."""
+    name = graph.op_of_node.get(node.name, "")
+    return name.startswith(LOSS_PREFIX) or (name == LOSS_OP and isinstance(node.target, torch._ops.OpOverload))
 
 
 def _base(piece: str) -> str:
@@ -145,6 +154,9 @@ class _Runner(fx.Interpreter):
         self.node: fx.Node | None = None
         self.values: dict[str, Any] = {}
         self.spaces: dict[int, tuple[Space, list[Any], list[Any]]] = {}
+        self.loss_spaces: dict[str, tuple[Space, list[Any], list[Any]]] = {}
+        self.loss_label: Any = None
+        self.open = contextlib.ExitStack()
         self.node_of: dict[int, str] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -162,6 +174,8 @@ class _Runner(fx.Interpreter):
         name = self.graph_.op_of_node.get(node.name)
         if name is None:
             return super().call_function(target, args, kwargs)
+        if in_loss(self.graph_, node):
+            return self._call_loss(node, target, args, kwargs)
         with self.recorder.label(name, str(target), "") as label:
             number = len(self.recorder.labels) - 1
             self.node_of[number] = node.name
@@ -173,6 +187,21 @@ class _Runner(fx.Interpreter):
             found = _named(rule, target, args, kwargs, result)
             if found is not None:
                 self.spaces[number] = found
+        return result
+
+    def _call_loss(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op of the loss; capture knows the loss as one op, so they share a label, which the last one closes."""
+        if self.loss_label is None:
+            self.loss_label = self.open.enter_context(self.recorder.label(LOSS_OP, LOSS_OP, ""))
+            self.loss_label.parts = []
+        result = fx.Interpreter.call_function(self, target, args, kwargs)
+        rule = rule_of(target)
+        found = None if rule is None else _named(rule, target, args, kwargs, result)
+        if found is not None:
+            self.loss_spaces[node.name] = found
+        if self.graph_.op_of_node[node.name] == LOSS_OP:
+            self.node_of[len(self.recorder.labels) - 1] = node.name
+            self.open.close()
         return result
 
 

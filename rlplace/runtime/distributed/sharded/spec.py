@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 
 WHOLE = -1
@@ -105,6 +106,41 @@ class Move:
 PARTIAL = -2
 
 
+@lru_cache(maxsize=1 << 14)
+def coarsened(move: Move, mesh: tuple[int, ...]) -> tuple[Move, tuple[int, ...]]:
+    """The same redistribution on a mesh whose neighbouring axes are one wherever both do the same.
+
+    One collective over four devices is less than two over two, and gives every device the same sum.
+
+    Args:
+        move: A redistribution.
+        mesh: Axis sizes.
+
+    Returns:
+        It and the axis sizes that it is for now.
+    """
+    for axis in range(len(mesh) - 1):
+        joined = _joined(move, mesh, axis)
+        if joined is not None:
+            return coarsened(joined, (*mesh[:axis], mesh[axis] * mesh[axis + 1], *mesh[axis + 2 :]))
+    return move, tuple(mesh)
+
+
+def _joined(move: Move, mesh: Sequence[int], axis: int) -> Move | None:
+    ends = [(side[axis], side[axis + 1]) for side in (move.source, move.target)]
+    joins = {pair[0] for pair in ends if pair[0] >= 0}
+    if any(second != (first + 1 if first >= 0 else first) for first, second in ends):
+        return None
+    others = {dim for side in (move.source, move.target) for a, dim in enumerate(side) if a not in (axis, axis + 1)}
+    if any(first in others or first + 1 in others or first + 1 in joins for first in joins):
+        return None
+    for first in sorted(joins, reverse=True):
+        shape = (*move.shape[:first], move.shape[first] * move.shape[first + 1], *move.shape[first + 2 :])
+        sides = [tuple(dim - (dim > first) for dim in side) for side in (move.source, move.target)]
+        move = Move(shape, *sides)
+    return Move(move.shape, *(tuple(d for a, d in enumerate(side) if a != axis + 1) for side in (move.source, move.target)))
+
+
 @lru_cache(maxsize=1 << 14)  # layers repeat
 def moves(source: Spec, target: Spec, axes: int) -> tuple[Move, ...]:
     """The redistributions that lead from one layout of a tensor to another.
@@ -151,11 +187,11 @@ def _common(have: Sequence[Factor], want: Sequence[Factor], size: int | None = N
     left, left_intervals = _borders(have)
     right, right_intervals = _borders(want)
     borders = sorted(left | right | {1, total})
-    if any(high % low for low, high in zip(borders, borders[1:], strict=False)):
+    if any(high % low for low, high in pairwise(borders)):
         return None
     if any(low < border < high for low, high in (*left_intervals, *right_intervals) for border in borders):
         return None
-    return [high // low for low, high in zip(borders, borders[1:], strict=False)][::-1]
+    return [high // low for low, high in pairwise(borders)][::-1]
 
 
 def _spread(spec: Spec, common: Sequence[Sequence[int]], axes: int) -> tuple[int, ...]:

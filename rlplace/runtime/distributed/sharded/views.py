@@ -228,7 +228,8 @@ def _unbind(args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) -> Viewed:
 
 
 _VIEWS: dict[str, Callable[[Sequence[Any], Spec, Sequence[Shape]], Viewed]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "ravel"), _reshape),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "ravel"), _reshape),
+    "unsqueeze": _reshape, "squeeze": _reshape,
     "permute": _permute, "transpose": _transpose, "swapaxes": _transpose, "t": _turned, "numpy_T": _turned,
     "expand": _expand, "expand_as": _expand,
     "slice": _slice, "narrow": _narrow, "select": _select,

@@ -1,0 +1,62 @@
+"""What the sharded engine cannot run, said before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.sharded.mesh import factor_mesh, nearest_shards
+from rlplace.runtime.distributed.sharded.spaces import Spaces, check_names, spaces_of
+
+
+def devices_of(plan: PlacementPlan) -> int:
+    """How many of the first devices a plan uses: an op of P parts takes the device of its group and those after it."""
+    group_of = {op: number for number, group in enumerate(plan.groups or ()) for op in group.get("ops", ())}
+    most = int(plan.device_of_group.max(initial=0)) + 1
+    for op, dims in (plan.shards or {}).items():
+        first = int(plan.device_of_group[group_of[op]]) if op in group_of else 0
+        most = max(most, first + prod(dims.values()))
+    return most
+
+
+def why_not(plan: PlacementPlan, graph: ForwardGraph, world: int, spaces: Spaces | None = None) -> str | None:
+    """Why the sharded engine cannot run a plan with so many processes; None when it can.
+
+    Args:
+        plan: With shards.
+        graph: The forward of its model for the inputs that it was made for.
+        world: Number of processes.
+        spaces: Of the graph, where they are known already.
+    """
+    if not plan.shards:
+        return "the plan cuts no op; the stage-graph engine runs it"
+    for what, given in (
+        ("replicas", plan.replicas is not None),
+        ("recompute", bool(plan.recompute)),
+        ("optimizer_sharding", plan.optimizer_sharding),
+        (f"schedule {plan.schedule!r}", plan.schedule != "list"),
+        ("stage_of_group", plan.stage_of_group is not None),
+    ):
+        if given:
+            return f"shards and {what} exclude each other; leave one of them out"
+    needed = devices_of(plan)
+    if world != needed:
+        return f"the plan uses {needed} devices, but there are {world} processes; start {needed}"
+    unknown = check_names(plan.shards, graph, spaces or spaces_of(graph))
+    if unknown is not None:
+        return unknown
+    try:
+        factor_mesh(plan.shards, world)
+    except InputError as error:
+        return str(error).removeprefix("distribute: ")
+    return None
+
+
+def nearest_plan(plan: PlacementPlan) -> PlacementPlan:
+    """The plan with each op's parts reduced to the nearest that are axes of a mesh of the plan's devices."""
+    nearest = nearest_shards(plan.shards or {}, devices_of(plan))
+    shards = {op: {dim: parts for dim, parts in dims.items() if parts > 1} for op, dims in nearest.items()}
+    return replace(plan, shards={op: dims for op, dims in shards.items() if dims} or None, predicted={})

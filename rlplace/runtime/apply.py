@@ -12,6 +12,7 @@ from rlplace.errors import InputError
 from rlplace.plan.device_map import ModuleRounding, device_of_loss, device_of_op, round_to_modules
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime import check, module_level
+from rlplace.runtime.distributed.joint.forward import JointForward
 from rlplace.runtime.op_level import CannotRunError, OpLevelForward
 from rlplace.runtime.report import ApplyReport
 from rlplace.runtime.transfer import device_bytes, move_tensors, refuse_deepcopy
@@ -57,14 +58,20 @@ def apply(
     check.check_names(model, plan)
     places = check.check_devices(plan, devices)
     why_not_op = "the module level was asked for"
+    backward = check.backward_elsewhere(plan)
     if level != "module":
         try:
             vars(model)["report"] = _apply_ops(model, plan, places, example_inputs)
             return model
         except CannotRunError as error:
             why_not_op = str(error)
-        if level == "op":
+        if level == "op" and backward is None:
             raise InputError(f"apply: the model cannot run at op level: {why_not_op}; or use level='module'")
+    if backward is not None:
+        raise InputError(
+            f"plan: {backward!r} runs elsewhere than its forward, which takes the op level, but {why_not_op}; "
+            "or plan the problem that is not split"
+        )
     vars(model)["report"] = _apply_modules(model, plan, places, why_not_op)
     return model
 
@@ -78,7 +85,10 @@ def _apply_ops(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.devic
     if not planned:
         raise CannotRunError("the plan was made at module granularity and names no ops")
     rounding, device_of_module, canonical = _module_devices(model, plan, devices)
-    forward = OpLevelForward(model, devices, planned, device_of_module, _arguments(example_inputs))
+    if check.backward_elsewhere(plan) is None:
+        forward = OpLevelForward(model, devices, planned, device_of_module, _arguments(example_inputs))
+    else:
+        forward = JointForward(model, plan, devices, planned, device_of_module, _arguments(example_inputs))
     device_of = _tensor_devices(model, device_of_module, canonical) | forward.device_of_held
     move_tensors(model, device_of)
     forward.fix_in_place(device_of)

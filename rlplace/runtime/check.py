@@ -37,20 +37,17 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
     if plan.shards:
         name = next(iter(plan.shards))
         raise InputError(f"plan: it splits {len(plan.shards)} ops over devices ({name!r} first); {elsewhere}")
-    if (plan.source or {}).get("split_backward"):
-        _check_backward(plan)
     if not any(group.get("ops") or group.get("modules") for group, _ in plan_groups(plan)):
         raise InputError("plan: none of its groups names a module or op; plan again from the model")
 
 
-def _check_backward(plan: PlacementPlan) -> None:
-    device_of_name = {group["name"]: device for group, device in plan_groups(plan)}
+def backward_elsewhere(plan: PlacementPlan) -> str | None:
+    """The first group whose backward the plan runs on another device than its forward; None: there is no such group."""
+    device_of_name = {group.get("name", ""): device for group, device in plan_groups(plan)}
     for name, device in device_of_name.items():
         if name.endswith(".backward") and device_of_name.get(name.removesuffix(".backward"), device) != device:
-            raise InputError(
-                f"plan: {name!r} runs elsewhere than its forward; in one process autograd runs backward ops where their "
-                "forward ops ran; plan the problem that is not split"
-            )
+            return name
+    return None
 
 
 def check_model(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,20 +52,29 @@ class OpLevelForward:
         self._first_name = _first_names(model)
         self._holder = _holders(model)
         self._modules = list(model.modules())
-        self._graphs: dict[Hashable, _Runnable] = {}
+        self._graphs: dict[Hashable, Runnable] = {}
         self._in_place: dict[str, torch.device] = {}
         key, _ = self._signature(*inputs)
-        traced = self._export(*inputs)
-        self._check_plan_matches(traced)
-        runnable = self._place(traced)
-        self._graphs[key] = runnable
+        self.ops = len(device_of_op)
+        runnable = self._graphs[key] = self._prepare_first(*inputs)
         self.first = runnable.placed
         known = set(self._holder)
         self.device_of_held = {name: d for name, d in self.first.device_of_held.items() if name in known}
-        self.ops = len(device_of_op)
+
+    def _prepare_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runnable:
+        """The graph for the example inputs, whose ops must be those of the plan; also sets `ops_moved`."""
+        traced = self._export(args, kwargs)
+        self._check_plan_matches(traced.op_name_of_node.values())
+        runnable = self._place(traced)
         self.ops_moved = sum(
-            self.first.device_of_node.get(node) != devices[device_of_op[op]] for node, op in traced.op_name_of_node.items()
+            runnable.placed.device_of_node.get(node) != self._devices[self._device_of_op[op]]
+            for node, op in traced.op_name_of_node.items()
         )
+        return runnable
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runnable:
+        """The graph for a further signature."""
+        return self._place(self._export(args, kwargs))
 
     def fix_in_place(self, device_of: Mapping[str, torch.device]) -> None:
         """Tells where parameters and buffers now are; graphs for other signatures take them from there."""
@@ -80,7 +89,7 @@ class OpLevelForward:
         runnable = self._graphs.get(key)
         if runnable is None:
             try:
-                runnable = self._place(self._export(args, kwargs))
+                runnable = self._prepare(args, kwargs)
             except CannotRunError as error:
                 raise InputError(f"op level cannot run this call: {error}; use level='module'") from None
             self._graphs[key] = runnable
@@ -88,7 +97,7 @@ class OpLevelForward:
         flat = runnable.placed.module(*held, *leaves)
         return pytree.tree_unflatten(list(flat), runnable.out_spec)
 
-    def _value(self, name: str, runnable: _Runnable) -> torch.Tensor:
+    def _value(self, name: str, runnable: Runnable) -> torch.Tensor:
         holder = self._holder.get(name)
         return runnable.constants[name] if holder is None else holder[0][holder[1]]
 
@@ -108,7 +117,7 @@ class OpLevelForward:
     def _export(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         mode = new_fake_mode()
         try:
-            with _without_placed_forward(self._model), torch.enable_grad(), warnings.catch_warnings():
+            with without_placed_forward(self._model), torch.enable_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model = fake_copy(self._model, mode)
                 fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs)), mode)
@@ -117,8 +126,8 @@ class OpLevelForward:
             reason = (str(error).strip().splitlines() or [""])[0]
             raise CannotRunError(f"torch.export fails on it with {type(error).__name__}: {reason[:200]}") from error
 
-    def _check_plan_matches(self, traced: TrainingGraph) -> None:
-        exported = set(traced.op_name_of_node.values())
+    def _check_plan_matches(self, ops: Iterable[str]) -> None:
+        exported = set(ops)
         planned = set(self._device_of_op)
         if planned != exported:
             strange, missing = sorted(planned - exported), sorted(exported - planned)
@@ -128,7 +137,7 @@ class OpLevelForward:
                 f"{len(strange)} and {len(missing)} such ops); give the inputs and the mode of the capture"
             )
 
-    def _place(self, traced: TrainingGraph) -> _Runnable:
+    def _place(self, traced: TrainingGraph) -> Runnable:
         wanted: dict[str, torch.device] = {}
         for node, op in traced.op_name_of_node.items():
             index = self._device_of_op.get(op)
@@ -149,10 +158,10 @@ class OpLevelForward:
                 if isinstance(value, torch._subclasses.FakeTensor):
                     raise CannotRunError(f"the model keeps a tensor outside its parameters and buffers ({name}); register it")
                 constants[name] = value.detach().to(placed.device_of_held[name])
-        return _Runnable(placed, constants, traced.program.call_spec.out_spec)
+        return Runnable(placed, constants, traced.program.call_spec.out_spec)
 
 
-class _Runnable:
+class Runnable:
     """A placed graph with what a call needs besides its inputs."""
 
     def __init__(self, placed: PlacedGraph, constants: dict[str, torch.Tensor], out_spec: Any) -> None:
@@ -182,7 +191,7 @@ def _holders(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @contextlib.contextmanager
-def _without_placed_forward(model: nn.Module) -> Iterator[None]:
+def without_placed_forward(model: nn.Module) -> Iterator[None]:
     """Lets export see the class's own forward while the placed one is installed."""
     placed = vars(model).get("forward")
     if not isinstance(placed, OpLevelForward):

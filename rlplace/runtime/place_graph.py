@@ -4,21 +4,22 @@ Rules beyond "each op where the plan says":
 
 * Views, in-place ops and tuple items stay with the tensor they belong to.
 * What is written to (running statistics of a batch norm, counters) stays with the op that writes.
-* A tensor is copied once per device, and again only after a write to it.
+* A tensor is copied once per device, and again only after a write to it; the copy starts where the tensor is made.
 * A parameter or constant sits with the first op that reads it; other devices read a copy.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from rlplace.errors import InputError
-from rlplace.runtime import aliases
+from rlplace.runtime import aliases, streams
 from rlplace.runtime.aliases import UnionFind, is_tensor
 from rlplace.runtime.held import hold_attributes, is_check, rewrite_devices
 
@@ -35,7 +36,7 @@ class PlacedGraph:
         copies: Copies in the graph, those of user inputs included.
     """
 
-    module: fx.GraphModule
+    module: Callable[..., Any]
     held: tuple[str, ...]
     device_of_held: Mapping[str, torch.device]
     device_of_node: Mapping[str, torch.device]
@@ -167,9 +168,11 @@ class _Placer:
     def insert_copies(self) -> int:
         """Makes every op read its operands on its own device; returns how many copies that takes."""
         copies = 0
-        version: dict[fx.Node, int] = {}
-        known: dict[tuple[fx.Node, torch.device, int], fx.Node] = {}
+        version: dict[fx.Node, fx.Node] = {}  # the last write to each memory
+        known: dict[tuple[fx.Node, torch.device, fx.Node | None], fx.Node] = {}
         copies += self._copy_written_inputs()
+        position = {node: number for number, node in enumerate(self.graph.nodes)}
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
         for node in list(self.graph.nodes):
             if node.op in ("placeholder", "get_attr", "output") or node.meta.get("is_copy"):
                 continue
@@ -179,15 +182,16 @@ class _Placer:
                     continue
                 if not is_tensor(operand):
                     raise InputError(f"op {node.name!r} reads several tensors of another device as one value")
-                key = (operand, device, version.get(self.memory.find(operand), 0))
+                write = version.get(self.memory.find(operand))
+                key = (operand, device, write)
                 if key not in known:
-                    with self.graph.inserting_before(node):
-                        known[key] = self._copy(operand, device)
+                    made = operand if write is None or position[write] < position[operand] else write
+                    early = made.next if made.op != "placeholder" else first
+                    known[key] = self._copy(operand, device, early, node)
                     copies += 1
                 node.replace_input_with(operand, known[key])
             for operand in aliases.written_by(node):
-                root = self.memory.find(operand)
-                version[root] = version.get(root, 0) + 1
+                version[self.memory.find(operand)] = node
         return copies
 
     def _moves(self, operand: fx.Node, device: torch.device) -> bool:
@@ -197,10 +201,15 @@ class _Placer:
         leaves = torch.utils._pytree.tree_leaves(value)
         return any(isinstance(leaf, torch.Tensor) for leaf in leaves) and self.device[operand] != device
 
-    def _copy(self, operand: fx.Node, device: torch.device) -> fx.Node:
-        copy = self.graph.call_method("to", (operand, device))
-        copy.meta = {"val": operand.meta["val"], "is_copy": True}
-        self.device[copy] = device
+    def _copy(self, operand: fx.Node, device: torch.device, early: fx.Node, late: fx.Node) -> fx.Node:
+        """Starts a copy before one node and waits for it before another."""
+        with self.graph.inserting_before(early):
+            moving = self.graph.call_function(streams.start, (operand, device))
+        with self.graph.inserting_before(late):
+            copy = self.graph.call_function(streams.finish, (moving,))
+        for node in (moving, copy):
+            node.meta = {"val": operand.meta["val"], "is_copy": True}
+            self.device[node] = device
         return copy
 
     def _copy_written_inputs(self) -> int:
@@ -209,9 +218,8 @@ class _Placer:
         first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         for node in self.graph.nodes:
             if node in self.inputs and is_tensor(node) and self.memory.find(node) in self.written and first is not None:
-                with self.graph.inserting_before(first):
-                    copy = self._copy(node, self.device[node])
-                node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+                copy = self._copy(node, self.device[node], first, first)
+                node.replace_all_uses_with(copy, delete_user_cb=lambda user, moving=copy.args[0]: user is not moving)
                 self.memory.union(node, copy)
                 copies += 1
         return copies

@@ -151,14 +151,15 @@ def test_a_forward_that_depends_on_values_runs_at_module_level(sim):
     torch.testing.assert_close(equality.on_cpu(placed(-x)), expected[1])
 
 
-def test_a_backward_that_runs_elsewhere_is_refused():
+def test_a_backward_that_runs_elsewhere_takes_the_op_level():
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     example = torch.zeros(2, 4)
     problem = rlplace.split_backward(rlplace.price(rlplace.capture(net, example, loss=torch.sum), "l4:2", groups=3))
     apart = make_plan(problem, [int(name.endswith(".backward")) for name in problem.group_names], planner="mine")
     before = set(vars(net))
-    with pytest.raises(InputError, match="runs elsewhere than its forward"):
-        rlplace.apply(net, apart, ["cpu", "cpu"], example_inputs=(example,))
+    for options, reason in [({}, "no example_inputs"), ({"example_inputs": (example,), "level": "module"}, "was asked for")]:
+        with pytest.raises(InputError, match=f"runs elsewhere than its forward, which takes the op level, but .*{reason}"):
+            rlplace.apply(net, apart, ["cpu", "cpu"], **options)
     assert set(vars(net)) == before
     together = make_plan(problem, [1] * problem.num_groups, planner="mine")
     assert rlplace.apply(net, together, ["cpu", "cpu"], example_inputs=(example,)).report.level == "op"

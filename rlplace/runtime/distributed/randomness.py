@@ -45,6 +45,10 @@ def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> An
     """Calls a random op with its own stream; outside of `random_key` it continues the device's stream as always."""
     if _key is None:
         return op(*args, **kwargs)
+    schema = getattr(op, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        # Numbers are drawn in the order of memory, which must not depend on the way that a tensor came here.
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
     device = next(
         (leaf.device for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -18,8 +19,10 @@ from rlplace.runtime.distributed.forward_graph import forward_graph
 from rlplace.runtime.distributed.joint.assign import joint_places
 from rlplace.runtime.distributed.joint.engine import JointEngine
 from rlplace.runtime.distributed.joint.graph import joint_graph
+from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.ranks import ranks_of
 from rlplace.runtime.distributed.tensors import meta_copy, own_tensors
+
 
 def plan_of(graph, forward, backward, **fields):
     """A plan with a group per op, its backward in a group of its own."""
@@ -35,9 +38,12 @@ def random_places(graph, world, seed):
     return drawn[0], drawn[1]
 
 
-def make_model(name, dropout=0.0):
+def make_model(name, dropout=0.0, double=False):
     torch.manual_seed(0)
     model, inputs, loss_of = small_models.MODELS[name]() if not dropout else small_models.MODELS[name](dropout)
+    if double:
+        model = model.double()
+        inputs = pytree.tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, inputs)
     return model, inputs, None if loss_of is small_models._own_loss else loss_of
 
 
@@ -46,32 +52,70 @@ def keywords(inputs, leaves):
     return pytree.tree_unflatten(list(leaves), pytree.tree_structure(((), inputs)))[1]
 
 
-class Setup:
-    """A model whose engine runs on this process."""
+@dataclass
+class Built:
+    """A model traced and put on the devices of a plan."""
 
-    def __init__(self, name, world, *, microbatches=1, seed=0, dropout=0.0, train=True, plan=None, replicas=None):
-        self.name, self.dropout = name, dropout
-        self.model, self.inputs, self.loss = make_model(name, dropout)
-        self.model.train(train)
-        self.split = split_batch((((), self.inputs),), len(replicas or [0]), microbatches)
-        leaves = self.split.parts[0].leaves
-        meta = meta_copy(self.model)
-        kwargs = keywords(self.inputs, leaves)
-        self.graph = forward_graph(meta, (), kwargs, loss=self.loss)
-        if plan is None:
-            used = world if replicas is None else len(replicas[0])
-            plan = plan_of(self.graph, *random_places(self.graph, used, seed), microbatches=microbatches, replicas=replicas)
-        self.plan = plan
-        self.ranks = ranks_of(self.plan, torch.device("cpu"))
-        held = {**dict(meta.named_parameters()), **dict(meta.named_buffers()), **self.graph.constants}
-        self.joint = joint_graph(self.graph, held, leaves)
-        self.places = joint_places(self.graph, self.joint, self.plan)
-        self.own = own_tensors(self.model, self.places.owners, self.graph.constants, self.ranks.place, self.ranks.device)
-        self.engine = JointEngine(self.places, self.ranks, self.own.parameters, self.own.buffers, self.own.owners)
+    model: object
+    inputs: dict
+    loss: object
+    split: object
+    graph: object
+    plan: object
+    joint: object
+    places: object
+
+
+def build(name, world, *, microbatches=1, seed=0, dropout=0.0, train=True, plan=None, replicas=None, double=False):
+    model, inputs, loss = make_model(name, dropout, double)
+    model.train(train)
+    split = split_batch((((), inputs),), len(replicas or [0]), microbatches)
+    leaves = split.parts[0].leaves
+    meta = meta_copy(model)
+    graph = forward_graph(meta, (), keywords(inputs, leaves), loss=loss)
+    if plan is None:
+        used = world if replicas is None else len(replicas[0])
+        plan = plan_of(graph, *random_places(graph, used, seed), microbatches=microbatches, replicas=replicas)
+    held = {**dict(meta.named_parameters()), **dict(meta.named_buffers()), **graph.constants}
+    joint = joint_graph(graph, held, leaves)
+    return Built(model, inputs, loss, split, graph, plan, joint, joint_places(graph, joint, plan))
+
+
+class Running:
+    """What is built, with the engine of this process."""
+
+    def __init__(self, name, world, **options):
+        self.name = name
+        self.options = {key: options[key] for key in ("dropout", "double", "train") if key in options}
+        self.built = build(name, world, **options)
+        self.ranks = ranks_of(self.built.plan, torch.device("cpu"))
+        places, constants = self.built.places, self.built.graph.constants
+        self.own = own_tensors(self.built.model, places.owners, constants, self.ranks.place, self.ranks.device)
+        schedule = self.built.plan.schedule
+        self.engine = JointEngine(places, self.ranks, self.own.parameters, self.own.buffers, self.own.owners, schedule)
 
     @property
     def parts(self):
-        return [part for part, r in zip(self.split.parts, self.split.replica, strict=True) if r == self.ranks.replica]
+        """The micro-batches of this replica."""
+        split = self.built.split
+        return [part for part, r in zip(split.parts, split.replica, strict=True) if r == self.ranks.replica]
+
+    def reference(self):
+        """The plain model as it was built."""
+        model, inputs, loss_of = make_model(self.name, self.options.get("dropout", 0.0), self.options.get("double", False))
+        return model.train(self.options.get("train", True)), inputs, loss_of
+
+
+def plain_loss(running, model, part, step):
+    """The loss of one micro-batch without a plan; random ops draw from the same streams as in every engine."""
+    graph = running.built.graph
+    if not graph.random_ops:
+        out = model(**keywords(running.built.inputs, part.leaves))
+        return out.loss if running.built.loss is None else running.built.loss(out)
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
+    with random_key(7, step, part.number):
+        flat = graph.module(*(held[name] for name in graph.held), *part.leaves)
+    return flat[graph.outputs.index(graph.loss)]
 
 
 def optimizer_of(kind, parameters):
@@ -79,41 +123,41 @@ def optimizer_of(kind, parameters):
     if not parameters:
         return None
     # A large epsilon: a gradient that is zero but for rounding must not become a step of full size.
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9) if kind == "sgd" else torch.optim.AdamW(parameters, 1e-3, eps=1e-4)
+    return (
+        torch.optim.SGD(parameters, lr=0.05, momentum=0.9) if kind == "sgd" else torch.optim.AdamW(parameters, 1e-3, eps=1e-4)
+    )
 
 
-def train_and_compare(setup, optimizer="sgd", steps=3, tolerance=1e-6):
-    """Trains both; returns the worst relative error of losses, gradients, parameters and buffers, and where it is."""
-    model, inputs, loss_of = make_model(setup.name, setup.dropout)
-    model.train(setup.model.training)
-    ours, theirs = optimizer_of(optimizer, setup.own.parameters.values()), optimizer_of(optimizer, model.parameters())
+def train_and_compare(running, optimizer="sgd", steps=3, tolerance=1e-6):
+    """Trains with and without a plan; returns the worst relative error of losses, gradients, parameters and buffers."""
+    model, _, _ = running.reference()
+    own, ranks = running.own, running.ranks
+    ours, theirs = optimizer_of(optimizer, own.parameters.values()), optimizer_of(optimizer, model.parameters())
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     worst = (0.0, "")
     for step in range(steps):
         theirs.zero_grad()
         loss = torch.zeros(())
-        for part in setup.split.parts:
-            out = model(**keywords(inputs, part.leaves))
-            one = (out.loss if loss_of is None else loss_of(out)) * part.weight
+        for part in running.built.split.parts:
+            one = plain_loss(running, model, part, step) * part.weight
             one.backward()
-            loss += one.detach()
+            loss = loss + one.detach()
         if ours is not None:
             ours.zero_grad()
-        found = setup.engine.train(setup.parts, 7, step)
-        worst = max(worst, (relative(found, loss), f"loss {step}"))
-        for name, parameter in setup.own.parameters.items():
+        worst = max(worst, (relative(running.engine.train(running.parts, 7, step), loss), f"loss {step}"))
+        for name, parameter in own.parameters.items():
             assert (parameter.grad is None) == (parameters[name].grad is None), (step, name)
-            if parameter.grad is not None and setup.own.owners[name][0] == setup.ranks.place:
+            if parameter.grad is not None:
                 worst = max(worst, (relative(parameter.grad, parameters[name].grad), f"gradient {step} {name}"))
         theirs.step()
         if ours is not None:
             ours.step()
-        for name, parameter in setup.own.parameters.items():
+        for name, parameter in own.parameters.items():
             worst = max(worst, (relative(parameter, parameters[name]), f"parameter {step} {name}"))
-        for name, buffer in setup.own.buffers.items():
-            if name in buffers:
+        for name, buffer in own.buffers.items():
+            if name in buffers and len(ranks.replicas) == 1:  # each replica counts its own batches
                 worst = max(worst, (relative(buffer, buffers[name]), f"buffer {step} {name}"))
-    assert worst[0] < tolerance, worst
+    assert worst[0] < tolerance, (running.name, *worst)
     return worst
 
 

@@ -20,6 +20,7 @@ from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.graph import JointGraph
 from rlplace.runtime.distributed.joint.views import base_of, is_view
 
+
 @dataclass(frozen=True, eq=False)
 class JointPlaces:
     """Devices of the plan for one joint graph.
@@ -62,8 +63,8 @@ def joint_places(
     Args:
         source: The forward that was traced.
         joint: Its joint graph.
-        plan: Names the ops of `source`; ops that it lacks, which graphs for other inputs or modes may have, go where most ops of
-            their module go.
+        plan: Names the ops of `source`; ops that it lacks, which graphs for other inputs or modes may have, go where most
+            ops of their module go.
         owners: Holders of the tensors that are in place already, by name.
     """
     planned = planned_spots(plan)

@@ -1,8 +1,8 @@
 """The joint-graph engine: forward and backward ops of a model, each on the process that the plan says.
 
-Every process computes the same order of all ops of all micro-batches (`order`) and runs its own part of it. A value is sent once
-to each process that reads it, a parameter once per step from its owner. Gradients of parameters are collected where they are
-made and sent to the owner after the last micro-batch.
+Every process computes the same order of all ops of all micro-batches (`order`) and runs its own part of it. A value is sent
+once to each process that reads it, a parameter once per step from its owner. Gradients of parameters are collected where they
+are made and sent to the owner after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from rlplace.errors import InputError
+from rlplace.runtime.distributed import activity
 from rlplace.runtime.distributed.engine import Engine, Microbatch
 from rlplace.runtime.distributed.gradients import sum_gradients
 from rlplace.runtime.distributed.groups import group_of
@@ -184,13 +185,14 @@ class JointEngine(Engine):
     def _turn(self, state: _State, turn: Turn, training: bool, seed: int, step: int) -> None:
         for message in turn.posts:
             source, layout = self.ranks.rank_of(message.source), layout_of(self._nodes[message.node])
-            state.pending[message] = state.wire.receive(layout, source, message.tag)
+            state.pending[message] = state.wire.receive(layout, source, message.tag, message)
         for message in turn.needs:
             work, value = state.pending.pop(message)
             work.wait()
             node = self._nodes[message.node]
             state.values[node, message.microbatch] = lay_out(value, node)
         node, number = turn.task
+        activity.doing("op {} (micro-batch {})", node, number)
         with random_key(seed, step, state.microbatches[number].number):
             made = self._calls[node](lambda other: self._look_up(state, other, number))
         if isinstance(made, torch.Tensor):

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlplace.graph.fake import any_dtype_grouped_mm
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.record import Recorder
-from rlplace.runtime.distributed.joint.views import is_view
+from rlplace.runtime.distributed.joint.views import base_of, is_view
 from rlplace.runtime.distributed.randomness import seeded
 
 
@@ -35,6 +35,7 @@ class JointGraph:
         constants: Values of constants that only the joint graph has.
         loss: Node of the scalar loss.
         outputs: Per flat output its node; other values stand for themselves.
+        differentiable: Numbers of the flat outputs that a gradient can flow back from.
         gradients: Nodes that add up to the gradient, for every trainable held parameter that has one.
         input_gradients: Likewise for flat inputs that require one, by index.
         writes: Node of the new value of every held tensor that the forward writes to; never a view.
@@ -47,6 +48,7 @@ class JointGraph:
     constants: Mapping[str, torch.Tensor]
     loss: fx.Node | None
     outputs: tuple[Any, ...]
+    differentiable: tuple[int, ...]
     gradients: Mapping[str, tuple[fx.Node, ...]]
     input_gradients: Mapping[int, fx.Node]
     writes: Mapping[str, fx.Node]
@@ -58,7 +60,7 @@ def joint_graph(
     leaves: Sequence[Any],
     *,
     differentiate: Sequence[int] | None = None,
-    neutral: bool = False,
+    kind: str = "cpu",
 ) -> JointGraph:
     """Traces the joint graph on fake CPU tensors, under the autocast state of the caller.
 
@@ -66,19 +68,20 @@ def joint_graph(
         source: The forward.
         held: The tensors of ``source.held`` by name, real, meta or fake; only shape, dtype and ``requires_grad`` matter.
         leaves: Flat inputs of one micro-batch, likewise.
-        differentiate: Flat outputs whose gradients come in as tangents; None differentiates the loss. With neither a loss nor
-            outputs the graph has no backward.
-        neutral: Use only ops that every kind of device has; otherwise attention is a CPU kernel.
+        differentiate: Flat outputs whose gradients come in as tangents, if one can flow back from them; None differentiates the
+            loss. With neither a loss nor outputs the graph has no backward.
+        kind: Of the devices that run the graph, such as ``"cuda"``. Tracing takes ops that they have: on the CPU its own kernel
+            for attention, else products and a softmax.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder()
-    tracer = _Tracer(source, recorder)
+    tracer = _Tracer(source, recorder, kind)
     with contextlib.ExitStack() as stack:
         stack.enter_context(any_dtype_grouped_mm())
         stack.enter_context(torch.enable_grad())
         # Its recurrent layers pass a workspace from forward to backward whose size only the kernel knows.
         stack.enter_context(_without_mkldnn())
-        if neutral:
+        if kind != "cpu":
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         stack.enter_context(mode)
         fakes = [_fake(held[name]) for name in source.held]
@@ -88,10 +91,11 @@ def joint_graph(
 
 
 class _Tracer(fx.Interpreter):
-    def __init__(self, source: ForwardGraph, recorder: Recorder) -> None:
+    def __init__(self, source: ForwardGraph, recorder: Recorder, kind: str) -> None:
         super().__init__(source.module, garbage_collect_values=False)
         self.source = source
         self.recorder = recorder
+        self.kind = kind
 
     def trace(self, fakes: list[torch.Tensor], leaves: list[Any], differentiate: Sequence[int] | None) -> JointGraph:
         source, recorder = self.source, self.recorder
@@ -108,9 +112,11 @@ class _Tracer(fx.Interpreter):
             wrapped = [self._value(item) for item in source.outputs]
             loss = None if source.loss is None else self.env[source.node(source.loss)]
             tangents: dict[int, torch.Tensor] = {}
+            differentiable = [i for i, v in enumerate(wrapped) if isinstance(v, torch.Tensor) and v.requires_grad]
             if differentiate is not None:
-                roots = [wrapped[index] for index in differentiate]
-                tangents = {index: _wrap(_fake(wrapped[index].detach())) for index in differentiate}
+                taken = [index for index in differentiate if index in differentiable]
+                roots = [wrapped[index] for index in taken]
+                tangents = {index: _tangent(wrapped[index]) for index in taken}
             else:
                 roots = [] if loss is None else [loss]
             tangent_nodes = {i: recorder.input(f"tangent_{i}", _unwrap(value)) for i, value in tangents.items()}
@@ -122,8 +128,14 @@ class _Tracer(fx.Interpreter):
                 found = torch.autograd.grad(
                     roots, [given[i] for i in wanted], list(tangents.values()) or None, allow_unused=True
                 )
-            gradients = {i: recorder.node(_unwrap(value)) for i, value in zip(wanted, found, strict=True) if value is not None}
-            outputs = tuple(recorder.node(_unwrap(v)) if isinstance(v, torch.Tensor) else v for v in wrapped)
+            gradients = {
+                i: _made(recorder.graph, recorder.node(_unwrap(value)))
+                for i, value in zip(wanted, found, strict=True)
+                if value is not None
+            }
+            outputs = tuple(
+                _made(recorder.graph, recorder.node(_unwrap(v))) if isinstance(v, torch.Tensor) else v for v in wrapped
+            )
             writes = {name: recorder.node(_unwrap(given[i])) for i, name in enumerate(source.held) if name in source.writes}
             loss_node = None if loss is None else recorder.node(_unwrap(loss))
         finally:
@@ -137,6 +149,7 @@ class _Tracer(fx.Interpreter):
             constants=recorder.constants,
             loss=loss_node,
             outputs=outputs,
+            differentiable=tuple(differentiable),
             gradients={source.held[i]: _summands(node) for i, node in gradients.items() if i < count},
             input_gradients={i - count: node for i, node in gradients.items() if i >= count},
             writes={name: _own(recorder.graph, node) for name, node in writes.items() if node is not held[name]},
@@ -157,6 +170,9 @@ class _Tracer(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is seeded:
             target, args = args[0], args[2:]
+            if self.kind == "cuda" and target is torch.ops.aten.dropout.default:
+                # What its dropout calls there: the same masks as any other engine.
+                return torch.ops.aten.native_dropout.default(*args)[0]
         return super().call_function(target, args, kwargs)
 
     def _value(self, item: Any) -> Any:
@@ -180,6 +196,17 @@ def _without_mkldnn() -> Iterator[None]:
 def _fake(value: torch.Tensor) -> torch.Tensor:
     fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
     return fake.requires_grad_(value.requires_grad)
+
+
+def _tangent(output: torch.Tensor) -> torch.Tensor:
+    """A gradient of an output that comes from outside."""
+    like = _unwrap(output.detach())
+    torch._disable_functionalization()  # type: ignore[attr-defined]
+    try:
+        fake = _fake(like)
+    finally:
+        torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
+    return _wrap(fake)
 
 
 def _wrap(value: Any) -> Any:
@@ -211,6 +238,11 @@ def _own(graph: fx.Graph, node: fx.Node) -> fx.Node:
     copy = graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta.update(val=node.meta["val"], owner=node.meta.get("owner"), backward=False)
     return copy
+
+
+def _made(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A node of a value that some op makes, be it as a view."""
+    return _own(graph, node) if base_of(node).op == "placeholder" else node
 
 
 def _summands(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -37,6 +37,9 @@ class Message:
     node: str
     microbatch: int
 
+    def __str__(self) -> str:
+        return f"{self.node!r}" + (f" of micro-batch {self.microbatch}" if self.microbatch >= 0 else "")
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -76,9 +79,7 @@ def layout_of(node: fx.Node) -> Layout:
     return Layout(tuple(value.shape), value.dtype, False)
 
 
-def program_of(
-    places: JointPlaces, order: Sequence[Task], place: int, keep: Collection[fx.Node]
-) -> Program:
+def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Collection[fx.Node]) -> Program:
     """The part of one place.
 
     Args:

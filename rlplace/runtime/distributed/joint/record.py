@@ -8,7 +8,6 @@ its autograd node: sequence numbers say which.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,14 +110,10 @@ class Recorder(TorchDispatchMode):
     def _seed(self, node: fx.Node) -> None:
         if self.number is None:
             raise InputError(f"distribute: {node.target} draws random numbers outside of the forward; run the stages instead")
-        call = (node.target, *node.args)
-        if self._draws:
-            # Later draws of one op continue its stream.
-            node.args = (_later, self.number, tuple(self._draws), call)
-        else:
-            node.args = (node.target, self.number, *node.args)
+        self._draws.append((node.target, *node.args))
+        one = len(self._draws) == 1
+        node.args = (node.target, self.number, *node.args) if one else (last_draw, self.number, *self._draws)
         node.target = seeded
-        self._draws.append(call)
 
     def _operand(self, value: Any) -> Any:
         return self.node(value) if isinstance(value, torch.Tensor) else value
@@ -141,9 +136,9 @@ class Recorder(TorchDispatchMode):
         return node
 
 
-def _later(before: Sequence[tuple[Any, ...]], call: tuple[Any, ...]) -> Any:
-    """The last of several draws from one stream."""
-    for op, *args in before:
-        op(*args)
-    op, *args = call
-    return op(*args)
+def last_draw(*draws: tuple[Any, ...]) -> Any:
+    """The last of several draws that one op makes from its stream, each an op with its arguments."""
+    result = None
+    for op, *args in draws:
+        result = op(*args)
+    return result

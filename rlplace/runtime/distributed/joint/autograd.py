@@ -1,0 +1,110 @@
+"""A joint graph in one process as a step of autograd: its call runs the forward part, the backward of its outputs the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.function import once_differentiable
+
+from rlplace.runtime.distributed.joint.one_process import TwoParts
+from rlplace.runtime.distributed.randomness import current_key, random_key
+
+Flags = tuple[bool, ...]
+MakeParts = Callable[[Sequence[torch.Tensor], Sequence[Any], tuple[int, ...]], TwoParts]
+
+
+class JointModule:
+    """Called with held tensors and flat inputs like the graph of a forward; returns the flat outputs.
+
+    Which outputs get a gradient is known in backward only. The forward prepares for those that got one the last time, at first
+    for `guess`; should others get one, it runs again, with the same random numbers.
+    """
+
+    def __init__(self, make: MakeParts, held: int, guess: tuple[int, ...]) -> None:
+        """Keeps what is needed for tracing.
+
+        Args:
+            make: Traces and places the graph for held tensors, flat inputs and the outputs to differentiate.
+            held: Number of held tensors.
+            guess: Numbers of the outputs that are likely to get a gradient.
+        """
+        self._make = make
+        self._held = held
+        self.guess = guess
+        self._parts: dict[tuple[tuple[int, ...], Flags], TwoParts] = {}
+
+    def parts(self, values: Sequence[Any], outputs: tuple[int, ...]) -> TwoParts:
+        """The graph that differentiates some outputs."""
+        flags = tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+        key = (outputs, flags if outputs else ())
+        if key not in self._parts:
+            self._parts[key] = self._make(values[: self._held], values[self._held :], outputs)
+        return self._parts[key]
+
+    def __call__(self, *values: Any) -> list[Any]:
+        training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+        parts = self.parts(values, self.guess if training else ())
+        joint = parts.places.joint
+        # Running statistics change before backward reads them.
+        before = list(values)
+        for index, name in enumerate(parts.held):
+            if name in parts.writes:
+                before[index] = values[index].detach().clone()
+        key = current_key() or (int(torch.randint(1 << 62, ()).item()), 0, 0)
+        if training and joint.differentiable:
+            made = list(_Step.apply(self, parts, key, *before))
+        else:
+            made = run_forward(parts, key, before)[0]
+        outputs, new = made[: len(parts.outputs)], made[len(parts.outputs) :]
+        with torch.no_grad():
+            for name, value in zip(parts.writes, new, strict=True):
+                values[parts.held.index(name)].copy_(value)
+        found = iter(outputs)
+        return [next(found) if isinstance(item, fx.Node) else item for item in joint.outputs]
+
+
+def run_forward(
+    parts: TwoParts, key: tuple[int, int, int], values: Sequence[Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Runs the forward part; returns outputs and written values, and what backward reads."""
+    given = [values[index] for index in range(len(parts.held))] + [values[len(parts.held) + index] for index in parts.inputs]
+    with torch.no_grad(), random_key(*key):
+        made = parts.forward(*(value.detach() for value in given))
+    count = len(parts.outputs) + len(parts.writes)
+    return list(made[:count]), list(made[count:])
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: JointModule, parts: TwoParts, key: tuple[int, int, int], *values: Any) -> Any:
+        results, saved = run_forward(parts, key, values)
+        ctx.module, ctx.parts, ctx.key, ctx.values = module, parts, key, values
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        differentiable = parts.places.joint.differentiable
+        numbers = [*parts.outputs, *(-1 for _ in parts.writes)]
+        ctx.mark_non_differentiable(*(r for r, number in zip(results, numbers, strict=True) if number not in differentiable))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        parts, module = ctx.parts, ctx.module
+        given = {i: g for i, g in zip(parts.outputs, gradients, strict=False) if g is not None}
+        wanted, saved = tuple(given), ctx.saved_tensors
+        if wanted != tuple(parts.places.joint.tangents):
+            module.guess = wanted
+            parts = module.parts(ctx.values, wanted)
+            saved = run_forward(parts, ctx.key, ctx.values)[1]
+        with torch.no_grad(), random_key(*ctx.key):
+            made = parts.backward(*saved, *(given[i] for i in parts.places.joint.tangents))
+        found: list[torch.Tensor | None] = [None] * len(ctx.values)
+        for name, gradient in zip(parts.gradients, made, strict=False):
+            found[parts.held.index(name)] = gradient
+        for number, gradient in zip(parts.input_gradients, made[len(parts.gradients) :], strict=True):
+            position = len(parts.held) + number
+            found[position] = gradient.to(ctx.values[position].device)
+        return None, None, None, *found

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
     from rlplace.runtime.apply import apply
+    from rlplace.runtime.distributed.accelerator import distribute_accelerator
     from rlplace.runtime.distributed.distribute import distribute
+    from rlplace.runtime.distributed.trainer import distribute_trainer
     from rlplace.simulator import expand, simulate, simulate_many
 
 __version__ = "0.1.0"
@@ -46,6 +48,8 @@ _PUBLIC = {
     "apply": "rlplace.runtime.apply",
     "capture": "rlplace.graph.capture",
     "distribute": "rlplace.runtime.distributed.distribute",
+    "distribute_accelerator": "rlplace.runtime.distributed.accelerator",
+    "distribute_trainer": "rlplace.runtime.distributed.trainer",
     "expand": "rlplace.simulator",
     "load_agent": "rlplace.agents.planner",
     "place": "rlplace.placing",
@@ -70,6 +74,8 @@ __all__ = [
     "apply",
     "capture",
     "distribute",
+    "distribute_accelerator",
+    "distribute_trainer",
     "expand",
     "load_agent",
     "place",

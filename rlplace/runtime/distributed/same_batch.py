@@ -1,0 +1,66 @@
+"""Checks that all processes of a replica are called with the same batch.
+
+Every process of a replica works on the same samples. A sampler or a loader that deals them out to processes, as for data
+parallel training, would give each process another batch, and the model would train on mixtures of them without a sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.runtime.distributed.groups import group_of
+
+CALLS = 2
+"""Calls that are checked; a batch costs about as much as a look at every element and a message of 64 bytes."""
+
+
+def check_first_batches(model: nn.Module, ranks: tuple[int, ...], device: torch.device) -> None:
+    """Makes the first calls of a model compare their inputs over some processes.
+
+    Args:
+        model: Called by all of them.
+        ranks: Global ranks that must be called with the same inputs.
+        device: For messages.
+    """
+    if len(ranks) < 2:
+        return
+    left = [CALLS]
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mine = digest((args, kwargs)).to(device)
+        found = [torch.empty_like(mine) for _ in ranks]
+        dist.all_gather(found, mine, group=group_of(ranks, "inputs"))
+        left[0] -= 1
+        if left[0] == 0:
+            handle.remove()
+        if any(not torch.equal(other, found[0]) for other in found):
+            raise InputError(
+                "distribute: the processes were called with different batches; every process of a replica works on the whole "
+                "batch, so seed all alike and leave out DistributedSampler and loaders that split batches over processes"
+            )
+
+    handle: Any = _first_hook(model, compare)
+
+
+def digest(inputs: Any) -> torch.Tensor:
+    """A few numbers that tell batches apart, float64 [3]: count, sum and weighted sum of all elements of all tensors."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for number, leaf in enumerate(pytree.tree_leaves(inputs)):
+        if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0:
+            continue
+        flat = torch.nan_to_num(leaf.detach().double().flatten()) if not leaf.is_complex() else leaf.detach().abs().double()
+        places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).sqrt()
+        found = torch.stack([flat.new_tensor(float(flat.numel())), flat.sum(), (flat.flatten() * places).sum()])
+        total += found.cpu() * (number + 1)
+    return total
+
+
+def _first_hook(model: nn.Module, hook: Callable[..., None]) -> Any:
+    return model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)

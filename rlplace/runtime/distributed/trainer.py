@@ -1,0 +1,166 @@
+"""transformers' `Trainer` with a distributed model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.accelerator import see_one_process, use_model
+from rlplace.runtime.distributed.forward_graph import Graphs
+from rlplace.runtime.distributed.inputs import micro_batch
+from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.whole_state import whole_state_dict
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+COUNT = "num_items_in_batch"
+"""Keyword by which a Trainer tells a model how many labels the whole batch has."""
+
+
+def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) -> DistributedModel:
+    """Makes a Trainer train its model as a plan says; call it on every process, after the Trainer is made.
+
+    Batch sizes are those of the script on one device: ``per_device_train_batch_size`` is the batch of all processes together.
+    Only rank 0 logs and saves. ``save_model`` and checkpoints hold the whole model in the format of transformers.
+
+    Args:
+        trainer: Made with the whole model, and without an optimizer.
+        plan: A plan for the model.
+        **options: Further arguments of `rlplace.distribute`.
+
+    Returns:
+        The distributed model, which the Trainer has now.
+
+    Raises:
+        InputError: Something cannot be combined with a plan, with the reason.
+    """
+    from rlplace.runtime.distributed.distribute import distribute
+
+    _refuse(trainer)
+    see_one_process(trainer.accelerator)
+    whole, graphs = trainer.model, Graphs()
+    model = distribute(whole, plan, device=options.pop("device", trainer.args.device), graphs=graphs, **options)
+    if trainer.args.device.type != "cpu":
+        whole.to("cpu")  # what this process owns stays where it is
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
+    use_model(trainer.accelerator, model)
+    sums = trainer.model_accepts_loss_kwargs and _divides_by_count(whole, plan, options.get("example_inputs"), graphs)
+    _count_labels(trainer, model, sums)
+    _use_whole_model(trainer, model)
+    _same_loaders(trainer)
+    return model
+
+
+def _refuse(trainer: Any) -> None:
+    """Refuses what cannot work with a plan."""
+    args = trainer.args
+    modules = isinstance(trainer.model, nn.Module)
+    reasons = {
+        "the Trainer has no model": not modules,
+        "its model is distributed already": isinstance(trainer.model, DistributedModel),
+        "it was given an optimizer, whose parameters are not those of the distributed model": trainer.optimizer is not None,
+        "model_init makes a new model for every run": trainer.model_init is not None,
+        "gradient_checkpointing: what is recomputed is part of a plan": args.gradient_checkpointing,
+        "fsdp and deepspeed distribute the model by themselves": bool(args.fsdp) or args.deepspeed is not None,
+        "torch_compile: a plan's segments run as they are": args.torch_compile,
+        "auto_find_batch_size: every process would find its own": args.auto_find_batch_size,
+        "neftune_noise_alpha hooks a module": args.neftune_noise_alpha is not None,
+        "a loss outside the model needs its outputs, which training does not bring to every process: label_smoothing_factor, "
+        "compute_loss_func": bool(args.label_smoothing_factor) or getattr(trainer, "compute_loss_func", None) is not None,
+        "predict_with_generate needs the whole model on one process": getattr(args, "predict_with_generate", False),
+        "save_on_each_node: the whole model is brought to rank 0 only": args.save_on_each_node,
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    if found is not None:
+        raise InputError(f"distribute_trainer: {found}; change it, or train on one device")
+
+
+def _divides_by_count(whole: nn.Module, plan: PlacementPlan, example_inputs: Any, graphs: Graphs) -> bool:
+    """Whether the model divides its loss by the number of labels that it is told: some take the keyword and ignore it."""
+    args, kwargs = micro_batch(plan, example_inputs)
+    graph = graphs(whole, args, {**kwargs, COUNT: torch.empty((), device="meta")}, None, None)
+    return bool(graph.node(graph.inputs[-1]).users)
+
+
+def _count_labels(trainer: Any, model: DistributedModel, sums: bool) -> None:
+    """Losses of micro-batches add up where each is divided by the number of labels of the whole batch."""
+    original = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        with reduction(model, "sum" if sums and kwargs.get(COUNT) is not None else "mean"):
+            return original(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+
+
+@contextlib.contextmanager
+def reduction(model: DistributedModel, kind: str) -> Iterator[None]:
+    """How the losses of micro-batches become one within a block, "mean" or "sum"; see `rlplace.distribute`."""
+    before = model._batching
+    model._batching = dataclasses.replace(before, reduction=kind)
+    try:
+        yield
+    finally:
+        model._batching = before
+
+
+def _use_whole_model(trainer: Any, model: DistributedModel) -> None:
+    """What a Trainer asks its model's class or modules is asked of the model itself; what it saves is the whole."""
+    decaying = trainer.get_decay_parameter_names
+
+    def get_decay_parameter_names(other: Any) -> list[str]:
+        return decaying(model._meta)  # by the classes of modules, which the own part has not
+
+    def _save(output_dir: str | None = None, state_dict: Any = None) -> None:
+        state = whole_state_dict(model)
+        if trainer.args.should_save:
+            _save_whole(trainer, model, output_dir or trainer.args.output_dir, state)
+
+    trainer.get_decay_parameter_names = get_decay_parameter_names
+    trainer._save = _save
+
+
+def _save_whole(trainer: Any, model: DistributedModel, folder: str, state: dict[str, torch.Tensor]) -> None:
+    import safetensors.torch
+    from transformers import PreTrainedModel
+
+    os.makedirs(folder, exist_ok=True)
+    shape = model._meta
+    if isinstance(shape, PreTrainedModel):
+        shape.save_pretrained(folder, state_dict=state)
+    else:
+        safetensors.torch.save_file({k: v.clone() for k, v in state.items()}, os.path.join(folder, "model.safetensors"))
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(folder)
+    torch.save(trainer.args, os.path.join(folder, "training_args.bin"))
+
+
+def _same_loaders(trainer: Any) -> None:
+    """Worker processes of loaders are seeded by the number of their process; here all processes must draw alike."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    def alike(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            states = (PartialState(), AcceleratorState())
+            before = [state.process_index for state in states]
+            for state in states:
+                state.process_index = 0
+            try:
+                return make(*args, **kwargs)
+            finally:
+                for state, index in zip(states, before, strict=True):
+                    state.process_index = index
+
+        return made
+
+    for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
+        setattr(trainer, name, alike(getattr(trainer, name)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import sys
@@ -19,6 +18,7 @@ from rlplace.cli.common import (
     positive,
     print_json,
     print_table,
+    seconds,
 )
 from rlplace.errors import InputError
 
@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (cuda where there is a GPU)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="of torch.distributed (nccl for GPUs, else gloo)")
     parser.add_argument("--cluster", metavar="C", help="the cluster at hand; must be the one that the plan was made for")
+    parser.add_argument(
+        "--timeout", type=seconds, default=300.0, metavar="S", help="how long a rank may stand still while others wait (300)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -72,17 +75,17 @@ def run(options: argparse.Namespace) -> int:
 def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from rlplace.runtime.distributed import job
+    from rlplace.runtime.distributed import faults, job
 
     device = job.start(settings)
-    try:
+    with faults.guard(timeout_s=options.timeout, debug=options.debug):
         result = job.train(plan, device, settings, _step_printer(options))
+        equal = result.comparison is None or dist.get_rank() != 0 or result.comparison.equal
         if dist.get_rank() == 0:
             _show(result, options)
-        return 0 if result.comparison is None or dist.get_rank() != 0 or result.comparison.equal else 1
-    finally:
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+        dist.barrier()  # torchrun ends the others as soon as one fails
+    dist.destroy_process_group()
+    return 0 if equal else 1
 
 
 def check_processes(plan: PlacementPlan, path: str) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
+from rlplace.runtime.distributed import faults
 from rlplace.runtime.distributed.assign import check_same_ops, planned_spots
 from rlplace.runtime.distributed.engine import Engine
 from rlplace.runtime.distributed.engines import Setup, choose_engine
@@ -66,13 +67,13 @@ def distribute(
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
     where = _device(device)
     ranks = ranks_of(plan, where)
+    faults.install(part_text(plan, ranks.place))
     meta = meta_copy(model)
     args, kwargs = micro_batch(plan, example_inputs)
     with_target = example_target is not None or takes_target(loss)
     trace = graphs or Graphs()
     first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
     check_same_ops(first, planned_spots(plan))
-    faults.install(part_text(plan, ranks.place))
     made = choose_engine(Setup(model, plan, first, ranks, problem), engine)
 
     def engine_for(

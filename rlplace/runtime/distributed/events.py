@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rlplace.runtime.distributed import activity
+
 KINDS = ("forward", "backward", "wait", "reduce", "update")
+_TEXT = {"reduce": "the sum of gradients over ranks", "update": "the optimizer"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,11 @@ class Recorder:
 
     @contextmanager
     def interval(self, kind: str, segment: int = -1, microbatch: int = -1) -> Iterator[None]:
-        """Records the time that its body takes."""
+        """Records the time that its body takes, and notes it as what this process is doing."""
+        if segment >= 0 and kind != "wait":
+            activity.doing("the {} of segment {} (micro-batch {})", kind, segment, microbatch)
+        elif kind in _TEXT:
+            activity.doing(_TEXT[kind])
         if not self.on:
             yield
             return

@@ -48,6 +48,17 @@ class Ranks:
         return self.replicas[self.replica or 0][place]
 
 
+def part_text(plan: PlacementPlan, place: int | None) -> str:
+    """What a device of the plan runs, for messages: its stages."""
+    if place is None:
+        return "not in the plan"
+    stages = plan.device_of_group if plan.stage_of_group is None else plan.stage_of_group
+    here = sorted({int(stage) for stage, device in zip(stages, plan.device_of_group, strict=True) if device == place})
+    if not here:
+        return "no stage"
+    return f"stage {here[0]}" if len(here) == 1 else f"stages {', '.join(map(str, here))}"
+
+
 def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
     """Matches the plan's devices with the processes of the default process group.
 

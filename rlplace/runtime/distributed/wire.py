@@ -9,12 +9,61 @@ import torch
 import torch.distributed as dist
 
 from rlplace.errors import RlplaceError
+from rlplace.runtime.distributed import activity
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.layouts import Layout
+from rlplace.runtime.distributed_text import one_line
 
 
 class LostPeerError(RlplaceError):
-    """Another process did not send or take a value in time, or is gone."""
+    """Another process did not send or take a value in time, or is gone.
+
+    Attributes:
+        peer: Its rank.
+    """
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A value on its way to this process.
+
+    Attributes:
+        work: What torch waits with.
+        rank: Of this process.
+        source: The rank that sends it.
+        what: Whose text names the value in messages.
+    """
+
+    work: Any
+    rank: int
+    source: int
+    what: object
+
+    def is_completed(self) -> bool:
+        """Whether it has arrived."""
+        done: bool = self.work.is_completed()
+        return done
+
+    def wait(self) -> None:
+        """Waits until it has arrived.
+
+        Raises:
+            LostPeerError: It will not.
+        """
+        before = activity.note()
+        activity.doing("{} from rank {}", self.what, self.source, source=self.source)
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise LostPeerError(
+                f"rank {self.rank} waited for {self.what} from rank {self.source}, which is gone or hangs: {one_line(error)}",
+                self.source,
+            ) from error
+        activity.doing(*before)
 
 
 @dataclass(eq=False)
@@ -31,7 +80,7 @@ class Wire:
 
     rank: int
     device: torch.device
-    _sent: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    _sent: list[tuple[Any, torch.Tensor, int]] = field(default_factory=list)
 
     def send(self, value: torch.Tensor, layout: Layout, destination: int, tag: int) -> None:
         """Starts to send; the value is kept until it has gone."""
@@ -41,19 +90,36 @@ class Wire:
                 f"promised {layout.dtype}{list(layout.shape)}; the model depends on values that tracing cannot see"
             )
         flat = value.detach().contiguous()
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        work = dist.isend(flat, destination, group=self._group(self.rank, destination), tag=tag)
-        self._sent.append((work, flat))
+        self._sent = [item for item in self._sent if not item[0].is_completed()]
+        try:
+            work = dist.isend(flat, destination, group=self._group(self.rank, destination), tag=tag)
+        except RuntimeError as error:
+            raise LostPeerError(
+                f"rank {self.rank} cannot send to rank {destination}: {one_line(error)}", destination
+            ) from error
+        self._sent.append((work, flat, destination))
 
-    def receive(self, layout: Layout, source: int, tag: int) -> tuple[Any, torch.Tensor]:
-        """Starts to receive; returns the work to wait for and the tensor that it fills."""
+    def receive(self, layout: Layout, source: int, tag: int, what: object = "a value") -> tuple[Arrival, torch.Tensor]:
+        """Starts to receive; returns what to wait for and the tensor that it fills. the text of `what` names it."""
         value = layout.empty(self.device)
-        return dist.irecv(value, source, group=self._group(source, self.rank), tag=tag), value
+        try:
+            work = dist.irecv(value, source, group=self._group(source, self.rank), tag=tag)
+        except RuntimeError as error:
+            raise LostPeerError(
+                f"rank {self.rank} cannot receive {what} from rank {source}: {one_line(error)}", source
+            ) from error
+        return Arrival(work, self.rank, source, what), value
 
     def finish(self) -> None:
         """Waits until everything that was sent has gone."""
-        for work, _ in self._sent:
-            work.wait()
+        for work, _, destination in self._sent:
+            activity.doing("rank {} to take a value", destination, source=destination)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise LostPeerError(
+                    f"rank {self.rank} waited for rank {destination} to take a value: {one_line(error)}", destination
+                ) from error
         self._sent.clear()
 
     def _group(self, source: int, destination: int) -> dist.ProcessGroup | None:

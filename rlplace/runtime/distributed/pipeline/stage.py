@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rlplace.errors import RlplaceError
+from rlplace.runtime.distributed import activity
 from rlplace.runtime.distributed.engine import Microbatch
 from rlplace.runtime.distributed.layouts import Layout
 from rlplace.runtime.distributed.pipeline.chain import Chain
@@ -162,6 +163,7 @@ class StageModule(nn.Module):
             raise RlplaceError(f"pipeline: stage {self.index} was called outside of a step")
         at = int(number)
         microbatch = current.microbatches[at]
+        activity.doing("the forward of stage {} (micro-batch {})", self.index, at)
         current.begin(self.index)
         values = dict(zip(self.taken, carried, strict=False))
         held = [self._tensors[name] for name in self.segment.held]

@@ -20,6 +20,7 @@ from rlplace.runtime.distributed.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.inputs import any_loss, micro_batch, takes_target
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import part_text, ranks_of
+from rlplace.runtime.distributed.same_batch import check_first_batches
 from rlplace.runtime.distributed.tensors import meta_copy
 
 
@@ -83,7 +84,9 @@ def distribute(
         return graph, made.engine_for(graph)
 
     batching = Batching(plan.microbatches, share, frozenset(whole), reduction, plan.optimizer_sharding)
-    return DistributedModel(meta, made.own, ranks, batching, engine_for, seed, report=made.name)
+    placed = DistributedModel(meta, made.own, ranks, batching, engine_for, seed, report=made.name)
+    check_first_batches(placed, ranks, share)
+    return placed
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -6,7 +6,6 @@ parallel training, would give each process another batch, and the model would tr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,27 +15,32 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.ranks import Ranks
 
 CALLS = 2
 """Calls that are checked; a batch costs about as much as a look at every element and a message of 64 bytes."""
 
 
-def check_first_batches(model: nn.Module, ranks: tuple[int, ...], device: torch.device) -> None:
-    """Makes the first calls of a model compare their inputs over some processes.
+def check_first_batches(model: nn.Module, ranks: Ranks, share: str) -> None:
+    """Makes the first calls of a distributed model compare their inputs over the processes that must get the same.
 
     Args:
-        model: Called by all of them.
-        ranks: Global ranks that must be called with the same inputs.
-        device: For messages.
+        model: The distributed model.
+        ranks: Its processes.
+        share: See `rlplace.distribute`.
     """
-    if len(ranks) < 2:
+    if ranks.replica is None:
+        return
+    rows = ranks.replicas if share == "global" else [ranks.replicas[ranks.replica]]
+    alike = sorted({rank for row in rows for rank in row})
+    if len(alike) < 2:
         return
     left = [CALLS]
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mine = digest((args, kwargs)).to(device)
-        found = [torch.empty_like(mine) for _ in ranks]
-        dist.all_gather(found, mine, group=group_of(ranks, "inputs"))
+        mine = digest((args, kwargs)).to(ranks.device)
+        found = [torch.empty_like(mine) for _ in alike]
+        dist.all_gather(found, mine, group=group_of(alike, "inputs"))
         left[0] -= 1
         if left[0] == 0:
             handle.remove()
@@ -46,7 +50,7 @@ def check_first_batches(model: nn.Module, ranks: tuple[int, ...], device: torch.
                 "batch, so seed all alike and leave out DistributedSampler and loaders that split batches over processes"
             )
 
-    handle: Any = _first_hook(model, compare)
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)
 
 
 def digest(inputs: Any) -> torch.Tensor:
@@ -60,7 +64,3 @@ def digest(inputs: Any) -> torch.Tensor:
         found = torch.stack([flat.new_tensor(float(flat.numel())), flat.sum(), (flat.flatten() * places).sum()])
         total += found.cpu() * (number + 1)
     return total
-
-
-def _first_hook(model: nn.Module, hook: Callable[..., None]) -> Any:
-    return model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)

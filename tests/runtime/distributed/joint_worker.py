@@ -66,7 +66,7 @@ class Built:
     places: object
 
 
-def build(name, world, *, microbatches=1, seed=0, dropout=0.0, train=True, plan=None, replicas=None, double=False):
+def build(name, world, *, microbatches=1, seed=0, dropout=0.0, train=True, plan=None, replicas=None, double=False, **fields):
     model, inputs, loss = make_model(name, dropout, double)
     model.train(train)
     split = split_batch((((), inputs),), len(replicas or [0]), microbatches)
@@ -75,7 +75,7 @@ def build(name, world, *, microbatches=1, seed=0, dropout=0.0, train=True, plan=
     graph = forward_graph(meta, (), keywords(inputs, leaves), loss=loss)
     if plan is None:
         used = world if replicas is None else len(replicas[0])
-        plan = plan_of(graph, *random_places(graph, used, seed), microbatches=microbatches, replicas=replicas)
+        plan = plan_of(graph, *random_places(graph, used, seed), microbatches=microbatches, replicas=replicas, **fields)
     held = {**dict(meta.named_parameters()), **dict(meta.named_buffers()), **graph.constants}
     joint = joint_graph(graph, held, leaves)
     return Built(model, inputs, loss, split, graph, plan, joint, joint_places(graph, joint, plan))

@@ -240,6 +240,7 @@ def value_of(node: fx.Node, look_up: Callable[[fx.Node], Any]) -> Any:
 def lay_out(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
     """The value with the strides that tracing promised."""
     like = node.meta["val"]
-    if value.stride() == like.stride():
+    expanded = any(step == 0 and size > 1 for step, size in zip(like.stride(), like.shape, strict=True))
+    if value.stride() == like.stride() or expanded:
         return value
     return torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device).copy_(value)

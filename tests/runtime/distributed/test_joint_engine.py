@@ -1,0 +1,144 @@
+"""Plans whose forward and backward ops are anywhere train like the plain model, over several processes."""
+
+import joint_worker
+import launch
+import numpy as np
+import pytest
+import torch
+
+import rlplace
+
+SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
+
+
+def train(cases):
+    """Worst error of each case on this rank; a case is a model's name and options."""
+    return [
+        joint_worker.train_and_compare(joint_worker.Running(name, **options), optimizer) for name, optimizer, options in cases
+    ]
+
+
+def left_over(name, world):
+    """What a step leaves in memory: names of nodes whose values were not freed."""
+    running = joint_worker.Running(name, world, microbatches=2, seed=5)
+    engine = running.engine
+    state = engine._run(running.parts, training=True, seed=0, step=0)
+    joint = running.built.joint
+    own = {joint.held[name] for name in (*running.own.parameters, *running.own.buffers) if name in joint.held}
+    allowed = own | set(joint.inputs) | set(joint.writes.values())
+    return sorted({node.name for node, _ in state.values if node not in allowed}), len(state.pending), len(state.gradients)
+
+
+def owned(name, world):
+    running = joint_worker.Running(name, world, seed=2)
+    return sorted(running.own.parameters), sorted(running.own.buffers)
+
+
+def evaluated(name, world):
+    """Outputs of both micro-batches, and those of the plain model."""
+    running = joint_worker.Running(name, world, microbatches=2, seed=4, train=False)
+    found = running.engine.evaluate(running.parts)
+    model, inputs, _ = running.reference()
+    with torch.no_grad():
+        plain = [model(**joint_worker.keywords(inputs, part.leaves)) for part in running.parts]
+    return found, [[out.loss, out.logits] for out in plain]
+
+
+def bundle(world):
+    """Several short checks in one start of processes."""
+    train(
+        [
+            ("gpt2", "sgd", {"world": world, "microbatches": 2, "seed": 1, "double": True}),
+            ("gpt2", "adamw", {"world": world, "microbatches": 2, "seed": 2, "dropout": 0.3, "double": True}),
+            ("resnet", "sgd", {"world": world, "microbatches": 2, "seed": 3, "double": True}),
+        ]
+    )
+    return left_over("resnet", world), owned("gpt2", world), evaluated("vit", world), bipartition_step(world)
+
+
+def bipartition_step(world):
+    """A real Bi-Partition plan, with the ops that run on each device."""
+    model, inputs, _ = joint_worker.make_model("gpt2")
+    problem = rlplace.split_backward(rlplace.price(rlplace.capture(model, inputs), f"l4:{world}"))
+    plan = rlplace.place(problem, planner="bipartition", seed=0)
+    running = joint_worker.Running("gpt2", world, plan=plan, double=True)
+    worst = joint_worker.train_and_compare(running)
+    places = running.built.places
+    used = [{places.place[n] for n in places.place if n.meta["backward"] == which} for which in (False, True)]
+    return worst[0], used, plan.planner
+
+
+@pytest.fixture(scope="module")
+def results():
+    return launch.run(2, bundle, 2)
+
+
+def test_nothing_is_left_in_memory_after_a_step(results):
+    for (nodes, pending, gradients), *_ in results:
+        assert (nodes, pending, gradients) == ([], 0, 0)
+
+
+def test_each_process_holds_its_own_parameters_only(results):
+    first, second = (set(own[0]) for _, own, *_ in results)
+    assert first and second and not first & second
+    model, _, _ = joint_worker.make_model("gpt2")
+    assert first | second == {name for name, _ in model.named_parameters()}
+
+
+def test_evaluation_returns_all_outputs_on_every_rank(results):
+    for _, _, (found, expected), _ in results:
+        for ours, plain in zip(found, expected, strict=True):
+            for a, b in zip(ours, plain, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_a_bipartition_plan_trains(results):
+    for *_, (worst, used, planner) in results:
+        assert planner == "bipartition" and worst < 1e-6
+        assert used[0] and used[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_seven_models_train_on_random_places(world):
+    cases = []
+    for number, name in enumerate([*SEVEN, "awkward", "dlrm", "swin"]):
+        # Mixture-of-experts products have no double-precision kernel.
+        options = {"world": world, "microbatches": 1 + number % 2, "seed": 10 * world + number, "double": name != "mixtral"}
+        cases.append((name, ["sgd", "adamw"][number % 2], options))
+    launch.run(world, train, cases, timeout_s=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_replicas_and_schedules(schedule):
+    options = {"world": 4, "microbatches": 2, "replicas": [[0, 2], [3, 1]], "double": True, "schedule": schedule}
+    launch.run(4, train, [("gpt2", "adamw", options), ("vit", "sgd", options)])
+
+
+def test_owners_are_where_the_weight_is_updated():
+    built = joint_worker.build("bert", 3, seed=1)
+    places, graph = built.places, built.graph
+    backward = {op: int(built.plan.device_of_group[2 * i + 1]) for i, op in enumerate(graph.op_of_node.values())}
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    op = next(op for op in backward if op.startswith("bert.encoder.layer.0.intermediate.dense/"))
+    assert places.owners[name] == (backward[op],)
+    for node, place in places.place.items():
+        op = graph.op_of_node.get(node.meta["owner"])
+        if op is not None:
+            index = 2 * list(graph.op_of_node.values()).index(op) + node.meta["backward"]
+            assert place == built.plan.device_of_group[index]
+
+
+def test_a_plan_without_backward_groups_runs_backward_with_forward():
+    built = joint_worker.build("bert", 1)
+    ops = list(built.graph.op_of_node.values())
+    devices = np.arange(len(ops)) % 3
+    plan = joint_worker.plan_of(built.graph, devices, devices)
+    together = rlplace.PlacementPlan(
+        "0" * 64, "test", 0, devices.astype(np.int32), groups=[{"name": op, "modules": [], "ops": [op]} for op in ops]
+    )
+    from rlplace.runtime.distributed.joint.assign import joint_places
+
+    apart, same = (joint_places(built.graph, built.joint, p) for p in (plan, together))
+    assert apart.place == same.place and apart.owners == same.owners

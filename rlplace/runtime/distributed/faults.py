@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -29,6 +30,15 @@ from rlplace.runtime.distributed_text import one_line
 
 _LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "timeout", "connection refused")
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
+
+_ENFORCED = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. ")
+"""Where in torch's source the processor's allocator gave up."""
+
+_EARLIER = 0.9
+"""The watch speaks before torch does, whose message knows one end of a wait only."""
+
+_LOOK_S = 8.0
+"""For finding out who is the cause of a broken wait."""
 
 _watch: Watch | None = None
 
@@ -50,7 +60,7 @@ def install(part: str = "", timeout_s: float | None = None) -> None:
             _watch.introduce(part)
         return
     board = Board(dist.get_rank(), dist.get_world_size())
-    _watch = Watch(board, part, timeout_s or _group_timeout_s(), _exit)
+    _watch = Watch(board, part, timeout_s or _EARLIER * _group_timeout_s(), _exit)
     _watch.introduce()
     _watch.start()
     if sys.excepthook is not _hook:
@@ -109,7 +119,7 @@ def describe(error: BaseException) -> str:
     now = activity.current()
     where = f"in {now.text}" if not now.waits else f"while it waited for {now.text}"
     if is_out_of_memory(error):
-        return f"ran out of memory {where}: {one_line(error)}"
+        return f"ran out of memory {where}: {_ENFORCED.sub('', one_line(error))}"
     text = one_line(error)
     return f"failed {where}: {text if isinstance(error, RlplaceError) else f'{type(error).__name__}: {text}'}"
 
@@ -128,11 +138,8 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, (dist.DistBackendError, dist.DistStoreError)):
         return not is_out_of_memory(error)
     text = str(error).lower()
-    return (
-        isinstance(error, RuntimeError)
-        and ("gloo" in text or "nccl" in text or "tcp" in text)
-        and any(t in text for t in _LOST)
-    )
+    names_transport = "gloo" in text or "nccl" in text or "tcp" in text
+    return isinstance(error, RuntimeError) and names_transport and any(t in text for t in _LOST)
 
 
 def _text(error: BaseException) -> str:
@@ -146,7 +153,7 @@ def _find_cause(watch: Watch, error: BaseException) -> str | None:
     """Whose fault it is that this process lost another; None when that one, or somebody else, tells."""
     waited = activity.current()
     peer = error.peer if isinstance(error, LostPeerError) else None
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + (_LOOK_S if waited.waits else GRACE_S)
     try:
         while time.monotonic() < deadline:
             if watch.reported():
@@ -155,11 +162,11 @@ def _find_cause(watch: Watch, error: BaseException) -> str | None:
             lost = next((rank for rank in ranks if watch.gone(rank)), None)
             if lost is not None:
                 return f"{watch.board.member(lost)} is gone: it was killed or has crashed; {watch.me} waited for {waited.text}"
-            time.sleep(0.1)
-        if peer is not None and watch.board.look(f"ended/{peer}") is not None:
-            return f"{watch.board.member(peer)} has ended its script while {watch.me} waited for {waited.text}"
+            if waited.waits and (line := watch.standstill(waited, 0.5 * watch.timeout_s)) is not None:
+                return line
+            time.sleep(0.2)
         who = f"{watch.board.member(peer)} is gone or hangs" if peer is not None else "another rank is gone or hangs"
-        return f"{who}: {watch.me} waited {waited.age_s:.0f} s for {waited.text} ({one_line(error)})"
+        return f"{who}: {watch.me} waited {waited.age_s:.0f} s for {waited.text} ({one_line(error.__cause__ or error)})"
     except RuntimeError:
         return f"rank 0, which kept the job's store, is gone: {watch.me} waited for {waited.text}"
 
@@ -191,7 +198,7 @@ def _exit(code: int) -> None:
 
 
 def _tell_torchrun(line: str, error: BaseException) -> None:
-    """torchrun's summary then has the line, too."""
+    """The summary of torchrun then has the line, too."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return

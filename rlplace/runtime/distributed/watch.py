@@ -30,7 +30,11 @@ BEAT_S = 1.0
 GRACE_S = 2.0
 """What the main thread gets to end by itself once a fault is known."""
 
+_FRESH_S = 3.0
 _SILENT_S = 30.0
+_START_S = 120.0
+"""Ranks may come to this point that far apart: one reads files, another compiles."""
+
 _STORE_S = 10.0
 _FAULT = "fault"
 
@@ -202,38 +206,52 @@ class Watch(threading.Thread):
             return False
         return not _alive(member.pid)
 
-    def silent_s(self, rank: int) -> float:
-        """Seconds since this process last saw a sign of life of another."""
+    def silent_s(self, rank: int) -> float | None:
+        """Seconds since this process last saw a sign of life of another; None when it is the first look."""
         found = self.board.look(f"beat/{rank}")
         number = 0 if found is None else int(found["n"])
         before = self._beats.get(rank)
         if before is None or before[0] != number:
             self._beats[rank] = (number, time.monotonic())
-            return 0.0
+            return None if before is None else 0.0
         return time.monotonic() - before[1]
 
-    def standstill(self, now: activity.Activity) -> str | None:
-        """Follows the chain of waits from here to a rank that stands still; None when that rank makes progress."""
-        path, here, text = [self.me.rank], now, f"{self.me} waits for {now.text}"
+    def standstill(self, now: activity.Activity, least_s: float | None = None) -> str | None:
+        """Follows the chain of waits from here to a rank that stands still; None when it makes progress or is not yet known.
+
+        Args:
+            now: What this process waits for.
+            least_s: How long a rank must have done one thing to be called hung; default the timeout.
+        """
+        least_s = self.timeout_s if least_s is None else least_s
+        path, here, last = [self.me.rank], now, self.me
         while True:
+            text = f"{last} waits for {here.text}"
             following = here.source if here.source is not None else self._latecomer(path)
             if following is None or following in path:
                 ranks = ", ".join(str(rank) for rank in sorted(set(path)))
-                return f"ranks {ranks} wait for each other: {text}, for {now.age_s:.0f} s; do all ranks make the same calls?"
+                return f"ranks {ranks} wait for each other for {now.age_s:.0f} s, {text}; all ranks must make the same calls"
             member = self.board.member(following)
             if self.board.look(f"ended/{following}") is not None:
                 return f"{member} has ended its script while {text}"
             found = self.board.look(f"beat/{following}")
-            if found is None or self.gone(following):
-                return f"{member} is gone or never came up, while {text}"
-            if self.silent_s(following) > min(_SILENT_S, self.timeout_s):
+            if self.gone(following):
+                return f"{member} is gone: it was killed or has crashed, while {text}"
+            if found is None:
+                late = max(least_s, _START_S) < now.age_s
+                return f"{member} has not called rlplace.distribute for {now.age_s:.0f} s, while {text}" if late else None
+            silent_s = self.silent_s(following)
+            if silent_s is None or silent_s > _FRESH_S:
+                if silent_s is None or silent_s < min(_SILENT_S, max(least_s, 2 * _FRESH_S)):
+                    return None
                 return f"{member} gives no sign of life (stopped, hung, or its host is down), while {text}"
             here = activity.Activity(found["text"], found["source"], found["together"], found["age_s"])
             if not here.waits:
-                if here.age_s < self.timeout_s:
+                if here.age_s < least_s:
                     return None
                 return f"{member} hangs: for {here.age_s:.0f} s it has been in {here.text}, while {text}"
             path.append(following)
+            last = member
 
     def _latecomer(self, path: list[int]) -> int | None:
         """Of the ranks that are not waiting, the one that has been busy with the same thing for longest."""
@@ -247,7 +265,7 @@ class Watch(threading.Thread):
         return None if oldest is None else oldest[1]
 
     def _terminated(self) -> None:
-        """torchrun ends this process: says why when another process has disappeared, and goes."""
+        """The launcher ends this process: says why when another process has disappeared, and goes."""
         with contextlib.suppress(RuntimeError):
             self.board.put(f"ended/{self.me.rank}", {"why": "terminated"})
             deadline = time.monotonic() + GRACE_S

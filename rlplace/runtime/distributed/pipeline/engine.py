@@ -16,16 +16,17 @@ from torch import nn
 
 from rlplace.runtime.distributed.cut import Cut
 from rlplace.runtime.distributed.engine import Engine, Microbatch
-from rlplace.runtime.distributed.gradients import sum_gradients
+from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.order import Expected
 from rlplace.runtime.distributed.pipeline.chain import chain_of
+from rlplace.runtime.distributed.pipeline.current import Aside, Current, asides_of
 from rlplace.runtime.distributed.pipeline.order import pipeline_order, torch_layout
-from rlplace.runtime.distributed.pipeline.stage import Aside, Pass, StageModule, asides_of
+from rlplace.runtime.distributed.pipeline.stage import StageModule
 from rlplace.runtime.distributed.pipeline.torch_schedules import Stage, make_schedule
 from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.replicas import GradientReducer
 from rlplace.runtime.distributed.stage_graph import StageGraphEngine
-from rlplace.runtime.distributed.wire import Wire
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,8 @@ class PipelineEngine(Engine):
         owners: Mapping[str, tuple[int, ...]],
         schedule: str,
         expected: Expected | None = None,
+        recompute: Mapping[str, int] | None = None,
+        optimizer_sharding: bool = False,
     ) -> None:
         self.cut = cut
         self.ranks = ranks
@@ -65,23 +68,30 @@ class PipelineEngine(Engine):
         self.owners = owners
         self.schedule = schedule
         self.expected = expected
+        self.recompute = recompute
+        self.optimizer_sharding = optimizer_sharding
+        self.recorder = Recorder(ranks.device)
         self.chain = chain_of(cut)
         self.most_in_flight: dict[int, int] = {}
         self._modules = [
-            StageModule(self.chain, number, parameters, buffers, ranks.device)
+            StageModule(self.chain, number, parameters, buffers, ranks.device, recompute)
             for number, place in enumerate(self.chain.places)
             if place == ranks.place
         ]
         self._programs: dict[int, Program] = {}
         self._forward_only: StageGraphEngine | None = None
+        latest = dict.fromkeys(name for module in reversed(self._modules) for name in reversed(module.segment.held))
+        order = [name for name in latest if name in parameters]
+        self._reducer = GradientReducer(parameters, owners, ranks, order, sharded=optimizer_sharding)
 
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
         """See `Engine.train`."""
-        total = torch.zeros((), device=self.ranks.device)
+        self._reducer.begin()
+        total = self._zero_loss()
         if microbatches and self._modules:
             total += self._run(microbatches, seed, step)
-        if self.ranks.replica is not None:
-            sum_gradients(self.parameters, self.owners, self.ranks)
+        with self.recorder.interval("reduce"):
+            self._reducer.finish()
         dist.all_reduce(total)
         return total
 
@@ -91,6 +101,7 @@ class PipelineEngine(Engine):
             self._forward_only = StageGraphEngine(
                 self.cut, self.ranks, self.parameters, self.buffers, self.owners, "list", self.expected
             )
+        self._forward_only.recorder = self.recorder
         return self._forward_only.evaluate(microbatches)
 
     def _run(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
@@ -98,8 +109,7 @@ class PipelineEngine(Engine):
         if count not in self._programs:
             self._programs[count] = self._program(count)
         program = self._programs[count]
-        current = Pass(microbatches, seed, step, self.ranks, Wire(self.ranks.rank, self.ranks.device), program.asides)
-        current.receive_all(self.cut.graph.layout)
+        current = Current(self.chain, self.ranks, microbatches, (seed, step), program.asides, self.recorder, self._reducer)
         for module in self._modules:
             module.current = current
         losses: list[torch.Tensor] = []
@@ -110,12 +120,18 @@ class PipelineEngine(Engine):
                 losses=losses,
                 return_outputs=False,
             )
-            current.wire.finish()
+            current.finish()
         finally:
             for module in self._modules:
                 module.current = None
         self.most_in_flight = current.most_in_flight
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.ranks.device)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero_loss()
+
+    def _zero_loss(self) -> torch.Tensor:
+        """Where the loss of a step adds up: in double precision for a model in double precision, else in single."""
+        layout = self.cut.graph.layout.get(self.cut.graph.loss or "")
+        double = layout is not None and layout.dtype == torch.float64
+        return torch.zeros((), device=self.ranks.device, dtype=torch.float64 if double else torch.float32)
 
     def _program(self, count: int) -> Program:
         chain = self.chain

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from rlplace.errors import InputError
+from rlplace.runtime.distributed import activity
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
 from rlplace.runtime.distributed.pipeline.stage import StageModule
 from rlplace.runtime.distributed.pipeline.versions import unsupported_version
@@ -40,36 +41,55 @@ class Stage(PipelineStage):
             len(group_rank_of_stage),
             device,
             input_args=module.layouts(module.taken) if number else (),
-            output_args=module.scalar() if module.is_last else module.layouts(module.given),
+            output_args=module.loss_layout() if module.is_last else module.layouts(module.given),
             group=group,
         )
         self.stage_index_to_group_rank = dict(enumerate(group_rank_of_stage))
+        self._module = module
         self._takes = 0 if number == 0 else max(1, len(module.taken))
+        self._microbatch = -1
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Runs a whole backward or its first half; called by the schedule."""
+        self._microbatch = bwd_chunk_id
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Runs the second half of a backward; called by the schedule."""
+        self._microbatch = bwd_chunk_id
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
-        """Runs one of the backward actions; called by `PipelineStage`."""
-        if backward_type == "weight":
-            bwd_kwargs["param_groups"].run()
-            self._end()
-            return (), None
-        module: StageModule = self.submod
-        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-        if isinstance(outputs, torch.Tensor):
-            outputs = (outputs,)
-        if gradients is None:
-            gradients = (None,) * len(outputs)
-        inputs = bwd_kwargs["input_values"][: self._takes]  # keyword arguments come after them
-        if backward_type == "full":
-            found = whole_backward(outputs, gradients, inputs)
-            self._end()
+        """Runs one of the backward actions; called by the two above, which prepare and keep what goes in and out."""
+        module, current = self._module, self._module.now()
+        # The caller's autocast is for the forward; its choice of dtypes is part of the autograd graph by now.
+        with (
+            current.recorder.interval("backward", module.segment.index, self._microbatch),
+            torch.autocast(self.device.type, enabled=False),
+        ):
+            activity.doing("the backward of stage {} (micro-batch {})", self.stage_index, self._microbatch)
+            if backward_type == "input":
+                return self._first_half(**bwd_kwargs)
+            with current.ending(module.segment.held):
+                if backward_type == "weight":
+                    bwd_kwargs["param_groups"].run()
+                    found: tuple[torch.Tensor, ...] = ()
+                else:
+                    found = whole_backward(*self._values(**bwd_kwargs))
+            current.end(self.stage_index)
             return found, None
-        found, deferred = input_backward(outputs, gradients, inputs)
-        if module.is_last:
-            outputs[0].detach_()  # the schedule keeps all losses of a step, which must not keep their graphs
-        return found, deferred
 
-    def _end(self) -> None:
-        self.submod.current.end(self.stage_index)
+    def _first_half(self, **bwd_kwargs: Any) -> Any:
+        outputs, gradients, inputs = self._values(**bwd_kwargs)
+        found = input_backward(outputs, gradients, inputs)
+        if self.is_last:
+            outputs[0].detach_()  # the schedule keeps all losses of a step, which must not keep their graphs
+        return found
+
+    def _values(self, stage_output: Any, output_grads: Any, input_values: Any) -> tuple[Any, Any, Any]:
+        outputs = (stage_output,) if isinstance(stage_output, torch.Tensor) else stage_output
+        gradients = (None,) * len(outputs) if output_grads is None else output_grads
+        return outputs, gradients, input_values[: self._takes]  # keyword arguments come after the inputs
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Torch 2.11 greets every neighbour before the first step, also one on the same rank, which gloo cannot send to."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlplace.runtime.distributed.gradients import sum_gradients
-from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.groups import group_of, reduce_scatter
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.shares import Share, share_of
 from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -146,7 +146,7 @@ class GradientReducer:
             row[: len(joined)] = joined
             row[length:] = flags
         bucket.buffer = rows.new_empty(length + len(flags))
-        bucket.work = dist.reduce_scatter_tensor(bucket.buffer, rows, group=self._group, async_op=True)
+        bucket.work = reduce_scatter(bucket.buffer, rows.reshape(-1), self._group)
 
     def _spread(self, bucket: _Bucket, some: Sequence[float]) -> None:
         """Puts the sums of a bucket in place."""

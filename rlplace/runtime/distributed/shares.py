@@ -25,12 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.groups import all_gather, group_of
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.simulator.replicas import BUCKET_BYTES
 
@@ -148,7 +147,7 @@ class SharedParameters:
             padded = torch.cat([mine, mine.new_zeros(length - len(mine))])
             rows = first.new_empty(self._replicas * length)
             group = group_of(self._ranks.twins(self._ranks.place or 0), "gradients")
-            dist.all_gather_into_tensor(rows, padded, group=group)
+            all_gather(rows, padded, group)
             for replica in replicas:
                 at = replica * length
                 for name in names if replica != me else ():

@@ -41,7 +41,7 @@ class ForwardGraph:
         outputs: Per flat output the name of the node that makes it; other values stand for themselves.
         out_spec: pytree spec of the model's output.
         loss: Name of the node that makes the scalar loss, None when there is none (a model that is only evaluated).
-        op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops.
+        op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order.
         layout: By node name, for every node that makes one tensor.
         writes: Names of held tensors that the forward writes to, such as running statistics.
         constants: Values of the held tensors that are no parameters or buffers of the model, by name.
@@ -131,7 +131,7 @@ def forward_graph(
     parameters = dict(fake.named_parameters(remove_duplicate=False))
     buffers = dict(fake.named_buffers(remove_duplicate=False))
     constants, fakes = {}, []
-    for name, node in held.items():
+    for name in held:
         value = parameters.get(name, buffers.get(name))
         if value is None:
             value = aliases.get_attr(traced.module, name)
@@ -151,7 +151,7 @@ def forward_graph(
         outputs=tuple(item.name if isinstance(item, fx.Node) else item for item in flat),  # type: ignore[union-attr]
         out_spec=out_spec,
         loss=_scalar(loss_node, layout),
-        op_of_node={name: op for name, op in ops.items() if name in {node.name for node in graph.nodes}},
+        op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},
         layout=layout,
         writes=frozenset(_written(graph, held)),
         constants=constants,

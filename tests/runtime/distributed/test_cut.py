@@ -1,0 +1,154 @@
+"""Cuts of real graphs: acyclic, complete, as coarse as they should be; and the order in which segments run."""
+
+import random
+
+import pytest
+import torch
+from plans import plan_of
+from small_models import MODELS
+
+from rlplace.errors import InputError
+from rlplace.runtime.distributed.assign import assign, check_same_ops, planned_groups, planned_spots
+from rlplace.runtime.distributed.cut import cut_graph
+from rlplace.runtime.distributed.forward_graph import flat_inputs, forward_graph
+from rlplace.runtime.distributed.order import step_order
+from rlplace.runtime.distributed.segment import segment_module
+from rlplace.runtime.distributed.stage_graph import turns_of
+
+NAMES = ("gpt2", "t5", "resnet", "inception", "mixtral", "awkward", "lstm")
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    made = {}
+
+    def get(name):
+        if name not in made:
+            torch.manual_seed(0)
+            model, inputs, _ = MODELS[name]()
+            made[name] = model, inputs, forward_graph(model, (), inputs)
+        return made[name]
+
+    return get
+
+
+def cut_of(graphs, name, grain, **options):
+    model, inputs, graph = graphs(name)
+    plan = plan_of(model, inputs, **options)
+    return cut_graph(graph, assign(graph, planned_spots(plan), None, planned_groups(plan)), grain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("grain", ["stage", "group"])
+def test_segments_hold_every_node_once_and_follow_what_they_read(graphs, name, grain):
+    for seed in range(3):
+        cut = cut_of(graphs, name, grain, devices=3, groups=None, seed=seed)
+        nodes = [node for segment in cut.segments for node in segment.nodes]
+        assert len(nodes) == len(set(nodes))
+        for segment in cut.segments:
+            assert all(cut.maker[value] < segment.index for value in segment.reads)
+            assert sum(segment.groups.values()) > 0 or not any(n in cut.graph.op_of_node for n in segment.nodes)
+        per_group = {}
+        for segment in cut.segments:
+            for group, share in segment.groups.items():
+                per_group[group] = per_group.get(group, 0.0) + share
+        assert all(total == pytest.approx(1.0) for total in per_group.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("grain", ["stage", "group"])
+def test_segments_one_after_the_other_compute_what_the_model_computes(graphs, name, grain):
+    model, inputs, graph = graphs(name)
+    cut = cut_of(graphs, name, grain, devices=3, groups=None, seed=5)
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    expected = torch.utils._pytree.tree_leaves(model(**inputs))
+    for key, value in model.named_buffers():
+        value.data.copy_(buffers[key])
+    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers()), **graph.constants}
+    leaves, values = flat_inputs((), inputs), {}
+    for segment in cut.segments:
+        code = segment_module(cut, segment, torch.device("cpu"))
+        made = code(
+            *(held[n] for n in segment.held), *(leaves[i] for i in segment.inputs), *(values[n].detach() for n in segment.reads)
+        )
+        values.update(zip(segment.makes, made, strict=True))
+    found = [values[n] if isinstance(n, str) and n in values else n for n in graph.outputs]
+    for ours, theirs in zip(found, expected, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)  # kernels differ where no gradient is needed
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+def test_stages_of_a_chain_are_one_segment_each(graphs, name):
+    cut = cut_of(graphs, name, "stage", devices=3, groups=6, deal="chain")
+    assert [segment.spot.place for segment in cut.segments] == [0, 1, 2]
+
+
+def test_joining_groups_in_a_row_never_delays_another_device(graphs):
+    coarse = cut_of(graphs, "gpt2", "group", devices=2, groups=12, deal="chain")
+    fine = cut_of(graphs, "gpt2", "group", devices=2, groups=12, deal=[0, 1] * 6)
+    assert len(coarse.segments) < 12 <= len(fine.segments)
+    alone = cut_of(graphs, "gpt2", "group", devices=1, groups=12, deal="chain")
+    assert len(alone.segments) == 1  # nobody waits for anything
+
+
+@pytest.mark.parametrize("schedule", ["list", "gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["t5", "awkward", "lstm"])
+def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name, schedule):
+    deal = "random" if schedule == "list" else "chain"
+    cut = cut_of(graphs, name, "group", devices=3, groups=8, deal=deal, seed=2)
+    order = step_order(cut, 3, schedule)
+    assert len(set(order)) == len(order)
+    position = {step: index for index, step in enumerate(order)}
+    assert sum(not step.backward for step in order) == 3 * len(cut.segments)
+    for step in order:
+        segment = cut.segments[step.segment]
+        if step.backward:
+            assert position[step] > position[type(step)(step.segment, step.microbatch, False)]
+            continue
+        for value in segment.reads:
+            assert position[type(step)(cut.maker[value], step.microbatch, False)] < position[step]
+    sent, needed = [], []
+    for place in range(3):
+        first, turns = turns_of(cut, order, place)
+        posted = [*first, *(m for turn in turns for m in turn.posts)]
+        assert sorted(m.tag for m in posted) == sorted(m.tag for turn in turns for m in turn.needs)
+        assert all(m.destination == place for m in posted)
+        sent += [m for turn in turns for m in turn.sends]
+        needed += posted
+        assert all(m.source == place for turn in turns for m in turn.sends)
+    assert sorted(sent, key=lambda m: m.tag) == sorted(needed, key=lambda m: m.tag)
+    assert len({m.tag for m in sent}) == len(sent)
+
+
+def test_gpipe_runs_all_forwards_of_a_stage_first(graphs):
+    cut = cut_of(graphs, "gpt2", "group", devices=2, groups=6, deal="chain")
+    order = step_order(cut, 4, "gpipe")
+    for place in range(2):
+        kinds = [step.backward for step in order if cut.segments[step.segment].spot.place == place]
+        assert kinds == sorted(kinds)
+
+
+def test_a_plan_of_another_model_is_refused(graphs):
+    model, inputs, _ = graphs("gpt2")
+    plan = plan_of(model, inputs, 2)
+    with pytest.raises(InputError, match="it is for another model.*the plan names"):
+        check_same_ops(graphs("lstm")[2], planned_spots(plan))
+
+
+def test_a_plan_without_ops_is_refused(graphs):
+    model, inputs, _ = graphs("gpt2")
+    plan = plan_of(model, inputs, 2)
+    empty = type(plan)(**{**vars(plan), "groups": [{"name": g["name"], "modules": ["m"], "ops": []} for g in plan.groups]})
+    with pytest.raises(InputError, match="name no ops"):
+        planned_spots(empty)
+
+
+def test_random_units_never_form_a_cycle(graphs):
+    """Every op on a device of its own choosing, many times: the segments stay in an order."""
+    model, inputs, graph = graphs("awkward")
+    generator = random.Random(1)
+    for _ in range(20):
+        plan = plan_of(model, inputs, 4, groups=None, seed=generator.randrange(1 << 30))
+        cut = cut_graph(graph, assign(graph, planned_spots(plan)))
+        assert all(cut.maker[value] < segment.index for segment in cut.segments for value in segment.reads)

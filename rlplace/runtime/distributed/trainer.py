@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from rlplace.runtime.distributed.accelerator import see_one_process, use_model
 from rlplace.runtime.distributed.forward_graph import Graphs
 from rlplace.runtime.distributed.inputs import micro_batch
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.whole_state import whole_state_dict
+from rlplace.runtime.distributed.trainer_files import use_whole_files
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -55,7 +54,8 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
     use_model(trainer.accelerator, model)
     sums = trainer.model_accepts_loss_kwargs and _divides_by_count(whole, plan, options.get("example_inputs"), graphs)
     _count_labels(trainer, model, sums)
-    _use_whole_model(trainer, model)
+    _ask_whole_model(trainer, model)
+    use_whole_files(trainer, model)
     _same_loaders(trainer)
     return model
 
@@ -113,35 +113,14 @@ def reduction(model: DistributedModel, kind: str) -> Iterator[None]:
         model._batching = before
 
 
-def _use_whole_model(trainer: Any, model: DistributedModel) -> None:
-    """What a Trainer asks its model's class or modules is asked of the model itself; what it saves is the whole."""
+def _ask_whole_model(trainer: Any, model: DistributedModel) -> None:
+    """Which parameters decay goes by the classes of modules, which a process's own part of the model has not."""
     decaying = trainer.get_decay_parameter_names
 
     def get_decay_parameter_names(other: Any) -> list[str]:
-        return decaying(model._meta)  # by the classes of modules, which the own part has not
-
-    def _save(output_dir: str | None = None, state_dict: Any = None) -> None:
-        state = whole_state_dict(model)
-        if trainer.args.should_save:
-            _save_whole(trainer, model, output_dir or trainer.args.output_dir, state)
+        return decaying(model._meta)
 
     trainer.get_decay_parameter_names = get_decay_parameter_names
-    trainer._save = _save
-
-
-def _save_whole(trainer: Any, model: DistributedModel, folder: str, state: dict[str, torch.Tensor]) -> None:
-    import safetensors.torch
-    from transformers import PreTrainedModel
-
-    os.makedirs(folder, exist_ok=True)
-    shape = model._meta
-    if isinstance(shape, PreTrainedModel):
-        shape.save_pretrained(folder, state_dict=state)
-    else:
-        safetensors.torch.save_file({k: v.clone() for k, v in state.items()}, os.path.join(folder, "model.safetensors"))
-    if trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(folder)
-    torch.save(trainer.args, os.path.join(folder, "training_args.bin"))
 
 
 def _same_loaders(trainer: Any) -> None:

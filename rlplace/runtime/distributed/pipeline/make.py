@@ -1,0 +1,55 @@
+"""Makes the pipeline engines of a plan."""
+
+from __future__ import annotations
+
+from rlplace.errors import InputError
+from rlplace.runtime.distributed.assign import Assignment, assign, planned_groups, planned_spots
+from rlplace.runtime.distributed.cut import Cut, cut_graph
+from rlplace.runtime.distributed.engine import Engine
+from rlplace.runtime.distributed.engines import Made, Setup
+from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.order import expected_of
+from rlplace.runtime.distributed.pipeline.engine import PipelineEngine
+from rlplace.runtime.distributed.pipeline.support import why_not
+from rlplace.runtime.distributed.recomputed import recompute_sets
+from rlplace.runtime.distributed.stage_graph import StageGraphEngine
+from rlplace.runtime.distributed.tensors import own_tensors
+
+
+def make_pipeline(setup: Setup) -> Made:
+    """The pipeline engine; graphs without a loss, which are only evaluated, go to the stage-graph engine on the same cut.
+
+    Raises:
+        InputError: The plan is none for it, with the reason.
+    """
+    plan, ranks = setup.plan, setup.ranks
+    planned, groups = planned_spots(plan), planned_groups(plan)
+    assigned = assign(setup.graph, planned, None, groups)
+    first = cut_graph(setup.graph, assigned)
+    _refuse(why_not(first, plan))
+    own = own_tensors(setup.model, first.owners, setup.graph.constants, ranks.place, ranks.device)
+    places = {name: who[0] for name, who in own.owners.items()}
+    expected = None if setup.problem is None else expected_of(setup.problem)
+
+    def cut_of(graph: ForwardGraph) -> tuple[Assignment, Cut]:
+        if graph is setup.graph:
+            return assigned, first
+        assignment = assign(graph, planned, places, groups)
+        return assignment, cut_graph(graph, assignment)
+
+    def engine_for(graph: ForwardGraph) -> Engine:
+        assignment, cut = cut_of(graph)
+        buffers = {**own.buffers, **{name: value.to(ranks.device) for name, value in graph.constants.items()}}
+        if graph.loss is None:
+            return StageGraphEngine(cut, ranks, own.parameters, buffers, own.owners, "list", expected)
+        _refuse(why_not(cut, plan))
+        again = recompute_sets(plan.recompute, assignment)
+        sharding = plan.optimizer_sharding
+        return PipelineEngine(cut, ranks, own.parameters, buffers, own.owners, plan.schedule, expected, again, sharding)
+
+    return Made("pipeline", own, engine_for)
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise InputError(f"distribute: the pipeline engine cannot run this plan: {reason}")

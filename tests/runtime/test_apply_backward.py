@@ -1,0 +1,150 @@
+"""Plans whose backward ops run elsewhere than their forward ops, in one process over several devices."""
+
+import copy
+
+import equality
+import numpy as np
+import pytest
+import sim_device
+import small_models
+import torch
+from torch import nn
+
+import rlplace
+from rlplace.plan import PlacementPlan
+from rlplace.runtime.apply import apply
+
+
+def split_plan(names, forward, backward):
+    """A group per op, and one for the backward of each."""
+    groups, devices = [], []
+    for op, a, b in zip(names, forward, backward, strict=True):
+        groups += [{"name": op, "modules": [], "ops": [op]}, {"name": f"{op}.backward", "modules": [], "ops": []}]
+        devices += [a, b]
+    return PlacementPlan("0" * 64, "test", 0, np.asarray(devices, dtype=np.int32), groups=groups)
+
+
+def build(name, devices, sim, seed=0, double=True):
+    torch.manual_seed(0)
+    model, inputs, loss_of = small_models.MODELS[name]()
+    if double:
+        model = model.double()
+        inputs = {key: v.double() if v.is_floating_point() else v for key, v in inputs.items()}
+    reference = copy.deepcopy(model)
+    names = equality.op_names(model, inputs)
+    places = np.random.default_rng(seed).integers(0, devices, (2, len(names)))
+    placed = apply(model, split_plan(names, *places), sim(devices), example_inputs=inputs)
+    return placed, reference, inputs, loss_of
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm", "awkward"])
+def test_random_devices_train_like_the_plain_model(sim, name):
+    placed, reference, inputs, loss_of = build(name, 3, sim)
+    assert placed.report.level == "op" and placed.report.ops_moved == 0
+    equality.train_both(placed, reference, inputs, loss_of, equality.adam)
+    placed.eval(), reference.eval()
+    with torch.no_grad():
+        ours, theirs = (torch.utils._pytree.tree_leaves(m(**inputs)) for m in (placed, reference))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(equality.on_cpu(a), b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", small_models.MODELS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_more_random_devices(sim, name, seed):
+    double = name not in ("mixtral", "dlrm")  # no double-precision kernel; nested inputs
+    placed, reference, inputs, loss_of = build(name, 2 + seed, sim, seed, double)
+    equality.train_both(placed, reference, inputs, loss_of, equality.sgd, steps=2)
+
+
+def chain(devices=("sim:0", "sim:1"), backward=(1, 1, 1)):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double(), torch.randn(3, 4, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    names = equality.op_names(model, ((x,), {}))
+    return apply(model, split_plan(names, [0, 0, 0], backward), devices, example_inputs=(x,)), reference, x
+
+
+def test_weights_are_where_their_backward_runs_and_travel_once(sim):
+    sim(2)
+    placed, reference, x = chain()
+    assert {str(parameter.device) for parameter in placed.parameters()} == {"sim:1"}
+    x = x.to("sim:0")
+    sim_device.copies.clear()
+    loss = placed(x).sum()
+    assert str(loss.device) == "sim:0"
+    # Four parameters come to the forward; backward needs the input and the output of the ReLU.
+    there = [copy.size_bytes for copy in sim_device.copies if copy.source == "sim:1"]
+    assert sorted(there) == sorted(p.numel() * 8 for p in reference.parameters())
+    assert sum(copy.destination == "sim:1" for copy in sim_device.copies) == 2
+    sim_device.copies.clear()
+    loss.backward()
+    assert [copy.destination for copy in sim_device.copies] == ["sim:1"]  # the gradient of the output
+
+
+def test_other_outputs_may_get_the_gradient(sim):
+    """What backward needs is known in backward only: the forward runs again, with the same random numbers."""
+    placed, reference, inputs, loss_of = build("gpt2", 2, sim)
+    for _ in range(2):
+        for model in (placed, reference):
+            model.zero_grad()
+            model(**inputs).logits.square().mean().backward()
+        equality.assert_same_gradients(placed, reference, 1e-9)
+    equality.assert_same_step(placed, reference, inputs, loss_of)
+
+
+def test_dropout_is_the_same_in_forward_and_backward(sim):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.dropout(self.first(x))
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 8)
+    names = equality.op_names(model, ((x,), {}))
+    placed = apply(model, split_plan(names, [0, 1], [1, 0]), sim(2), example_inputs=(x,))
+    torch.manual_seed(1)
+    first = placed(x)
+    first.sum().backward()
+    kept = (equality.on_cpu(first) != 0).double()
+    assert 0 < kept.mean() < 1
+    torch.testing.assert_close(equality.on_cpu(placed.first.bias.grad).double(), 2 * kept.sum(0))
+    torch.manual_seed(1)
+    torch.testing.assert_close(equality.on_cpu(placed(x)), equality.on_cpu(first))
+    assert not torch.equal(equality.on_cpu(placed(x)), equality.on_cpu(first))
+
+
+def test_gradients_of_inputs_frozen_weights_and_accumulation(sim):
+    sim(2)
+    placed, reference, x = chain(backward=(1, 0, 1))
+    for model in (placed, reference):
+        model[0].weight.requires_grad_(False)
+    inputs = [x.clone().to(device).requires_grad_() for device in ("sim:1", "cpu")]
+    for model, given in zip((placed, reference), inputs, strict=True):
+        for _ in range(2):
+            model(given).square().sum().backward()
+    assert placed[0].weight.grad is None
+    equality.assert_same_gradients(placed, reference, 1e-9)
+    torch.testing.assert_close(equality.on_cpu(inputs[0].grad), inputs[1].grad)
+    assert str(inputs[0].grad.device) == "sim:1"
+
+
+def test_a_bipartition_plan_runs(sim):
+    torch.manual_seed(0)
+    model, inputs, loss_of = small_models.MODELS["bert"]()
+    reference = copy.deepcopy(model)
+    problem = rlplace.split_backward(rlplace.price(rlplace.capture(model, inputs), "l4:2"))
+    plan = rlplace.place(problem, planner="bipartition", seed=0)
+    apart = np.array(plan.device_of_group)
+    apart[[name.endswith(".backward") for name in problem.group_names]] ^= 1  # the planner may have found no reason to
+    for devices in (plan.device_of_group, apart):
+        placed = apply(
+            copy.deepcopy(reference), PlacementPlan(plan.problem, "test", 0, devices, groups=plan.groups, source=plan.source),
+            sim(2), example_inputs=inputs,
+        )  # fmt: skip
+        assert placed.report.level == "op"
+        equality.assert_same_step(placed, copy.deepcopy(reference), inputs, loss_of)

@@ -104,8 +104,9 @@ def megatron(name):
 @pytest.mark.slow
 def test_layers_cut_by_columns_and_rows():
     cases = [(name, megatron(name)) for name in ("gpt2", "bert", "llama")]
-    for result in launch.run(2, worker.models, cases, timeout_s=240)[0]:
-        assert result["share"] < 0.65  # the parameters themselves are cut
+    shares = [result["share"] for result in launch.run(2, worker.models, cases, timeout_s=240)[0]]
+    # Parameters themselves are cut; most of this bert is positions, which are not.
+    assert shares[0] < 0.6 and shares[1] < 0.85 and shares[2] < 0.55, shares
 
 
 @pytest.mark.slow

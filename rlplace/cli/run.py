@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (cuda where there is a GPU)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="of torch.distributed (nccl for GPUs, else gloo)")
     parser.add_argument("--cluster", metavar="C", help="the cluster at hand; must be the one that the plan was made for")
+    parser.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints, on storage that all hosts share")
+    parser.add_argument("--checkpoint-every", type=positive, metavar="N", help="steps between checkpoints (only at the end)")
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint, if there is one")
     parser.add_argument(
         "--timeout", type=seconds, default=300.0, metavar="S", help="how long a rank may stand still while others wait (300)"
     )
@@ -55,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.runtime.distributed import job
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
+    if options.checkpoint is None and (options.resume or options.checkpoint_every):
+        raise InputError("run: --resume and --checkpoint-every need --checkpoint DIR")
     plan = PlacementPlan.load(options.plan)
     check_processes(plan, options.plan)
     settings = job.JobOptions(
@@ -68,6 +73,9 @@ def run(options: argparse.Namespace) -> int:
         autocast=options.autocast,
         clip=options.clip,
         cluster=options.cluster,
+        checkpoint=options.checkpoint,
+        checkpoint_every=options.checkpoint_every,
+        resume=options.resume,
     )
     return _train(plan, settings, options)
 

@@ -21,12 +21,13 @@ from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.io import problem_from_dict, problem_to_dict
+from rlplace.runtime.distributed.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.process_memory import StepMemory, held_tensors
 from rlplace.runtime.distributed.recipe import check_problem, cluster_of_plan, rebuild_problem, recipe_of
 from rlplace.runtime.distributed.synthetic import synthetic_batch
-from rlplace.runtime.distributed.verify import TOLERANCE, Comparison, Reference, gather_tensors
+from rlplace.runtime.distributed.verify import TOLERANCE, Comparison, Reference, gather_tensors, whole_gradients
 from rlplace.runtime.distributed_text import broadcast_text, gather_texts
 from rlplace.runtime.measure import loss_of
 
@@ -57,6 +58,9 @@ class JobOptions:
         autocast: "bf16" or "fp16"; None takes what the plan was captured with.
         clip: Norm that gradients are clipped to.
         cluster: CLUSTER text, checked against the plan's.
+        checkpoint: Folder of checkpoints; None writes none.
+        checkpoint_every: Steps from one to the next; one is written at the end in any case.
+        resume: Continue from the latest checkpoint, if there is one.
     """
 
     steps: int = 10
@@ -69,6 +73,9 @@ class JobOptions:
     autocast: str | None = None
     clip: float | None = None
     cluster: str | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
 
 
 @dataclass
@@ -182,13 +189,17 @@ def train(
             clip=options.clip,
             autocast=_autocast(device, autocast),
         )
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    optimizer = make([p for p in model.parameters() if p.requires_grad])  # on a rank without any, an empty one
     samples = problem.samples_per_microbatch * plan.microbatches * replicas
     tolerance = _tolerance(recipe.dtype, autocast)
     result = JobResult(predicted_step_s=plan.predicted.get("step_time_s"), engine=model.report)
     comparison = Comparison(tolerance) if options.verify else None
     seconds: list[float] = []
-    for step in range(options.steps):
+    if options.resume and _has_checkpoint(options, device):
+        result.first_step = load_checkpoint(str(options.checkpoint), model, optimizer).step
+        if reference is not None:
+            reference.resume(load_checkpoint(str(options.checkpoint), reference.model, reference.optimizer).step)
+    for step in range(result.first_step, options.steps):
         batch = synthetic_batch(inputs, samples, options.seed, step)
         if step == result.first_step + 1:
             memory.begin(held_tensors(model, optimizer))
@@ -204,6 +215,8 @@ def train(
             comparison.compare_loss(loss_value, reference.step(batch, tolerance))
         if on_step is not None and dist.get_rank() == 0:
             on_step(step, loss_value, seconds[-1])
+        if options.checkpoint is not None and _is_due(step + 1, options):
+            save_checkpoint(options.checkpoint, model, optimizer, step=step + 1, extra={"problem": plan.problem})
     result.ranks = _ranks(plan, problem, model, device, seconds, memory.peak_bytes)
     result.step_s = max((r["median_step_s"] for r in result.ranks if r["median_step_s"] is not None), default=None)
     if comparison is not None:
@@ -219,6 +232,16 @@ def _problem(plan: PlacementPlan, options: JobOptions, device: torch.device) -> 
         check_problem(plan, problem)
         text = json.dumps(problem_to_dict(problem))
     return problem_from_dict(json.loads(broadcast_text(text, device)))
+
+
+def _has_checkpoint(options: JobOptions, device: torch.device) -> bool:
+    """Whether rank 0 sees one."""
+    found = options.checkpoint is not None and latest_checkpoint(options.checkpoint) is not None
+    return bool(broadcast_text("yes" if found else "", device))
+
+
+def _is_due(done: int, options: JobOptions) -> bool:
+    return done == options.steps or (options.checkpoint_every is not None and done % options.checkpoint_every == 0)
 
 
 def _step(
@@ -266,9 +289,8 @@ def _ranks(
 
 
 def _compare(comparison: Comparison, model: DistributedModel, reference: Reference | None, device: torch.device) -> Comparison:
-    parameters = dict(model.named_parameters())
-    found = gather_tensors(parameters, device)
-    gradients = gather_tensors({name: p.grad for name, p in parameters.items()}, device)
+    found = gather_tensors(model._own.parameters, device)
+    gradients = gather_tensors(whole_gradients(model), device)
     if reference is not None:
         comparison.streams = reference.streams
         comparison.compare_tensors(gradients, found, reference)

@@ -22,6 +22,8 @@ from rlplace.runtime.distributed.assign import Spot, assign
 from rlplace.runtime.distributed.batches import split_batch
 from rlplace.runtime.distributed.cut import cut_graph
 from rlplace.runtime.distributed.forward_graph import Loss, forward_graph
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.segment import segment_module
 from rlplace.runtime.distributed.tensors import meta_copy
@@ -85,6 +87,10 @@ class Reference:
         self.optimizer.step()
         self._step += 1
         return total
+
+    def resume(self, step: int) -> None:
+        """The model and the optimizer were loaded from a checkpoint of so many steps."""
+        self._step = step
 
     def _runner(self, args: Any, kwargs: Any) -> Callable[[Any], torch.Tensor]:
         graph = forward_graph(meta_copy(self.model), args, kwargs, loss=self._loss)
@@ -179,6 +185,22 @@ def _error(difference: torch.Tensor, accepted: Any) -> float:
     """Largest difference in units of what is accepted; not a number counts as infinitely far."""
     worst = float((difference.abs() / accepted).max()) if difference.numel() else 0.0
     return worst if worst == worst else float("inf")
+
+
+def whole_gradients(model: DistributedModel) -> dict[str, torch.Tensor | None]:
+    """Gradients of this rank's parameters by first name; those of shares put together over the replicas."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name, trained in model._shared.trained.items():
+        share = model._shared.shares.get(name)
+        if share is None:
+            found[name] = trained.grad
+            continue
+        whole = torch.zeros_like(model._own.parameters[name].detach())
+        if trained.grad is not None:
+            share.of(whole).copy_(trained.grad)
+        dist.all_reduce(whole, group=group_of(model.ranks.twins(model.ranks.place or 0), "gradients"))
+        found[name] = whole
+    return found
 
 
 def gather_tensors(own: Mapping[str, torch.Tensor | None], device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,0 +1,93 @@
+"""The index of a `torch.distributed.checkpoint` folder, read without running what it may hold.
+
+torch keeps it as a pickle. Here only the classes that such an index is made of are let through.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from rlplace.errors import InputError
+from rlplace.files import read_bytes
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "builtins": {"dict", "list", "set", "tuple", "int", "float", "str"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise InputError(f"names {module}.{name}, which no checkpoint needs; do not load it")
+
+
+class IndexReader(dcp.FileSystemReader):
+    """Reads a folder whose tensors may come from anywhere."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(str(path))
+        self._folder = Path(path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index.
+
+        Raises:
+            InputError: It is damaged, or holds something else.
+        """
+        path = self._folder / ".metadata"
+        try:
+            found = _Unpickler(io.BytesIO(read_bytes(path))).load()
+        except InputError as error:
+            raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+        except Exception as error:  # a damaged pickle raises anything
+            raise InputError(f"{path}: damaged ({type(error).__name__}); take an earlier checkpoint") from None
+        if not isinstance(found, Metadata):
+            raise InputError(f"{path}: holds no index of tensors")
+        if getattr(found, "storage_meta", None) is None:
+            found.storage_meta = StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+def check_names(path: Path, index: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> None:
+    """Refuses a checkpoint of another model.
+
+    Args:
+        path: For the message.
+        index: Metadata by name, ``model.`` in front of those of the model.
+        wanted: All tensors of the model by name; only shapes matter.
+
+    Raises:
+        InputError: Naming the first difference.
+    """
+    saved = {name.removeprefix("model."): item for name, item in index.items() if name.startswith("model.")}
+    lacking, strange = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
+    if lacking or strange:
+        first = f"it lacks {lacking[0]!r}" if lacking else f"it has {strange[0]!r}, which the model lacks"
+        raise InputError(f"{path}: the checkpoint is of another model: {first} ({len(lacking) + len(strange)} such names)")
+    for name, tensor in wanted.items():
+        item = saved[name]
+        if not isinstance(item, TensorStorageMetadata) or tuple(item.size) != tuple(tensor.shape):
+            shape = list(item.size) if isinstance(item, TensorStorageMetadata) else "no tensor"
+            raise InputError(
+                f"{path}: the checkpoint is of another model: {name!r} is {shape} there and {list(tensor.shape)} in the model"
+            )

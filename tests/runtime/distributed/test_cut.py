@@ -132,7 +132,7 @@ def test_gpipe_runs_all_forwards_of_a_stage_first(graphs):
 def test_a_plan_of_another_model_is_refused(graphs):
     model, inputs, _ = graphs("gpt2")
     plan = plan_of(model, inputs, 2)
-    with pytest.raises(InputError, match="it is for another model.*the plan names"):
+    with pytest.raises(InputError, match=r"it is for another model.*the plan names"):
         check_same_ops(graphs("lstm")[2], planned_spots(plan))
 
 

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import rlplace
+from rlplace.errors import InputError
+from rlplace.runtime.distributed.joint.assign import joint_places
+from rlplace.runtime.distributed.joint.build import refuse
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
 
@@ -138,7 +141,19 @@ def test_a_plan_without_backward_groups_runs_backward_with_forward():
     together = rlplace.PlacementPlan(
         "0" * 64, "test", 0, devices.astype(np.int32), groups=[{"name": op, "modules": [], "ops": [op]} for op in ops]
     )
-    from rlplace.runtime.distributed.joint.assign import joint_places
-
     apart, same = (joint_places(built.graph, built.joint, p) for p in (plan, together))
     assert apart.place == same.place and apart.owners == same.owners
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"shards": {"a/linear": {"out": 2}}}, "splits 1 ops"),
+        ({"recompute": [[0], [1]]}, "recomputes 2 segments"),
+        ({"schedule": "zero_bubble"}, "'zero_bubble' needs a chain"),
+    ],
+)
+def test_what_a_joint_graph_cannot_do_is_refused(fields, message):
+    groups = [{"name": "a", "modules": ["a"], "ops": ["a/linear"]}]
+    with pytest.raises(InputError, match=message):
+        refuse(rlplace.PlacementPlan("0" * 64, "test", 0, np.zeros(1, dtype=np.int32), groups=groups, **fields))

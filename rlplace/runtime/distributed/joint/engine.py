@@ -171,9 +171,9 @@ class JointEngine(Engine):
             if tensor is not None:
                 state.values[node, -1] = tensor.detach()
         for number, part in enumerate(state.microbatches):
-            for node, leaf in zip(self.places.joint.inputs, part.leaves, strict=True):
-                if node is not None:
-                    state.values[node, number] = leaf.to(self.ranks.device, non_blocking=True)
+            for given, leaf in zip(self.places.joint.inputs, part.leaves, strict=True):
+                if given is not None:
+                    state.values[given, number] = leaf.to(self.ranks.device, non_blocking=True)
 
     def _look_up(self, state: _State, node: fx.Node, number: int) -> Any:
         carried = self._carried.get(node)

@@ -96,6 +96,7 @@ class _Tracer(fx.Interpreter):
         self.source = source
         self.recorder = recorder
         self.kind = kind
+        self._names = {node.name for node in source.module.graph.nodes}
 
     def trace(self, fakes: list[torch.Tensor], leaves: list[Any], differentiate: Sequence[int] | None) -> JointGraph:
         source, recorder = self.source, self.recorder
@@ -178,14 +179,10 @@ class _Tracer(fx.Interpreter):
     def _value(self, item: Any) -> Any:
         return self.env[self.source.node(item)] if isinstance(item, str) and item in self._names else item
 
-    @property
-    def _names(self) -> set[str]:
-        return {node.name for node in self.module.graph.nodes}
-
 
 @contextlib.contextmanager
 def _without_mkldnn() -> Iterator[None]:
-    before = torch.backends.mkldnn.enabled
+    before: Any = torch.backends.mkldnn.enabled
     torch._C._set_mkldnn_enabled(False)  # its public twin warns about settings of other hardware
     try:
         yield

@@ -110,9 +110,13 @@ class Recorder(TorchDispatchMode):
     def _seed(self, node: fx.Node) -> None:
         if self.number is None:
             raise InputError(f"distribute: {node.target} draws random numbers outside of the forward; run the stages instead")
-        self._draws.append((node.target, *node.args))
-        one = len(self._draws) == 1
-        node.args = (node.target, self.number, *node.args) if one else (last_draw, self.number, *self._draws)
+        op: Any = node.target
+        self._draws.append((op, dict(node.kwargs), *node.args))
+        if len(self._draws) == 1:
+            node.args = (op, self.number, *node.args)
+        else:
+            last: Any = last_draw
+            node.args, node.kwargs = (last, self.number, *self._draws), {}
         node.target = seeded
 
     def _operand(self, value: Any) -> Any:
@@ -137,8 +141,8 @@ class Recorder(TorchDispatchMode):
 
 
 def last_draw(*draws: tuple[Any, ...]) -> Any:
-    """The last of several draws that one op makes from its stream, each an op with its arguments."""
+    """The last of several draws that one op makes from its stream, each an op with its keyword and other arguments."""
     result = None
-    for op, *args in draws:
-        result = op(*args)
+    for op, kwargs, *args in draws:
+        result = op(*args, **kwargs)
     return result

@@ -1,0 +1,135 @@
+"""Training loops over a distributed model beside the same loop over the model itself, on every rank of a job."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from equal import build, largest_difference
+from plans import plan_of
+
+from rlplace.runtime.distributed.batches import split_batch
+from rlplace.runtime.distributed.distribute import distribute
+
+
+def rows(places, replicas):
+    """Device lists of replicas; None for one."""
+    return [[r * places + p for p in range(places)] for r in range(replicas)] if replicas > 1 else None
+
+
+class Pair:
+    """A distributed model and the plain one.
+
+    Attributes:
+        plain, placed: The models.
+        inputs: Keyword inputs of a batch of 4.
+        worst: Largest differences so far, by what was compared, on this rank.
+    """
+
+    def __init__(self, name, places, replicas=1, *, model=None, double=True, change=None, deal="chain", seed=0, **fields):
+        """Distributes a model of `small_models`.
+
+        Args:
+            name: Of the model.
+            places, replicas: Of the plan; ranks beyond their product are outside the plan.
+            model: Module, inputs and loss to take instead.
+            double: In double precision.
+            change: Called with the model before anything else.
+            deal, seed: See `plan_of`.
+            fields: Of the plan.
+        """
+        self.plain, self.inputs, self.loss = model or build(name, double)
+        if change is not None:
+            change(self.plain)
+        self.replicas, self.microbatches = replicas, fields.get("microbatches", 1)
+        plan = plan_of(
+            self.plain, self.inputs, places, loss=self.loss, deal=deal, seed=seed, replicas=rows(places, replicas), **fields
+        )
+        self.placed = distribute(copy.deepcopy(self.plain), plan, self.inputs, loss=self.loss)
+        self.worst = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0, "buffer": 0.0}
+
+    def note(self, what, difference):
+        self.worst[what] = max(self.worst[what], float(difference))
+
+    def batch(self, samples=4):
+        """Inputs of some samples, those of a batch over and over."""
+        numbers = torch.arange(samples) % 4
+        return {k: v[numbers] if isinstance(v, torch.Tensor) and len(v) == 4 else v for k, v in self.inputs.items()}
+
+    def plain_loss(self, **inputs):
+        output = self.plain(**inputs)
+        return output.loss if self.loss is None else self.loss(output)
+
+    def placed_loss(self, **inputs):
+        output = self.placed(**inputs)
+        return output.loss if self.loss is None else output
+
+    def share(self, name, tensor):
+        """The part of a tensor of a parameter's shape that this rank trains."""
+        shares = self.placed._shared.shares
+        return shares[name].of(tensor) if name in shares and tensor is not None else tensor
+
+    def plain_step(self, inputs):
+        """Backward of a batch in the micro-batches of the plan; running statistics are those of the first replica."""
+        split = split_batch((((), inputs),), self.replicas, self.microbatches)
+        spec = torch.utils._pytree.tree_structure(((), inputs))
+        total = 0.0
+        for part, replica in zip(split.parts, split.replica, strict=True):
+            before = {key: buffer.clone() for key, buffer in self.plain.named_buffers()}
+            _, kwargs = torch.utils._pytree.tree_unflatten(list(part.leaves), spec)
+            loss = self.plain_loss(**kwargs) * part.weight
+            loss.backward()
+            total += loss.item()
+            if replica:
+                for key, buffer in self.plain.named_buffers():
+                    buffer.copy_(before[key])
+        return total
+
+    def compare_gradients(self):
+        expected = dict(self.plain.named_parameters())
+        for name, parameter in self.placed.named_parameters():
+            theirs = self.share(name, expected[name].grad)
+            assert (parameter.grad is None) == (theirs is None), name
+            self.note("gradient", largest_difference(parameter.grad, theirs))
+
+    def compare_state(self):
+        expected = {**dict(self.plain.named_parameters()), **dict(self.plain.named_buffers())}
+        for name, value in self.placed.state_dict().items():
+            what = "parameter" if isinstance(expected.get(name), torch.nn.Parameter) else "buffer"
+            if name in expected:
+                self.note(what, largest_difference(value.double(), expected[name].double()))
+
+
+def state_bytes(optimizer):
+    """Of the moments."""
+    return sum(
+        v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()
+    )
+
+
+def train(name, places, replicas=1, *, steps=5, clip=0.5, **options):
+    """AdamW with clipping; what differs, and the bytes of optimizer state here and in the plain loop."""
+    pair = Pair(name, places, replicas, **options)
+    # A large epsilon: a gradient that is zero but for rounding must not become a step of full size.
+    ours = torch.optim.AdamW(pair.placed.parameters(), lr=1e-2, eps=1e-4)
+    theirs = torch.optim.AdamW(pair.plain.parameters(), lr=1e-2, eps=1e-4)
+    for _ in range(steps):
+        loss = pair.placed_loss(**pair.inputs)
+        loss.backward()
+        pair.note("loss", abs(loss.item() - pair.plain_step(pair.inputs)))
+        norm, expected = pair.placed.clip_grad_norm_(clip), torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), clip)
+        pair.note("norm", abs(norm - expected) / expected)
+        pair.compare_gradients()
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+    pair.compare_state()
+    own = sum(p.nbytes for name, p in pair.placed._own.parameters.items() if p.requires_grad)
+    return {"worst": pair.worst, "state_bytes": state_bytes(ours), "own_bytes": own, "rank": dist.get_rank()}
+
+
+def trainings(cases):
+    """Several of `train` in one job."""
+    return [train(*arguments, **options) for arguments, options in cases]

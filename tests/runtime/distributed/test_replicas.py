@@ -1,0 +1,138 @@
+"""Replicas train like one process, with their optimizer state whole or sharded."""
+
+import pytest
+import torch
+from launch import run
+from loops import Pair, trainings
+
+from rlplace.runtime.distributed import replicas
+from rlplace.runtime.distributed.replicas import GradientReducer
+from rlplace.runtime.distributed.shares import share_of
+
+MODELS = ("gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm")
+DOUBLE = {"loss": 2e-6, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-9, "buffer": 1e-9}
+SINGLE = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-5, "parameter": 1e-4, "buffer": 1e-4}
+"""transformers computes the loss in single precision, and mixtral runs in single precision only."""
+
+
+def case(name, *shape, **options):
+    return (name, *shape), {"double": name != "mixtral", **options}
+
+
+def check(cases):
+    """Runs the cases over 4 processes; what each rank found, per case."""
+    found = list(zip(*run(4, trainings, cases, timeout_s=400), strict=True))
+    for (arguments, options), ranks in zip(cases, found, strict=True):
+        limits = DOUBLE if options["double"] else SINGLE
+        for rank in ranks:
+            assert all(rank["worst"][what] <= limit for what, limit in limits.items()), (arguments, options, rank)
+    return found
+
+
+def check_state(ranks, places, count):
+    """The moments of AdamW take twice the bytes of the parameters, shared among the replicas of a place."""
+    for place in range(places):
+        twins = [rank for rank in ranks if rank["rank"] % places == place and rank["rank"] < places * count]
+        assert sum(rank["state_bytes"] for rank in twins) == 2 * twins[0]["own_bytes"] > 0
+        for rank in twins:
+            assert rank["state_bytes"] <= 2 * rank["own_bytes"] / count * 1.15
+
+
+def test_replicas_of_two_devices_share_the_optimizer():
+    found = check(
+        [
+            case("t5", 2, 2, deal="random", seed=1, recompute=[[1], [2, 3]], optimizer_sharding=True),
+            case("lstm", 1, 4, steps=3, optimizer_sharding=True),
+            case("resnet", 1, 2, steps=3, microbatches=2),
+        ]
+    )
+    check_state(found[0], 2, 2)
+    check_state(found[1], 1, 4)
+    assert found[2][2]["own_bytes"] == 0 and found[2][0]["own_bytes"] > 0  # ranks 2 and 3 are outside the plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_all_models(name):
+    shapes = [(2, 2, {"microbatches": 2}), (1, 4, {}), (2, 2, {"deal": "random", "seed": 5, "recompute": [[1, 2], [4]]})]
+    plain = [case(name, places, count, **fields) for places, count, fields in shapes]
+    sharded = [case(name, places, count, optimizer_sharding=True, **fields) for places, count, fields in shapes]
+    found = check(plain + sharded)
+    for (places, count, _), ranks in zip(shapes, found[len(shapes) :], strict=True):
+        check_state(ranks, places, count)
+
+
+def few_samples():
+    """A batch of one sample for two replicas, a parameter that never gets a gradient, and one that is frozen."""
+    # One sample has no batch statistics of its own.
+    pair = Pair("awkward", 1, 2, optimizer_sharding=True, microbatches=2, change=lambda model: model.norm.eval())
+    loss = pair.placed_loss(**pair.batch(1))
+    expected = pair.plain_step(pair.batch(1))
+    loss.backward()
+    pair.compare_gradients()
+    without = {name for name, parameter in pair.placed.named_parameters() if parameter.grad is None}
+    return abs(loss.item() - expected), without, pair.worst["gradient"]
+
+
+def test_a_replica_without_samples_takes_part():
+    for difference, without, gradient in run(2, few_samples):
+        assert difference < 1e-9 and gradient < 1e-9
+        assert without == {"unused.weight", "unused.bias", "frozen"}
+
+
+def overlap(sharded):
+    """Buckets that were on their way before the last backward pass ended, and all buckets."""
+    replicas.FIRST_BUCKET_BYTES = replicas.BUCKET_BYTES = 1 << 12
+    pair = Pair("gpt2", 1, 2, microbatches=2, optimizer_sharding=sharded)
+    begun = []
+    finish = GradientReducer.finish
+
+    def finish_and_note(self):
+        begun.append((self._next, len(self._buckets)))
+        finish(self)
+
+    GradientReducer.finish = finish_and_note
+    launched = []
+    launch = GradientReducer._launch
+
+    def launch_and_note(self, bucket):
+        launched.append(bool(self._completing) and len(bucket.waiting) == 0)
+        launch(self, bucket)
+
+    GradientReducer._launch = launch_and_note
+    pair.placed_loss(**pair.inputs).backward()
+    pair.plain_step(pair.inputs)
+    pair.compare_gradients()
+    return begun, launched, pair.worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_buckets_leave_while_the_backward_runs(sharded):
+    for begun, launched, worst in run(2, overlap, sharded, timeout_s=300):
+        assert begun[0][0] == begun[0][1] > 5 and all(launched)
+        assert worst["gradient"] < 1e-9
+
+
+@pytest.mark.parametrize("shape", [(7,), (1,), (), (8, 3), (1, 197, 8), (3, 10, 2), (2, 5), (30522, 2), (1, 1, 64)])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_shares_cover_a_parameter_once(shape, count):
+    whole = torch.zeros(shape)
+    shares = [share_of(shape, count, replica) for replica in range(count)]
+    if shares[0].dim is None:
+        assert whole.numel() == 1
+        return
+    for share in shares:
+        share.of(whole).add_(1.0)
+    assert (whole == 1.0).all()
+    chunks = [chunk.shape for chunk in whole.chunk(count, shares[0].dim)]
+    assert [share.of(whole).shape for share in shares][: len(chunks)] == chunks  # as DTensor's Shard has them
+
+
+def test_shares_of_large_parameters_are_even_and_contiguous():
+    for shape in ((50257, 64), (1024,), (1, 197, 64), (64, 3, 4, 4)):
+        parts = [share_of(shape, 4, replica).of(torch.zeros(shape)) for replica in range(4)]
+        assert all(part.is_contiguous() for part in parts)
+        assert max(part.numel() for part in parts) <= 1.05 * torch.zeros(shape).numel() / 4
+    experts = [share_of((6, 128, 64), 4, replica).of(torch.zeros(6, 128, 64)).numel() for replica in range(4)]
+    assert max(experts) == min(experts)  # six experts on four replicas: cut in another dimension

@@ -236,7 +236,8 @@ class _Values:
             return aliases.get_attr(self.engine.graph.module, str(node.target))
         if getattr(node.target, "__name__", "") == "getitem":
             return self.values[node.args[0].name][node.args[1]]  # type: ignore[union-attr, index]
-        target, args = node.target, node.args
+        target: Any = node.target
+        args: Any = node.args
         if target is seeded and step.way == "random":
             target, args = args[0], args[2:]
         leaves, tree = pytree.tree_flatten((args, node.kwargs))
@@ -265,7 +266,8 @@ class _Values:
         assert isinstance(source, fx.Node)
         shape = self.program.specs[source.name].shape
         if "attention" in str(op):
-            keys = self.program.specs[step.node.args[3].name].shape[-2]  # type: ignore[union-attr]
+            key: Any = step.node.args[3]
+            keys = self.program.specs[key.name].shape[-2]
             ones = torch.ones((*shape[:-1], keys), dtype=args[0].dtype, device=args[0].device)
             kept = seeded(torch.ops.aten.dropout.default, number, ones, args[4], True)  # type: ignore[arg-type]
             names = [*(cut.inputs[0] or ())[:3], ""]

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from rlplace.runtime.distributed.sharded.spec import PARTIAL, WHOLE, Move, Spec, coarsened, moves
 

@@ -46,7 +46,7 @@ def open_loss(graph: ForwardGraph) -> ForwardGraph:
     inside: dict[str, str] = {}
     for node in graph.module.graph.nodes:
         if node.name != name:
-            copied[node] = new.node_copy(node, lambda n: copied[n])
+            copied[node] = new.node_copy(node, copied.__getitem__)
             continue
         arguments = [copied[a] if isinstance(a, fx.Node) else a for a in node.args]
         within: dict[fx.Node, Any] = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), arguments, strict=True))
@@ -55,7 +55,7 @@ def open_loss(graph: ForwardGraph) -> ForwardGraph:
                 setattr(module, f"_loss_{op.name}", getattr(inner, str(op.target)))
                 within[op] = new.get_attr(f"_loss_{op.name}")
             elif op.op == "call_function":
-                within[op] = new.node_copy(op, lambda n, within=within: within[n])
+                within[op] = new.node_copy(op, within.__getitem__)
                 inside[within[op].name] = LOSS_PREFIX + op.name
             elif op.op == "output":
                 copied[node] = within[op.args[0][0]]

@@ -9,7 +9,7 @@ layout is one collective an axis.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
@@ -68,7 +68,7 @@ def nearest_shards(shards: Shards, world: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def assignments(shape: Sequence[int], counts: Sequence[int]) -> Iterable[tuple[tuple[int, ...], ...]]:
+def assignments(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Every way to give each count axes of its own, in mesh order, whose sizes multiply to it.
 
     The first is row-major in the order of the counts; where they leave axes unused, the unused ones come first, so that part p
@@ -93,7 +93,7 @@ def _meshes(world: int) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda shape: (len(shape), [-size for size in shape]))
 
 
-def _products(number: int, most: int) -> Iterable[tuple[int, ...]]:
+def _products(number: int, most: int) -> Iterator[tuple[int, ...]]:
     if number == 1:
         yield ()
     for first in range(min(number, most), 1, -1):

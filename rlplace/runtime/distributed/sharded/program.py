@@ -149,7 +149,7 @@ class _Maker:
         return Program(self.mesh_shape, tuple(steps), self.specs, self.home, self.report, self.family)
 
     def _placeholder(self, node: fx.Node) -> None:
-        value = self.spaces.values.get(node.name)
+        value: Any = self.spaces.values.get(node.name)
         name = self.held.get(node.name)
         if name is not None and (name in self.graph.writes or node in self.family):
             self.home[name] = whole(value.shape)
@@ -159,7 +159,8 @@ class _Maker:
     def _step(self, node: fx.Node) -> Step | None:
         if node.op == "get_attr":
             return Step(node, "whole")
-        target, args = node.target, node.args
+        target: Any = node.target
+        args: Any = node.args
         if target is seeded:
             target, args = args[0], args[2:]
         name = self.graph.op_of_node.get(node.name)
@@ -223,6 +224,7 @@ class _Maker:
     def _cut(
         self, node: fx.Node, target: Any, args: Sequence[Any], leaves: Sequence[Any], space: OpSpace, name: str | None
     ) -> Step:
+        writes = _writes(node)
         asked = {piece: parts for piece, parts in self.shards.get(name or "", {}).items() if parts > 1}
         loss = in_loss(self.graph, node)
         follows = loss or (not asked and rule_of(target) is elementwise)
@@ -230,28 +232,31 @@ class _Maker:
         kind = base_name(str(target))
         local = LOCAL_OPS.get(kind)
         if any(names is None for names in space.outputs if names is not None) or all(names is None for names in space.outputs):
-            return self._whole(node, leaves, name, "no rule says how its results are cut")
+            return self._whole(node, leaves, name, "no rule says how its results are cut", writes)
         if random and kind not in _DRAWN:
-            return self._whole(node, leaves, name, "its random numbers are drawn at once")
+            return self._whole(node, leaves, name, "its random numbers are drawn at once", writes)
         if local is None and kind not in PLAIN and rule_of(target) is not elementwise:
-            return self._whole(node, leaves, name, "no rule says how it is cut") if asked else self._uncut(node, leaves, name)
+            why = "no rule says how it is cut" if asked else "the plan does not cut it"
+            return self._whole(node, leaves, name, why, writes)
         described = [self._described(leaf) for leaf in bound(target, args, node.kwargs)]
-        dropped: list[str] = []
+        said: list[str] = []
         if follows:
             factors = self._followed(leaves, space)
             factors = {dim: f for dim, f in factors.items() if _allowed(dim, space, local, described)}
         else:
-            sizes = {piece: size for pieces in space.dims.values() for piece, size in pieces}
-            usable = {p: n for p, n in asked.items() if p in sizes and sizes[p] % n == 0}
-            dropped += [piece for piece in asked if piece not in usable]
-            for dim, pieces in space.dims.items():
-                if any(p in usable for p, _ in pieces) and not _allowed(dim, space, local, described):
-                    dropped += [p for p, _ in pieces if usable.pop(p, None) is not None]
+            dim_of = {piece: (dim, size) for dim, pieces in space.dims.items() for piece, size in pieces}
+            usable = {}
+            for piece, parts in asked.items():
+                if piece not in dim_of or dim_of[piece][1] % parts:
+                    said.append(f"whole along {piece}: these inputs have no {parts} equal parts of it")
+                elif not _allowed(dim_of[piece][0], space, local, described):
+                    said.append(f"whole along {piece}: no device can do a part of it on its own")
+                else:
+                    usable[piece] = parts
             factors = self._chosen(node, usable, leaves, space, local) if usable else {}
-        if dropped:
-            self._tell(name, f"whole along {', '.join(dropped)}: no device can do a part of it on its own")
         if not any(axis != WHOLE for f in factors.values() for _, axis in f):
-            return self._uncut(node, leaves, name if not dropped else None)
+            self._tell(name, "; ".join(said) or "whole: the plan does not cut it")
+            return self._whole(node, leaves, None, "", writes)
         demands, outputs = self._layouts(node, factors, leaves, space, local)
         for position, demand in list(demands.items()):
             demands[position] = self._demand(leaves[position], *demand)
@@ -259,15 +264,11 @@ class _Maker:
         flat, spec = pytree.tree_flatten(value)
         made = [outputs[i] if isinstance(leaf, TensorShape) else None for i, leaf in enumerate(flat)]
         self.specs[node.name] = pytree.tree_unflatten(made, spec)
-        if not dropped:
-            self._tell(name, f"cut: {_text(factors)}" + (" with its input" if follows else ""))
+        self._tell(name, "; ".join([f"cut: {_text(factors)}" + (" with its input" if follows else ""), *said]))
         cut = OpCut(factors, space.inputs, self.mesh_shape)
         return Step(
             node, "random" if random else "cut", demands, cut, local or LocalOp(frozenset(), plain), writes=_writes(node)
         )
-
-    def _uncut(self, node: fx.Node, leaves: Sequence[Any], name: str | None) -> Step:
-        return self._whole(node, leaves, name, "the plan does not cut it")
 
     # Layouts
 

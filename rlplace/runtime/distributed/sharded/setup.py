@@ -1,0 +1,44 @@
+"""Sharded engines for `rlplace.distribute`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.runtime.distributed.engine import Engine
+from rlplace.runtime.distributed.engines import Made, Setup
+from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.sharded.engine import ShardedEngine
+from rlplace.runtime.distributed.sharded.refuse import why_not
+from rlplace.runtime.distributed.tensors import Own
+
+
+def make_sharded(setup: Setup) -> Made:
+    """The engine of a plan with shards.
+
+    Every process must have been given the same model values: each keeps its pieces without asking the others.
+
+    Raises:
+        InputError: The plan cannot run like this, with the reason.
+    """
+    plan, ranks = setup.plan, setup.ranks
+    reason = why_not(plan, setup.graph, ranks.world)
+    if reason is not None:
+        raise InputError(f"distribute: {reason}")
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in [*setup.model.named_parameters(), *setup.model.named_buffers()]:
+        value = torch.empty_like(tensor, device=ranks.device) if tensor.is_meta else tensor.detach().to(ranks.device)
+        state[name] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    first = ShardedEngine(setup.graph, plan, state, ranks.device)
+    everything = {**state, **first.buffers, **first.parameters}
+    parameters = {name: tensor for name, tensor in everything.items() if isinstance(tensor, nn.Parameter)}
+    buffers = {name: tensor for name, tensor in everything.items() if name not in parameters}
+    everywhere = tuple(range(ranks.world))
+
+    def engine_for(graph: ForwardGraph) -> Engine:
+        if graph is setup.graph:
+            return first
+        return ShardedEngine(graph, plan, {**parameters, **buffers}, ranks.device, first.mesh)
+
+    return Made("sharded", Own(parameters, buffers, dict.fromkeys(state, everywhere)), engine_for)

@@ -46,6 +46,7 @@ class ForwardGraph:
         writes: Names of held tensors that the forward writes to, such as running statistics.
         constants: Values of the held tensors that are no parameters or buffers of the model, by name.
         random_ops: Number of ops that draw random numbers.
+        examples: The flat inputs that it was traced for, tensors on the meta device.
     """
 
     module: fx.GraphModule
@@ -59,6 +60,7 @@ class ForwardGraph:
     writes: frozenset[str]
     constants: Mapping[str, torch.Tensor]
     random_ops: int
+    examples: tuple[Any, ...]
 
     def node(self, name: str) -> fx.Node:
         """The node of that name."""
@@ -156,6 +158,7 @@ def forward_graph(
         writes=frozenset(_written(graph, held)),
         constants=constants,
         random_ops=random_ops,
+        examples=tuple(_meta(leaf) for leaf in leaves),
     )
 
 
@@ -208,6 +211,12 @@ def first_names(model: nn.Module) -> dict[str, str]:
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         names[name] = first.setdefault(id(tensor), name)
     return names
+
+
+def _meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) -> fx.Node | None:

@@ -22,7 +22,7 @@ def make_pipeline(setup: Setup) -> Made:
     Raises:
         InputError: The plan is none for it, with the reason.
     """
-    plan, ranks = setup.plan, setup.ranks
+    plan, ranks, source = setup.plan, setup.ranks, setup.graph
     planned, groups = planned_spots(plan), planned_groups(plan)
     assigned = assign(setup.graph, planned, None, groups)
     first = cut_graph(setup.graph, assigned)
@@ -32,7 +32,7 @@ def make_pipeline(setup: Setup) -> Made:
     expected = None if setup.problem is None else expected_of(setup.problem)
 
     def cut_of(graph: ForwardGraph) -> tuple[Assignment, Cut]:
-        if graph is setup.graph:
+        if graph is source:
             return assigned, first
         assignment = assign(graph, planned, places, groups)
         return assignment, cut_graph(graph, assignment)

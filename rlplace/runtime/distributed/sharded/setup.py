@@ -22,7 +22,7 @@ def make_sharded(setup: Setup) -> Made:
     Raises:
         InputError: The plan cannot run like this, with the reason.
     """
-    plan, ranks = setup.plan, setup.ranks
+    plan, ranks, source = setup.plan, setup.ranks, setup.graph
     reason = why_not(plan, setup.graph, ranks.world)
     if reason is not None:
         raise InputError(f"distribute: {reason}")
@@ -37,7 +37,7 @@ def make_sharded(setup: Setup) -> Made:
     everywhere = tuple(range(ranks.world))
 
     def engine_for(graph: ForwardGraph) -> Engine:
-        if graph is setup.graph:
+        if graph is source:
             return first
         return ShardedEngine(graph, plan, {**parameters, **buffers}, ranks.device, first.mesh)
 

@@ -64,7 +64,7 @@ def make_stage_graph(setup: Setup, *, replay: bool = False) -> Made:
     plan, ranks, source = setup.plan, setup.ranks, setup.graph
     planned, groups = planned_spots(plan), planned_groups(plan)
     assigned = assign(source, planned, None, groups)
-    first = cut_graph(source, assigned, grain="group")
+    first = cut_graph(source, assigned, "group", plan.recompute)
     own = own_tensors(setup.model, first.owners, source.constants, ranks.place, ranks.device)
     places = {name: who[0] for name, who in own.owners.items()}
     expected = None if setup.problem is None else expected_of(setup.problem)
@@ -72,7 +72,7 @@ def make_stage_graph(setup: Setup, *, replay: bool = False) -> Made:
 
     def engine_for(graph: ForwardGraph) -> Engine:
         assignment = assigned if graph is source else assign(graph, planned, places, groups)
-        cut = first if graph is source else cut_graph(graph, assignment, grain="group")
+        cut = first if graph is source else cut_graph(graph, assignment, "group", plan.recompute)
         buffers = {**own.buffers, **{name: value.to(ranks.device) for name, value in graph.constants.items()}}
         again = recompute_sets(plan.recompute, assignment)
         return kind(cut, ranks, own.parameters, buffers, own.owners, plan.schedule, expected, again, plan.optimizer_sharding)

@@ -8,6 +8,7 @@ its part of the work looks like, except that only the first one is the main proc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,10 +44,17 @@ def distribute_accelerator(accelerator: Accelerator, model: nn.Module, plan: Pla
 
     if accelerator._models or accelerator._optimizers or accelerator._dataloaders:
         raise InputError("distribute_accelerator: call it before accelerator.prepare, which then gets what it returns")
+    check_share(options)
     see_one_process(accelerator)
     placed = distribute(model, plan, device=options.pop("device", accelerator.device), **options)
     use_model(accelerator, placed)
     return placed
+
+
+def check_share(options: Mapping[str, Any]) -> None:
+    """Every process draws the batch of all replicas."""
+    if options.get("share", "global") != "global":
+        raise InputError("share: every process loads the batch of all replicas here; leave it out")
 
 
 def see_one_process(accelerator: Accelerator) -> None:

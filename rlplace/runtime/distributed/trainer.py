@@ -12,7 +12,7 @@ from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.accelerator import see_one_process, use_model
+from rlplace.runtime.distributed.accelerator import check_share, see_one_process, use_model
 from rlplace.runtime.distributed.forward_graph import Graphs
 from rlplace.runtime.distributed.inputs import micro_batch
 from rlplace.runtime.distributed.model import DistributedModel
@@ -45,8 +45,9 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
     from rlplace.runtime.distributed.distribute import distribute
 
     _refuse(trainer)
+    check_share(options)
     see_one_process(trainer.accelerator)
-    whole, graphs = trainer.model, Graphs()
+    whole, graphs = trainer.model.train(), Graphs()
     model = distribute(whole, plan, device=options.pop("device", trainer.args.device), graphs=graphs, **options)
     if trainer.args.device.type != "cpu":
         whole.to("cpu")  # what this process owns stays where it is
@@ -57,6 +58,7 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
     _ask_whole_model(trainer, model)
     use_whole_files(trainer, model)
     _same_loaders(trainer)
+    _stay_alone(trainer)
     return model
 
 
@@ -143,3 +145,17 @@ def _same_loaders(trainer: Any) -> None:
 
     for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
         setattr(trainer, name, alike(getattr(trainer, name)))
+
+
+def _stay_alone(trainer: Any) -> None:
+    """Any new TrainingArguments make accelerate look at the processes again, so it is told again before a Trainer works."""
+
+    def alone(work: Callable[..., Any]) -> Callable[..., Any]:
+        def done(*args: Any, **kwargs: Any) -> Any:
+            see_one_process(trainer.accelerator)
+            return work(*args, **kwargs)
+
+        return done
+
+    for name in ("train", "evaluate", "predict", "save_model"):
+        setattr(trainer, name, alone(getattr(trainer, name)))

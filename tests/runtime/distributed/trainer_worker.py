@@ -138,12 +138,6 @@ def train_cases(folder):
         worst = max((p - weights[n]).abs().max().item() for n, p in model.named_parameters())
         held, best = len(list(model.parameters())), two.state.best_model_checkpoint
         found[name] = (one.state.log_history, two.state.log_history, worst, held, best)
-            one.state.log_history,
-            two.state.log_history,
-            worst,
-            len(list(model.parameters())),
-            two.state.best_model_checkpoint,
-        )
         two.save_model()
     return found
 

@@ -126,8 +126,8 @@ def assign(
         wanted = [name for name in names if name in planned]
         readers = [place_of_held[held[o.name]] for n in inside for o in n.all_input_nodes if held.get(o.name) in place_of_held]
         before = [unit[o] for n in inside for o in n.all_input_nodes if o in unit and unit[o] in spot_of_unit]
-        if wanted:
-            chosen = planned[wanted[0]]
+        if wanted:  # the last one's: all that the others read is made by then, so stages in a row stay in a row
+            chosen = planned[wanted[-1]]
         elif readers and (not before or spot_of_unit[before[0]].place != readers[0]):
             chosen = min((s for s in planned.values() if s.place == readers[0]), default=Spot(readers[0], readers[0]))
         elif names and not before:
@@ -137,7 +137,7 @@ def assign(
         spot_of_unit[number] = chosen
         # Ops that the plan does not name belong to the group that they come after.
         near = [group_of_unit[other] for other in before if spot_of_unit[other] == chosen]
-        group_of_unit[number] = (groups or {}).get(wanted[0], 0) if wanted else near[0] if near else -1
+        group_of_unit[number] = (groups or {}).get(wanted[-1], 0) if wanted else near[0] if near else -1
         moved += sum(planned[name] != chosen for name in wanted)
     return Assignment(
         spot={node.name: spot_of_unit[unit[node]] for node in nodes},

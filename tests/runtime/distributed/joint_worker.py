@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from rlplace.plan import PlacementPlan
 from rlplace.runtime.distributed.batches import split_batch
 from rlplace.runtime.distributed.forward_graph import forward_graph
-from rlplace.runtime.distributed.joint.build import build_joint
 from rlplace.runtime.distributed.joint.engine import JointEngine
+from rlplace.runtime.distributed.joint.make import build_joint
 from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.ranks import ranks_of
 from rlplace.runtime.distributed.tensors import meta_copy, own_tensors
@@ -75,7 +75,7 @@ def build(name, world, *, microbatches=1, seed=0, dropout=0.0, train=True, plan=
     if plan is None:
         used = world if replicas is None else len(replicas[0])
         plan = plan_of(graph, *random_places(graph, used, seed), microbatches=microbatches, replicas=replicas, **fields)
-    places = build_joint(graph, plan, meta, leaves, torch.device("cpu"))
+    places = build_joint(graph, plan, torch.device("cpu"))
     return Built(model, inputs, loss, split, graph, plan, places.joint, places)
 
 

@@ -7,6 +7,7 @@ are made and sent to the owner after the last micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch import fx, nn
 from rlplace.errors import InputError
 from rlplace.runtime.distributed import activity
 from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.gradients import sum_gradients
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.joint.assign import JointPlaces
 from rlplace.runtime.distributed.joint.order import Task, forward_nodes, joint_order
 from rlplace.runtime.distributed.joint.program import Message, Program, Turn, calls_of, lay_out, layout_of, program_of, value_of
 from rlplace.runtime.distributed.joint.views import base_of
-from rlplace.runtime.distributed.randomness import random_key
+from rlplace.runtime.distributed.randomness import random_key, seeded
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.wire import Wire
 
@@ -63,6 +65,7 @@ class JointEngine(Engine):
         self.buffers = {**buffers, **{name: value.to(ranks.device) for name, value in places.joint.constants.items()}}
         self.owners = owners
         self.schedule = schedule
+        self.recorder = Recorder(ranks.device)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._nodes = {node.name: node for node in places.joint.graph.nodes}
         self._calls = calls_of([node for node, place in places.place.items() if place == ranks.place], ranks.device)
@@ -78,7 +81,8 @@ class JointEngine(Engine):
             raise InputError("distribute: the graph has no scalar loss to train on; trace it with grad enabled, or give a loss")
         state = self._run(microbatches, training=True, seed=seed, step=step)
         if self.ranks.replica is not None:
-            sum_gradients(self.parameters, self.owners, self.ranks)
+            with self.recorder.interval("reduce"):
+                sum_gradients(self.parameters, self.owners, self.ranks)
         dist.all_reduce(state.loss)
         return state.loss
 
@@ -149,7 +153,10 @@ class JointEngine(Engine):
                 group_of((source, destination), "up" if source < destination else "down")
 
     def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> _State:
-        state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), self.ranks.device)
+        loss = self.places.joint.loss
+        double = loss is not None and loss.meta["val"].dtype == torch.float64
+        total = torch.zeros((), device=self.ranks.device, dtype=torch.float64 if double else torch.float32)
+        state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), total)
         if self.ranks.place is None or not microbatches:
             return state
         with torch.no_grad(), torch.autocast(self.ranks.device.type, enabled=False):  # casts are nodes of the graph
@@ -159,9 +166,10 @@ class JointEngine(Engine):
                 self._send(state, message)
             for turn in program.turns:
                 self._turn(state, turn, training, seed, step)
-            if training:
-                self._deliver(state)
-            state.wire.finish()
+            with self.recorder.interval("wait"):
+                if training:
+                    self._deliver(state)
+                state.wire.finish()
             self._write(state, len(microbatches) - 1)
         return state
 
@@ -186,15 +194,19 @@ class JointEngine(Engine):
         for message in turn.posts:
             source, layout = self.ranks.rank_of(message.source), layout_of(self._nodes[message.node])
             state.pending[message] = state.wire.receive(layout, source, message.tag, message)
-        for message in turn.needs:
-            work, value = state.pending.pop(message)
-            work.wait()
-            node = self._nodes[message.node]
-            state.values[node, message.microbatch] = lay_out(value, node)
+        if turn.needs:
+            with self.recorder.interval("wait"):
+                for message in turn.needs:
+                    self._arrive(state, message)
         node, number = turn.task
-        activity.doing("op {} (micro-batch {})", node, number)
-        with random_key(seed, step, state.microbatches[number].number):
-            made = self._calls[node](lambda other: self._look_up(state, other, number))
+        kind = "backward" if node.meta["backward"] else "forward"
+        with self.recorder.interval(kind, microbatch=number) if self.recorder.on else contextlib.nullcontext():
+            activity.doing("op {} (micro-batch {})", node, number)
+            if node.target is seeded:
+                with random_key(seed, step, state.microbatches[number].number):
+                    made = self._calls[node](lambda other: self._look_up(state, other, number))
+            else:
+                made = self._calls[node](lambda other: self._look_up(state, other, number))
         if isinstance(made, torch.Tensor):
             state.values[node, number] = made
             self._collect(state, node, number, training)
@@ -206,6 +218,12 @@ class JointEngine(Engine):
             self._send(state, message)
         for key in turn.frees:
             del state.values[key]
+
+    def _arrive(self, state: _State, message: Message) -> None:
+        work, value = state.pending.pop(message)
+        work.wait()
+        node = self._nodes[message.node]
+        state.values[node, message.microbatch] = lay_out(value, node)
 
     def _collect(self, state: _State, node: fx.Node, number: int, training: bool) -> None:
         """Adds a loss or gradient that was just made to that of the step."""
@@ -274,13 +292,13 @@ class JointEngine(Engine):
 class _State:
     """What one step keeps between its turns."""
 
-    def __init__(self, microbatches: Sequence[Microbatch], wire: Wire, device: torch.device) -> None:
+    def __init__(self, microbatches: Sequence[Microbatch], wire: Wire, loss: torch.Tensor) -> None:
         self.microbatches = microbatches
         self.wire = wire
         self.values: dict[Key, Any] = {}
         self.gradients: dict[tuple[str, fx.Node], torch.Tensor] = {}
         self.pending: dict[Message, tuple[Any, torch.Tensor]] = {}
-        self.loss = torch.zeros((), device=device)
+        self.loss = loss
 
 
 def lay_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,8 @@ class JointGraph:
 
 def joint_graph(
     source: ForwardGraph,
-    held: Mapping[str, torch.Tensor],
-    leaves: Sequence[Any],
+    held: Mapping[str, torch.Tensor] | None = None,
+    leaves: Sequence[Any] | None = None,
     *,
     differentiate: Sequence[int] | None = None,
     kind: str = "cpu",
@@ -66,7 +66,8 @@ def joint_graph(
 
     Args:
         source: The forward.
-        held: The tensors of ``source.held`` by name, real, meta or fake; only shape, dtype and ``requires_grad`` matter.
+        held: The tensors of ``source.held`` by name, real, meta or fake; only shape, dtype and ``requires_grad`` matter. None:
+            as they were exported.
         leaves: Flat inputs of one micro-batch, likewise.
         differentiate: Flat outputs whose gradients come in as tangents, if one can flow back from them; None differentiates the
             loss. With neither a loss nor outputs the graph has no backward.
@@ -83,9 +84,18 @@ def joint_graph(
         stack.enter_context(_without_mkldnn())
         if kind != "cpu":
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        if kind == "cuda":
+            # Tracing casts where autocast casts on the CPU.
+            enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=enabled))
         stack.enter_context(mode)
-        fakes = [_fake(held[name]) for name in source.held]
-        fake_leaves = [_fake(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        placeholders = [node for node in source.module.graph.nodes if node.op == "placeholder"]
+        exported = [_exported(source, node) for node in placeholders]
+        count = len(source.held)
+        fakes = [_fake(held[name]) for name in source.held] if held is not None else exported[:count]
+        fake_leaves = exported[count:]
+        if leaves is not None:
+            fake_leaves = [_fake(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         stack.enter_context(recorder)
         return tracer.trace(fakes, fake_leaves, differentiate)
 
@@ -178,6 +188,16 @@ class _Tracer(fx.Interpreter):
 
     def _value(self, item: Any) -> Any:
         return self.env[self.source.node(item)] if isinstance(item, str) and item in self._names else item
+
+
+def _exported(source: ForwardGraph, node: fx.Node) -> Any:
+    """What a placeholder got when the graph was exported, without values; None for what was no tensor."""
+    layout, value = source.layout.get(node.name), node.meta.get("val")
+    if layout is None:
+        return None
+    known = isinstance(value, torch.Tensor) and tuple(value.shape) == layout.shape
+    made = torch.empty_strided(layout.shape, value.stride(), dtype=layout.dtype) if known else layout.empty(torch.device("cpu"))
+    return made.requires_grad_(layout.requires_grad)
 
 
 @contextlib.contextmanager

@@ -213,6 +213,16 @@ def _call(node: fx.Node, device: torch.device) -> Call:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     slots = [index for index, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     strided = target is torch.ops.aten.as_strided.default
+    flat = len(leaves) == len(args) and not any(isinstance(leaf, (list, tuple, dict)) for leaf in args)
+    if flat and not strided:
+
+        def call_flat(look_up: Callable[[fx.Node], Any]) -> Any:
+            values = list(leaves)
+            for index in slots:
+                values[index] = value_of(leaves[index], look_up)
+            return target(*values)  # type: ignore[operator]
+
+        return call_flat
 
     def call(look_up: Callable[[fx.Node], Any]) -> Any:
         values = list(leaves)

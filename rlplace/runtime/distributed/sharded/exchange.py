@@ -32,6 +32,14 @@ class Meshes:
         self.shape: tuple[int, ...] = tuple(base.shape)
         self._known = {self.shape: base}
 
+    def piece(self, values: torch.Tensor, spec: Spec) -> torch.Tensor:
+        """This device's piece of a tensor that it has whole, a view where that is possible."""
+        place = self.base.get_coordinate()
+        assert place is not None
+        fine = values.reshape([size for factors in spec.dims for size, _ in factors])
+        index = tuple(slice(None) if axis == WHOLE else place[axis] for factors in spec.dims for _, axis in factors)
+        return fine[index].reshape(spec.local_shape)
+
     def of(self, shape: tuple[int, ...]) -> DeviceMesh:
         """That with the given axis sizes; made once, by all devices alike."""
         if shape not in self._known:

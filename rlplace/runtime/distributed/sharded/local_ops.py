@@ -47,7 +47,7 @@ class OpCut:
     def own(self, values: torch.Tensor, names: Sequence[str], mesh: Meshes) -> torch.Tensor:
         """This device's piece of a tensor that every device has."""
         dims = tuple(self.factors.get(name) or whole([size]).dims[0] for name, size in zip(names, values.shape, strict=True))
-        return move(values, moves(whole(values.shape), Spec(dims), mesh.ndim), Spec(dims).local_shape, mesh)
+        return mesh.piece(values, Spec(dims))
 
     def all_of(self, piece: torch.Tensor, names: Sequence[str], mesh: Meshes) -> torch.Tensor:
         """The tensor whose piece this device has."""

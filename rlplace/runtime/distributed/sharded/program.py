@@ -11,7 +11,6 @@ A parameter lies in the pieces that its first reader needs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -22,17 +21,14 @@ from torch.utils import _pytree as pytree
 from rlplace.graph.access import rule_of
 from rlplace.graph.access_rules import elementwise
 from rlplace.graph.kinds import base_name
-from rlplace.runtime import aliases
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.randomness import seeded
 from rlplace.runtime.distributed.sharded.local_ops import LOCAL_OPS, PLAIN, LocalOp, OpCut, bound, plain
 from rlplace.runtime.distributed.sharded.mesh import assignments
 from rlplace.runtime.distributed.sharded.spaces import OpSpace, Spaces, TensorShape, in_loss, spaces_of
 from rlplace.runtime.distributed.sharded.spec import WHOLE, Factor, Spec, moved_elements, normal, whole
-from rlplace.runtime.distributed.sharded.views import Call, is_view, view
-
-Demand = tuple[Spec, frozenset[int]]
-"""Layout in which an op takes an argument, and the mesh axes over which the gradients that it leaves are to be summed."""
+from rlplace.runtime.distributed.sharded.steps import Demand, Program, Step, storable, writes_of, written_families
+from rlplace.runtime.distributed.sharded.views import is_view, view
 
 Factors = Mapping[str, tuple[Factor, ...]]
 """Factors of the dimensions of an op that are cut."""
@@ -40,50 +36,6 @@ Factors = Mapping[str, tuple[Factor, ...]]
 _MADE = frozenset({"zeros", "ones", "full", "empty", "arange", "new_zeros", "new_ones", "new_full", "new_empty", "eye"})
 _DRAWN = frozenset({"dropout", "scaled_dot_product_attention"})
 """Random ops whose numbers can be drawn apart from the rest of the op."""
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One op of the program.
-
-    Attributes:
-        node: Of the forward graph.
-        way: ``cut``, ``view``, ``whole``, ``random`` or ``made``.
-        demands: By position among the flat arguments.
-        cut: For ``cut`` and ``random``.
-        local: Local implementation, for ``cut``.
-        call: For ``view``.
-        writes: Nodes whose memory it changes.
-    """
-
-    node: fx.Node
-    way: str
-    demands: Mapping[int, Demand] = field(default_factory=dict)
-    cut: OpCut | None = None
-    local: LocalOp | None = None
-    call: Call | None = None
-    writes: tuple[fx.Node, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """What every device runs.
-
-    Attributes:
-        mesh_shape: Axis sizes.
-        steps: In order, placeholders and output left out.
-        specs: By node name the layout of the node's value, a list for a node of several values.
-        home: By name of a held tensor its layout between steps.
-        report: By op name how it runs and why.
-        family: By node the number of its family of nodes that share memory, for nodes whose memory is written to.
-    """
-
-    mesh_shape: tuple[int, ...]
-    steps: tuple[Step, ...]
-    specs: Mapping[str, Any]
-    home: Mapping[str, Spec]
-    report: Mapping[str, str]
-    family: Mapping[fx.Node, int]
 
 
 def make_program(
@@ -106,16 +58,6 @@ def make_program(
     return _Maker(graph, shards, mesh_shape, home or {}, spaces or spaces_of(graph)).run()
 
 
-def storable(spec: Spec) -> Spec:
-    """The nearest layout that a DTensor of the tensor's own shape has: axes that spread a dimension outermost, in order."""
-    dims = []
-    for factors in spec.dims:
-        axes = sorted((axis, size) for size, axis in factors if axis != WHOLE)
-        rest = prod(size for size, axis in factors if axis == WHOLE)
-        dims.append(normal([*((size, axis) for axis, size in axes), (rest, WHOLE)]))
-    return Spec(tuple(dims))
-
-
 class _Maker:
     def __init__(
         self,
@@ -131,7 +73,7 @@ class _Maker:
         self.report: dict[str, str] = {}
         placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
         self.held = dict(zip((node.name for node in placeholders), graph.held, strict=False))
-        self.family = _written_families(graph.module.graph)
+        self.family = written_families(graph.module.graph)
 
     def run(self) -> Program:
         steps = []
@@ -168,7 +110,7 @@ class _Maker:
             self.specs[node.name] = self.specs[args[0].name][args[1]]  # type: ignore[union-attr, index]
             return Step(node, "view", call=None)
         leaves = pytree.tree_leaves((args, node.kwargs))
-        writes = _writes(node)
+        writes = writes_of(node)
         if node in self.family:
             return self._whole(node, leaves, name, "it shares memory that is written to", writes)
         if not isinstance(target, torch._ops.OpOverload):
@@ -224,7 +166,7 @@ class _Maker:
     def _cut(
         self, node: fx.Node, target: Any, args: Sequence[Any], leaves: Sequence[Any], space: OpSpace, name: str | None
     ) -> Step:
-        writes = _writes(node)
+        writes = writes_of(node)
         asked = {piece: parts for piece, parts in self.shards.get(name or "", {}).items() if parts > 1}
         loss = in_loss(self.graph, node)
         follows = loss or (not asked and rule_of(target) is elementwise)
@@ -265,10 +207,10 @@ class _Maker:
         made = [outputs[i] if isinstance(leaf, TensorShape) else None for i, leaf in enumerate(flat)]
         self.specs[node.name] = pytree.tree_unflatten(made, spec)
         self._tell(name, "; ".join([f"cut: {_text(factors)}" + (" with its input" if follows else ""), *said]))
+        drawn = self.spaces.values[leaves[0].name] if random else None
         cut = OpCut(factors, space.inputs, self.mesh_shape)
-        return Step(
-            node, "random" if random else "cut", demands, cut, local or LocalOp(frozenset(), plain), writes=_writes(node)
-        )
+        way = "random" if random else "cut"
+        return Step(node, way, demands, cut, local or LocalOp(frozenset(), plain), writes=writes, drawn=drawn)
 
     # Layouts
 
@@ -377,27 +319,6 @@ def _allowed(dim: str, space: OpSpace, local: LocalOp | None, args: Sequence[Any
     through = all(dim in names for names in space.outputs if names is not None)
     inside = any(dim not in names for names in space.statistics)
     return (through and not inside) or (local is not None and dim in local.cut)
-
-
-def _written_families(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Nodes that share memory with something that is written to after it was made."""
-    memory = aliases.UnionFind()
-    written: list[fx.Node] = []
-    for node in graph.nodes:
-        for other in (*aliases.shared_with(node), *(_writes(node) if node.target is seeded else ())):
-            memory.union(other, node)
-        written += _writes(node)
-    changed = {root: number for number, root in enumerate(dict.fromkeys(memory.find(node) for node in written))}
-    return {node: changed[root] for node in graph.nodes if (root := memory.find(node)) in changed}
-
-
-def _writes(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Nodes whose values the node changes."""
-    if node.target is not seeded:
-        return tuple(aliases.written_by(node))
-    arguments = node.args[0]._schema.arguments  # type: ignore[union-attr]
-    pairs = zip(arguments, node.args[2:], strict=False)
-    return tuple(v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write and isinstance(v, fx.Node))
 
 
 def _text(factors: Factors) -> str:

@@ -28,12 +28,18 @@ def make_sharded(setup: Setup) -> Made:
         raise InputError(f"distribute: {reason}")
     state: dict[str, torch.Tensor] = {}
     for name, tensor in [*setup.model.named_parameters(), *setup.model.named_buffers()]:
-        value = torch.empty_like(tensor, device=ranks.device) if tensor.is_meta else tensor.detach().to(ranks.device)
-        state[name] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        if isinstance(tensor, nn.Parameter):
+            state[name] = tensor  # cut where it is, so that the device never holds it whole
+        else:
+            state[name] = torch.empty_like(tensor, device=ranks.device) if tensor.is_meta else tensor.detach().to(ranks.device)
     first = ShardedEngine(setup.graph, plan, state, ranks.device)
-    everything = {**state, **first.buffers, **first.parameters}
-    parameters = {name: tensor for name, tensor in everything.items() if isinstance(tensor, nn.Parameter)}
-    buffers = {name: tensor for name, tensor in everything.items() if name not in parameters}
+    parameters, buffers = dict(first.parameters), dict(first.buffers)
+    for name, tensor in state.items():
+        if isinstance(tensor, nn.Parameter) and name not in parameters:  # nobody reads it
+            value = torch.empty_like(tensor, device=ranks.device) if tensor.is_meta else tensor.detach().to(ranks.device)
+            parameters[name] = nn.Parameter(value, tensor.requires_grad)
+        elif not isinstance(tensor, nn.Parameter):
+            buffers.setdefault(name, tensor)
     everywhere = tuple(range(ranks.world))
 
     def engine_for(graph: ForwardGraph) -> Engine:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Any]] = weakref.WeakKeyDictionary()
 
@@ -23,9 +26,25 @@ def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
     key = (tuple(sorted(set(ranks))), purpose)
     groups = _made.setdefault(default, {})
     if key not in groups:
-        groups[key] = dist.new_group(list(key[0]), use_local_synchronization=True, timeout=_timeout())
+        with _named(f"rlplace {key[1]} {key[0]}"):
+            groups[key] = dist.new_group(list(key[0]), use_local_synchronization=True, timeout=_timeout())
     found: dist.ProcessGroup = groups[key]
     return found
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Gives a group that its members make by themselves a name that is the same on all of them.
+
+    torch takes the number of groups that a process has made so far into the name, and the members wait for each other for ever
+    when some of them are in more groups than others.
+    """
+    made = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = made
 
 
 def _timeout() -> Any:

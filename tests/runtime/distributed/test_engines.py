@@ -1,0 +1,134 @@
+"""Which engine runs which plan, and what a refusal says."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from equal import build, train_both
+from launch import run
+from plans import plan_of
+
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.distributed.engines import ENGINES, why_not
+from rlplace.runtime.distributed.forward_graph import forward_graph
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    model, inputs, _ = build("gpt2", double=False)
+    return model, inputs, forward_graph(model, (), inputs)
+
+
+def changed(plan, **fields):
+    return PlacementPlan(**{**vars(plan), **fields})
+
+
+def runs(plan, graph, processes=2):
+    return [name for name in ENGINES if why_not(name, plan, graph, processes) is None]
+
+
+def test_every_kind_of_plan_has_its_engine(gpt2):
+    model, inputs, graph = gpt2
+    chain = plan_of(model, inputs, 2, deal="chain")
+    assert runs(chain, graph) == ["stage_graph", "joint_graph", "replay"]
+    piped = changed(chain, microbatches=4, schedule="1f1b")
+    assert runs(piped, graph)[0] == "pipeline"
+    back_and_forth = changed(piped, device_of_group=np.array([0, 1, 0, 1, 0, 1], dtype=np.int32))
+    assert runs(back_and_forth, graph)[0] == "stage_graph"
+    assert runs(changed(chain, schedule="zero_bubble", microbatches=4), graph) == ["pipeline"]
+
+
+def test_backward_elsewhere_is_for_the_joint_graph(gpt2):
+    model, inputs, graph = gpt2
+    plan = plan_of(model, inputs, 2, deal="chain")
+    groups = [row for g in plan.groups for row in (g, {"name": f"{g['name']}.backward", "modules": [], "ops": []})]
+    devices = np.array([d for i, d in enumerate(plan.device_of_group) for d in (d, 1 - d if i == 0 else d)], dtype=np.int32)
+    split = changed(plan, groups=groups, device_of_group=devices)
+    assert runs(split, graph) == ["joint_graph"]
+    assert "g0.backward" in why_not("stage_graph", split, graph, 2)
+
+
+def test_a_refusal_says_what_would_run(gpt2):
+    model, inputs, graph = gpt2
+    plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="zero_bubble")
+    assert runs(plan, graph) == []
+    assert "use list, gpipe or 1f1b" in why_not("stage_graph", plan, graph, 2)
+
+
+def refusals():
+    model, inputs, _ = build("gpt2", double=False)
+    plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="zero_bubble")
+    found = []
+    for options, change in (
+        ({}, {}),
+        ({"engine": "nobody"}, {"schedule": "list"}),
+        ({"engine": "pipeline"}, {"schedule": "list"}),
+        ({"engine": "replay"}, {"schedule": "list"}),
+        ({"share": "mine"}, {"schedule": "list"}),
+        ({}, {"schedule": "list", "device_of_group": np.array([0, 1, 2, 1, 0, 1], dtype=np.int32)}),
+    ):
+        with pytest.raises(InputError) as caught:
+            distribute(model, changed(plan, **change), inputs, **options)
+        found.append(str(caught.value))
+    wrong, _, _ = build("bert", double=False)
+    with pytest.raises(InputError) as caught:
+        distribute(wrong, changed(plan, schedule="list"), inputs)
+    found.append(str(caught.value))
+    return found
+
+
+def freed():
+    model, inputs, _ = build("gpt2", double=False)
+    plan = plan_of(model, inputs, 2, deal="chain", microbatches=2, schedule="1f1b")
+    found = {}
+    for engine in ("stage_graph", "joint_graph", "pipeline"):
+        model, _, _ = build("gpt2", double=False)
+        watched = weakref.ref(model)
+        total = sum(p.numel() for p in model.parameters())
+        placed = distribute(model, plan, inputs, engine=engine)
+        del model
+        gc.collect()
+        placed(**inputs).loss.backward()
+        found[engine] = watched() is None, sum(p.numel() for p in placed.parameters()) < total
+    return found
+
+
+def test_refusals_on_a_job_and_weights_of_others_are_freed():
+    first, second = run(2, refusals, timeout_s=200)
+    assert first == second
+    expected = (
+        "no engine can run this plan",
+        "unknown engine",
+        "no pipeline schedule",
+        "give problem=",
+        "'mine'",
+        "3 devices",
+        "another model",
+    )
+    for text, part in zip(first, expected, strict=True):
+        assert part in text and "\n" not in text, text
+    for found in run(2, freed, timeout_s=200):
+        assert all(gone and fewer for gone, fewer in found.values()), found
+
+
+def chosen():
+    return {
+        "list": train_both("gpt2", 2, deal="chain")[3],
+        "1f1b": train_both("gpt2", 2, deal="chain", microbatches=2, schedule="1f1b")[3],
+    }
+
+
+def test_the_first_engine_that_fits_is_taken():
+    assert run(2, chosen, timeout_s=200) == [{"list": "stage_graph", "1f1b": "pipeline"}] * 2
+
+
+def test_nothing_runs_without_a_process_group():
+    model, inputs, _ = build("lstm", double=False)
+    plan = plan_of(model, inputs, 2, deal="chain")
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(InputError, match="torchrun"):
+        distribute(model, plan, inputs)

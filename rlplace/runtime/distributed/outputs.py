@@ -89,5 +89,11 @@ def join(graph: ForwardGraph, parts: Sequence[Sequence[Any]], samples: Sequence[
 
 
 def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:
-    """Whether the first dimension is so many times the number of samples."""
-    return all(len(v) * samples[0] == len(values[0]) * n and len(v) % n == 0 for v, n in zip(values, samples, strict=True))
+    """Whether the first dimension grows with the number of samples.
+
+    It does when it is that number, or always so many times it, unless every micro-batch has the same values: a mask of ten
+    by ten tokens is as long as ten tokens of one sample, but does not depend on the sample.
+    """
+    if any(len(v) * samples[0] != len(values[0]) * n or len(v) % n for v, n in zip(values, samples, strict=True)):
+        return False
+    return len(values[0]) == samples[0] or not all(torch.equal(v, values[0]) for v in values[1:])

@@ -22,20 +22,14 @@ def train(cases):
     ]
 
 
-def left_over(name, world):
+def left_over(running):
     """What a step leaves in memory: names of nodes whose values were not freed."""
-    running = joint_worker.Running(name, world, microbatches=2, seed=5)
     engine = running.engine
     state = engine._run(running.parts, training=True, seed=0, step=0)
     joint = running.built.joint
     own = {joint.held[name] for name in (*running.own.parameters, *running.own.buffers) if name in joint.held}
     allowed = own | set(joint.inputs) | set(joint.writes.values())
     return sorted({node.name for node, _ in state.values if node not in allowed}), len(state.pending), len(state.gradients)
-
-
-def owned(name, world):
-    running = joint_worker.Running(name, world, seed=2)
-    return sorted(running.own.parameters), sorted(running.own.buffers)
 
 
 def evaluated(name, world):
@@ -76,20 +70,13 @@ def distributed(world):
 
 def bundle(world):
     """Several short checks in one start of processes."""
-    train(
-        [
-            ("gpt2", "sgd", {"world": world, "microbatches": 2, "seed": 1, "double": True}),
-            ("gpt2", "adamw", {"world": world, "microbatches": 2, "seed": 2, "dropout": 0.3, "double": True}),
-            ("resnet", "sgd", {"world": world, "microbatches": 2, "seed": 3, "double": True}),
-        ]
-    )
-    return (
-        left_over("resnet", world),
-        owned("gpt2", world),
-        evaluated("vit", world),
-        bipartition_step(world),
-        distributed(world),
-    )
+    options = {"world": world, "microbatches": 2, "double": True}
+    train([("gpt2", "adamw", {**options, "seed": 2, "dropout": 0.3})])
+    tied, written = joint_worker.Running("gpt2", seed=1, **options), joint_worker.Running("resnet", seed=3, **options)
+    for running in (tied, written):
+        joint_worker.train_and_compare(running)
+    owned = sorted(tied.own.parameters), sorted(tied.own.buffers)
+    return left_over(written), owned, evaluated("vit", world), bipartition_step(world), distributed(world)
 
 
 def bipartition_step(world):

@@ -33,8 +33,7 @@ def evaluate(joint, held, leaves):
     return env
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", [*SEVEN, "awkward"])
+@pytest.mark.parametrize(("name", "kind"), [*((name, "cpu") for name in [*SEVEN, "awkward"]), ("gpt2", "cuda"), ("t5", "cuda")])
 def test_same_loss_gradients_and_buffers_as_autograd(name, kind):
     torch.manual_seed(0)
     model, inputs, loss_of = small_models.MODELS[name]()

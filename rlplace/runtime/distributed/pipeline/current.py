@@ -62,7 +62,8 @@ class Current:
         microbatches: Of this replica.
         seed, step: Of the random ops.
         recorder: Takes the times.
-        most_in_flight: By stage number the most micro-batches whose forward had begun and whose backward had not ended.
+        most_in_flight: By own stage the most micro-batches at once whose forward had begun and whose backward had not ended.
+        most_held: The same for all own stages together.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Current:
         self.seed, self.step = random
         self.recorder = recorder
         self.most_in_flight: dict[int, int] = {}
+        self.most_held = 0
         self._in_flight: dict[int, int] = {}
         self._reducer = reducer
         self._ranks = ranks
@@ -135,6 +137,7 @@ class Current:
         """A stage begins the forward of one more micro-batch."""
         self._in_flight[stage] = self._in_flight.get(stage, 0) + 1
         self.most_in_flight[stage] = max(self.most_in_flight.get(stage, 0), self._in_flight[stage])
+        self.most_held = max(self.most_held, sum(self._in_flight.values()))
 
     def ending(self, held: Sequence[str]) -> AbstractContextManager[Any]:
         """Around a pass that adds to the gradients of some parameters, once for every own stage and micro-batch."""

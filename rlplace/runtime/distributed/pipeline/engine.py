@@ -46,7 +46,8 @@ class PipelineEngine(Engine):
     """Runs the stages of one place; see `support.why_not` for which plans.
 
     Attributes:
-        most_in_flight: By stage number, the most micro-batches that it held in the last step of this process.
+        most_in_flight: By own stage, the most micro-batches that it held at once in the last step.
+        most_held: The same for all own stages together.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class PipelineEngine(Engine):
         self.recorder = Recorder(ranks.device)
         self.chain = chain_of(cut)
         self.most_in_flight: dict[int, int] = {}
+        self.most_held = 0
         self._modules = [
             StageModule(self.chain, number, parameters, buffers, ranks.device, recompute)
             for number, place in enumerate(self.chain.places)
@@ -124,7 +126,7 @@ class PipelineEngine(Engine):
         finally:
             for module in self._modules:
                 module.current = None
-        self.most_in_flight = current.most_in_flight
+        self.most_in_flight, self.most_held = current.most_in_flight, current.most_held
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero_loss()
 
     def _zero_loss(self) -> torch.Tensor:

@@ -169,6 +169,8 @@ class StageGraphEngine(Engine):
         self.expected = expected
         self.recorder = Recorder(ranks.device)
         place = ranks.place
+        placeholders = (node.name for node in cut.graph.module.graph.nodes if node.op == "placeholder")
+        self._held = dict(zip(placeholders, cut.graph.held, strict=False))
         self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
         self._code = {index: segment_module(cut, segment, ranks.device, recompute) for index, segment in self._mine.items()}
         self._programs: dict[tuple[int, bool], _Program] = {}
@@ -199,18 +201,19 @@ class StageGraphEngine(Engine):
         return [[self._share(state, name, number) for name in names] for number in range(len(microbatches))]
 
     def _share(self, state: _State, name: Any, microbatch: int) -> Any:
-        if not isinstance(name, str) or name not in self.cut.maker:
-            return (
-                state.microbatches[microbatch].leaves[self.cut.graph.inputs.index(name)]
-                if name in self.cut.graph.inputs
-                else name
-            )
-        source = self.cut.segments[self.cut.maker[name]].spot.place
+        graph = self.cut.graph
+        if not isinstance(name, str):
+            return name
+        if name in graph.inputs:
+            return state.microbatches[microbatch].leaves[graph.inputs.index(name)]
+        held = None if name in self.cut.maker else self._held[name]  # a parameter or buffer that is returned as it is
+        source = self.cut.segments[self.cut.maker[name]].spot.place if held is None else self.owners.get(held, (0,))[0]
         row = self.ranks.replicas[self.ranks.replica or 0]
         if source == self.ranks.place:
-            value = state.values[name, microbatch].detach().contiguous()
+            own = state.values[name, microbatch] if held is None else {**self.parameters, **self.buffers}[held]
+            value = own.detach().clone(memory_format=torch.contiguous_format)
         else:
-            value = self.cut.graph.layout[name].empty(self.ranks.device)
+            value = graph.layout[name].empty(self.ranks.device)
         if len(row) > 1:
             dist.broadcast(value, row[source], group=group_of(row))
         return value

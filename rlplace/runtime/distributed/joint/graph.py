@@ -195,8 +195,10 @@ def _exported(source: ForwardGraph, node: fx.Node) -> Any:
     layout, value = source.layout.get(node.name), node.meta.get("val")
     if layout is None:
         return None
-    known = isinstance(value, torch.Tensor) and tuple(value.shape) == layout.shape
-    made = torch.empty_strided(layout.shape, value.stride(), dtype=layout.dtype) if known else layout.empty(torch.device("cpu"))
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == layout.shape:
+        made = torch.empty_strided(layout.shape, value.stride(), dtype=layout.dtype)
+    else:
+        made = layout.empty(torch.device("cpu"))
     return made.requires_grad_(layout.requires_grad)
 
 

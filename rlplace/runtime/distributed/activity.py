@@ -77,7 +77,7 @@ def current() -> Activity:
         return Activity(text, source, False, age_s)
     collective, place = _stack()
     if collective is not None:
-        return Activity(f"{collective}, after {text}", None, True, age_s)
+        return Activity(f"{collective} (last in {text})", None, True, age_s)
     if what == OUTSIDE and place is not None:
         text = f"{text} ({place})"
     return Activity(text, None, False, age_s)

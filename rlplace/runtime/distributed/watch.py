@@ -229,8 +229,7 @@ class Watch(threading.Thread):
             text = f"{last} waits for {here.text}"
             following = here.source if here.source is not None else self._latecomer(path)
             if following is None or following in path:
-                ranks = ", ".join(str(rank) for rank in sorted(set(path)))
-                return f"ranks {ranks} wait for each other for {now.age_s:.0f} s, {text}; all ranks must make the same calls"
+                return f"the ranks wait for each other ({self._all_waits()}); all of them must make the same calls"
             member = self.board.member(following)
             if self.board.look(f"ended/{following}") is not None:
                 return f"{member} has ended its script while {text}"
@@ -252,6 +251,11 @@ class Watch(threading.Thread):
                 return f"{member} hangs: for {here.age_s:.0f} s it has been in {here.text}, while {text}"
             path.append(following)
             last = member
+
+    def _all_waits(self) -> str:
+        """What every rank waits for, of the first ones."""
+        found = ((rank, self.board.look(f"beat/{rank}")) for rank in range(min(self.board.world, 8)))
+        return "; ".join(f"rank {rank} for {beat['text']}, {beat['age_s']:.0f} s" for rank, beat in found if beat is not None)
 
     def _latecomer(self, path: list[int]) -> int | None:
         """Of the ranks that are not waiting, the one that has been busy with the same thing for longest."""

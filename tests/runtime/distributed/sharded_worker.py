@@ -20,6 +20,7 @@ from rlplace.runtime.distributed.engine import Microbatch
 from rlplace.runtime.distributed.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.sharded.engine import ShardedEngine
+from rlplace.runtime.distributed.sharded.spaces import spaces_of
 
 CPU = torch.device("cpu")
 OWN_LOSS = {"gpt2", "bert", "llama", "mixtral", "t5", "vit", "swin", "resnet"}
@@ -103,6 +104,7 @@ def models(cases):
 def all_checks(cases, block_shards):
     """The quick checks of two processes, in one job."""
     return {
+        "ops": single_ops(),
         "models": models(cases),
         "batch norm": frozen_statistics(dict(cases)["resnet"]),
         "dropout": dropout(dict(cases)["gpt2"]),
@@ -112,6 +114,117 @@ def all_checks(cases, block_shards):
         "loss outside": outer_loss(),
         "checkpoint": checkpoint(block_shards),
     }
+
+
+def _positive(*shape):
+    return torch.rand(*shape, dtype=torch.float64) + 0.1
+
+
+SINGLE_OPS = {
+    "linear k": (lambda x, w, b: F.linear(x, w, b), [(4, 6, 8), (10, 8), (10,)], {"k": 2}),
+    "linear m1": (lambda x, w, b: F.linear(x, w, b), [(4, 6, 8), (10, 8), (10,)], {"m1": 2}),
+    "linear n": (lambda x, w, b: F.linear(x, w, b), [(4, 6, 8), (10, 8), (10,)], {"n": 2}),
+    "addmm k": (lambda b, x, w: torch.addmm(b, x, w, beta=0.5, alpha=2.0), [(10,), (4, 8), (8, 10)], {"k": 2}),
+    "baddbmm k": (lambda b, x, w: torch.baddbmm(b, x, w), [(2, 4, 10), (2, 4, 8), (2, 8, 10)], {"k": 2}),
+    "matmul b0": (lambda x, w: x @ w, [(4, 2, 6, 8), (4, 2, 8, 6)], {"b0": 2}),
+    "matmul k": (lambda x, w: x @ w, [(4, 2, 6, 8), (4, 2, 8, 6)], {"k": 2}),
+    "bmm m": (torch.bmm, [(2, 4, 8), (2, 8, 10)], {"m": 2}),
+    "mm k": (torch.mm, [(4, 8), (8, 10)], {"k": 2}),
+    "conv2d c": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [(2, 4, 6, 6), (6, 4, 3, 3), (6,)], {"c": 2}),
+    "conv2d n": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [(2, 4, 6, 6), (6, 4, 3, 3), (6,)], {"n": 2}),
+    "conv1d b": (lambda x, w, b: F.conv1d(x, w, b), [(2, 4, 6), (6, 4, 3), (6,)], {"b": 2}),
+    "mean over d1": (lambda x: x.mean(1), [(4, 6, 8)], {"d1": 2}),
+    "mean of all": (lambda x: x.mean(), [(4, 6)], {"d0": 2}),
+    "mean kept": (lambda x: x.mean((0, 2), keepdim=True), [(4, 6, 8)], {"d1": 2}),
+    "sum over d0": (lambda x: x.sum(0), [(4, 6)], {"d0": 2}),
+    "mse": (F.mse_loss, [(4, 6), (4, 6)], {"d1": 2}),
+    "l1 summed": (lambda x, y: F.l1_loss(x, y, reduction="sum"), [(4, 6), (4, 6)], {"d0": 2}),
+    "smooth l1": (F.smooth_l1_loss, [(4, 6), (4, 6)], {"d0": 2}),
+    "huber": (F.huber_loss, [(4, 6), (4, 6)], {"d0": 2}),
+    "layer norm c": (lambda x, w, b: F.layer_norm(x, (8,), w, b), [(4, 6, 8), (8,), (8,)], {"c": 2}),
+    "layer norm m1": (lambda x, w, b: F.layer_norm(x, (8,), w, b), [(4, 6, 8), (8,), (8,)], {"m1": 2}),
+    "layer norm c1": (lambda x, w, b: F.layer_norm(x, (6, 8), w, b), [(4, 6, 8), (6, 8), (6, 8)], {"c1": 2}),
+    "rms norm c": (lambda x, w: F.rms_norm(x, (8,), w), [(4, 6, 8), (8,)], {"c": 2}),
+    "softmax d1": (lambda x: F.softmax(x, 1), [(4, 6)], {"d1": 2}),
+    "log softmax d1": (lambda x: F.log_softmax(x, 1), [(4, 6)], {"d1": 2}),
+    "softmax d0": (lambda x: F.softmax(x, 1), [(4, 6)], {"d0": 2}),
+    "attention batch": (F.scaled_dot_product_attention, [(2, 4, 6, 8)] * 3, {"batch": 2}),
+    "attention heads": (F.scaled_dot_product_attention, [(2, 4, 6, 8)] * 3, {"heads": 2}),
+    "attention queries": (F.scaled_dot_product_attention, [(2, 4, 6, 8)] * 3, {"queries": 2}),
+    "causal queries": (lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), [(2, 4, 6, 8)] * 3, {"queries": 2}),
+    "masked queries": (F.scaled_dot_product_attention, [*[(2, 4, 6, 8)] * 3, (2, 1, 6, 6)], {"queries": 2}),
+    "cat": (lambda x, y: torch.cat([x, y], 1), [(4, 6), (4, 2)], {"d0": 2}),
+    "pad": (lambda x: F.pad(x, (1, 1)), [(4, 6)], {"d0": 2}),
+    "broadcast": (lambda x, y: x * y, [(4, 6), (6,)], {"d0": 2}),
+    "broadcast d1": (lambda x, y: x * y, [(4, 1), (6,)], {"d1": 2}),
+    "embedding v": (lambda w: F.embedding(_rows(8), w, padding_idx=3), [(8, 6)], {"v": 2}),
+    "embedding n": (lambda w: F.embedding(_rows(8), w), [(8, 6)], {"n": 2}),
+    "cross entropy m": (lambda x: F.cross_entropy(x, _targets(8), label_smoothing=0.1), [(6, 8)], {"m": 2}),
+    "cross entropy v": (lambda x: F.cross_entropy(x, _targets(8)), [(6, 8)], {"v": 2}),
+    "cross entropy summed v": (lambda x: F.cross_entropy(x, _targets(8), reduction="sum"), [(6, 8)], {"v": 2}),
+    "cross entropy each v": (lambda x: F.cross_entropy(x, _targets(8), reduction="none"), [(6, 8)], {"v": 2}),
+    "weighted cross entropy m": (lambda x: F.cross_entropy(x, _targets(8), weight=_weights(8)), [(6, 8)], {"m": 2}),
+    "nll m": (lambda x: F.nll_loss(x, _targets(8), ignore_index=-100), [(6, 8)], {"m": 2}),
+    "batch norm h": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(2, 4, 6, 6), (4,), (4,)], {"h": 2}),
+    "batch norm c": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(2, 4, 6, 6), (4,), (4,)], {"c": 2}),
+    "max pool c": (lambda x: F.max_pool2d(x, 2), [(2, 4, 6, 6)], {"c": 2}),
+}
+
+
+def _rows(count):
+    return torch.arange(12).view(3, 4) % count
+
+
+def _targets(count):
+    targets = torch.arange(6) % count
+    targets[1:3] = -100
+    return targets
+
+
+def _weights(count):
+    return torch.arange(1, count + 1, dtype=torch.float64)
+
+
+class Single(nn.Module):
+    """One op between parameters and a loss that tells all elements apart."""
+
+    def __init__(self, call, shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.call = call
+        self.values = nn.ParameterList([nn.Parameter(_positive(*shape)) for shape in shapes])
+
+    def forward(self, scale):
+        made = self.call(*[value * scale for value in self.values])
+        weights = torch.arange(1, made.numel() + 1, dtype=torch.float64).view(made.shape)
+        return (made.sin() * weights).sum()
+
+
+def single_ops():
+    """Every op that can be cut, cut along one dimension: loss and gradients of all arguments."""
+    for what, (call, shapes, cut) in SINGLE_OPS.items():
+        model, inputs = Single(call, shapes), {"scale": torch.ones((), dtype=torch.float64)}
+        graph = forward_graph(model, (), inputs)
+        spaces = spaces_of(graph)
+        mine = [n for n in spaces.pieces if set(cut) <= set(spaces.pieces[n]) and not is_elementwise(graph, n, what)]
+        assert mine, f"{what}: {dict(spaces.pieces)}"
+        engine = ShardedEngine(graph, plan_of({graph.op_of_node[mine[0]]: cut}), state_of(copy.deepcopy(model)), CPU)
+        told = engine.program.report[graph.op_of_node[mine[0]]]
+        assert told.startswith("cut:") and "whole" not in told, f"{what}: {told}"
+        value = engine.train([Microbatch(0, flat_inputs((), inputs), 1.0)], 0, 0)
+        expected = model(**inputs)
+        expected.backward()
+        close(value, expected.detach(), f"loss of {what}", 1e-10)
+        for key, parameter in model.named_parameters():
+            close(engine.parameters[key].grad, parameter.grad, f"{what}: gradient of {key}", 1e-10)
+    return len(SINGLE_OPS)
+
+
+def is_elementwise(graph, name, what):
+    """Whether a node is only there to make the arguments and the loss."""
+    target = str(graph.node(name).target)
+    around = ("mul", "sin", "arange", "view", "sum")
+    return any(f"aten.{kind}." in target for kind in around) and not what.startswith(("broadcast", "sum"))
 
 
 def frozen_statistics(shards):
@@ -159,7 +272,12 @@ def microbatches(shards):
     engine = ShardedEngine(graph, plan_of(shards), state_of(model), CPU)
     other = {key: value.flip(0).roll(1, 1) for key, value in inputs.items()}
     parts = [Microbatch(0, flat_inputs((), inputs), 0.25), Microbatch(1, flat_inputs((), other), 0.75)]
-    value = engine.train(parts, 0, 0)
+    mode = CommDebugMode()
+    with mode:
+        value = engine.train(parts, 0, 0)
+    # Per micro-batch the sums of the loss, of its targets and of the gradient of the positions, which are embedded once for all
+    # samples; then one sum of the gradients of all parameters.
+    assert sum(mode.get_comm_counts().values()) == 7, mode.get_comm_counts()
     expected = 0.25 * loss(plain(**inputs)) + 0.75 * loss(plain(**other))
     expected.backward()
     close(value, expected.detach(), "loss", 1e-6)

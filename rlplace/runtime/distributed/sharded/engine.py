@@ -20,7 +20,7 @@ from rlplace.runtime.distributed.engine import Engine, Microbatch
 from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.randomness import random_key
-from rlplace.runtime.distributed.sharded.exchange import Meshes, move, placements
+from rlplace.runtime.distributed.sharded.exchange import Meshes, move, placements, summed_together
 from rlplace.runtime.distributed.sharded.loss_graph import open_loss
 from rlplace.runtime.distributed.sharded.mesh import factor_mesh
 from rlplace.runtime.distributed.sharded.program import make_program
@@ -164,15 +164,17 @@ class ShardedEngine(Engine):
 
     def _collect(self, held: Mapping[Key, torch.Tensor]) -> None:
         """Gradients of working copies become gradients of the parameters."""
-        name_of = self._held_of_node
+        found = [(key, copy.grad) for key, copy in held.items() if copy.grad is not None]
+        homes = [self.program.home[self._held_of_node[node]] for (node, _, _), _ in found]
+        steps = [
+            moves(spec.with_partial(summed), home, self.mesh.ndim)
+            for ((_, spec, summed), _), home in zip(found, homes, strict=True)
+        ]
+        made = summed_together([grad for _, grad in found], steps, [home.local_shape for home in homes], self.mesh)
         sums: dict[str, torch.Tensor] = {}
-        for (node, spec, summed), copy in held.items():
-            if copy.grad is not None:
-                name = name_of[node]
-                home = self.program.home[name]
-                back = moves(spec.with_partial(summed), home, self.mesh.ndim)
-                local = move(copy.grad, back, home.local_shape, self.mesh)
-                sums[name] = sums[name] + local if name in sums else local
+        for ((node, _, _), _), local in zip(found, made, strict=True):
+            name = self._held_of_node[node]
+            sums[name] = sums[name] + local if name in sums else local
         for name, local in sums.items():
             parameter = self.parameters[name]
             gradient = self._spread(local.to(parameter.dtype).contiguous(), self.program.home[name])

@@ -168,6 +168,49 @@ def _reduced(local: torch.Tensor, axes: frozenset[int], how: str, mesh: Meshes) 
         return _redistributed(local, Move(tuple(local.shape), source, (WHOLE,) * mesh.ndim), how, mesh)
 
 
+BUCKET_BYTES = 25 << 20
+"""Gradients are summed in buckets of this size, as the simulator's all-reduces and DDP's are."""
+
+
+def summed_together(
+    locals_: Sequence[torch.Tensor], steps: Sequence[tuple[Move, ...]], shapes: Sequence[tuple[int, ...]], mesh: Meshes
+) -> list[torch.Tensor]:
+    """As `move` for many tensors; those that are only to be summed over the same axes share an all-reduce.
+
+    Args:
+        locals_: Local values.
+        steps: Redistributions of each.
+        shapes: Local shapes afterwards.
+        mesh: The mesh.
+    """
+    found: dict[int, torch.Tensor] = {}
+    buckets: dict[tuple[frozenset[int], torch.dtype, int], list[int]] = {}
+    filled: dict[tuple[frozenset[int], torch.dtype], int] = {}
+    for index, (local, moved) in enumerate(zip(locals_, steps, strict=True)):
+        axes = _only_sums(moved)
+        if axes is None:
+            found[index] = move(local, moved, shapes[index], mesh)
+            continue
+        before = filled.get((axes, local.dtype), 0)
+        filled[axes, local.dtype] = before + local.numel() * local.element_size()
+        buckets.setdefault((axes, local.dtype, before // BUCKET_BYTES), []).append(index)
+    for (axes, _, _), indices in buckets.items():
+        flat = _reduced(torch.cat([locals_[index].reshape(-1) for index in indices]), axes, "sum", mesh)
+        for index, values in zip(indices, flat.split([locals_[index].numel() for index in indices]), strict=True):
+            found[index] = values.view(shapes[index])
+    return [found[index] for index in range(len(locals_))]
+
+
+def _only_sums(steps: tuple[Move, ...]) -> frozenset[int] | None:
+    """The mesh axes of redistributions that are nothing but sums over them."""
+    if len(steps) != 1:
+        return None
+    pairs = list(zip(steps[0].source, steps[0].target, strict=True))
+    if any(before != after and (before, after) != (PARTIAL, WHOLE) for before, after in pairs):
+        return None
+    return frozenset(axis for axis, (before, _) in enumerate(pairs) if before == PARTIAL)
+
+
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, count: int) -> torch.Tensor:

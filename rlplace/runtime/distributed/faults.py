@@ -53,6 +53,7 @@ def install(part: str = "", timeout_s: float | None = None) -> None:
     global _watch
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    activity.doing("start-up")  # what came before this was nothing that others could wait for
     if _watch is not None and _watch.is_alive():
         if timeout_s is not None:
             _watch.timeout_s = timeout_s

@@ -227,6 +227,7 @@ class StageGraphEngine(Engine):
         if key not in self._programs:
             order = step_order(self.cut, len(microbatches), self.schedule, training=training, expected=self.expected)
             self._programs[key] = self._program(order, place)
+            state.wire.connect(self._directions(self._programs[key]))
         program = self._programs[key]
         self._post(state, program.first)
         for turn, complete in zip(program.turns, program.completes, strict=True):
@@ -240,8 +241,8 @@ class StageGraphEngine(Engine):
                 with self.recorder.interval("backward", segment.index, number), self._reducer.completing(complete):
                     self._backward(state, segment, number)
             else:
-                key = random_key(seed, step, microbatches[number].number)
-                with self.recorder.interval("forward", segment.index, number), key:
+                stream = random_key(seed, step, microbatches[number].number)
+                with self.recorder.interval("forward", segment.index, number), stream:
                     self._forward(state, segment, number, training)
             for message in turn.sends:
                 self._send(state, message)
@@ -258,6 +259,11 @@ class StageGraphEngine(Engine):
             completes.append([name for name in held if name in self.parameters and name not in seen])
             seen.update(held)
         return _Program(first, turns, completes[::-1])
+
+    def _directions(self, program: _Program) -> list[tuple[int, int]]:
+        """Ranks that send and receive in a program, this one being one of them."""
+        messages = [*program.first, *(m for turn in program.turns for m in (*turn.posts, *turn.sends))]
+        return [(self.ranks.rank_of(message.source), self.ranks.rank_of(message.destination)) for message in messages]
 
     def _zero_loss(self) -> torch.Tensor:
         """Where the loss of a step adds up: in double precision for a model in double precision, else in single."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +122,19 @@ class Wire:
                     f"rank {self.rank} waited for rank {destination} to take a value: {one_line(error)}", destination
                 ) from error
         self._sent.clear()
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Makes the groups of some directions that this rank is an end of.
+
+        Every rank makes its own in the same global order before the first message, so that no three of them wait for each other
+        in a circle.
+
+        Args:
+            pairs: Senders and receivers.
+        """
+        if dist.get_backend() != "gloo":
+            for source, destination in sorted(set(pairs), key=lambda pair: (min(pair), max(pair), pair)):
+                self._group(source, destination)
 
     def _group(self, source: int, destination: int) -> dist.ProcessGroup | None:
         if dist.get_backend() == "gloo":

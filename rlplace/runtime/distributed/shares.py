@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from rlplace.errors import InputError
 from rlplace.runtime.distributed.groups import all_gather, group_of
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.simulator.replicas import BUCKET_BYTES
@@ -120,8 +121,17 @@ class SharedParameters:
                 held = [p for group in optimizer.param_groups for p in group["params"]]
                 shared.gather([shared._names[id(p)] for p in held if id(p) in shared._names])
 
-        handle = register_optimizer_step_post_hook(updated)  # type: ignore[no-untyped-call]
-        weakref.finalize(self, handle.remove)
+        def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            shared = me()
+            fused = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
+            if shared is not None and any(id(p) in shared._names and not p.is_contiguous() for p in fused):
+                raise InputError(
+                    "optimizer sharding cuts a parameter that is short in its first dimension along another one, and torch's "
+                    "fused optimizers compute nonsense on such slices; make the optimizer with foreach=True"
+                )
+
+        for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(updated)):  # type: ignore[no-untyped-call]
+            weakref.finalize(self, handle.remove)
 
     def gather(self, names: Iterable[str] | None = None) -> None:
         """Brings the shares of all replicas together in the whole parameters.

@@ -11,6 +11,7 @@ from plans import plan_of
 from torch import nn
 from torch.nn import functional as F
 
+from rlplace.errors import InputError
 from rlplace.runtime.distributed.distribute import distribute
 
 
@@ -244,6 +245,23 @@ def own_batches(places, replicas):
         assert torch.allclose(found, total(model(inputs["tokens"][part]), inputs["labels"][part]), rtol=1e-12)
 
 
+def fused(places, replicas):
+    """Slices that are not contiguous are refused by fused optimizers; contiguous ones are fine."""
+    model = nn.Sequential(nn.Linear(12, 3, bias=False), nn.Linear(3, 8, bias=False))
+    inputs = {"input": torch.ones(2, 12)}
+
+    def total(output):
+        return output.sum()
+
+    plan = plan_of(model, inputs, places, loss=total, groups=2, replicas=rows(places, replicas), optimizer_sharding=True)
+    placed = distribute(model, plan, inputs, loss=total)
+    placed(**inputs).backward()
+    own = dict(placed.named_parameters())
+    torch.optim.SGD([own["1.weight"]], lr=0.1, fused=True).step()
+    with pytest.raises(InputError, match="foreach=True"):
+        torch.optim.AdamW(placed.parameters(), fused=True).step()
+
+
 def everything(places, replicas, sharded=False):
     pair = TiedPair(places, replicas, microbatches=2, optimizer_sharding=sharded)
     gradients(pair)
@@ -254,6 +272,8 @@ def everything(places, replicas, sharded=False):
     autocast(places, replicas, optimizer_sharding=sharded)
     dropout(places, replicas)
     own_batches(places, replicas)
+    if (places, replicas) == (1, 2):
+        fused(places, replicas)
     return True
 
 

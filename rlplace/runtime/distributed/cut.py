@@ -167,8 +167,8 @@ def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str, joint: M
     kind = {number: (spot[number], group[number]) for number in inputs}
     level: dict[int, int] = {}
     for number in _topological(inputs):
-        before = [level[other] + (kind[other] != kind[number]) for other in inputs[number] if other != number]
-        level[number] = max(before, default=0)
+        above = [level[other] + (kind[other] != kind[number]) for other in inputs[number] if other != number]
+        level[number] = max(above, default=0)
     classes: dict[tuple[tuple[Spot, int], int], int] = {}
     for number in sorted(inputs, key=level.__getitem__):
         classes.setdefault((kind[number], level[number]), len(classes))

@@ -131,8 +131,8 @@ class DistributedModel(nn.Module):
                 if training:
                     if graph.loss is None:
                         raise InputError(
-                            "distribute: the model returns no scalar loss to train on; give distribute(..., loss=fn) and call the "
-                            "model with target=..., or evaluate under torch.no_grad()"
+                            "distribute: the model returns no scalar loss to train on; give distribute(..., loss=fn) and call "
+                            "the model with target=..., or evaluate under torch.no_grad()"
                         )
                     losses.append(engine.train(parts, self._seed, self._step))
                     stash.take()
@@ -141,6 +141,7 @@ class DistributedModel(nn.Module):
                     replica_of = {n: split.replica[n] for n in (numbers if shared else own)}
                     found = dict(zip(own, engine.evaluate(parts), strict=False))
                     results.update(exchange(graph, self._ranks, replica_of, found, everywhere=shared))
+        assert graph is not None  # no batch is without parts
         if not training:
             order = sorted(results)
             mean = batching.reduction == "mean"

@@ -56,7 +56,7 @@ def text(samples):
 
 
 def main():
-    """Two epochs and an evaluation."""
+    """Two epochs, a checkpoint and an evaluation."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -71,6 +71,7 @@ def main():
             scheduler.step()
             optimizer.zero_grad()
             print(f"epoch {epoch}: loss {loss.item():.6f}")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "train_plain.pt")
     model.eval()
     with torch.no_grad():
         tokens, labels = text(32).tensors

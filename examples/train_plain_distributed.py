@@ -58,7 +58,7 @@ def text(samples):
 
 
 def main():
-    """Two epochs and an evaluation."""
+    """Two epochs, a checkpoint and an evaluation."""
     torch.manual_seed(0)
     model = Model()
     torch.distributed.init_process_group()
@@ -75,6 +75,7 @@ def main():
             scheduler.step()
             optimizer.zero_grad()
             print(f"epoch {epoch}: loss {loss.item():.6f}")
+    rlplace.save_checkpoint("train_plain", model, optimizer, step=16)
     model.eval()
     with torch.no_grad():
         tokens, labels = text(32).tensors

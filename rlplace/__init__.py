@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rlplace.problem import Problem
     from rlplace.runtime.apply import apply
     from rlplace.runtime.distributed.accelerator import distribute_accelerator
+    from rlplace.runtime.distributed.checkpoint import load_checkpoint, save_checkpoint
     from rlplace.runtime.distributed.distribute import distribute
     from rlplace.runtime.distributed.trainer import distribute_trainer
     from rlplace.simulator import expand, simulate, simulate_many
@@ -52,8 +53,10 @@ _PUBLIC = {
     "distribute_trainer": "rlplace.runtime.distributed.trainer",
     "expand": "rlplace.simulator",
     "load_agent": "rlplace.agents.planner",
+    "load_checkpoint": "rlplace.runtime.distributed.checkpoint",
     "place": "rlplace.placing",
     "price": "rlplace.cost.price",
+    "save_checkpoint": "rlplace.runtime.distributed.checkpoint",
     "simulate": "rlplace.simulator",
     "simulate_many": "rlplace.simulator",
     "split_backward": "rlplace.cost.price",
@@ -78,8 +81,10 @@ __all__ = [
     "distribute_trainer",
     "expand",
     "load_agent",
+    "load_checkpoint",
     "place",
     "price",
+    "save_checkpoint",
     "simulate",
     "simulate_many",
     "split_backward",

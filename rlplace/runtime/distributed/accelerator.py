@@ -81,6 +81,8 @@ def see_one_process(accelerator: Accelerator) -> None:
     for state in (PartialState(), AcceleratorState()):
         state.distributed_type = DistributedType.NO
         state.num_processes = 1
+        if state.device.type == "cpu":
+            state.device = torch.device("cpu")  # moving to cpu:0 would copy everything
     # Otherwise only the main process would read from iterable datasets.
     accelerator.dataloader_config.dispatch_batches = False
 

@@ -48,7 +48,7 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
     check_share(options)
     see_one_process(trainer.accelerator)
     whole, graphs = trainer.model.train(), Graphs()
-    model = distribute(whole, plan, device=options.pop("device", trainer.args.device), graphs=graphs, **options)
+    model = distribute(whole, plan, device=options.pop("device", trainer.accelerator.device), graphs=graphs, **options)
     if trainer.args.device.type != "cpu":
         whole.to("cpu")  # what this process owns stays where it is
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model

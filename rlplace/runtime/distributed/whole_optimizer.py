@@ -94,13 +94,20 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
         for group, saved in zip(order, state["param_groups"], strict=True)
         for name, index in zip(group, saved["params"], strict=True)
     }
+    state_of = {
+        id(parameter): {
+            key: _own_part(model, name, shapes[name], parameter, value)
+            for key, value in state["state"].get(number[name], {}).items()
+        }
+        for group in named
+        for name, parameter in group
+    }
     local: dict[int, dict[str, Any]] = {}
     groups, at = [], 0
-    for group, saved in zip(named, state["param_groups"], strict=True):
-        groups.append({**saved, "params": list(range(at, at + len(group)))})
-        for name, parameter in group:
-            values = state["state"].get(number[name], {})
-            local[at] = {key: _own_part(model, name, shapes[name], parameter, value) for key, value in values.items()}
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        groups.append({**saved, "params": list(range(at, at + len(group["params"])))})
+        for parameter in group["params"]:
+            local[at] = state_of.get(id(parameter), {})
             at += 1
     optimizer.load_state_dict({"state": {k: v for k, v in local.items() if v}, "param_groups": groups})
 

@@ -113,6 +113,14 @@ def test_plain_loop(folders, monkeypatch, capsys):
     found = numbers(distributed("train_plain_distributed", two))
     assert len(expected) == 18
     assert found == pytest.approx(expected, abs=TOLERANCE)
+    model = importlib.import_module("train_plain").Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert rlplace.load_checkpoint(two / "train_plain", model, optimizer).step == 16
+    saved = torch.load(one / "train_plain.pt")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, saved["model"][name], atol=1e-4, rtol=1e-4)
+    for number, values in optimizer.state_dict()["state"].items():
+        torch.testing.assert_close(values, saved["optimizer"]["state"][number], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -48,6 +48,16 @@ def test_the_best_model_is_loaded_at_the_end(found):
 
 
 @pytest.mark.slow
+def test_a_sharded_optimizer_is_saved_whole_and_resumes_what_one_device_saved(found):
+    one, two, worst = found[0][0]["resumed"]
+    assert [group["params"] for group in one["param_groups"]] == [group["params"] for group in two["param_groups"]]
+    assert one["state"].keys() == two["state"].keys()
+    for number, values in one["state"].items():
+        torch.testing.assert_close(two["state"][number], values, atol=1e-6, rtol=1e-4)
+    assert worst < 2e-4
+
+
+@pytest.mark.slow
 def test_both_processes_hold_a_part(found):
     held = [[cases[name][3] for cases, *_ in found] for name in trainer_worker.CASES if "replicas" not in name]
     assert all(0 < count < 28 + 20 for row in held for count in row)

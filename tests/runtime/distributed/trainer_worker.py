@@ -109,6 +109,10 @@ CASES = {
     "two replicas, no clipping": (
         gpt2, text, {"max_steps": 3, "max_grad_norm": 0.0}, {"deal": [0] * 6, "replicas": [[0], [1]]}, 24,
     ),
+    "two replicas, a sharded optimizer": (
+        gpt2, text, {"max_steps": 3, "save_steps": 2},
+        {"deal": [0] * 6, "replicas": [[0], [1]], "optimizer_sharding": True}, 24,
+    ),
     "iterable data": (gpt2, text, {"max_steps": 3}, {}, 24),
     "bf16": (gpt2, text, {"max_steps": 3, "bf16": True}, {}, 24),
 }  # fmt: skip
@@ -135,11 +139,22 @@ def train_cases(folder):
         two.train()
         two.evaluate()
         weights = dict(one.model.named_parameters())
-        worst = max((p - weights[n]).abs().max().item() for n, p in model.named_parameters())
+        worst = max((p - weights[n]).abs().max().item() for n, p in whole(model))
         held, best = len(list(model.parameters())), two.state.best_model_checkpoint
         found[name] = (one.state.log_history, two.state.log_history, worst, held, best)
-        two.save_model()
+        if fields.get("optimizer_sharding"):
+            places = [Path(folder) / f"{number}-{which}" / "checkpoint-2" for which in ("one-0", "two")]
+            three = trainer_of(build, train, evaluation, Path(folder) / f"{number}-three", **options)
+            model = rlplace.distribute_trainer(three, plan_for(build, rows(8), **fields))
+            three.train(resume_from_checkpoint=str(places[0]))
+            worst = max((p - dict(one.model.named_parameters())[n]).abs().max().item() for n, p in whole(model))
+            found["resumed"] = (*(torch.load(place / "optimizer.pt") for place in places), worst)
     return found
+
+
+def whole(model):
+    """Parameters of the model as this process reads them, also where it trains a share."""
+    return model._own.parameters.items()
 
 
 class Scores(torch.nn.Module):

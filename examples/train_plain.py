@@ -76,7 +76,7 @@ def main():
     with torch.no_grad():
         tokens, labels = text(32).tensors
         output = model(tokens=tokens, labels=labels)
-    right = (output["scores"].argmax(-1) == labels).float().mean()
+    right = (output["scores"].argmax(-1).cpu() == labels).float().mean()
     print(f"evaluation: loss {output['loss'].item():.6f}, {100 * right.item():.2f} % right")
 
 

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 import trainer_worker
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn import functional as F
 
 import rlplace
 from rlplace.errors import InputError
+from rlplace.runtime.distributed.accelerator import see_one_process, use_model
 from rlplace.runtime.distributed.inputs import any_loss, micro_batch, takes_target
 from rlplace.runtime.distributed.same_batch import digest
 
@@ -131,3 +133,42 @@ def test_digests_tell_batches_apart():
     assert torch.equal(first, digest(x.clone()))
     assert not any(torch.equal(first, digest(other)) for other in others)
     assert torch.equal(digest(torch.tensor([float("nan")])), digest(torch.tensor([float("nan")])))
+
+
+def test_an_accelerator_is_distributed_before_it_prepares():
+    from accelerate import Accelerator
+
+    plan = rlplace.PlacementPlan(problem="0" * 64, planner="x", seed=0, device_of_group=np.zeros(1, np.int32))
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(InputError, match="leave it out"):
+        rlplace.distribute_accelerator(accelerator, nn.Linear(1, 1), plan, share="replica")
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(InputError, match=r"before accelerator\.prepare"):
+        rlplace.distribute_accelerator(accelerator, model, plan)
+
+
+def test_accelerate_sees_one_process_and_the_whole_model():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.num_processes = 2
+    try:
+        see_one_process(accelerator)
+        assert accelerator.num_processes == 1
+        assert not accelerator.use_distributed
+        assert accelerator.device == torch.device("cpu")
+    finally:
+        accelerator.state._reset_state(reset_partial_state=True)
+    use_model(accelerator, SimpleNamespace(clip_grad_norm_=lambda *given: given, parameters=list))
+    assert accelerator.clip_grad_norm_([], 2.0, norm_type=1.0) == (2.0, 1.0)
+    for refused in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(InputError, match="optimizer of one process"):
+            refused("somewhere")
+
+
+def test_loss_scaling_is_refused():
+    accelerator = SimpleNamespace(distributed_type=DistributedType.NO, scaler=object())
+    with pytest.raises(InputError, match="use bf16"):
+        see_one_process(accelerator)
+    with pytest.raises(InputError, match="distributes the model by itself"):
+        see_one_process(SimpleNamespace(distributed_type=DistributedType.FSDP))

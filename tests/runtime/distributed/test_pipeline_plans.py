@@ -216,9 +216,7 @@ def test_both_halves_of_a_backward_make_the_whole(case):
 
 
 def test_gradients_on_their_way_are_nobody_elses():
-    x = small(1, 4)
-    bias = small(4)
-    gradient = torch.ones(1, 4, dtype=torch.float64)
-    (sent,) = whole_backward([x.view(4) + bias], [gradient.view(4)], [x])
+    x, bias = small(1, 4), small(2, 2)  # the gradients of both are views of one tensor
+    (sent,) = whole_backward([(x.view(4) + bias.view(4)) * 2], [torch.full((4,), 0.5, dtype=torch.float64)], [x])
     bias.grad.add_(1.0)  # as the next micro-batch does
     assert np.array_equal(sent.numpy(), np.ones((1, 4)))

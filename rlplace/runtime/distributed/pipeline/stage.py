@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class StageModule(nn.Module):
         current: The step that runs.
     """
 
+    _code: Callable[..., tuple[Any, ...]]
+
     def __init__(
         self,
         chain: Chain,
@@ -53,7 +55,7 @@ class StageModule(nn.Module):
         self.is_last = number == chain.last
         self.current: Current | None = None
         self._layout = graph.layout
-        self._loss = graph.loss
+        self._loss = str(graph.loss)
         self._device = device
         self._aside = [name for name in self.segment.makes if name in chain.aside]
         self._tensors = {**buffers, **parameters}
@@ -68,7 +70,7 @@ class StageModule(nn.Module):
 
     def loss_layout(self) -> torch.Tensor:
         """A meta tensor that describes the loss."""
-        return torch.empty((), dtype=self._layout[str(self._loss)].dtype, device="meta", requires_grad=True)
+        return torch.empty((), dtype=self._layout[self._loss].dtype, device="meta", requires_grad=True)
 
     def now(self) -> Current:
         """The step that runs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -121,6 +123,13 @@ class PlacementPlan:
         if self.predicted:
             data["predicted"] = dict(self.predicted)
         return data
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what the plan decides: its file without source, prediction, planner and seed."""
+        beside = ("source", "predicted", "planner", "seed")
+        data = {key: value for key, value in self.to_dict().items() if key not in beside}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def with_predicted(self, predicted: Mapping[str, Any]) -> PlacementPlan:
         """The same plan with another prediction."""

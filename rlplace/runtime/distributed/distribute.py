@@ -19,7 +19,7 @@ from rlplace.runtime.distributed.engines import Setup, choose_engine
 from rlplace.runtime.distributed.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.inputs import any_loss, micro_batch, takes_target
 from rlplace.runtime.distributed.model import Batching, DistributedModel
-from rlplace.runtime.distributed.ranks import part_text, ranks_of
+from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
 from rlplace.runtime.distributed.same_batch import check_first_batches
 from rlplace.runtime.distributed.tensors import meta_copy
 
@@ -69,6 +69,7 @@ def distribute(
     where = _device(device)
     ranks = ranks_of(plan, where)
     faults.install(part_text(plan, ranks.place))
+    check_same_plan(plan, ranks)
     meta = meta_copy(model)
     args, kwargs = micro_batch(plan, example_inputs)
     with_target = example_target is not None or takes_target(loss)

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,8 +22,10 @@ from rlplace.problem import Problem
 from rlplace.problem.io import problem_from_dict, problem_to_dict
 from rlplace.runtime.distributed.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.distributed.groups import start_group
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.process_memory import StepMemory, held_tensors
+from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.distributed.recipe import check_problem, cluster_of_plan, rebuild_problem, recipe_of
 from rlplace.runtime.distributed.synthetic import synthetic_batch
 from rlplace.runtime.distributed.verify import TOLERANCE, Comparison, Reference, gather_tensors, whole_gradients
@@ -131,16 +132,11 @@ def start(options: JobOptions) -> torch.device:
     Raises:
         MissingError: No such device or backend here.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = _device(options.device)
     backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise MissingError("run: the nccl backend needs --device cuda and a CUDA build of torch; take --backend gloo")
-    limit = timedelta(seconds=_START_TIMEOUT_S)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world, timeout=limit)
+    start_group(backend, _START_TIMEOUT_S)
     return device
 
 
@@ -148,7 +144,7 @@ def processes_needed(plan: PlacementPlan) -> int:
     """One for every device up to the last that the plan uses."""
     if plan.replicas is not None:
         return 1 + max(int(device) for row in plan.replicas for device in row)
-    return 1 + int(plan.device_of_group.max(initial=0))
+    return devices_of(plan)
 
 
 def train(

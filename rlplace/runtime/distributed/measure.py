@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -185,10 +183,9 @@ class PlanTimer:
                     predicted_peak_bytes=None if predicted is None else predicted.peak_memory_bytes[rank],
                 )
             )
-        data = {key: value for key, value in plan.to_dict().items() if key not in ("source", "predicted", "planner", "seed")}
         timing = PlanTiming(
             name=name,
-            plan=hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest(),
+            plan=plan.fingerprint,
             problem=plan.problem,
             planner=plan.planner,
             engine=str(placed.report),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,16 @@ def part_text(plan: PlacementPlan, place: int | None) -> str:
     return f"stage {here[0]}" if len(here) == 1 else f"stages {', '.join(map(str, here))}"
 
 
+def devices_of(plan: PlacementPlan) -> int:
+    """How many devices one replica of a plan uses: an op of P parts takes the device of its group and those after it."""
+    group_of = {op: number for number, group in enumerate(plan.groups or ()) for op in group.get("ops", ())}
+    most = int(plan.device_of_group.max(initial=0)) + 1
+    for op, dims in (plan.shards or {}).items():
+        first = int(plan.device_of_group[group_of[op]]) if op in group_of else 0
+        most = max(most, first + prod(dims.values()))
+    return most
+
+
 def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
     """Matches the plan's devices with the processes of the default process group.
 
@@ -68,10 +79,27 @@ def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
     if not dist.is_initialized():
         raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
     world = dist.get_world_size()
-    used = int(plan.device_of_group.max(initial=0)) + 1
+    used = devices_of(plan)
     rows = plan.replicas if plan.replicas is not None else [range(used)]
     replicas = tuple(tuple(int(d) for d in row) for row in rows)
     needed = max(max(row) for row in replicas) + 1
     if world < needed:
         raise InputError(f"distribute: the plan uses {needed} devices, but there are {world} processes; start one per device")
     return Ranks(dist.get_rank(), world, device, replicas)
+
+
+def check_same_plan(plan: PlacementPlan, ranks: Ranks) -> None:
+    """Refuses processes that were given different plans, which would wait for each other for ever.
+
+    Raises:
+        InputError: On every rank.
+    """
+    own = torch.tensor([int(plan.fingerprint[:15], 16)], device=ranks.device)
+    found = [torch.zeros_like(own) for _ in range(ranks.world)]
+    dist.all_gather(found, own)
+    other = next((rank for rank, value in enumerate(found) if int(value) != int(found[0])), None)
+    if other is not None:
+        raise InputError(
+            f"distribute: ranks 0 and {other} have different plans; make the plan once, save it and load it on every rank "
+            "(a planner with a time limit may find another plan each time)"
+        )

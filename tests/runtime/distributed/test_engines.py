@@ -1,15 +1,17 @@
 """Which engine runs which plan, and what a refusal says."""
 
+import copy
 import gc
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from equal import build, train_both
+from equal import build, largest_difference, train_both
 from launch import run
 from plans import plan_of
 
+import rlplace
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.distribute import distribute
@@ -74,6 +76,9 @@ def refusals():
         with pytest.raises(InputError) as caught:
             distribute(model, changed(plan, **change), inputs, **options)
         found.append(str(caught.value))
+    with pytest.raises(InputError) as caught:
+        distribute(model, changed(plan, schedule="list", microbatches=1 + torch.distributed.get_rank()), inputs)
+    found.append(str(caught.value))
     wrong, _, _ = build("bert", double=False)
     with pytest.raises(InputError) as caught:
         distribute(wrong, changed(plan, schedule="list"), inputs)
@@ -107,12 +112,42 @@ def test_refusals_on_a_job_and_weights_of_others_are_freed():
         "give problem=",
         "'mine'",
         "3 devices",
+        "different plans",
         "another model",
     )
     for text, part in zip(first, expected, strict=True):
         assert part in text and "\n" not in text, text
     for found in run(2, freed, timeout_s=200):
         assert all(gone and fewer for gone, fewer in found.values()), found
+
+
+def sharded(path):
+    model, inputs, _ = build("gpt2")
+    reference = copy.deepcopy(model)
+    placed = distribute(model, PlacementPlan.load(path), inputs)
+    found, expected = placed(**inputs).loss, reference(**inputs).loss
+    found.backward()
+    expected.backward()
+    of_reference = dict(reference.named_parameters())
+    worst = max(
+        largest_difference(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad, of_reference[key].grad)
+        for key, p in placed.named_parameters()
+        if p.grad is not None
+    )
+    norm = placed.clip_grad_norm_(0.1)
+    whole = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    return placed.report, abs(float(found) - float(expected)), worst, abs(float(norm) - float(whole))
+
+
+def test_a_plan_of_pase_runs_as_it_is(tmp_path):
+    model, inputs, _ = build("gpt2")
+    graph = rlplace.capture(model, inputs)
+    problem = rlplace.price(graph, rlplace.Cluster.preset("v100:2"), level="op", sharding=True)
+    plan = rlplace.place(problem, planner="pase", time_limit_s=None)
+    assert plan.shards
+    plan.save(tmp_path / "pase.plan.json")
+    for report, loss, gradient, norm in run(2, sharded, str(tmp_path / "pase.plan.json"), timeout_s=200):
+        assert report == "sharded" and loss < 2e-6 and gradient < 1e-9 and norm < 1e-6
 
 
 def chosen():

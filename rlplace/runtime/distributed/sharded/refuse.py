@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.distributed.sharded.mesh import factor_mesh, nearest_shards
 from rlplace.runtime.distributed.sharded.spaces import Spaces, check_names, spaces_of
-
-
-def devices_of(plan: PlacementPlan) -> int:
-    """How many of the first devices a plan uses: an op of P parts takes the device of its group and those after it."""
-    group_of = {op: number for number, group in enumerate(plan.groups or ()) for op in group.get("ops", ())}
-    most = int(plan.device_of_group.max(initial=0)) + 1
-    for op, dims in (plan.shards or {}).items():
-        first = int(plan.device_of_group[group_of[op]]) if op in group_of else 0
-        most = max(most, first + prod(dims.values()))
-    return most
 
 
 def why_not(plan: PlacementPlan, graph: ForwardGraph, world: int, spaces: Spaces | None = None) -> str | None:

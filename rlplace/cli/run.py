@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import (
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 HELP = "under torchrun: train a plan's model as the plan says"
 EXAMPLE = "example: torchrun --nproc-per-node 4 -m rlplace run --plan gpt2.plan.json --steps 10 --verify"
+
+_AFTER_RANK_0_S = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,14 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb on this rank."""
-    from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.distributed import job
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
-    if options.checkpoint is None and (options.resume or options.checkpoint_every):
-        raise InputError("run: --resume and --checkpoint-every need --checkpoint DIR")
-    plan = PlacementPlan.load(options.plan)
-    check_processes(plan, options.plan)
+    with _rank_0_first():
+        plan = _load(options)
     settings = job.JobOptions(
         steps=options.steps,
         optimizer=options.optimizer,
@@ -78,6 +79,29 @@ def run(options: argparse.Namespace) -> int:
         resume=options.resume,
     )
     return _train(plan, settings, options)
+
+
+def _load(options: argparse.Namespace) -> PlacementPlan:
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.runtime.distributed.recipe import recipe_of
+
+    if options.checkpoint is None and (options.resume or options.checkpoint_every):
+        raise InputError("run: --resume and --checkpoint-every need --checkpoint DIR")
+    plan = PlacementPlan.load(options.plan)
+    check_processes(plan, options.plan)
+    recipe_of(plan)
+    return plan
+
+
+@contextlib.contextmanager
+def _rank_0_first() -> Iterator[None]:
+    """What is wrong on all ranks is said by one: torchrun ends the others once rank 0 has failed."""
+    try:
+        yield
+    except InputError:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_AFTER_RANK_0_S)
+        raise
 
 
 def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespace) -> int:
@@ -109,9 +133,10 @@ def check_processes(plan: PlacementPlan, path: str) -> None:
     if world == needed:
         return
     command = f"torchrun --nproc-per-node {needed} -m rlplace run --plan {shlex.quote(path)}"
+    uses = f"run: the plan uses {needed} device{'s' if needed > 1 else ''}"
     if "RANK" not in os.environ:
-        raise InputError(f"run: the plan uses {needed} devices, each a process of its own; start it with: {command}")
-    raise InputError(f"run: the plan uses {needed} devices, but there are {world} processes; start it with: {command}")
+        raise InputError(f"{uses}, each a process of its own; start it with: {command}")
+    raise InputError(f"{uses}, but there are {world} processes; start it with: {command}")
 
 
 def _step_printer(options: argparse.Namespace) -> Callable[[int, float, float], None]:

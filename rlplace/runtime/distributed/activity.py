@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 OUTSIDE = "the training script, outside of the model"
 
-_package = str(Path(__file__).resolve().parent)
+_PACKAGE = str(Path(__file__).resolve().parents[2])
+_STANDARD = str(Path(os.__file__).resolve().parent)
 _now: tuple[str, tuple[Any, ...], int | None, float] = ("start-up", (), None, time.monotonic())
 
 
@@ -68,14 +72,19 @@ class Activity:
         return {"text": self.text, "source": self.source, "together": self.together, "age_s": self.age_s}
 
 
-def current() -> Activity:
-    """What the main thread is doing now; any thread may ask."""
+def current(error: BaseException | None = None) -> Activity:
+    """What the main thread is doing now; any thread may ask.
+
+    Args:
+        error: What just ended it, if it has ended.
+    """
     what, details, source, since = _now
     text = what.format(*details)
     age_s = time.monotonic() - since
     if source is not None:
         return Activity(text, source, False, age_s)
-    collective, place = _stack()
+    ended = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)] if error is not None else []
+    collective, place = _look(_running() if error is None else reversed(ended))
     if collective is not None:
         return Activity(f"{collective} (last in {text})", None, True, age_s)
     if what == OUTSIDE and place is not None:
@@ -83,17 +92,35 @@ def current() -> Activity:
     return Activity(text, None, False, age_s)
 
 
-def _stack() -> tuple[str | None, str | None]:
-    """The collective that the main thread waits in, and the innermost line of its program that is no library's."""
-    frame = sys._current_frames().get(threading.main_thread().ident or -1)
+def _place(file: str, line: int, function: str) -> str | None:
+    """A line of the program, for messages; None for one of a library."""
+    if "site-packages" in file or file.startswith((_PACKAGE, _STANDARD, "<")):
+        return None
+    return f"{Path(file).name}:{line}" + (f" in {function}" if function != "<module>" else "")
+
+
+def _look(frames: Iterable[tuple[CodeType, int]]) -> tuple[str | None, str | None]:
+    """The collective that the main thread waits in, and the innermost line of its program that is no library's.
+
+    Args:
+        frames: Code and line, innermost first.
+    """
     collective = place = None
-    while frame is not None and place is None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
+    for code, line in frames:
+        file, name = code.co_filename, code.co_name
         if file.endswith("distributed_c10d.py") and not name.startswith("_") and name != "wrapper":
             collective = f"{name} together"
         elif file.endswith("pipelining/schedules.py") and "wait" in name:
             collective = "an exchange between stages"
-        elif "site-packages" not in file and not file.startswith((_package, "<")) and f"{sys.prefix}/lib" not in file:
-            place = f"{Path(file).name}:{frame.f_lineno} in {name}"
-        frame = frame.f_back
+        else:
+            place = _place(file, line, name)
+        if place is not None:
+            break
     return collective, place
+
+
+def _running() -> Iterator[tuple[CodeType, int]]:
+    frame = sys._current_frames().get(threading.main_thread().ident or -1)
+    while frame is not None:
+        yield frame.f_code, frame.f_lineno
+        frame = frame.f_back

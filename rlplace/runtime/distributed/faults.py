@@ -117,7 +117,7 @@ def report(error: BaseException, *, debug: bool = False) -> int:
 
 def describe(error: BaseException) -> str:
     """What happened in this process, in one line without its name."""
-    now = activity.current()
+    now = activity.current(error)
     where = f"in {now.text}" if not now.waits else f"while it waited for {now.text}"
     if is_out_of_memory(error):
         return f"ran out of memory {where}: {_ENFORCED.sub('', one_line(error))}"
@@ -152,7 +152,7 @@ def _text(error: BaseException) -> str:
 
 def _find_cause(watch: Watch, error: BaseException) -> str | None:
     """Whose fault it is that this process lost another; None when that one, or somebody else, tells."""
-    waited = activity.current()
+    waited = activity.current(error)
     peer = error.peer if isinstance(error, LostPeerError) else None
     deadline = time.monotonic() + (_LOOK_S if waited.waits else GRACE_S)
     try:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import weakref
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Any]] = weakref.WeakKeyDictionary()
 
@@ -26,10 +29,34 @@ def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
     key = (tuple(sorted(set(ranks))), purpose)
     groups = _made.setdefault(default, {})
     if key not in groups:
-        with _named(f"rlplace {key[1]} {key[0]}"):
+        with _named(f"rlplace {attempt()} {key[1]} {key[0]}"):
             groups[key] = dist.new_group(list(key[0]), use_local_synchronization=True, timeout=_timeout())
     found: dist.ProcessGroup = groups[key]
     return found
+
+
+def attempt() -> int:
+    """How often torchrun has restarted the job: its store outlives that, with all that the attempt before left in it."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def start_group(backend: str, timeout_s: float) -> None:
+    """Makes the default process group of a torchrun job, or of one process alone.
+
+    ``init_process_group`` alone may find the addresses of the attempt before in the store after a restart.
+
+    Args:
+        backend: Of torch.distributed.
+        timeout_s: Of its operations.
+    """
+    limit = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+    else:
+        store, rank, world = dist.HashStore(), 0, 1
+    mine = dist.PrefixStore(f"rlplace/attempt {attempt()}", store)
+    dist.init_process_group(backend, store=mine, rank=rank, world_size=world, timeout=limit)
 
 
 @contextlib.contextmanager

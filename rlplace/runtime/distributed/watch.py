@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlplace.runtime.distributed import activity
+from rlplace.runtime.distributed.groups import attempt
 
 BEAT_S = 1.0
 GRACE_S = 2.0
@@ -68,8 +69,7 @@ class Board:
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
         base = dist.distributed_c10d._get_default_store().clone()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"rlplace/watch/{attempt}", base)
+        self._store = dist.PrefixStore(f"rlplace/watch/{attempt()}", base)
         self._store.set_timeout(timedelta(seconds=_STORE_S))
 
     def put(self, key: str, data: dict[str, Any]) -> None:
@@ -312,7 +312,7 @@ def _only_one_here(parent: int) -> bool:
     """Whether this is the first process of the job on this machine that asks; the name is free again when it has ended."""
     if not sys.platform.startswith("linux"):
         return True
-    name = f"\0rlplace-fault-{parent}-{os.environ.get('MASTER_PORT', '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    name = f"\0rlplace-fault-{parent}-{os.environ.get('MASTER_PORT', '')}-{attempt()}"
     _held.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
     try:
         _held[-1].bind(name)

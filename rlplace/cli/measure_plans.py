@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     done: list[PlanTiming] = []
     environment = _environment(device, options)
     for path, plan in plans:
-        if recipe_of(plan) != recipe:
+        if replace(recipe_of(plan), batch=recipe.batch) != recipe:
             raise InputError(f"measure: {path} is for another model than {plans[0][0]}; time them in two jobs")
         name = Path(path).name.removesuffix(".plan.json")
         try:

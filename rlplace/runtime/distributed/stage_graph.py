@@ -290,7 +290,8 @@ class StageGraphEngine(Engine):
         layout = self.cut.graph.layout[message.value]
         if message.gradient:
             leaf = state.leaves.pop(key)
-            value = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+            # A copy: autograd may have given this gradient's memory to a parameter too, which the next pass adds to.
+            value = leaf.grad.clone() if leaf.grad is not None else torch.zeros_like(leaf)
         else:
             value = state.values[key]
         state.wire.send(value, layout, self.ranks.rank_of(message.destination), message.tag)

@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import read_json, write_json
@@ -109,7 +112,7 @@ def save_checkpoint(
             dist.barrier()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(unfinished), no_dist=not together)
+            save(state, storage_writer=FileSystemWriter(unfinished), no_dist=not together)
         if first:
             write_json(unfinished / _FACTS, {"format": FORMAT, "version": VERSION, **facts})
             if final.exists():
@@ -193,7 +196,7 @@ def _resolve(path: Path, model: nn.Module) -> Path:
 def _load(state: dict[str, Any], path: Path, model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=IndexReader(path), no_dist=not _together(model))
+        load(state, storage_reader=IndexReader(path), no_dist=not _together(model))
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -224,7 +227,7 @@ def _check_plain(facts: Mapping[str, Any], where: str = "") -> None:
 def _one_line(what: str, path: Path) -> Any:
     try:
         yield
-    except dcp.CheckpointException as error:
+    except CheckpointException as error:
         rank, failure = next(iter(error.failures.items()))
         raise RlplaceError(f"{path}: rank {rank}: the checkpoint could not be {what}: {one_line(failure[0])}") from error
     except OSError as error:

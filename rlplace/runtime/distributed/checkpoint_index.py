@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from rlplace.errors import InputError
@@ -40,7 +40,7 @@ class _Unpickler(pickle.Unpickler):
         raise InputError(f"names {module}.{name}, which no checkpoint needs; do not load it")
 
 
-class IndexReader(dcp.FileSystemReader):
+class IndexReader(FileSystemReader):
     """Reads a folder whose tensors may come from anywhere."""
 
     def __init__(self, path: str | Path) -> None:
@@ -62,8 +62,7 @@ class IndexReader(dcp.FileSystemReader):
             raise InputError(f"{path}: damaged ({type(error).__name__}); take an earlier checkpoint") from None
         if not isinstance(found, Metadata):
             raise InputError(f"{path}: holds no index of tensors")
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = StorageMeta()
+        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
 

@@ -54,8 +54,8 @@ def start_group(backend: str, timeout_s: float) -> None:
         store, rank, world = next(rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
     else:
-        store, rank, world = dist.HashStore(), 0, 1
-    mine = dist.PrefixStore(f"rlplace/attempt {attempt()}", store)
+        store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    mine = dist.PrefixStore(f"rlplace/attempt {attempt()}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=mine, rank=rank, world_size=world, timeout=limit)
 
 

@@ -68,8 +68,8 @@ class Board:
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        base = dist.distributed_c10d._get_default_store().clone()
-        self._store = dist.PrefixStore(f"rlplace/watch/{attempt()}", base)
+        base = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"rlplace/watch/{attempt()}", base)  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_S))
 
     def put(self, key: str, data: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ class PlanTimings:
 
 
 def _parse(data: dict[str, Any]) -> PlanTimings:
-    check_keys(data, {"format", "version", "plans"}, {"name", "environment"}, "timings")
+    check_keys(data, {"plans"}, {"name", "environment"}, "timings")
     environment = data.get("environment", {})
     if not isinstance(environment, dict) or not all(isinstance(v, (str, int, float)) for v in environment.values()):
         raise InputError("environment must hold text and numbers by name")

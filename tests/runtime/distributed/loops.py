@@ -71,20 +71,30 @@ class Pair:
         return shares[name].of(tensor) if name in shares and tensor is not None else tensor
 
     def plain_step(self, inputs):
-        """Backward of a batch in the micro-batches of the plan; running statistics are those of the first replica."""
+        """Backward of a batch in the micro-batches of the plan.
+
+        Every replica begins with the running statistics that there were; those of the first are kept.
+        """
         split = split_batch((((), inputs),), self.replicas, self.microbatches)
         spec = torch.utils._pytree.tree_structure(((), inputs))
-        total = 0.0
+        start = {key: buffer.clone() for key, buffer in self.plain.named_buffers()}
+        total, first, latest = 0.0, start, 0
         for part, replica in zip(split.parts, split.replica, strict=True):
-            before = {key: buffer.clone() for key, buffer in self.plain.named_buffers()}
+            if replica != latest:
+                first = first if latest else {key: buffer.clone() for key, buffer in self.plain.named_buffers()}
+                self._set_buffers(start)
+                latest = replica
             _, kwargs = torch.utils._pytree.tree_unflatten(list(part.leaves), spec)
             loss = self.plain_loss(**kwargs) * part.weight
             loss.backward()
             total += loss.item()
-            if replica:
-                for key, buffer in self.plain.named_buffers():
-                    buffer.copy_(before[key])
+        if latest:
+            self._set_buffers(first)
         return total
+
+    def _set_buffers(self, values):
+        for key, buffer in self.plain.named_buffers():
+            buffer.copy_(values[key])
 
     def compare_gradients(self):
         expected = dict(self.plain.named_parameters())
@@ -126,7 +136,8 @@ def train(name, places, replicas=1, *, steps=5, clip=0.5, **options):
         ours.zero_grad()
         theirs.zero_grad()
     pair.compare_state()
-    own = sum(p.nbytes for name, p in pair.placed._own.parameters.items() if p.requires_grad)
+    updated = [name for name, share in pair.placed._shared.trained.items() if share in ours.state]
+    own = sum(pair.placed._own.parameters[name].nbytes for name in updated)
     return {"worst": pair.worst, "state_bytes": state_bytes(ours), "own_bytes": own, "rank": dist.get_rank()}
 
 

@@ -41,14 +41,12 @@ def check_state(ranks, places, count):
 def test_replicas_of_two_devices_share_the_optimizer():
     found = check(
         [
-            case("t5", 2, 2, deal="random", seed=1, recompute=[[1], [2, 3]], optimizer_sharding=True),
-            case("lstm", 1, 4, steps=3, optimizer_sharding=True),
-            case("resnet", 1, 2, steps=3, microbatches=2),
+            case("awkward", 2, 2, deal="random", seed=1, steps=3, recompute=[[1], [2, 3]], optimizer_sharding=True),
+            case("resnet", 1, 2, steps=2, microbatches=2),
         ]
     )
     check_state(found[0], 2, 2)
-    check_state(found[1], 1, 4)
-    assert found[2][2]["own_bytes"] == 0 and found[2][0]["own_bytes"] > 0  # ranks 2 and 3 are outside the plan
+    assert found[1][2]["own_bytes"] == 0 and found[1][0]["own_bytes"] > 0  # ranks 2 and 3 are outside the plan
 
 
 @pytest.mark.slow

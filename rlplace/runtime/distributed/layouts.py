@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlplace.graph.autocast import autocast_region
 from rlplace.graph.fake import any_dtype_grouped_mm, fake_inputs
 
 
@@ -71,6 +72,9 @@ def trace_layouts(
     """
     fake = fake_inputs(list(inputs), mode)
     recorder = _Recorder(module)
-    with mode, any_dtype_grouped_mm(), torch.enable_grad():
+    # The run is on fake processor tensors, which CUDA's autocast does not reach: they follow its rules by another way.
+    cuda = torch.is_autocast_enabled("cuda")
+    region = autocast_region(torch.get_autocast_dtype("cuda") if cuda else None, "cuda")
+    with mode, any_dtype_grouped_mm(), torch.enable_grad(), region:
         recorder.run(*held, *fake)
     return recorder.layout

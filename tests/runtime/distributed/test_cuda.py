@@ -13,7 +13,7 @@ from small_models import MODELS
 from rlplace.runtime.apply import apply
 from rlplace.runtime.distributed.distribute import distribute
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 NAMES = ("gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

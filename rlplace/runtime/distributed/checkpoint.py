@@ -34,7 +34,7 @@ from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
 from rlplace.runtime.distributed_text import broadcast_text, gather_texts, one_line
 
-FORMAT = "rlplace.checkpoint"
+FORMAT = "rlplace.training"
 VERSION = 1
 _FACTS = "rlplace.json"
 _NAME = re.compile(r"step-(\d{8,})")

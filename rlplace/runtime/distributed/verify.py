@@ -176,9 +176,12 @@ class Comparison:
         return [
             f"{verdict} to the unplaced model ({how}) within {self.tolerance:g}: losses of {len(self.losses)} steps differ "
             f"by up to {max(self.losses, default=0.0):.1e} of their size",
-            f"worst gradient {self.worst_gradient[0]}: {self.worst_gradient[1]:.2g} of what is accepted; worst parameter "
-            f"{self.worst_parameter[0]}: {self.worst_parameter[1]:.2g}",
+            f"{_worst('gradient', *self.worst_gradient)}; {_worst('parameter', *self.worst_parameter)}",
         ]
+
+
+def _worst(what: str, name: str, error: float) -> str:
+    return f"worst {what} {name}: {error:.2g} of what is accepted" if name else f"every {what} equal bit for bit"
 
 
 def _error(difference: torch.Tensor, accepted: Any) -> float:

@@ -96,11 +96,11 @@ def four(folder):
 def two(folder):
     """Everything that two processes do with what four have saved."""
     found = {"gpt2": load_run(f"{folder}/gpt2", "gpt2", microbatches=2, seed=5)}
-    model, inputs, optimizer, _ = make("gpt2", 3, seed=6)
+    model, _, optimizer, _ = make("gpt2", 3, seed=6)
     found["plain"] = checkpoint.load_checkpoint(Path(folder) / "plain", model, optimizer).step
     found["values"] = {key: value.clone() for key, value in model.state_dict().items()}
     found["refused"] = refusals(folder, model, optimizer)
-    del inputs
+    found["cut"] = [cut_steps(f"{folder}/cut", weights, load) for weights, load in ((0, False), (1, True))]
     return found
 
 
@@ -119,5 +119,35 @@ def refusals(folder, model, optimizer):
     return found
 
 
-def whole(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
+class Cut(torch.nn.Module):
+    """Two layers and their loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+    def forward(self, x):
+        return (self.down(torch.relu(self.up(x))) ** 2).mean()
+
+
+def cut_steps(folder, weights, load):
+    """Trains a model whose layers are DTensors over two processes, saves it, goes on; or loads it and goes on."""
+    torch.manual_seed(weights)
+    net = Cut()
+    x = torch.linspace(-1, 1, 64).reshape(8, 8)
+    shards = {"up/linear": {"n": 2}, "down/linear_1": {"k": 2}}
+    model = distribute(net, plan_of(net, {"x": x}, 1, groups=1, shards=shards), {"x": x})
+    assert isinstance(dict(model.named_parameters())["up.weight"], DTensor)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    losses = []
+    if load:
+        checkpoint.load_checkpoint(folder, model, optimizer)
+    for step in range(2 if load else 4):
+        optimizer.zero_grad()
+        loss = model(x=x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step == 1 and not load:
+            checkpoint.save_checkpoint(folder, model, optimizer, step=2)
+    return losses

@@ -106,7 +106,15 @@ def test_fewer_processes_and_back(four, folder):
         assert "another model" in other and "'" in other
         assert "without a learning rate schedule" in schedule
         assert "extra.a.b is a object" in data
+        through, resumed = found["cut"]
+        assert resumed == through[2:]
     assert not (folder / "bad").exists()
+    cut = worker.Cut()
+    cut_optimizer = torch.optim.AdamW(cut.parameters())
+    load_checkpoint(folder / "cut", cut, cut_optimizer)
+    x = torch.linspace(-1, 1, 64).reshape(8, 8)
+    close([cut(x).item()], ranks[0]["cut"][0][2:3])
+    assert cut_optimizer.state[cut.up.weight]["exp_avg"].shape == cut.up.weight.shape
 
 
 def test_a_crash_while_saving_leaves_the_last_one(tmp_path):

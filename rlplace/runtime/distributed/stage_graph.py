@@ -24,9 +24,13 @@ from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.order import Expected, Step, step_order
 from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.receives import posts_of
 from rlplace.runtime.distributed.replicas import GradientReducer
 from rlplace.runtime.distributed.segment import segment_module
 from rlplace.runtime.distributed.wire import Wire
+
+AHEAD = 2
+"""Receives are posted for this turn and the next."""
 
 
 @dataclass(frozen=True)
@@ -58,27 +62,24 @@ class Turn:
 
     Attributes:
         step: The pass to run.
-        needs: Messages that must have arrived.
-        posts: Receives to start before the pass runs: what the next turn needs.
+        posts: Receives to start before anything else: what the next turn needs, and what is sent before that.
+        needs: Messages that must have arrived before the pass runs.
         sends: Messages to send afterwards.
     """
 
     step: Step
-    needs: tuple[Message, ...]
     posts: tuple[Message, ...]
+    needs: tuple[Message, ...]
     sends: tuple[Message, ...]
 
 
-def turns_of(cut: Cut, order: Sequence[Step], place: int) -> tuple[list[Message], list[Turn]]:
+def turns_of(cut: Cut, order: Sequence[Step], place: int) -> list[Turn]:
     """The part of one process in a step.
 
     Args:
         cut: The segments.
         order: All passes, see `step_order`.
         place: The process, as a device of the plan.
-
-    Returns:
-        Receives to start first of all, and the turns in order.
     """
     layout = cut.graph.layout
     place_of = [segment.spot.place for segment in cut.segments]
@@ -124,19 +125,17 @@ def turns_of(cut: Cut, order: Sequence[Step], place: int) -> tuple[list[Message]
                     leaving.setdefault(index, []).append(sent)
                     arriving.setdefault(backward_of[maker, step.microbatch], []).append(sent)
     mine = [index for index, step in enumerate(order) if place_of[step.segment] == place]
-    needs = [sorted(arriving.get(index, ()), key=lambda m: m.tag) for index in mine]
-    turns = [
-        Turn(order[index], tuple(needs[at]), tuple(needs[at + 1]) if at + 1 < len(mine) else (), tuple(leaving.get(index, ())))
-        for at, index in enumerate(mine)
+    needs = [tuple(sorted(arriving.get(index, ()), key=lambda m: m.tag)) for index in mine]
+    return [
+        Turn(order[index], posts, need, tuple(leaving.get(index, ())))
+        for index, posts, need in zip(mine, posts_of(needs, AHEAD), needs, strict=True)
     ]
-    return (needs[0] if needs else []), turns
 
 
 @dataclass(frozen=True, eq=False)
 class _Program:
     """Steps of one kind, worked out: see `turns_of`; `completes` names per turn the parameters whose gradients it completes."""
 
-    first: list[Message]
     turns: list[Turn]
     completes: list[list[str]]
 
@@ -205,7 +204,7 @@ class StageGraphEngine(Engine):
         if not isinstance(name, str):
             return name
         if name in graph.inputs:
-            return state.microbatches[microbatch].leaves[graph.inputs.index(name)]
+            return self._here(state.microbatches[microbatch].leaves[graph.inputs.index(name)])
         held = None if name in self.cut.maker else self._held[name]  # a parameter or buffer that is returned as it is
         source = self.cut.segments[self.cut.maker[name]].spot.place if held is None else self.owners.get(held, (0,))[0]
         row = self.ranks.replicas[self.ranks.replica or 0]
@@ -229,7 +228,6 @@ class StageGraphEngine(Engine):
             self._programs[key] = self._program(order, place)
             state.wire.connect(self._directions(self._programs[key]))
         program = self._programs[key]
-        self._post(state, program.first)
         for turn, complete in zip(program.turns, program.completes, strict=True):
             self._post(state, turn.posts)
             segment, number = self._mine[turn.step.segment], turn.step.microbatch
@@ -251,18 +249,18 @@ class StageGraphEngine(Engine):
         return state
 
     def _program(self, order: Sequence[Step], place: int) -> _Program:
-        first, turns = turns_of(self.cut, order, place)
+        turns = turns_of(self.cut, order, place)
         completes: list[list[str]] = []
         seen: set[str] = set()
         for turn in reversed(turns):
             held = self._mine[turn.step.segment].held if turn.step.backward else ()
             completes.append([name for name in held if name in self.parameters and name not in seen])
             seen.update(held)
-        return _Program(first, turns, completes[::-1])
+        return _Program(turns, completes[::-1])
 
     def _directions(self, program: _Program) -> list[tuple[int, int]]:
         """Ranks that send and receive in a program, this one being one of them."""
-        messages = [*program.first, *(m for turn in program.turns for m in (*turn.posts, *turn.sends))]
+        messages = [m for turn in program.turns for m in (*turn.posts, *turn.sends)]
         return [(self.ranks.rank_of(message.source), self.ranks.rank_of(message.destination)) for message in messages]
 
     def _zero_loss(self) -> torch.Tensor:

@@ -110,13 +110,22 @@ def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name,
             assert position[type(step)(cut.maker[value], step.microbatch, False)] < position[step]
     sent, needed = [], []
     for place in range(3):
-        first, turns = turns_of(cut, order, place)
-        posted = [*first, *(m for turn in turns for m in turn.posts)]
+        turns = turns_of(cut, order, place)
+        posted = [m for turn in turns for m in turn.posts]
         assert sorted(m.tag for m in posted) == sorted(m.tag for turn in turns for m in turn.needs)
         assert all(m.destination == place for m in posted)
         sent += [m for turn in turns for m in turn.sends]
         needed += posted
         assert all(m.source == place for turn in turns for m in turn.sends)
+        started = set()
+        for turn in turns:
+            started.update(turn.posts)
+            assert started.issuperset(turn.needs)
+        # NCCL has no tags: both ends of a direction must issue its messages in one order.
+        for source in range(3):
+            tags = [m.tag for m in posted if m.source == source]
+            assert tags == sorted(tags)
+        assert [m.tag for turn in turns for m in turn.sends] == sorted(m.tag for turn in turns for m in turn.sends)
     assert sorted(sent, key=lambda m: m.tag) == sorted(needed, key=lambda m: m.tag)
     assert len({m.tag for m in sent}) == len(sent)
 

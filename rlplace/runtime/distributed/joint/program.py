@@ -15,6 +15,7 @@ from rlplace.runtime.distributed.joint.assign import JointPlaces
 from rlplace.runtime.distributed.joint.order import Task
 from rlplace.runtime.distributed.joint.views import base_of, is_view
 from rlplace.runtime.distributed.layouts import Layout
+from rlplace.runtime.distributed.receives import posts_of
 
 AHEAD = 32
 """Receives are posted this many turns before their values are needed."""
@@ -133,7 +134,7 @@ def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Col
             messages.append(sent[full])
     mine = [index for index, task in enumerate(order) if places.place[task.node] == place]
     arriving = [tuple(sent[full] for full in needs[index]) for index in mine]  # type: ignore[index]
-    posts = _posts(messages, arriving, place)
+    posts = posts_of(arriving, AHEAD)
     frees = _frees(places, order, mine, last, keep, place, held)
     turns = []
     for at, index in enumerate(mine):
@@ -148,28 +149,6 @@ def results_of(node: fx.Node) -> list[fx.Node]:
     """The values that a run makes: the node's own, or its items."""
     items = [user for user in node.users if user.target is operator.getitem]
     return items if items else [node]
-
-
-def _posts(messages: Sequence[Message], arriving: Sequence[tuple[Message, ...]], place: int) -> list[tuple[Message, ...]]:
-    """Per turn the receives to start: in the order of each sender, which is all that some transports match by."""
-    lines: dict[int, list[Message]] = {}
-    for message in messages:
-        if message.destination == place:
-            lines.setdefault(message.source, []).append(message)
-    position = {message: number for line in lines.values() for number, message in enumerate(line)}
-    posted = dict.fromkeys(lines, 0)
-    posts: list[tuple[Message, ...]] = []
-    for at in range(len(arriving)):
-        window = range(AHEAD) if at == 0 else range(AHEAD - 1, AHEAD)
-        started: list[Message] = []
-        for offset in window:
-            for message in arriving[at + offset] if at + offset < len(arriving) else ():
-                source, upto = message.source, position[message] + 1
-                if upto > posted[source]:
-                    started += lines[source][posted[source] : upto]
-                    posted[source] = upto
-        posts.append(tuple(started))
-    return posts
 
 
 def _frees(

@@ -20,7 +20,7 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
     """
     shape, own, ranks = model._meta, model.state_dict(), model.ranks
     first = first_names(shape)
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor | None] = {}
     state: dict[str, torch.Tensor] = {}
     for name, meta in shape.state_dict().items():
         if not isinstance(meta, torch.Tensor):  # extra state of a module
@@ -30,11 +30,10 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
             if isinstance(value, DTensor):
                 value = value.full_tensor()
             source = ranks.replicas[0][model._own.owners[first[name]][0]]
-            held = _to_first(value, meta, source, ranks.rank, ranks.device)
-            if held is not None:
-                found[first[name]] = held
-        if ranks.rank == 0:
-            state[name] = found[first[name]]
+            found[first[name]] = _to_first(value, meta, source, ranks.rank, ranks.device)
+        here = found[first[name]]
+        if here is not None:
+            state[name] = here
     return state
 
 

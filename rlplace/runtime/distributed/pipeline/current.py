@@ -104,11 +104,13 @@ class Current:
         self._here: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
         self._coming: dict[tuple[str, int], tuple[Arrival, torch.Tensor]] = {}
         self._leaving: dict[tuple[str, int], list[Aside]] = {}
-        for message in asides:
+        moving = [m for m in asides if ranks.place in (m.source, m.destination)]
+        self._wire.connect((ranks.rank_of(m.source), ranks.rank_of(m.destination)) for m in moving)
+        for message in moving:
             key = (message.value, message.microbatch)
             if message.source == ranks.place:
                 self._leaving.setdefault(key, []).append(message)
-            elif message.destination == ranks.place:
+            else:
                 layout = self._layout[message.value]
                 self._coming[key] = self._wire.receive(layout, ranks.rank_of(message.source), message.tag, message)
 

@@ -56,7 +56,12 @@ def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> An
     digest = hashlib.blake2b(repr((*_key, number)).encode(), digest_size=8).digest()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices, device_type="cuda"):
-        torch.manual_seed(int.from_bytes(digest) >> 1)
+        # torch.manual_seed would seed the other devices, too, whose own streams nobody puts back.
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(int.from_bytes(digest) >> 1)
+        else:
+            torch.default_generator.manual_seed(int.from_bytes(digest) >> 1)
         return op(*args, **kwargs)
 
 

@@ -23,6 +23,7 @@ from rlplace.runtime.distributed.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.replay import ReplayEngine, sleep_until
 from rlplace.runtime.distributed_text import gather_texts
+from rlplace.runtime.measure import loss_of
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,7 @@ class PlanTimer:
         dist.barrier()
         start = time.perf_counter()
         output = placed(**batch) if isinstance(batch, dict) else placed(*batch)
-        loss = output if isinstance(output, torch.Tensor) else output["loss"]
-        loss.backward()
+        loss_of(output, None).backward()  # type: ignore[no-untyped-call]
         with recorder.interval("update"):
             if optimizer is not None:
                 optimizer.step()
@@ -136,7 +136,7 @@ class PlanTimer:
                     time.perf_counter() + sum(e.update_seconds() for e in placed.engines() if isinstance(e, ReplayEngine))
                 )
         self._synchronize()
-        took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=self.device)
         for parameter in placed.parameters():
             parameter.grad = None
         dist.all_reduce(took, dist.ReduceOp.MAX)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import (
-    AUTOCAST,
     OPTIMIZERS,
     gigabytes,
     milliseconds,
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="optimizer (that of the plan)")
     parser.add_argument("--lr", type=_rate, default=1e-3, metavar="X", help="learning rate (0.001)")
     parser.add_argument("--clip", type=_rate, metavar="NORM", help="clip gradients to this global norm")
-    parser.add_argument("--autocast", choices=AUTOCAST, help="mixed precision (what the plan was captured with)")
+    parser.add_argument("--autocast", choices=("bf16",), help="mixed precision (what the plan was captured with)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of weights, batches and dropout (0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (cuda where there is a GPU)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="of torch.distributed (nccl for GPUs, else gloo)")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.runtime.distributed import activity
-from rlplace.runtime.distributed.watch import GRACE_S, Board, Watch, print_line
+from rlplace.runtime.distributed.watch import GRACE_S, TERMINATED, Board, Watch, print_line
 from rlplace.runtime.distributed.wire import LostPeerError
 from rlplace.runtime.distributed_text import one_line
 
@@ -163,6 +163,11 @@ def _find_cause(watch: Watch, error: BaseException) -> str | None:
             lost = next((rank for rank in ranks if watch.gone(rank)), None)
             if lost is not None:
                 return f"{watch.board.member(lost)} is gone: it was killed or has crashed; {watch.me} waited for {waited.text}"
+            ended = {rank: found["why"] for rank in ranks if (found := watch.board.look(f"ended/{rank}")) is not None}
+            if TERMINATED in ended.values():
+                return None  # the launcher ends the job
+            if ended:
+                return f"{watch.board.member(min(ended))} has ended its script while {watch.me} waited for {waited.text}"
             if waited.waits and (line := watch.standstill(waited, 0.5 * watch.timeout_s)) is not None:
                 return line
             time.sleep(0.2)

@@ -18,8 +18,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +39,8 @@ _START_S = 120.0
 
 _STORE_S = 10.0
 _FAULT = "fault"
+TERMINATED = "terminated"
+"""Why a process has ended whose launcher ended it."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,14 @@ class Member:
     Attributes:
         rank: Its number.
         host: Name of its machine.
+        machine: Where its process number means something: the boot and the process namespace; empty where unknown.
         pid: There.
         part: What it runs, such as "stage 1".
     """
 
     rank: int
     host: str
+    machine: str
     pid: int
     part: str
 
@@ -83,10 +88,16 @@ class Board:
         found: dict[str, Any] = json.loads(self._store.get(key))
         return found
 
+    def forget(self, key: str) -> None:
+        """Takes back what somebody left."""
+        self._store.delete_key(key)
+
     def member(self, rank: int) -> Member:
         """Who a rank is."""
         found = self.look(f"member/{rank}")
-        return Member(rank, "unknown", -1, "") if found is None else Member(rank, found["host"], found["pid"], found["part"])
+        if found is None:
+            return Member(rank, "unknown", "", -1, "")
+        return Member(rank, found["host"], found["machine"], found["pid"], found["part"])
 
     def elect(self) -> bool:
         """Whether this process is the one that reports."""
@@ -104,7 +115,7 @@ class Watch(threading.Thread):
     def __init__(self, board: Board, part: str, timeout_s: float, exit_process: Callable[[int], None]) -> None:
         super().__init__(name="rlplace watch", daemon=True)
         self.board, self.timeout_s = board, timeout_s
-        self.me = Member(board.rank, platform.node() or "unknown", os.getpid(), part)
+        self.me = Member(board.rank, platform.node() or "unknown", _machine(), os.getpid(), part)
         self.told = threading.Event()
         self._exit = exit_process
         self._stop = threading.Event()
@@ -118,8 +129,9 @@ class Watch(threading.Thread):
     def introduce(self, part: str | None = None) -> None:
         """Tells the others who this is."""
         if part is not None:
-            self.me = Member(self.me.rank, self.me.host, self.me.pid, part)
-        self.board.put(f"member/{self.me.rank}", {"host": self.me.host, "pid": self.me.pid, "part": self.me.part})
+            self.me = replace(self.me, part=part)
+        self.board.forget(f"ended/{self.me.rank}")  # of a group before this one in the same store
+        self.board.put(f"member/{self.me.rank}", {k: v for k, v in asdict(self.me).items() if k != "rank"})
 
     def end(self, why: str) -> None:
         """This process leaves in good order, so nobody need report it."""
@@ -200,9 +212,14 @@ class Watch(threading.Thread):
         self._exit(1)
 
     def gone(self, rank: int) -> bool:
-        """Whether a process on this host has disappeared without a word; of other hosts this is not known."""
+        """Whether a process on this machine has disappeared without a word; of other machines this is not known."""
         member = self.board.member(rank)
-        if member.host != self.me.host or member.pid <= 0 or self.board.look(f"ended/{rank}") is not None:
+        if (
+            not member.machine
+            or member.machine != self.me.machine
+            or member.pid <= 0
+            or self.board.look(f"ended/{rank}") is not None
+        ):
             return False
         return not _alive(member.pid)
 
@@ -231,8 +248,9 @@ class Watch(threading.Thread):
             if following is None or following in path:
                 return f"the ranks wait for each other ({self._all_waits()}); all of them must make the same calls"
             member = self.board.member(following)
-            if self.board.look(f"ended/{following}") is not None:
-                return f"{member} has ended its script while {text}"
+            ended = self.board.look(f"ended/{following}")
+            if ended is not None:
+                return None if ended["why"] == TERMINATED else f"{member} has ended its script while {text}"
             found = self.board.look(f"beat/{following}")
             if self.gone(following):
                 return f"{member} is gone: it was killed or has crashed, while {text}"
@@ -271,7 +289,7 @@ class Watch(threading.Thread):
     def _terminated(self) -> None:
         """The launcher ends this process: says why when another process has disappeared, and goes."""
         with contextlib.suppress(RuntimeError):
-            self.board.put(f"ended/{self.me.rank}", {"why": "terminated"})
+            self.board.put(f"ended/{self.me.rank}", {"why": TERMINATED})
             deadline = time.monotonic() + GRACE_S
             while time.monotonic() < deadline and not self.reported():
                 lost = next((rank for rank in range(self.board.world) if rank != self.me.rank and self.gone(rank)), None)
@@ -289,23 +307,22 @@ def print_line(line: str) -> None:
         os.write(2, f"rlplace: {' '.join(line.split())}\n".encode())
 
 
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
 def _alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
     except FileNotFoundError:
-        pass
+        return False
     except (OSError, IndexError):
         return True
-    if os.path.isdir("/proc/self"):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _only_one_here(parent: int) -> bool:

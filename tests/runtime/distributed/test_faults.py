@@ -107,7 +107,7 @@ def test_leaves_early(tmp_path):
     codes, lines = job(tmp_path, "leave")
     assert codes == [1, 0]
     (line,) = lines
-    assert re.search(rf"rank 1 \(stage 1, {HOST}\) has ended its script while rank 0", line)
+    assert re.search(rf"rank 1 \(stage 1, {HOST}\) has ended its script while rank 0 \(stage 0, {HOST}\) wait", line)
 
 
 def test_what_is_whose_fault():

@@ -73,6 +73,19 @@ def split_batch(
     return Split(tuple(parts), tuple(min(number // share, replicas - 1) for number in range(count)), tuple(sizes))
 
 
+def check_inputs(arguments: Any) -> None:
+    """Refuses inputs that require a gradient: a training step runs as a whole, before anybody asks for gradients.
+
+    Raises:
+        InputError: One does.
+    """
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments)):
+        raise InputError(
+            "distribute: an input requires a gradient, and none flows out of a distributed model; detach it, or make what "
+            "computes it a part of the model"
+        )
+
+
 def by_signature(split: Split) -> list[tuple[int, Sequence[int]]]:
     """Sample counts that occur, each with the numbers of its parts; the same on every rank."""
     found: dict[int, list[int]] = {}

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed import activity
-from rlplace.runtime.distributed.batches import by_signature, split_batch
+from rlplace.runtime.distributed.batches import by_signature, check_inputs, split_batch
 from rlplace.runtime.distributed.engine import Engine, Microbatch
 from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.forward_graph import ForwardGraph, input_signature
@@ -91,6 +91,40 @@ class DistributedModel(nn.Module):
         """The processes that run the model."""
         return self._ranks
 
+    @property
+    def meta_model(self) -> nn.Module:
+        """The model without its values, all of it: names, shapes, modes, code."""
+        found: nn.Module = vars(self)["_meta"]
+        return found
+
+    @property
+    def own_tensors(self) -> Own:
+        """What this rank holds, and who holds what."""
+        return self._own
+
+    @property
+    def shared_parameters(self) -> SharedParameters:
+        """What an optimizer gets on this rank: the own parameters, or this replica's shares of them."""
+        return self._shared
+
+    @property
+    def batching(self) -> Batching:
+        """How a batch becomes micro-batches from the next call on."""
+        return self._batching
+
+    @batching.setter
+    def batching(self, batching: Batching) -> None:
+        self._batching = batching
+
+    @property
+    def random_state(self) -> tuple[int, int]:
+        """Seed of the random ops, and number of the next training step: what their streams depend on."""
+        return self._seed, self._step
+
+    @random_state.setter
+    def random_state(self, state: tuple[int, int]) -> None:
+        self._seed, self._step = state
+
     def engines(self) -> list[Engine]:
         """The engines made so far, one per signature of inputs."""
         return [engine for _, engine in self._engines.values()]
@@ -119,6 +153,8 @@ class DistributedModel(nn.Module):
         self._shared.gather_changed()
         mine = self._ranks.replica or 0
         training = torch.is_grad_enabled() and self.training
+        if training:
+            check_inputs(arguments)
         results: dict[int, list[Any]] = {}
         losses = []
         written: set[str] = set()
@@ -126,6 +162,7 @@ class DistributedModel(nn.Module):
         with Stash(self._own.parameters, self._shared.trained, self._shared.shares) as stash:
             for _, numbers in by_signature(split):
                 graph, engine = self._engine(split.parts[numbers[0]], spec)
+                written |= graph.writes
                 own = [n for n in numbers if not shared or split.replica[n] == mine]
                 parts = [self._part(split.parts[n], shared, replicas, len(split.parts)) for n in own]
                 if training:
@@ -136,12 +173,12 @@ class DistributedModel(nn.Module):
                         )
                     losses.append(engine.train(parts, self._seed, self._step))
                     stash.take()
-                    written |= graph.writes
                 else:
                     replica_of = {n: split.replica[n] for n in (numbers if shared else own)}
                     found = dict(zip(own, engine.evaluate(parts), strict=False))
                     results.update(exchange(graph, self._ranks, replica_of, found, everywhere=shared))
         assert graph is not None  # no batch is without parts
+        send_from_first(self._own, written, self._ranks)
         if not training:
             order = sorted(results)
             mean = batching.reduction == "mean"
@@ -149,7 +186,6 @@ class DistributedModel(nn.Module):
             # A loss function outside the model: what it returns.
             return joined[-1] if len(joined) > len(graph.outputs) else pytree.tree_unflatten(joined, graph.out_spec)
         self._step += 1
-        send_from_first(self._own, written, self._ranks)
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         return self._training_output(graph, Deliver.apply(anchor(loss), loss, stash), target)  # type: ignore[no-untyped-call]
 

@@ -106,7 +106,7 @@ def assign(
         InputError: A value that would have to cross a cut cannot.
     """
     nodes = [node for node in graph.module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    unit = _units(nodes)
+    unit = units(nodes)
     of_module = _majority(planned)
     home = of_module.get("", min(planned.values()))
     place_of_held = {name: place for name, place in (owned or {}).items()}
@@ -147,7 +147,7 @@ def assign(
     )
 
 
-def _units(nodes: list[fx.Node]) -> dict[fx.Node, int]:
+def units(nodes: list[fx.Node]) -> dict[fx.Node, int]:
     """Sets of nodes that cannot be cut apart, numbered; contracting them leaves the graph acyclic."""
     memory = aliases.UnionFind()
     last_write: dict[fx.Node, int] = {}

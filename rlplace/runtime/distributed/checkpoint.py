@@ -95,7 +95,7 @@ def save_checkpoint(
     facts = {
         "step": step,
         "torch": torch.__version__,
-        "random": {"seed": model._seed, "step": model._step} if isinstance(model, DistributedModel) else None,
+        "random": dict(zip(("seed", "step"), model.random_state, strict=True)) if isinstance(model, DistributedModel) else None,
         "scheduler": None if scheduler is None else dict(scheduler.state_dict()),
         "extra": dict(extra or {}),
         "optimizers": _gathered(own, model),
@@ -153,7 +153,7 @@ def load_checkpoint(
         reader = IndexReader(found)
         index = reader.read_metadata().state_dict_metadata
         state = _tensors(model.state_dict())
-        whole = model._meta if isinstance(model, DistributedModel) else model
+        whole = model.meta_model if isinstance(model, DistributedModel) else model
         check_names(found, index, _tensors(whole.state_dict()))
         fill = partial(_load, path=found, model=model)
         fill({"model": state})
@@ -165,7 +165,7 @@ def load_checkpoint(
             raise InputError(f"{found}: it was saved without a learning rate schedule; leave scheduler out")
         scheduler.load_state_dict(facts["scheduler"])
     if isinstance(model, DistributedModel) and facts["random"] is not None:
-        model._seed, model._step = int(facts["random"]["seed"]), int(facts["random"]["step"])
+        model.random_state = int(facts["random"]["seed"]), int(facts["random"]["step"])
     return Checkpoint(found, int(facts["step"]), facts["extra"])
 
 

@@ -113,8 +113,8 @@ def load_optimizer(
 def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
     """The optimizer's parameters in its order, each with the first of its names in the undistributed model."""
     if isinstance(model, DistributedModel):
-        known = {id(parameter): name for name, parameter in model._shared.trained.items()}
-        known[id(model._shared.nothing)] = _NOTHING
+        known = {id(parameter): name for name, parameter in model.shared_parameters.trained.items()}
+        known[id(model.shared_parameters.nothing)] = _NOTHING
     else:
         known = {id(parameter): name for name, parameter in model.named_parameters()}
     found = []
@@ -127,7 +127,7 @@ def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
 
 
 def _share(model: nn.Module, name: str) -> Share | None:
-    return model._shared.shares.get(name) if isinstance(model, DistributedModel) else None
+    return model.shared_parameters.shares.get(name) if isinstance(model, DistributedModel) else None
 
 
 def _whole(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _whole(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     share = _share(model, name)
     if share is None or share.dim is None or not isinstance(model, DistributedModel):
         return value
-    whole = model._own.parameters[name]
+    whole = model.own_tensors.parameters[name]
     if tuple(value.shape) != tuple(share.of(whole).shape):
         return value
     ranks = model.ranks

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from rlplace.runtime import aliases
-from rlplace.runtime.distributed.assign import _units
+from rlplace.runtime.distributed.assign import units
 from rlplace.runtime.distributed.cut import Cut, Segment
 from rlplace.runtime.distributed.pieces import Piece, convex_pieces
 from rlplace.runtime.distributed.recomputed import Recomputed
@@ -61,7 +61,7 @@ def _pieces(cut: Cut, segment: Segment, recompute: Mapping[str, int]) -> list[Pi
     label = {node: recompute[node.name] for node in nodes if node.name in recompute}
     if not label:
         return [Piece(None, tuple(nodes))]
-    made = convex_pieces(nodes, _units(nodes), label)
+    made = convex_pieces(nodes, units(nodes), label)
     # What no gradient flows through keeps nothing that could be freed.
     return [
         piece if any(n.name in cut.graph.layout and cut.graph.layout[n.name].requires_grad for n in piece.nodes) else

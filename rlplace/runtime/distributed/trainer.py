@@ -107,12 +107,12 @@ def _count_labels(trainer: Any, model: DistributedModel, sums: bool) -> None:
 @contextlib.contextmanager
 def reduction(model: DistributedModel, kind: str) -> Iterator[None]:
     """How the losses of micro-batches become one within a block, "mean" or "sum"; see `rlplace.distribute`."""
-    before = model._batching
-    model._batching = dataclasses.replace(before, reduction=kind)
+    before = model.batching
+    model.batching = dataclasses.replace(before, reduction=kind)
     try:
         yield
     finally:
-        model._batching = before
+        model.batching = before
 
 
 def _ask_whole_model(trainer: Any, model: DistributedModel) -> None:
@@ -120,7 +120,7 @@ def _ask_whole_model(trainer: Any, model: DistributedModel) -> None:
     decaying = trainer.get_decay_parameter_names
 
     def get_decay_parameter_names(other: Any) -> list[str]:
-        return decaying(model._meta)
+        return decaying(model.meta_model)
 
     trainer.get_decay_parameter_names = get_decay_parameter_names
 

@@ -52,7 +52,8 @@ def use_whole_files(trainer: Any, model: DistributedModel) -> None:
         load_whole_optimizer_state(model, trainer.optimizer, torch.load(path, map_location="cpu", weights_only=True, mmap=True))
         trainer.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
         # Streams of random ops go on where the run that saved had them: one step of them per call of the model.
-        model._step = trainer.state.global_step * trainer.args.gradient_accumulation_steps
+        seed, _ = model.random_state
+        model.random_state = seed, trainer.state.global_step * trainer.args.gradient_accumulation_steps
 
     def _load_from_checkpoint(checkpoint: str, other: Any = None) -> None:
         load_weights(model, checkpoint)
@@ -84,7 +85,7 @@ def load_weights(model: DistributedModel, folder: str) -> None:
             file_of = dict.fromkeys(opened.keys(), WEIGHTS)
     else:
         raise InputError(f"{folder}: there is no {WEIGHTS} in it; name a checkpoint of the Trainer")
-    first = first_names(model._meta)
+    first = first_names(model.meta_model)
     saved_as = {first[name]: name for name in file_of if name in first}  # of tied tensors only one is saved
     wanted: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict().items():
@@ -114,7 +115,7 @@ def _save_model(trainer: Any, model: DistributedModel, folder: str, state: dict[
     from transformers import PreTrainedModel
 
     os.makedirs(folder, exist_ok=True)
-    shape = model._meta
+    shape = model.meta_model
     if isinstance(shape, PreTrainedModel):
         shape.save_pretrained(folder, state_dict=state)
     else:

@@ -193,12 +193,12 @@ def _error(difference: torch.Tensor, accepted: Any) -> float:
 def whole_gradients(model: DistributedModel) -> dict[str, torch.Tensor | None]:
     """Gradients of this rank's parameters by first name; those of shares put together over the replicas."""
     found: dict[str, torch.Tensor | None] = {}
-    for name, trained in model._shared.trained.items():
-        share = model._shared.shares.get(name)
+    for name, trained in model.shared_parameters.trained.items():
+        share = model.shared_parameters.shares.get(name)
         if share is None:
             found[name] = trained.grad
             continue
-        whole = torch.zeros_like(model._own.parameters[name].detach())
+        whole = torch.zeros_like(model.own_tensors.parameters[name].detach())
         if trained.grad is not None:
             share.of(whole).copy_(trained.grad)
         dist.all_reduce(whole, group=group_of(model.ranks.twins(model.ranks.place or 0), "gradients"))

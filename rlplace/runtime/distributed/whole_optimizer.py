@@ -28,7 +28,7 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     Returns:
         On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
     """
-    ranks, cut = model.ranks, model._shared.shares
+    ranks, cut = model.ranks, model.shared_parameters.shares
     names = [[name for name, _ in group] for group in _named_groups(model, optimizer)]
     state = {name: optimizer.state.get(p, {}) for group in _named_groups(model, optimizer) for name, p in group}
     described = {
@@ -39,9 +39,9 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     order = _whole_order(model, [found for found, _ in everyone])
     first = ranks.rank == 0
     whole: dict[int, dict[str, Any]] = {}
-    shapes = dict(model._meta.named_parameters())
+    shapes = dict(model.meta_model.named_parameters())
     for index, name in enumerate(name for group in order for name in group):
-        rows = [row[model._own.owners[name][0]] for row in ranks.replicas]
+        rows = [row[model.own_tensors.owners[name][0]] for row in ranks.replicas]
         is_cut, keys = everyone[rows[0]][1].get(name, (False, {}))
         for key, found in keys.items():
             shape = tuple(shapes[name].shape)
@@ -88,7 +88,7 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
             f"optimizer state: its groups have {sizes} parameters, those of this optimizer {[len(group) for group in order]}; "
             "make the optimizer as it was made for the run that saved it"
         )
-    shapes = {name: tuple(p.shape) for name, p in model._meta.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in model.meta_model.named_parameters()}
     number = {
         name: index
         for group, saved in zip(order, state["param_groups"], strict=True)
@@ -120,7 +120,7 @@ def _named_groups(model: DistributedModel, optimizer: torch.optim.Optimizer) -> 
 def _whole_order(model: DistributedModel, everyone: list[list[list[str]]]) -> list[list[str]]:
     """Names by group, each in the order of the model."""
     listed = [{name for mine in everyone for name in mine[g]} for g in range(len(everyone[0]))]
-    return [[name for name, _ in model._meta.named_parameters() if name in group] for group in listed]
+    return [[name for name, _ in model.meta_model.named_parameters() if name in group] for group in listed]
 
 
 def _described(value: Any) -> tuple[str, Any, Any]:
@@ -156,5 +156,5 @@ def _own_part(model: DistributedModel, name: str, shape: tuple[int, ...], parame
         return value
     if isinstance(parameter, DTensor):
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-    share = model._shared.shares.get(name)
+    share = model.shared_parameters.shares.get(name)
     return value if share is None else share.of(value).clone()

@@ -18,7 +18,7 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
     Returns:
         On rank 0 all parameters and persistent buffers on the CPU, tied ones as one tensor; nothing on the other ranks.
     """
-    shape, own, ranks = model._meta, model.state_dict(), model.ranks
+    shape, own, ranks = model.meta_model, model.state_dict(), model.ranks
     first = first_names(shape)
     found: dict[str, torch.Tensor | None] = {}
     state: dict[str, torch.Tensor] = {}
@@ -29,7 +29,7 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
             value = own.get(name)
             if isinstance(value, DTensor):
                 value = value.full_tensor()
-            source = ranks.replicas[0][model._own.owners[first[name]][0]]
+            source = ranks.replicas[0][model.own_tensors.owners[first[name]][0]]
             found[first[name]] = _to_first(value, meta, source, ranks.rank, ranks.device)
         here = found[first[name]]
         if here is not None:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.distributed import faults
@@ -57,12 +58,12 @@ def distribute(
         seed: Of dropout and other random ops.
         problem: What the plan was made for; its times then decide the order in which a device runs what is ready, as the
             simulator does. Without it the order is decided by the sizes of values.
-
         engine: Name of an engine (`rlplace.runtime.distributed.engines.ENGINES`); None takes the one that fits the plan best.
         graphs: Keeps what was traced, for callers that distribute one model by many plans.
 
     Raises:
         InputError: The plan cannot run like this, with the reason.
+        MissingError: This process has no GPU of its own.
     """
     if share not in ("global", "replica"):
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
@@ -91,8 +92,22 @@ def distribute(
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """Where this process computes; a GPU becomes its current one, which exchanges of objects and other kernels go to."""
+    if device is None:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        found = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    else:
+        found = torch.device(device)
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found.index or 0) >= count:
+        raise MissingError(
+            f"distribute: this process is to compute on {found}, but {count} GPUs are here; start as many processes as there "
+            "are GPUs, or give device='cpu'"
+        )
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
+        raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
+    found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    torch.cuda.set_device(found)
+    return found

@@ -27,12 +27,13 @@ def run(options: argparse.Namespace) -> int:
 
     from rlplace.files import check_output
     from rlplace.runtime.distributed import job
+    from rlplace.runtime.environment import check_device
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_output(options.out)
     if options.trace:
         check_output(options.trace)
-    device = job.start(job.JobOptions(device=None if options.device == "cpu" else "cuda"))
+    device = job.start(job.JobOptions(device=check_device(options.device).type))
     try:
         timings = _measure(options, device)
         if dist.get_rank() == 0:

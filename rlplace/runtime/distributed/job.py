@@ -30,6 +30,7 @@ from rlplace.runtime.distributed.recipe import check_problem, cluster_of_plan, r
 from rlplace.runtime.distributed.synthetic import synthetic_batch
 from rlplace.runtime.distributed.verify import TOLERANCE, Comparison, Reference, gather_tensors, whole_gradients
 from rlplace.runtime.distributed_text import broadcast_text, gather_texts
+from rlplace.runtime.host_memory import keep_freed_memory
 from rlplace.runtime.measure import loss_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -133,6 +134,8 @@ def start(options: JobOptions) -> torch.device:
         MissingError: No such device or backend here.
     """
     device = _device(options.device)
+    if device.type == "cpu":
+        keep_freed_memory()  # as ops were timed; handing pages back and forth takes a third of a step
     backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise MissingError("run: the nccl backend needs --device cuda and a CUDA build of torch; take --backend gloo")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from rlplace.errors import InputError, MissingError, RlplaceError
-from rlplace.runtime.distributed import activity
+from rlplace.runtime.distributed import activity, groups
 from rlplace.runtime.distributed.watch import GRACE_S, TERMINATED, Board, Watch, print_line
 from rlplace.runtime.distributed.wire import LostPeerError
 from rlplace.runtime.distributed_text import one_line
@@ -61,7 +61,7 @@ def install(part: str = "", timeout_s: float | None = None) -> None:
             _watch.introduce(part)
         return
     board = Board(dist.get_rank(), dist.get_world_size())
-    _watch = Watch(board, part, timeout_s or _EARLIER * _group_timeout_s(), _exit)
+    _watch = Watch(board, part, timeout_s or _EARLIER * groups.default_timeout_s(), _exit)
     _watch.introduce()
     _watch.start()
     if sys.excepthook is not _hook:
@@ -215,12 +215,3 @@ def _tell_torchrun(line: str, error: BaseException) -> None:
 
 def _seconds() -> str:
     return str(int(time.time()))
-
-
-def _group_timeout_s() -> float:
-    """The timeout of the default group, which is where a program says how long is too long."""
-    group = dist.distributed_c10d._get_default_group()
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout.total_seconds() if timeout is not None else dist.distributed_c10d.default_pg_timeout.total_seconds()

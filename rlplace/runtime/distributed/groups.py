@@ -29,8 +29,9 @@ def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
     key = (tuple(sorted(set(ranks))), purpose)
     groups = _made.setdefault(default, {})
     if key not in groups:
+        timeout = timedelta(seconds=default_timeout_s())  # other groups do not take it over by themselves
         with _named(f"rlplace {attempt()} {key[1]} {key[0]}"):
-            groups[key] = dist.new_group(list(key[0]), use_local_synchronization=True, timeout=_timeout())
+            groups[key] = dist.new_group(list(key[0]), use_local_synchronization=True, timeout=timeout)
     found: dist.ProcessGroup = groups[key]
     return found
 
@@ -74,9 +75,13 @@ def _named(name: str) -> Iterator[None]:
         c10d._hash_ranks_to_str = made
 
 
-def _timeout() -> Any:
-    """The timeout of the default group, which other groups do not take over by themselves."""
-    return dist.distributed_c10d._get_pg_config_timeout() if hasattr(dist.distributed_c10d, "_get_pg_config_timeout") else None
+def default_timeout_s() -> float:
+    """The timeout of the default group, which is where a program says how long is too long."""
+    group = dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
 def reduce_scatter(output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup | None) -> Any:

@@ -216,7 +216,7 @@ def _merge(edges: dict[int, set[int]], kinds: Mapping[int, Hashable]) -> dict[in
             open_of[kind] = index
         else:
             into[index] = earlier
-            _contract(edges, earlier, index)
+            contract(edges, earlier, index)
     return into
 
 
@@ -237,7 +237,7 @@ def _merge_rows(edges: dict[int, set[int]], kinds: Mapping[int, tuple[Spot, int]
         elsewhere = [other for other in edges[earlier] if kinds[other][0].place != kinds[earlier][0].place]
         if all(_leads(edges, index, other) for other in elsewhere) and not _detour(edges, earlier, index):
             row[index] = earlier
-            _contract(edges, earlier, index)
+            contract(edges, earlier, index)
 
     def root(index: int) -> int:
         while row[index] != index:
@@ -247,7 +247,8 @@ def _merge_rows(edges: dict[int, set[int]], kinds: Mapping[int, tuple[Spot, int]
     return {index: root(first) for index, first in into.items()}
 
 
-def _contract(edges: dict[int, set[int]], kept: int, gone: int) -> None:
+def contract(edges: dict[int, set[int]], kept: int, gone: int) -> None:
+    """Makes one class of a graph of classes part of another."""
     edges[kept] = (edges[kept] | edges.pop(gone)) - {kept, gone}
     for targets in edges.values():
         if gone in targets:
@@ -257,15 +258,16 @@ def _contract(edges: dict[int, set[int]], kept: int, gone: int) -> None:
 
 
 def _leads(edges: Mapping[int, set[int]], start: int, end: int) -> bool:
-    return end in edges[start] or _reaches(edges, start, end)
+    return end in edges[start] or reaches(edges, start, end)
 
 
 def _detour(edges: Mapping[int, set[int]], start: int, end: int) -> bool:
     """Whether a path leads from `start` to `end`, or back, through a third class."""
-    return _reaches(edges, start, end) or _reaches(edges, end, start)
+    return reaches(edges, start, end) or reaches(edges, end, start)
 
 
-def _reaches(edges: Mapping[int, set[int]], start: int, end: int) -> bool:
+def reaches(edges: Mapping[int, set[int]], start: int, end: int) -> bool:
+    """Whether a path leads from `start` to `end` through a third class."""
     waiting = [other for other in edges[start] if other != end]
     seen = set(waiting)
     while waiting:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from rlplace.runtime.distributed.cut import contract, reaches
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -101,28 +103,9 @@ def _join(classes: Sequence[tuple[int, int]], edges: dict[int, set[int]]) -> dic
     for label, index in classes:
         earlier = open_of.get(label)
         into[index] = index
-        if earlier is None or _detour(edges, earlier, index) or _detour(edges, index, earlier):
+        if earlier is None or reaches(edges, earlier, index) or reaches(edges, index, earlier):
             open_of[label] = index
             continue
         into[index] = earlier
-        edges[earlier] = (edges[earlier] | edges.pop(index)) - {earlier, index}
-        for targets in edges.values():
-            if index in targets:
-                targets.remove(index)
-                targets.add(earlier)
-        edges[earlier].discard(earlier)
+        contract(edges, earlier, index)
     return into
-
-
-def _detour(edges: Mapping[int, set[int]], start: int, end: int) -> bool:
-    """Whether a path leads from `start` to `end` through a third class."""
-    waiting = [other for other in edges[start] if other != end]
-    seen = set(waiting)
-    while waiting:
-        for other in edges[waiting.pop()]:
-            if other == end:
-                return True
-            if other not in seen:
-                seen.add(other)
-                waiting.append(other)
-    return False

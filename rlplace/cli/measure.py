@@ -48,9 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.plans:
         if options.ops or options.step or options.links or options.model:
-            raise InputError(
-                "measure: --plans takes no model and times nothing else; measure ops and links in other runs"
-            )
+            raise InputError("measure: --plans takes no model and times nothing else; measure ops and links in other runs")
         from rlplace.cli import measure_plans
 
         return measure_plans.run(options)

@@ -63,3 +63,8 @@ class Engine(ABC):
             Per micro-batch of this replica the flat outputs of the model (its loss node last, when the graph has a loss
             function outside the model), on every rank of the replica.
         """
+
+
+def zero_loss(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    """Where the loss of a step adds up: in double precision for a loss in double precision, else in single."""
+    return torch.zeros((), device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)

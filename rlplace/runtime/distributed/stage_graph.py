@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from rlplace.runtime.distributed.cut import Cut, Segment
-from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.engine import Engine, Microbatch, zero_loss
 from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.order import Expected, Step, step_order
+from rlplace.runtime.distributed.outputs import output_names
 from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.receives import posts_of
@@ -194,9 +195,7 @@ class StageGraphEngine(Engine):
             state = self._run(microbatches, training=False, seed=0, step=0)
         if self.ranks.replica is None:
             return []
-        names = [*self.cut.graph.outputs]
-        if self.cut.graph.loss is not None and self.cut.graph.loss not in names:
-            names.append(self.cut.graph.loss)
+        names = output_names(self.cut.graph)
         return [[self._share(state, name, number) for name in names] for number in range(len(microbatches))]
 
     def _share(self, state: _State, name: Any, microbatch: int) -> Any:
@@ -264,10 +263,8 @@ class StageGraphEngine(Engine):
         return [(self.ranks.rank_of(message.source), self.ranks.rank_of(message.destination)) for message in messages]
 
     def _zero_loss(self) -> torch.Tensor:
-        """Where the loss of a step adds up: in double precision for a model in double precision, else in single."""
         layout = self.cut.graph.layout.get(self.cut.graph.loss or "")
-        double = layout is not None and layout.dtype == torch.float64
-        return torch.zeros((), device=self.ranks.device, dtype=torch.float64 if double else torch.float32)
+        return zero_loss(None if layout is None else layout.dtype, self.ranks.device)
 
     def _post(self, state: _State, messages: Sequence[Message]) -> None:
         for message in messages:

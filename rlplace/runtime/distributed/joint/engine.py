@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed import activity
-from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.engine import Engine, Microbatch, zero_loss
 from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.gradients import sum_gradients
 from rlplace.runtime.distributed.groups import group_of
@@ -148,14 +148,11 @@ class JointEngine(Engine):
         for name, node in self.places.joint.writes.items():
             pairs |= {(of[node], owner) for owner in self.places.owners[name]}
         moving = {(self.ranks.rank_of(a), self.ranks.rank_of(b)) for a, b in pairs if a != b}
-        for source, destination in sorted(moving, key=lambda pair: (min(pair), max(pair), pair)):
-            if self.ranks.rank in (source, destination):
-                group_of((source, destination), "up" if source < destination else "down")
+        Wire(self.ranks.rank, self.ranks.device).connect(pair for pair in moving if self.ranks.rank in pair)
 
     def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> _State:
         loss = self.places.joint.loss
-        double = loss is not None and loss.meta["val"].dtype == torch.float64
-        total = torch.zeros((), device=self.ranks.device, dtype=torch.float64 if double else torch.float32)
+        total = zero_loss(None if loss is None else loss.meta["val"].dtype, self.ranks.device)
         state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), total)
         if self.ranks.place is None or not microbatches:
             return state

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlplace.runtime.distributed.cut import Cut
-from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.engine import Engine, Microbatch, zero_loss
 from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.order import Expected
@@ -130,10 +130,8 @@ class PipelineEngine(Engine):
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero_loss()
 
     def _zero_loss(self) -> torch.Tensor:
-        """Where the loss of a step adds up: in double precision for a model in double precision, else in single."""
         layout = self.cut.graph.layout.get(self.cut.graph.loss or "")
-        double = layout is not None and layout.dtype == torch.float64
-        return torch.zeros((), device=self.ranks.device, dtype=torch.float64 if double else torch.float32)
+        return zero_loss(None if layout is None else layout.dtype, self.ranks.device)
 
     def _program(self, count: int) -> Program:
         chain = self.chain

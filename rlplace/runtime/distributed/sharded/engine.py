@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.engine import Engine, Microbatch
+from rlplace.runtime.distributed.engine import Engine, Microbatch, zero_loss
 from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.randomness import random_key
@@ -94,8 +94,7 @@ class ShardedEngine(Engine):
                 "distribute: the model makes no loss; give a loss function, or call it in training mode with labels"
             )
         held = self._working_copies(self._loss_steps)
-        double = self.graph.layout[self.graph.loss].dtype == torch.float64
-        total = torch.zeros((), device=self.device, dtype=torch.float64 if double else torch.float32)
+        total = zero_loss(self.graph.layout[self.graph.loss].dtype, self.device)
         for microbatch in microbatches:
             with random_key(seed, step, microbatch.number):
                 with self.recorder.interval("forward", 0, microbatch.number), torch.enable_grad():

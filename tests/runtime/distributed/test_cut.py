@@ -13,7 +13,7 @@ from rlplace.runtime.distributed.cut import cut_graph
 from rlplace.runtime.distributed.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.order import step_order
 from rlplace.runtime.distributed.segment import segment_module
-from rlplace.runtime.distributed.stage_graph import turns_of
+from rlplace.runtime.distributed.turns import turns_of
 
 NAMES = ("gpt2", "t5", "resnet", "inception", "mixtral", "awkward", "lstm")
 

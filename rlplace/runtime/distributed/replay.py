@@ -40,7 +40,7 @@ class ReplayEngine(StageGraphEngine):
     def _backward(self, state: Any, segment: Segment, number: int) -> None:
         end = time.perf_counter() + self._seconds[segment.index][1]
         for name in segment.makes:
-            state.values.pop((name, number))
+            state.values.pop((name, number), None)
             state.gradients.pop((name, number), None)
         for name in segment.held:
             parameter = self.parameters.get(name)

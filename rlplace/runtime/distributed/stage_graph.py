@@ -140,6 +140,9 @@ class StageGraphEngine(Engine):
                     self._forward(state, segment, number, training)
             for message in turn.sends:
                 self._send(state, message)
+            for key in turn.frees:
+                state.values.pop(key, None)
+                state.leaves.pop(key, None)
         with self.recorder.interval("wait"):
             state.wire.finish()
         return state
@@ -212,14 +215,13 @@ class StageGraphEngine(Engine):
         graph = self.cut.graph
         tensors, gradients = [], []
         for name in segment.makes:
-            value = state.values.pop((name, number))
-            if not value.requires_grad:
+            value = state.values.pop((name, number), None)
+            if value is None or not value.requires_grad:
                 continue
             gradient = state.gradients.pop((name, number), None)
-            leaf = state.leaves.get((name, number))
+            leaf = state.leaves.pop((name, number), None)
             if leaf is not None and leaf.grad is not None:  # read by other segments of this process
                 gradient = leaf.grad if gradient is None else gradient + leaf.grad
-                del state.leaves[name, number]
             if name == graph.loss:
                 own = torch.full_like(value, state.microbatches[number].weight)
                 gradient = own if gradient is None else gradient + own

@@ -46,12 +46,14 @@ class Turn:
         posts: Receives to start before anything else: what the next turn needs, and what is sent before that.
         needs: Messages that must have arrived before the pass runs.
         sends: Messages to send afterwards.
+        frees: Values that nobody here needs afterwards, by name and micro-batch; others go with their backward.
     """
 
     step: Step
     posts: tuple[Message, ...]
     needs: tuple[Message, ...]
     sends: tuple[Message, ...]
+    frees: tuple[tuple[str, int], ...]
 
 
 def turns_of(cut: Cut, order: Sequence[Step], place: int) -> list[Turn]:
@@ -105,7 +107,28 @@ def turns_of(cut: Cut, order: Sequence[Step], place: int) -> list[Turn]:
                     arriving.setdefault(backward_of[maker, step.microbatch], []).append(sent)
     mine = [index for index, step in enumerate(order) if place_of[step.segment] == place]
     needs = [tuple(sorted(arriving.get(index, ()), key=lambda m: m.tag)) for index in mine]
+    frees = _frees(cut, order, place)
     return [
-        Turn(order[index], posts, need, tuple(leaving.get(index, ())))
+        Turn(order[index], posts, need, tuple(leaving.get(index, ())), tuple(frees.get(index, ())))
         for index, posts, need in zip(mine, posts_of(needs, AHEAD), needs, strict=True)
     ]
+
+
+def _frees(cut: Cut, order: Sequence[Step], place: int) -> dict[int, list[tuple[str, int]]]:
+    """By index of a forward pass of this place the values that are used there for the last time.
+
+    In a step with a backward those without a gradient; without one all but those that the model returns.
+    """
+    training = any(step.backward for step in order)
+    graph = cut.graph
+    kept = set() if training else {*filter(lambda item: isinstance(item, str), graph.outputs), graph.loss}
+    last: dict[tuple[str, int], int] = {}
+    for index, step in enumerate(order):
+        segment = cut.segments[step.segment]
+        if not step.backward and segment.spot.place == place:
+            last.update(((value, step.microbatch), index) for value in (*segment.makes, *segment.reads))
+    frees: dict[int, list[tuple[str, int]]] = {}
+    for key, index in last.items():
+        if key[0] not in kept and not (training and graph.layout[key[0]].requires_grad):
+            frees.setdefault(index, []).append(key)
+    return frees

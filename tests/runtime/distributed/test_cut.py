@@ -117,8 +117,13 @@ def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name,
         sent += [m for turn in turns for m in turn.sends]
         needed += posted
         assert all(m.source == place for turn in turns for m in turn.sends)
-        started = set()
+        started, freed = set(), set()
         for turn in turns:
+            segment = cut.segments[turn.step.segment]
+            used = {(value, turn.step.microbatch) for value in (*segment.makes, *segment.reads)}
+            assert not freed & used or turn.step.backward
+            assert not any(cut.graph.layout[value].requires_grad for value, _ in turn.frees)
+            freed.update(turn.frees)
             started.update(turn.posts)
             assert started.issuperset(turn.needs)
         # NCCL has no tags: both ends of a direction must issue its messages in one order.
@@ -128,6 +133,18 @@ def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name,
         assert [m.tag for turn in turns for m in turn.sends] == sorted(m.tag for turn in turns for m in turn.sends)
     assert sorted(sent, key=lambda m: m.tag) == sorted(needed, key=lambda m: m.tag)
     assert len({m.tag for m in sent}) == len(sent)
+
+
+def test_without_a_backward_only_outputs_are_kept(graphs):
+    cut = cut_of(graphs, "t5", "group", devices=2, groups=8, deal="random", seed=2)
+    order = step_order(cut, 2, "list", training=False)
+    for place in range(2):
+        turns = turns_of(cut, order, place)
+        here = [cut.segments[turn.step.segment] for turn in turns]
+        touched = {value for segment in here for value in (*segment.makes, *segment.reads)}
+        freed = {value for turn in turns for value, _ in turn.frees}
+        assert touched - freed == touched & {*filter(lambda item: isinstance(item, str), cut.graph.outputs), cut.graph.loss}
+        assert freed
 
 
 def test_gpipe_runs_all_forwards_of_a_stage_first(graphs):

@@ -137,6 +137,8 @@ class GradientReducer:
         if not self._sharded:
             bucket.buffer = torch.cat([*(grad.reshape(-1) for grad in grads), flags])
             bucket.work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
+            for name in bucket.names:  # the bucket has it now
+                self._parameters[name].grad = None
             return
         length = max(sum(_numel(self._shares[n][r], self._parameters[n]) for n in bucket.names) for r in range(self._replicas))
         rows = first.new_zeros((self._replicas, length + len(flags)))

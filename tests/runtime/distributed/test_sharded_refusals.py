@@ -88,7 +88,7 @@ def test_ops_that_cannot_be_cut_run_whole_and_say_so():
     assert "no device can do a part" in told[by_kind["embedding"]]
     assert told[by_kind["linear"]] == "cut: m x 2 (axis 0)"
     assert told[by_kind["sort"]].startswith("whole: no rule")
-    assert told[by_kind["sum_1"]]== "cut: d x 2 (axis 0); whole along d.1: these inputs have no 4 equal parts of it"
+    assert told[by_kind["sum_1"]] == "cut: d x 2 (axis 0); whole along d.1: these inputs have no 4 equal parts of it"
     assert program.home["table.weight"] == whole((8, 4))
 
 

@@ -16,7 +16,7 @@ from rlplace.runtime.distributed import activity
 from rlplace.runtime.distributed.batches import by_signature, check_inputs, split_batch
 from rlplace.runtime.distributed.engine import Engine, Microbatch
 from rlplace.runtime.distributed.events import Recorder
-from rlplace.runtime.distributed.forward_graph import ForwardGraph, input_signature
+from rlplace.runtime.distributed.forward_graph import ForwardGraph, first_names, input_signature
 from rlplace.runtime.distributed.gradients import clip_grad_norm
 from rlplace.runtime.distributed.outputs import exchange, join
 from rlplace.runtime.distributed.ranks import Ranks
@@ -63,6 +63,12 @@ class DistributedModel(nn.Module):
         self._step = 0
         self._recorder = Recorder(ranks.device)
         self.report = report
+        taken = {name.partition(".")[0] for name in first_names(meta)} & {*dir(type(self)), "report"}
+        if taken:
+            raise InputError(
+                f"distribute: the model has a part named {min(taken)!r}, which means something else in a distributed model; "
+                "give that attribute another name"
+            )
         register(self, meta, own)
         agree(own, ranks)
         self._shared = SharedParameters(own.parameters, ranks, batching.optimizer_sharding)

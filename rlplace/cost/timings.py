@@ -57,7 +57,7 @@ class PlanTiming:
         mode: One of `MODES`.
         step_s: Seconds of every timed step, warm-up left out: the slowest process counts.
         predicted_s: Simulated step time; None without the problem.
-        places: Per device of the plan, replica by replica.
+        places: Per process that the plan uses, by rank.
         setup_s: From the plan to the first step.
     """
 

@@ -188,7 +188,7 @@ def train(
             clip=options.clip,
             autocast=_autocast(device, autocast),
         )
-    optimizer = make([p for p in model.parameters() if p.requires_grad])  # on a rank without any, an empty one
+    optimizer = make(list(model.parameters()))  # on every rank; those that are frozen get no gradient and no update
     samples = problem.samples_per_microbatch * plan.microbatches * replicas
     tolerance = _tolerance(recipe.dtype, autocast)
     result = JobResult(predicted_step_s=plan.predicted.get("step_time_s"), engine=model.report)
@@ -245,21 +245,19 @@ def _is_due(done: int, options: JobOptions) -> bool:
 
 def _step(
     model: DistributedModel,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     batch: Any,
     clip: float | None,
     autocast: contextlib.AbstractContextManager[Any],
 ) -> float:
-    if optimizer is not None:
-        optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
     with autocast:
         output = model(**batch) if isinstance(batch, dict) else model(*batch)
     value = loss_of(output, None)
     value.backward()  # type: ignore[no-untyped-call]
     if clip is not None:
         model.clip_grad_norm_(clip)
-    if optimizer is not None:
-        optimizer.step()
+    optimizer.step()
     return float(value.detach())
 
 
@@ -272,7 +270,7 @@ def _ranks(
     peak_bytes: int | None,
 ) -> list[dict[str, Any]]:
     warm = seconds[min(2, max(len(seconds) - 1, 0)) :]
-    place = model._ranks.place
+    place = model.ranks.place
     facts = {
         "host": platform.node(),
         "device": str(device),
@@ -288,7 +286,7 @@ def _ranks(
 
 
 def _compare(comparison: Comparison, model: DistributedModel, reference: Reference | None, device: torch.device) -> Comparison:
-    found = gather_tensors(model._own.parameters, device)
+    found = gather_tensors(model.own_tensors.parameters, device)
     gradients = gather_tensors(whole_gradients(model), device)
     if reference is not None:
         comparison.streams = reference.streams
@@ -296,9 +294,9 @@ def _compare(comparison: Comparison, model: DistributedModel, reference: Referen
     return comparison
 
 
-def _optimizer(name: str, lr: float) -> Callable[[list[nn.Parameter]], Any]:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
-        return OPTIMIZERS[name](parameters, lr=lr) if parameters else None
+def _optimizer(name: str, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return OPTIMIZERS[name](parameters, lr=lr)
 
     return make
 

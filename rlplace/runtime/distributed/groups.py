@@ -36,6 +36,16 @@ def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
     return found
 
 
+def connect_now(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Makes the connections of a group, all members together.
+
+    NCCL makes them in the first collective, and whoever comes first stands still there until the others come: in the middle of
+    a step they may be waiting for it.
+    """
+    if dist.get_backend() != "gloo":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
 def attempt() -> int:
     """How often torchrun has restarted the job: its store outlives that, with all that the attempt before left in it."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlplace.runtime.distributed.gradients import sum_gradients
-from rlplace.runtime.distributed.groups import group_of, reduce_scatter
+from rlplace.runtime.distributed.groups import connect_now, group_of, reduce_scatter
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.shares import Share, share_of
 from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -76,6 +76,8 @@ class GradientReducer:
         self._bucket_names = _fill(self._parameters)
         self._of = {name: number for number, names in enumerate(self._bucket_names) for name in names}
         self._group = group_of(ranks.twins(ranks.place), "gradients") if self._parameters and ranks.place is not None else None
+        if self._group is not None:
+            connect_now(self._group, ranks.device)
         self._buckets: list[_Bucket] = []
         self._next = 0
         self._completing: frozenset[str] = frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,9 @@ from rlplace.runtime.distributed import activity
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.layouts import Layout
 from rlplace.runtime.distributed_text import one_line
+
+_connected: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Groups of directions over which something has gone already."""
 
 
 class LostPeerError(RlplaceError):
@@ -124,17 +128,26 @@ class Wire:
         self._sent.clear()
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Makes the groups of some directions that this rank is an end of.
+        """Makes the groups of some directions that this rank is an end of, and their connections.
 
         Every rank makes its own in the same global order before the first message, so that no three of them wait for each other
-        in a circle.
+        in a circle. NCCL connects two ranks when they first send and receive, and holds up the one that comes first.
 
         Args:
-            pairs: Senders and receivers.
+            pairs: Senders and receivers; both ends of a direction call this with it, the same number of times.
         """
-        if dist.get_backend() != "gloo":
-            for source, destination in sorted(set(pairs), key=lambda pair: (min(pair), max(pair), pair)):
-                self._group(source, destination)
+        if dist.get_backend() == "gloo":
+            return
+        for source, destination in sorted(set(pairs), key=lambda pair: (min(pair), max(pair), pair)):
+            group = self._group(source, destination)
+            if group in _connected:
+                continue
+            _connected.add(group)
+            nothing = torch.zeros(1, device=self.device)
+            if source == self.rank:
+                dist.send(nothing, destination, group=group)
+            else:
+                dist.recv(nothing, source, group=group)
 
     def _group(self, source: int, destination: int) -> dist.ProcessGroup | None:
         if dist.get_backend() == "gloo":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import small_models
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlplace.runtime.distributed import checkpoint
 from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.distributed.forward_graph import Graphs
 
 STEPS = 5
 SAVED = 2
@@ -51,11 +54,20 @@ def train(model, inputs, optimizer, scheduler, steps):
     return losses
 
 
-def make(name, weights, **options):
-    """A distributed model of a random plan."""
+TRACED = {}
+"""By model its groups of ops and its graphs: tracing takes most of the time."""
+
+
+def make(name, weights, devices=None, deal=None, seed=0, **options):
+    """A distributed model of a plan: groups in a row, or dealt at random."""
     model, inputs = build(name, weights)
-    plan = plan_of(model, inputs, options.pop("devices", dist.get_world_size()), **options)
-    distributed = distribute(model, plan, inputs)
+    if name not in TRACED:
+        TRACED[name] = plan_of(model, inputs, 1), Graphs()
+    groups, graphs = TRACED[name]
+    devices, count = devices or dist.get_world_size(), len(groups.groups)
+    row = np.arange(count) * devices // count if deal == "chain" else np.random.default_rng(seed).integers(0, devices, count)
+    plan = dataclasses.replace(groups, device_of_group=row.astype(np.int32), **options)
+    distributed = distribute(model, plan, inputs, graphs=graphs)
     return distributed, inputs, *settings(distributed)
 
 

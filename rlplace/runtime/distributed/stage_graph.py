@@ -141,8 +141,8 @@ class StageGraphEngine(Engine):
             for message in turn.sends:
                 self._send(state, message)
             for key in turn.frees:
-                state.values.pop(key, None)
-                state.leaves.pop(key, None)
+                state.values.pop(gone, None)
+                state.leaves.pop(gone, None)
         with self.recorder.interval("wait"):
             state.wire.finish()
         return state

@@ -156,38 +156,33 @@ def report(title: str, timings: PlanTimings) -> dict[str, Any]:
     return facts
 
 
-def calibrated(model: str, folder: Path, core: int) -> str:
-    """A cost file for this processor: the ops of the model at every micro-batch size, timed on one core."""
+def calibrated(model: str, folder: Path) -> str:
+    """A cost file for a host: the ops of the model at every micro-batch size, timed on both cores at the same time.
+
+    The cores share caches and memory, so what one takes while the other computes is what it takes in a plan.
+    """
     files = []
     for batch in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
         path = folder / f"ops{batch}.measure.json"
         if not path.exists():
-            command = [
-                sys.executable,
-                "-m",
-                "rlplace",
-                "measure",
-                model,
-                "--ops",
-                "--step",
-                "--batch",
-                str(batch),
-                "--seq",
-                str(SEQ),
+            command = [sys.executable, "-m", "rlplace", "measure", model, "--ops", "--step", "--threads", "1"]
+            command += ["--batch", str(batch), "--seq", str(SEQ), "--out"]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            jobs = [
+                subprocess.Popen(
+                    ["taskset", "-c", str(core), *command, str(path.with_suffix(f".core{core}.json"))],
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                )
+                for core in (0, 1)
             ]
-            command += ["--threads", "1", "--out", str(path)]
-            subprocess.run(
-                command,
-                check=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-                stdout=subprocess.DEVNULL,
-            )
+            if any([job.wait() for job in jobs]):
+                raise SystemExit("measured: timing the ops failed")
+            path.with_suffix(".core0.json").rename(path)
         files.append(str(path))
     out = folder / "host.cost.json"
-    subprocess.run(
-        [sys.executable, "-m", "rlplace", "calibrate", *files, "--out", str(out)], check=True, stdout=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-m", "rlplace", "calibrate", *files, "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return str(out)
 
 
@@ -205,7 +200,7 @@ def main() -> None:
         graphs = {batch: capture(model, batch) for batch in (8, 4, 2, 1)}
         base = args.out / args.mode / model.replace(":", "_").replace(",", "_").replace("=", "")
         base.mkdir(parents=True, exist_ok=True)
-        costs = calibrated(model, base, 0) if args.mode == "compute" else None
+        costs = calibrated(model, base) if args.mode == "compute" else None
         for rate in args.rates:
             folder = base / rate
             folder.mkdir(exist_ok=True)

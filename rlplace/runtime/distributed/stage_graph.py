@@ -140,7 +140,7 @@ class StageGraphEngine(Engine):
                     self._forward(state, segment, number, training)
             for message in turn.sends:
                 self._send(state, message)
-            for key in turn.frees:
+            for gone in turn.frees:
                 state.values.pop(gone, None)
                 state.leaves.pop(gone, None)
         with self.recorder.interval("wait"):

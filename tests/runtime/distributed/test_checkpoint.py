@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,7 @@ def test_killed(tmp_path):
     assert re.search(rf"rank 1 \(stage 1, {HOST}\) is gone: it was killed or has crashed", line)
 
 
+@pytest.mark.slow
 def test_hangs_in_a_kernel(tmp_path):
     codes, lines = job(tmp_path, "hang")
     assert codes == [1, 1]

@@ -38,6 +38,7 @@ def check_state(ranks, places, count):
             assert rank["state_bytes"] <= 2 * rank["own_bytes"] / count * 1.15
 
 
+@pytest.mark.slow
 def test_replicas_of_two_devices_share_the_optimizer():
     found = check(
         [

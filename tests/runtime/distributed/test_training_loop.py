@@ -282,7 +282,8 @@ def test_two_devices():
     assert run(2, everything, 2, 1, timeout_s=300) == [True] * 2
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
 def test_two_replicas(sharded):
     assert run(2, everything, 1, 2, sharded, timeout_s=300) == [True] * 2
 

@@ -1,5 +1,6 @@
 """What NCCL needs that gloo does not, over gloo: groups and connections of all directions before the first message."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from equal import train_both
@@ -22,6 +23,7 @@ def as_for_nccl():
         dist.get_backend = told
 
 
+@pytest.mark.slow
 def test_every_direction_has_a_group_of_its_own():
     for worst, connected in run(2, as_for_nccl, timeout_s=120):
         assert connected == 2

@@ -29,7 +29,7 @@ def build(name, devices, sim, seed=0, double=True):
     model, inputs, loss_of = small_models.MODELS[name]()
     if double:
         model = model.double()
-        inputs = {key: v.double() if v.is_floating_point() else v for key, v in inputs.items()}
+        inputs = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
     reference = copy.deepcopy(model)
     names = equality.op_names(model, inputs)
     places = np.random.default_rng(seed).integers(0, devices, (2, len(names)))

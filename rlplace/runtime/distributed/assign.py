@@ -158,14 +158,15 @@ def units(nodes: list[fx.Node]) -> dict[fx.Node, int]:
     for node in nodes:
         for other in aliases.written_by(node):
             last_write[memory.find(other)] = index[node]
+    outside = {memory.find(other) for node in nodes for other in node.all_input_nodes if other not in index}
     together = aliases.UnionFind()
     for node in nodes:
         for other in node.all_input_nodes:
             root = memory.find(other)
             whole = other in index and not aliases.is_tensor(other)  # tuples and numbers do not cross a cut
-            # What is written to stays with its views and its writers, and with whoever reads it before the last write. What
-            # comes in from outside is at one place only as long as somebody writes to it.
-            shares = memory.find(node) is root or index[node] <= last_write.get(root, -1) or other not in index
+            # What is written to stays with its views and its writers, and with whoever reads it before the last write. A
+            # buffer that is written to stays with everybody who reads it: the next micro-batch writes to the same memory.
+            shares = memory.find(node) is root or index[node] <= last_write.get(root, -1) or root in outside
             if whole or (root in last_write and shares):
                 together.union(other, node)
     label = np.zeros(len(nodes), dtype=np.int64)

@@ -7,6 +7,8 @@ from launch import run
 MODELS = ("gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm", "awkward", "inception")
 TOLERANCE = {"loss": 2e-6, "gradient": 1e-9, "parameter": 1e-9, "buffer": 1e-9}
 """Models run in double precision; transformers computes the loss in single precision all the same."""
+SINGLE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 2e-4, "buffer": 0.0}
+"""Of a model that has no double precision. AdamW makes a whole step of a gradient that is nothing but rounding."""
 
 
 def job(names, options):
@@ -18,7 +20,11 @@ def check(names, world, **options):
     for name in names:
         for rank, found in enumerate(ranks):
             worst = found[name][0]
-            assert all(worst[what] <= limit for what, limit in TOLERANCE.items()), (name, rank, worst)
+            assert all(worst[what] <= limit for what, limit in (SINGLE if name == "mixtral" else TOLERANCE).items()), (
+                name,
+                rank,
+                worst,
+            )
         held = [set(found[name][2]) for found in ranks]
         model, _, _ = build(name)
         assert set().union(*held) == {key for key, _ in model.named_parameters()}, name

@@ -59,4 +59,6 @@ def test_all_models(world, options):
 
 @pytest.mark.slow
 def test_replicas_of_two_devices():
-    check(MODELS, 4, replicas=[[0, 1], [2, 3]], microbatches=2, seed=6)
+    # The awkward model's forward reads a running average, of which every replica has its own, as in DDP.
+    names = [name for name in MODELS if name != "awkward"]
+    check(names, 4, replicas=[[0, 1], [2, 3]], microbatches=2, seed=6)

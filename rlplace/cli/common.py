@@ -218,12 +218,21 @@ def _whole(text: str, least: int) -> int:
 
 def seconds(text: str) -> float:
     """Argparse type: a positive time in seconds."""
+    return _positive(text, "a positive number of seconds")
+
+
+def rate(text: str) -> float:
+    """Argparse type: a positive number, such as a learning rate or a norm."""
+    return _positive(text, "a positive number")
+
+
+def _positive(text: str, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}")
     return value
 
 

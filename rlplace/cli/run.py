@@ -19,6 +19,7 @@ from rlplace.cli.common import (
     positive,
     print_json,
     print_table,
+    rate,
     seconds,
 )
 from rlplace.errors import InputError
@@ -39,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="training steps (10)")
     parser.add_argument("--verify", action="store_true", help="compare with the unplaced model; exit code 1 if it differs")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="optimizer (that of the plan)")
-    parser.add_argument("--lr", type=_rate, default=1e-3, metavar="X", help="learning rate (0.001)")
-    parser.add_argument("--clip", type=_rate, metavar="NORM", help="clip gradients to this global norm")
+    parser.add_argument("--lr", type=rate, default=1e-3, metavar="X", help="learning rate (0.001)")
+    parser.add_argument("--clip", type=rate, metavar="NORM", help="clip gradients to this global norm")
     parser.add_argument("--autocast", choices=("bf16",), help="mixed precision (what the plan was captured with)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of weights, batches and dropout (0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (cuda where there is a GPU)")
@@ -171,13 +172,3 @@ def _show(result: JobResult, options: argparse.Namespace) -> None:
     if result.comparison is not None:
         for line in result.comparison.lines():
             print(line)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number")
-    return value

@@ -101,11 +101,12 @@ def split(name, sets, **options):
     return Cutting(model, inputs, loss, plan)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "awkward"])
-def test_equal_with_less_kept(name):
+# Of the awkward model's sets one holds nothing to run again: its buffers pull most ops into one group.
+@pytest.mark.parametrize(("name", "least"), [("gpt2", 3), ("resnet", 3), ("awkward", 2)])
+def test_equal_with_less_kept(name, least):
     sets = [[1, 2], [3, 4], [5, 6]]
     kept, kept_again, pieces = both(split(name, sets), sets)
-    assert pieces >= 3 and kept_again < kept
+    assert pieces >= least and kept_again < kept
 
 
 @pytest.mark.slow

@@ -1,0 +1,39 @@
+"""A `Case`: a problem and how its step is executed, as the agent is trained, tuned and tested on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlplace.planners.common.evaluate import PLAIN, Execution
+from rlplace.problem import Problem
+from rlplace.simulator import default_priority
+
+BRANCHY = 1.5
+"""A graph whose work is at least this many times its critical path is branchy."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One instance.
+
+    Attributes:
+        name: Unique in its set.
+        family: Model family, such as ``zoo:dlrm`` or ``synthetic:layered``.
+        problem: The priced graph.
+        execution: Micro-batches and schedule of the step.
+        branchy: Whether the graph offers parallel work, see `is_branchy`.
+    """
+
+    name: str
+    family: str
+    problem: Problem
+    execution: Execution = PLAIN
+    branchy: bool = False
+
+
+def is_branchy(problem: Problem) -> bool:
+    """Whether the mean work of one micro-batch is at least `BRANCHY` times its critical path without communication."""
+    work = float(np.nanmean(problem.time_s, axis=1).sum())
+    return work >= BRANCHY * float(default_priority(problem).max())

@@ -1,5 +1,6 @@
 """Checkpoints go from any plan to any other, to the plain model and back."""
 
+import io
 import json
 import os
 import shutil
@@ -9,10 +10,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from launch import run
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlplace.runtime.distributed.checkpoint_index import _Unpickler
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -129,6 +132,29 @@ def test_a_crash_while_saving_leaves_the_last_one(tmp_path):
     assert load_checkpoint(tmp_path, model).step == 3
     save_checkpoint(tmp_path, model, step=4)
     assert not list(tmp_path.glob(".step*"))
+
+
+class ByName:
+    """Pickles as the getattr of something, as Python 3.11.0 to 3.11.3 pickle members of enums."""
+
+    def __init__(self, owner, name):
+        self.pair = owner, name
+
+    def __reduce__(self):
+        return getattr, self.pair
+
+
+def test_an_index_may_name_members_of_enums_and_nothing_else():
+    import pickle
+
+    def load(found):
+        return _Unpickler(io.BytesIO(pickle.dumps(found))).load()
+
+    encoding = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    assert load(ByName(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")) is encoding
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (torch.Size, "__init__"), (dict, "fromkeys")):
+        with pytest.raises(InputError, match="getattr"):
+            load(ByName(owner, name))
 
 
 class Harm:

@@ -238,7 +238,16 @@ def test_a_sink_that_fails_ends_the_job():
 
 
 def test_the_script_hands_the_code_on(capfd):
-    line = ["--hosts", "2", "--rate", "0,50mbit;200mbit,0", "--", "sh", "-c", "echo r$RANK; exit $((RANK * 5))"]
+    line = [
+        "--hosts",
+        "2",
+        "--rate",
+        "0,50mbit;200mbit,0",
+        "--",
+        "sh",
+        "-c",
+        "echo r$RANK; sleep $((RANK * 2)); exit $((RANK * 5))",
+    ]
     assert main(line) == 5
     said = capfd.readouterr().out.splitlines()
     assert "[host 0] r0" in said and "[host 1] r1" in said

@@ -1,0 +1,196 @@
+"""Runs rows: each once, from the floor, with its answer simulated anew; in this process or in one process a core."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.agent.methods import place_of
+from benchmarks.agent.records import FAILED, INFEASIBLE, OK, Budget, CaseInfo, Method, Row
+from rlplace.agents.cases import Case
+from rlplace.errors import InfeasibleError
+from rlplace.plan import PlacementPlan
+from rlplace.planners import run_planner
+from rlplace.planners.common.evaluate import Execution, count_calls
+from rlplace.problem import Problem
+from rlplace.problem.generate import random_problem
+from rlplace.simulator import simulate
+
+SAME = 1e-9
+"""Relative difference up to which a stated and a simulated step time are the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One row to make, or the floor of a case when there is no method.
+
+    Attributes:
+        info: The case.
+        method, budget, seed: Of the row.
+    """
+
+    info: CaseInfo
+    method: Method | None = None
+    budget: Budget | None = None
+    seed: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """Of the row."""
+        assert self.method is not None
+        return self.info.name, self.method.name, str(self.budget), self.seed
+
+
+def floor_of(info: CaseInfo, problem: Problem) -> CaseInfo:
+    """The case with the plan of `best`."""
+    execution = _execution(info)
+    begin = time.perf_counter()
+    with count_calls() as counter:
+        try:
+            plan = run_planner("best", problem, **execution.arguments).plan
+        except InfeasibleError:
+            return replace(info, floor_seconds=time.perf_counter() - begin, floor_calls=counter.calls)
+    seconds = time.perf_counter() - begin
+    step_s, violation = check(problem, plan, execution)
+    if violation is not None or step_s is None:
+        raise RuntimeError(f"{info.name}: the floor is wrong: {violation}")
+    return replace(info, floor_s=step_s, floor=plan.device_of_group.tolist(), floor_seconds=seconds, floor_calls=counter.calls)
+
+
+def run_row(job: Job, problem: Problem) -> Row:
+    """Makes a row; whatever goes wrong in a method is a fact about it and stands in the row."""
+    assert job.method is not None and job.budget is not None
+    execution = _execution(job.info)
+    start = None if job.info.floor is None else np.array(job.info.floor, dtype=np.int32)
+    place = _warm(job.method, execution)
+    found: dict[str, Any] = {"status": OK, "step_time_s": None, "violation": None, "stated_s": None, "stages": {}}
+    calls = 0
+    begin = time.perf_counter()
+    with count_calls() as counter:
+        try:
+            plan = place(problem, seed=job.seed, start=start, **job.budget.arguments, **execution.arguments)
+        except InfeasibleError as error:
+            plan, found["status"], found["violation"] = None, INFEASIBLE, f"no plan: {error}"
+        except Exception as error:
+            plan, found["status"], found["violation"] = None, FAILED, f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - begin
+    if plan is not None:
+        found["step_time_s"], found["violation"] = check(problem, plan, execution)
+        stated = plan.predicted["step_time_s"]
+        found["stated_s"] = None if stated is None else float(stated)
+        ending = "_step_time_s"
+        found["stages"] = {
+            key.removesuffix(ending): float(value)
+            for key, value in plan.predicted.items()
+            if key.endswith(ending) and isinstance(value, (int, float))
+        }
+        calls = int(plan.predicted.get("search_calls", 0))
+    return Row(
+        case=job.info.name,
+        method=job.method.name,
+        budget=str(job.budget),
+        seed=job.seed,
+        calls=calls or counter.calls,
+        seconds=seconds,
+        load=os.getloadavg()[0],
+        **found,
+    )
+
+
+def check(problem: Problem, plan: PlacementPlan, execution: Execution) -> tuple[float | None, str | None]:
+    """Simulates a plan anew: its step time, and what is wrong with it."""
+    if (plan.microbatches, plan.schedule) != (execution.microbatches, execution.schedule):
+        return None, f"runs {plan.microbatches} micro-batches by {plan.schedule}, asked were {execution}"
+    line = simulate(problem, plan)
+    step_s = None if line.step_time_s is None or not np.isfinite(line.step_time_s) else float(line.step_time_s)
+    if not line.feasible or step_s is None:
+        return step_s, f"not feasible: {'; '.join(line.violations)[:300]}"
+    stated = plan.predicted.get("step_time_s")
+    if stated is None or abs(stated - step_s) > SAME * step_s:
+        return step_s, f"states a step of {stated} s, it takes {step_s} s"
+    return step_s, None
+
+
+@contextmanager
+def workers(cases: Sequence[Case], processes: int) -> Iterator[Callable[[Iterable[Job]], Iterator[Row | CaseInfo]]]:
+    """Runs jobs in so many processes, each with one thread; yields a function from jobs to their results as they come."""
+    torch.set_num_threads(1)
+    problems = {case.name: case.problem for case in cases}
+    if processes == 1:
+        yield lambda jobs: (_result(job, problems[job.info.name]) for job in jobs)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {case.name: Path(folder) / f"{number}.problem.json" for number, case in enumerate(cases)}
+        for case in cases:
+            case.problem.save(paths[case.name])
+        pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            yield lambda jobs: _spread(pool, jobs, paths, 2 * processes)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _spread(pool: ProcessPoolExecutor, jobs: Iterable[Job], paths: dict[str, Path], most: int) -> Iterator[Row | CaseInfo]:
+    """Few jobs are on their way at a time, so that an interruption waits for few."""
+    queue, running = iter(jobs), set[Future[Row | CaseInfo]]()
+    while True:
+        for job in queue:
+            running.add(pool.submit(_remote, job, str(paths[job.info.name])))
+            if len(running) >= most:
+                break
+        if not running:
+            return
+        finished, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in finished:
+            yield future.result()
+
+
+def _remote(job: Job, path: str) -> Row | CaseInfo:
+    return _result(job, _problem(path, job.info.fingerprint))
+
+
+@cache
+def _problem(path: str, fingerprint: str) -> Problem:
+    problem = Problem.load(path)
+    if problem.fingerprint != fingerprint:
+        raise RuntimeError(f"{path}: the problem {problem.name} changed on its way through the file")
+    return problem
+
+
+def _result(job: Job, problem: Problem) -> Row | CaseInfo:
+    return floor_of(job.info, problem) if job.method is None else run_row(job, problem)
+
+
+def _execution(info: CaseInfo) -> Execution:
+    return Execution(info.microbatches, info.schedule)
+
+
+_ready: dict[str, Any] = {}
+
+
+def _warm(method: Method, execution: Execution) -> Any:
+    """The function of a method, which has placed a small problem before so that nothing is compiled while time counts."""
+    name = f"{method.name} {execution}"
+    if name not in _ready:
+        place = place_of(method)
+        problem = random_problem(0, 8, 2)
+        try:
+            place(problem, seed=0, start=np.zeros(8, dtype=np.int32), calls=8, **execution.arguments)
+        except TypeError as error:  # a method without `calls`
+            if "calls" not in str(error):
+                raise
+            place(problem, seed=0, start=np.zeros(8, dtype=np.int32), time_limit_s=0.5, **execution.arguments)
+        _ready[name] = place
+    return _ready[name]

@@ -1,0 +1,168 @@
+"""The methods: classical searches by name, agents by checkpoint, all called alike and started from the same plan."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.agent.records import ABLATION, ADAPT, AGENT, CURVE, RIVAL, Method
+from rlplace.errors import InputError, show, unknown_name
+from rlplace.plan import PlacementPlan
+from rlplace.planners import get_planner
+from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator, Execution
+from rlplace.planners.common.floor import finish
+from rlplace.planners.random_plans import candidates
+from rlplace.problem import Problem
+
+RIVALS = ("annealing", "local_search", "brkga", "random")
+_BATCH = 16
+
+Place = Callable[..., PlacementPlan]
+
+
+def rival(name: str) -> Method:
+    """A classical search."""
+    if name not in RIVALS:
+        raise unknown_name("method", name, RIVALS)
+    own = {"annealing": "annealing", "brkga": "brkga", "local_search": "local_search.py", "random": "random_plans.py"}[name]
+    return Method(name, RIVAL, code=code_fingerprint("simulator", "planners/common", f"planners/{own}"))
+
+
+def learned(text: str, role: str = AGENT) -> Method:
+    """An agent from ``CHECKPOINT`` or ``LABEL=CHECKPOINT``, with ``,option=value`` for `Agent.place` after it.
+
+    The option ``untrained=1`` replaces the weights by those of a network that was never trained, which is the heuristic.
+    """
+    first, *rest = text.split(",")
+    label, _, checkpoint = first.rpartition("=")
+    options = {}
+    for item in rest:
+        key, equals, value = item.partition("=")
+        if not equals or not key.isidentifier():
+            raise InputError(f"agent {show(text)}: expected LABEL=CHECKPOINT,option=value,...")
+        options[key] = _value(value)
+    label = label or Path(checkpoint).name
+    if role == ADAPT:
+        label = f"{label}, adapted"
+    return Method(label, role, checkpoint, weights_fingerprint(checkpoint), options, _agent_code())
+
+
+def place_of(method: Method) -> Place:
+    """The function of a method: `place(problem, *, seed, start, calls or time_limit_s, **execution)`."""
+    if method.role == RIVAL:
+        return random_search if method.name == "random" else get_planner(method.name)
+    options = dict(method.options)
+    assert method.checkpoint is not None
+    agent = _agent(method.checkpoint, bool(options.pop("untrained", False)))
+    return partial(agent.adapt if method.role == ADAPT else agent.place, **options)
+
+
+def random_search(
+    problem: Problem,
+    *,
+    seed: int,
+    start: Any,
+    calls: int | None = None,
+    time_limit_s: float | None = None,
+    **execution: Any,
+) -> PlacementPlan:
+    """The best of the start and of the random plans of the planner `random`, each simulated once and none repaired."""
+    run, deadline = Execution(**execution), Deadline(time_limit_s)
+    evaluator = Evaluator(problem, run)
+    draws: Iterator[Assignment] = candidates(problem, seed, samples=1 << 60)
+    first = next(draws) if start is None else np.asarray(start, dtype=np.int32)
+    best, score = first, evaluator.score(first)
+    left = calls if calls is not None else 1 << 60
+    while left > 0 and deadline.left_s() > 0:
+        plans = np.stack(list(islice(draws, min(_BATCH, left))))
+        left -= len(plans)
+        for plan, found in zip(plans, evaluator.scores(plans), strict=True):
+            if found.rank < score.rank:
+                best, score = plan.copy(), found
+    return finish(problem, Answer(best, score, np.zeros(0, dtype=np.int64)), run, planner="random", seed=seed)
+
+
+def weights_fingerprint(checkpoint: str) -> str:
+    """SHA-256 over names, shapes and values of the weights and the environment that they are for."""
+    from rlplace.agents.checkpoint import load_checkpoint
+
+    loaded = load_checkpoint(checkpoint)
+    digest = hashlib.sha256(loaded.environment.encode())
+    for name, tensor in sorted(loaded.network.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def code_fingerprint(*parts: str) -> str:
+    """SHA-256 over the program text of files and folders of the package, comments and docstrings left out.
+
+    Args:
+        *parts: Relative to the package; ``agents`` and ``envs`` where these rooms are kept.
+    """
+    import rlplace.agents
+    import rlplace.envs
+
+    rooms = {"agents": rlplace.agents, "envs": rlplace.envs}
+    digest = hashlib.sha256()
+    for part in parts:
+        root = Path((rooms[part] if part in rooms else rlplace).__path__[0])
+        path = root if part in rooms else root / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            if part == "agents" and file.stem in _TRAINING:
+                continue
+            digest.update(f"{part}/{file.name} ".encode())
+            digest.update(_bare(file).encode())
+    return digest.hexdigest()
+
+
+_TRAINING = ("train", "warmstart", "problems", "cases", "evaluate", "policy", "generate")
+"""Modules of the agents that have no part in placing."""
+
+
+def _agent_code() -> str:
+    return code_fingerprint("simulator", "planners/common", "agents", "envs")
+
+
+def _bare(file: Path) -> str:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [  # type: ignore[attr-defined]
+                item for item in body if not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
+            ]
+    return ast.dump(tree)
+
+
+@cache
+def _agent(checkpoint: str, untrained: bool) -> Any:
+    from rlplace.agents.checkpoint import Checkpoint
+    from rlplace.agents.planner import Agent, load_agent
+
+    agent = load_agent(checkpoint)
+    if not untrained:
+        return agent
+    torch.manual_seed(0)
+    network = type(agent.checkpoint.network)(agent.checkpoint.network.config).eval()
+    return Agent(Checkpoint("untrained", network, agent.checkpoint.environment, {}))
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+__all__ = ["ABLATION", "CURVE", "RIVALS", "Place", "learned", "place_of", "random_search", "rival"]

@@ -1,0 +1,178 @@
+"""What is measured: cases with their floor, methods, budgets, rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rlplace.errors import InputError, show
+from rlplace.files import check_keys
+
+OK, INFEASIBLE, FAILED = "ok", "infeasible", "failed"
+RIVAL, AGENT, ABLATION, ADAPT, CURVE = "rival", "agent", "ablation", "adapt", "curve"
+ROLES = (RIVAL, AGENT, ABLATION, ADAPT, CURVE)
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, order=True)
+class Budget:
+    """What a run may spend after the floor.
+
+    Attributes:
+        kind: ``"calls"`` (simulator calls) or ``"s"`` (wall seconds).
+        value: How many.
+    """
+
+    kind: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.kind}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of a planner."""
+        return {"calls": int(self.value)} if self.kind == "calls" else {"time_limit_s": self.value}
+
+    @staticmethod
+    def parse(text: str) -> Budget:
+        """Reads ``"64 calls"``, ``"64"``, ``"5 s"`` or ``"5s"``."""
+        number = text.strip()
+        kind = "calls"
+        for ending in ("calls", "s"):
+            if number.endswith(ending):
+                number, kind = number[: -len(ending)].strip(), ending
+                break
+        try:
+            value = float(number)
+        except ValueError:
+            raise InputError(f"budget {show(text)} is not one like '64 calls' or '5 s'") from None
+        if not 0 < value < 1e12 or (kind == "calls" and value != int(value)):
+            raise InputError(f"budget {show(text)} is not a positive number of calls or seconds")
+        return Budget(kind, value)
+
+
+@dataclass(frozen=True)
+class CaseInfo:
+    """A case and the floor that every method starts from.
+
+    Attributes:
+        name, family: Of the case.
+        fingerprint: Of its problem.
+        groups, ops, devices: Sizes.
+        microbatches, schedule: How its step is executed.
+        branchy: See `rlplace.agents.cases.Case`.
+        unseen: Its cluster has a size or topology that no training problem has.
+        floor_s: Step time of `best`; None: it found no plan that fits, and every method makes its own start.
+        floor: Its device of every group.
+        floor_seconds: Wall time that it took.
+        floor_calls: Simulator calls that it took.
+    """
+
+    name: str
+    family: str
+    fingerprint: str
+    groups: int
+    ops: int
+    devices: int
+    microbatches: int
+    schedule: str
+    branchy: bool
+    unseen: bool
+    floor_s: float | None
+    floor: list[int] | None
+    floor_seconds: float
+    floor_calls: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """Something that places.
+
+    Attributes:
+        name: Unique label.
+        role: One of `ROLES`.
+        checkpoint: Name or folder of an agent; None of a classical search.
+        fingerprint: Of its weights.
+        options: Further arguments of `Agent.place`; ``untrained``: with a network that was never trained.
+        code: Fingerprint of the program text that runs it.
+    """
+
+    name: str
+    role: str
+    checkpoint: str | None = None
+    fingerprint: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run.
+
+    Attributes:
+        case, method: Names.
+        budget: Text of a `Budget`.
+        seed: Of the run.
+        status: "ok" (a plan came back), "infeasible" (the method says there is none) or "failed".
+        step_time_s: Of the plan, simulated anew; None without a plan or when its step cannot complete.
+        violation: What is wrong with the plan, in one line; None: nothing.
+        stated_s: What the plan says of itself.
+        calls: Simulator calls of the run.
+        seconds: Wall time of the run.
+        load: Load average of the machine over the last minute, at the end of the run.
+        stages: Further step times that the method tells, by name (the agent's first rollout, its samples).
+    """
+
+    case: str
+    method: str
+    budget: str
+    seed: int
+    status: str
+    step_time_s: float | None
+    violation: str | None
+    stated_s: float | None
+    calls: int
+    seconds: float
+    load: float
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What makes the row unique."""
+        return self.case, self.method, self.budget, self.seed
+
+
+def as_dict(record: Any) -> dict[str, Any]:
+    """The fields of a record."""
+    return {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
+
+
+def from_dict(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
+    """Builds a record from its fields.
+
+    Raises:
+        InputError: A key is missing or unknown, or a value has another type.
+    """
+    items = dataclasses.fields(kind)  # type: ignore[arg-type]
+    check_keys(data, [item.name for item in items], (), where)
+    for item in items:
+        if not any(_fits(data[item.name], name) for name in str(item.type).split(" | ")):
+            raise InputError(f"{where}: {item.name} must be {item.type}, found {show(data[item.name])}")
+    return kind(**data)
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    if annotation == "None":
+        return value is None
+    if annotation == "bool" or isinstance(value, bool):
+        return annotation == "bool" and isinstance(value, bool)
+    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+    if annotation in kinds:
+        return isinstance(value, kinds[annotation])
+    if annotation.startswith("list"):
+        return isinstance(value, list) and all(isinstance(entry, int) for entry in value)
+    return isinstance(value, dict)

@@ -1,0 +1,213 @@
+"""The file of the benchmark: JSON lines, a header and then what was found out, each on disk as soon as it is there.
+
+A last line that was cut off is dropped. Rows of other settings, other problems, other weights or another program under the same
+name are refused; rows that failed are run again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.agent.records import FAILED, CaseInfo, Method, Row, as_dict, from_dict
+from rlplace.errors import InputError, show
+from rlplace.files import check_header, check_output, read_text, write_text
+
+FORMAT, VERSION = "rlplace.agent_benchmark", 1
+
+
+class Store:
+    """Everything so far; the only writer of its file.
+
+    Attributes:
+        settings: What all rows have in common: the set of cases and the versions.
+        cases, methods, rows: By name, and by key.
+        runs: How the rows were made: processes, cores, load averages.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], path: str | Path | None = None) -> None:
+        """Opens a file and goes on with it, or begins it.
+
+        Args:
+            settings: See the attribute.
+            path: ``*.jsonl``; None keeps everything in memory.
+
+        Raises:
+            InputError: The file is damaged or was made under other settings.
+        """
+        self.settings = dict(settings)
+        self.cases: dict[str, CaseInfo] = {}
+        self.methods: dict[str, Method] = {}
+        self.rows: dict[tuple[str, str, str, int], Row] = {}
+        self.runs: list[dict[str, Any]] = []
+        self.path = None if path is None else Path(path)
+        if self.path is None:
+            return
+        check_output(self.path)
+        if self.path.exists():
+            self._load()
+        else:
+            self._rewrite()
+
+    @staticmethod
+    def read(path: str | Path) -> Store:
+        """A file as it is, whatever its settings, to make tables of it; nothing is written."""
+        store = Store({})
+        store._take(_parse(Path(path), repair=False), check=False)
+        return store
+
+    def add_case(self, info: CaseInfo) -> None:
+        """Adds a case; one that is known must be the same problem with the same floor."""
+        known = self.cases.get(info.name)
+        if known is None:
+            self.cases[info.name] = info
+            self._write("case", as_dict(info))
+        else:
+            self.check_case(info.name, info.fingerprint)
+            if known.floor != info.floor:
+                raise InputError(f"{self.path}: {info.name} has two floors; rows from different starts do not compare")
+
+    def check_case(self, name: str, fingerprint: str) -> None:
+        """Refuses another problem under a known name."""
+        known = self.cases.get(name)
+        if known is not None and known.fingerprint != fingerprint:
+            raise InputError(
+                f"{self.path}: {name} was another problem ({known.fingerprint[:12]}, now {fingerprint[:12]}); use another --out"
+            )
+
+    def add_method(self, method: Method) -> None:
+        """Adds a method; one that is known must be the same.
+
+        Raises:
+            InputError: Its weights, options or program differ from those of the rows in the file.
+        """
+        known = self.methods.get(method.name)
+        if known is None:
+            self.methods[method.name] = method
+            self._write("method", as_dict(method))
+            return
+        for key in ("role", "fingerprint", "options", "code"):
+            before, now = getattr(known, key), getattr(method, key)
+            if before != now:
+                raise InputError(
+                    f"{self.path}: rows of {method.name} were made with {key} {_short(before)}, now {_short(now)}; "
+                    f"--drop {method.name} removes them, or use another --out"
+                )
+
+    def add_row(self, row: Row) -> None:
+        """Adds a finished row; one that failed before gives way."""
+        self.rows[row.key] = row
+        self._write("row", as_dict(row))
+
+    def add_run(self, run: Mapping[str, Any]) -> None:
+        """Notes how the rows that follow are made."""
+        self.runs.append(dict(run))
+        self._write("run", dict(run))
+
+    def done(self, key: tuple[str, str, str, int]) -> bool:
+        """Whether a row is there and did not fail."""
+        row = self.rows.get(key)
+        return row is not None and row.status != FAILED
+
+    def drop(self, names: Collection[str]) -> int:
+        """Removes methods with their rows; returns the number of rows."""
+        for name in names:
+            if name not in self.methods:
+                raise InputError(f"{self.path}: holds no rows of {show(name)}; it holds {', '.join(self.methods)}")
+        before = len(self.rows)
+        self.methods = {name: method for name, method in self.methods.items() if name not in names}
+        self.rows = {key: row for key, row in self.rows.items() if row.method not in names}
+        self._rewrite()
+        return before - len(self.rows)
+
+    def merge(self, other: Store) -> None:
+        """Takes over what another file holds, for example of another shard."""
+        if other.settings != self.settings:
+            raise InputError(f"settings differ: {self.settings} and {other.settings}; rows under other settings do not compare")
+        for info in other.cases.values():
+            self.add_case(info)
+        for method in other.methods.values():
+            self.add_method(method)
+        for row in other.rows.values():
+            if not self.done(row.key):
+                self.add_row(row)
+        for run in other.runs:
+            self.add_run(run)
+
+    def _lines(self) -> str:
+        parts: list[dict[str, Any]] = [{"format": FORMAT, "version": VERSION, "settings": self.settings}]
+        for kind, records in (("case", self.cases), ("method", self.methods), ("row", self.rows)):
+            parts += [{kind: as_dict(record)} for record in records.values()]  # type: ignore[attr-defined]
+        parts += [{"run": run} for run in self.runs]
+        return "".join(json.dumps(part, allow_nan=False) + "\n" for part in parts)
+
+    def _rewrite(self) -> None:
+        if self.path is not None:
+            write_text(self.path, self._lines())
+
+    def _write(self, kind: str, data: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        try:
+            with open(self.path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps({kind: data}, allow_nan=False) + "\n")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written: {error.strerror or error}") from None
+
+    def _load(self) -> None:
+        assert self.path is not None
+        self._take(_parse(self.path, repair=True), check=True)
+
+    def _take(self, lines: list[Any], *, check: bool) -> None:
+        where = str(self.path)
+        header = check_header(lines[0], FORMAT, VERSION, where)
+        if check and header.get("settings") != self.settings:
+            found = header.get("settings")
+            found = found if isinstance(found, dict) else {}
+            keys = [key for key in {**found, **self.settings} if found.get(key) != self.settings.get(key)]
+            changes = ", ".join(f"{key} {show(found.get(key))}, now {show(self.settings.get(key))}" for key in keys)
+            raise InputError(f"{where}: made with {changes}; rows under other settings do not compare: use another --out")
+        self.settings = header.get("settings", {})
+        for number, entry in enumerate(lines[1:], start=2):
+            here = f"{where}: line {number}"
+            if not isinstance(entry, dict) or len(entry) != 1:
+                raise InputError(f"{here}: expected a case, method, row or run, found {show(entry)}")
+            kind, data = next(iter(entry.items()))
+            if kind == "case":
+                info = from_dict(CaseInfo, data, here)
+                self.cases[info.name] = info
+            elif kind == "method":
+                method = from_dict(Method, data, here)
+                self.methods[method.name] = method
+            elif kind == "row":
+                row = from_dict(Row, data, here)
+                if row.case not in self.cases or row.method not in self.methods:
+                    raise InputError(f"{here}: its case {row.case!r} or method {row.method!r} is not in the file")
+                self.rows[row.key] = row
+            elif kind == "run" and isinstance(data, dict):
+                self.runs.append(data)
+            else:
+                raise InputError(f"{here}: expected a case, method, row or run, found {show(kind)}")
+
+
+def _parse(path: Path, *, repair: bool) -> list[Any]:
+    text = read_text(path)
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text and repair:  # the writer was stopped within a line
+        write_text(path, whole)
+    lines = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            lines.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: line {number} is not valid JSON: {error}; start another file") from None
+    if not lines:
+        raise InputError(f"{path}: holds no benchmark; delete it, or choose another name")
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:12]

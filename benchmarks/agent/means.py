@@ -40,7 +40,7 @@ def log_steps(rows: Iterable[Row], methods: Collection[str], budget: str) -> dic
     """
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        if row.method in methods and row.budget == budget and row.step_time_s is not None and row.violation is None:
+        if row.method in methods and row.budget == budget and row.valid and row.step_time_s is not None:
             found.setdefault(row.case, {}).setdefault(row.method, []).append(math.log(row.step_time_s))
     return {case: float(np.mean([np.mean(logs) for logs in per.values()])) for case, per in found.items()}
 

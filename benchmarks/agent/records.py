@@ -145,6 +145,11 @@ class Row:
         """What makes the row unique."""
         return self.case, self.method, self.budget, self.seed
 
+    @property
+    def valid(self) -> bool:
+        """Whether the run gave a plan that is feasible and as stated."""
+        return self.step_time_s is not None and self.violation is None
+
 
 def as_dict(record: Any) -> dict[str, Any]:
     """The fields of a record."""

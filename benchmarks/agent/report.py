@@ -45,10 +45,10 @@ def how(store: Store) -> str:
         processes = sorted({run.get("processes", 0) for run in store.runs})
         cores = max(run.get("cores", 0) for run in store.runs)
         late = sum(row.seconds > 1.1 * Budget.parse(row.budget).value + 0.05 for row in timed)
-        load = [row.load for row in timed]
+        load = np.array([row.load for row in timed])
         lines.append(
-            f"Wall-time rows: {' or '.join(map(str, processes))} processes on {cores} cores, load average {np.median(load):.1f} "
-            f"in the middle and {max(load):.1f} at most; {late} of {len(timed)} runs took a tenth more than their time."
+            f"Wall-time rows: {' or '.join(map(str, processes))} processes on {cores} cores, load average "
+            f"{np.median(load):.1f} in the middle, {load.max():.1f} at most; {late} of {len(timed)} runs took a tenth too long."
         )
     alone = [name for name, info in store.cases.items() if info.floor_s is None]
     if alone:

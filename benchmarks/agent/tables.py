@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def lines_of(store: Store) -> dict[str, list[str]]:
         lines[_AGENTS] = by_role[AGENT]
     if len(by_role[AGENT]) > 1:
         lines.update({f"{_AGENTS} {name}": [name] for name in by_role[AGENT]})
-    lines.update({f"without: {name}": [name] for name in by_role[ABLATION]})
+    lines.update({f"ablation: {name}": [name] for name in by_role[ABLATION]})
     return lines
 
 
@@ -34,31 +34,51 @@ def budgets_of(rows: Sequence[Row]) -> list[str]:
     return [str(budget) for budget in sorted({Budget.parse(row.budget) for row in rows})]
 
 
-def main_tables(store: Store) -> list[str]:
-    """A table a budget: step time over the floor's and over annealing's, by slice of the cases."""
-    rows = [row for row in store.rows.values() if store.methods[row.method].role in (RIVAL, AGENT, ABLATION)]
+def _budgets(store: Store, rows: Sequence[Row]) -> list[str]:
+    """Those of the agents; what only classical searches were run for, such as rivals of adapting, has tables of its own."""
+    learned = [row for row in rows if store.methods[row.method].role != RIVAL]
+    return budgets_of(learned or rows)
+
+
+def ratio_tables(store: Store) -> list[str]:
+    """Step time over the floor's on all cases, then over annealing's by slice of the cases; a column a budget."""
+    rows = _rows(store)
+    floors, budgets = log_floors(store.cases), _budgets(store, rows)
+    annealing = {budget: log_steps(rows, ["annealing"], budget) for budget in budgets}
+    logs = {(label, budget): log_steps(rows, names, budget) for label, names in lines_of(store).items() for budget in budgets}
+
+    def table(title: str, keys: Collection[str], against: Mapping[str, Mapping[str, float]]) -> str:
+        body = [
+            [label, *(show_mean(mean_ratio(logs[label, budget], against[budget], keys)) for budget in budgets)]
+            for label, names in lines_of(store).items()
+            if against is not annealing or names != ["annealing"]
+        ]
+        return markdown([title, *budgets], body)
+
     parts = slices(store.cases)
-    floors = log_floors(store.cases)
-    blocks = []
-    for budget in budgets_of(rows):
-        annealing = log_steps(rows, ["annealing"], budget)
-        head = ["method", f"over the {FLOOR}", "over annealing"]
-        head += [f"{name}, over annealing" for name in parts if name != "all"]
-        head += ["no valid plan", f"worse than {FLOOR}", "seconds", "calls/s"]
-        body = []
-        for label, names in lines_of(store).items():
-            mine = [row for row in rows if row.method in names and row.budget == budget]
-            if not mine:
-                continue
-            logs = log_steps(mine, names, budget)
-            cells = [label, show_mean(mean_ratio(logs, floors, parts["all"]))]
-            cells += [show_mean(mean_ratio(logs, annealing, keys)) for keys in parts.values()]
-            bad, worse = faults(mine, store)
-            seconds, calls = sum(row.seconds for row in mine), sum(row.calls for row in mine)
-            cells += [f"{bad}/{len(mine)}", str(worse), f"{seconds / len(mine):.3f}", f"{calls / max(seconds, 1e-9):.0f}"]
-            body.append(cells)
-        blocks.append(f"**{budget} after the floor**\n\n" + markdown(head, body))
-    return blocks
+    first = table(f"over the {FLOOR}, {len(store.cases)} cases", list(store.cases), dict.fromkeys(budgets, floors))
+    return [first] + [table(f"over annealing, {name}, {len(keys)} cases", keys, annealing) for name, keys in parts.items()]
+
+
+def run_table(store: Store) -> str:
+    """What went wrong, and mean seconds and simulator calls a second of a run, a column a budget."""
+    rows = _rows(store)
+    budgets = _budgets(store, rows)
+    body = []
+    for label, names in lines_of(store).items():
+        mine = [row for row in rows if row.method in names]
+        bad, worse = faults(mine, store)
+        cells = [label, str(len(mine)), str(bad), str(worse)]
+        for budget in budgets:
+            part = [row for row in mine if row.budget == budget]
+            seconds, calls = sum(row.seconds for row in part), sum(row.calls for row in part)
+            cells.append(f"{seconds / len(part):.3f} s, {calls / max(seconds, 1e-9):,.0f}/s" if part else "")
+        body.append(cells)
+    return markdown(["method", "runs", "no valid plan", f"worse than the {FLOOR}", *budgets], body)
+
+
+def _rows(store: Store) -> list[Row]:
+    return [row for row in store.rows.values() if store.methods[row.method].role in (RIVAL, AGENT, ABLATION)]
 
 
 def family_table(store: Store) -> str:

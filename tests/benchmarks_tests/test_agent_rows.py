@@ -154,6 +154,6 @@ def test_the_command_makes_no_row_twice(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(rows) == 16 and {key[2] for key in rows} == {"8 calls", "16 calls"}
     capsys.readouterr()
     assert main([*words[:2], "--report"]) == 0
-    assert "**16 calls after the floor**" in capsys.readouterr().out
+    assert "| over the floor, 2 cases | 8 calls | 16 calls |" in capsys.readouterr().out
     assert main([*words[:2], "--set", "validation", "--report", "--budgets", "x"]) == 0
     assert main([*words, "--budgets", "x"]) == 2 and "error: budget 'x'" in capsys.readouterr().err

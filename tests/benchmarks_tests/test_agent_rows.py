@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.agent import measure, methods
+from benchmarks.agent import jobs, measure, methods
 from benchmarks.agent.__main__ import main
 from benchmarks.agent.jobs import matrix, pick, spread
 from benchmarks.agent.measure import Job, check, floor_of, run_row
@@ -18,9 +21,10 @@ from benchmarks.agent.sets import describe, random_cases
 from benchmarks.agent.store import Store
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import make_plan
+from rlplace.planners.common import groupgraph
 from rlplace.planners.common.evaluate import Execution, count_calls
 from rlplace.planners.random_plans import candidates
-from rlplace.simulator import Simulator, simulate
+from rlplace.simulator import Simulator, lowering, simulate
 
 CASE, _, PIPELINED = random_cases(3)
 
@@ -157,3 +161,48 @@ def test_the_command_makes_no_row_twice(tmp_path: Path, capsys: pytest.CaptureFi
     assert "| over the floor, 2 cases | 8 calls | 16 calls |" in capsys.readouterr().out
     assert main([*words[:2], "--set", "validation", "--report", "--budgets", "x"]) == 0
     assert main([*words, "--budgets", "x"]) == 2 and "error: budget 'x'" in capsys.readouterr().err
+
+
+def test_every_row_has_a_problem_of_its_own_with_what_the_floor_derived(info: CaseInfo) -> None:
+    start = np.array(info.floor, dtype=np.int32)
+    own = measure.after_floor(CASE.problem, start, Execution())
+    assert own is not CASE.problem
+    assert own.fingerprint == dataclasses.replace(own).fingerprint
+    assert own in lowering._CACHE and own in groupgraph._CACHE
+
+
+def test_curves_take_every_checkpoint_of_a_run_by_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("", "step_10", "step_20", "last"):
+        (tmp_path / "run" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / folder / "policy.safetensors").touch()
+    steps = {"run": "20", "step_10": "10", "step_20": "20", "last": "30"}
+    weights = dict(steps)
+
+    def learned(text: str, role: str) -> Method:
+        label, _, folder = text.partition("=")
+        return Method(label, role, folder, weights[Path(folder).name])
+
+    monkeypatch.setattr(jobs, "_trained", lambda folder: steps[folder.name])
+    monkeypatch.setattr(jobs, "learned", learned)
+    asked = jobs.curve(random_cases(2), f"seed0={tmp_path / 'run'}", "64", 1)
+    assert sorted({method.name for _, method, *_ in asked}) == ["annealing", "seed0@10", "seed0@20", "seed0@30"]
+    assert len(asked) == 8
+    weights["step_20"] = "others"
+    with pytest.raises(InputError, match="two checkpoints after equal steps"):
+        jobs.curve(random_cases(2), f"seed0={tmp_path / 'run'}", "64", 1)
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        jobs.curve(random_cases(2), f"seed0={tmp_path / 'nowhere'}", "64", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_two_processes_make_the_rows_that_one_makes(tmp_path: Path) -> None:
+    words = ["--set", "random", "--agents", "", "--methods", "annealing,brkga", "--budgets", "16,32", "--seeds", "2"]
+    files = [tmp_path / f"{processes}.jsonl" for processes in (1, 2)]
+    assert main([*words, "--out", str(files[0]), "--processes", "1"]) == 0
+    command = [sys.executable, "-m", "benchmarks.agent", *words, "--out", str(files[1]), "--processes", "2"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=True)
+    assert "| over the floor, 6 cases | 16 calls | 32 calls |" in done.stdout
+    one, two = (Store.read(file) for file in files)
+    assert {key: row.step_time_s for key, row in one.rows.items()} == {key: row.step_time_s for key, row in two.rows.items()}
+    assert {name: info.floor for name, info in one.cases.items()} == {name: info.floor for name, info in two.cases.items()}

@@ -8,13 +8,22 @@ from benchmarks.agent.claims import VERDICTS, adapt_rows, findings, verdicts
 from benchmarks.agent.means import log_floors, log_steps, mean_ratio, slices
 from benchmarks.agent.records import AGENT, CURVE, RIVAL, Budget
 from benchmarks.agent.store import Store
-from benchmarks.agent.tables import budgets_of, family_table, markdown, ratio_tables, run_table, show_mean, stage_table
+from benchmarks.agent.tables import (
+    budgets_of,
+    count_table,
+    family_table,
+    markdown,
+    ratio_tables,
+    run_table,
+    show_mean,
+    stage_table,
+)
 
 
 def report(store: Store) -> str:
     """Tables and claims."""
     found = findings(store)
-    parts = [how(store), *ratio_tables(store), run_table(store), family_table(store), stage_table(store)]
+    parts = [how(store), *ratio_tables(store), run_table(store), count_table(store), family_table(store), stage_table(store)]
     lines = adapt_rows(store)
     if lines:
         parts.append(markdown(["instance", "annealing, 30 s, over the floor", "adapted", "best known"], lines))

@@ -13,6 +13,9 @@ from benchmarks.agent.store import Store
 WORSE = 1e-9
 """Relative amount above the floor from which a plan is worse than it."""
 
+TIE = 1e-3
+"""Relative difference up to which two step times are level."""
+
 _AGENTS = "agent"
 """Label of all training seeds together."""
 
@@ -94,6 +97,23 @@ def family_table(store: Store) -> str:
             cells.append(show_mean(mean))
         body.append(cells)
     return markdown(["family, agent over annealing", "cases", *budgets], body)
+
+
+def count_table(store: Store) -> str:
+    """Cases where the agent is faster, as fast (within `TIE`) and slower than each classical search, a column a budget."""
+    rows = _rows(store)
+    names = [method.name for method in store.methods.values() if method.role == AGENT]
+    budgets = budgets_of([row for row in rows if row.method in names])
+    body = []
+    for rival in (method.name for method in store.methods.values() if method.role == RIVAL):
+        cells = [rival]
+        for budget in budgets:
+            ours, theirs = log_steps(rows, names, budget), log_steps(rows, [rival], budget)
+            gaps = [ours[case] - theirs[case] for case in ours if case in theirs]
+            faster, slower = sum(gap < -TIE for gap in gaps), sum(gap > TIE for gap in gaps)
+            cells.append(f"{faster} / {len(gaps) - faster - slower} / {slower}" if gaps else "")
+        body.append(cells)
+    return markdown(["cases where the agent is faster / level / slower", *budgets], body)
 
 
 def stage_table(store: Store) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -137,3 +138,27 @@ def test_report_names_every_verdict() -> None:
     for line in ("- (a) holds", "- (b) does not hold", "- (c) holds", "- (f) not measured"):
         assert line in text.splitlines()
     assert "| agent seed1 |" in text and "12 of 12 cases" in text
+
+
+def test_counts_of_cases() -> None:
+    store = build()
+    put(store, "case0", "annealing", "64 calls", 0.5)
+    put(store, "case1", "annealing", "64 calls", 0.9 * 0.96)
+    assert "| annealing | 10 / 1 / 1 | 12 / 0 / 0 |" in report(store)
+
+
+def test_runs_and_faults_by_method() -> None:
+    store = build()
+    put(store, "case3", "seed1", "64 calls", 0.5, "not feasible: device 0 is 5 bytes over")
+    put(store, "case4", "seed1", "64 calls", 1.1)
+    text = report(store)
+    assert "| agent | 144 | 1 | 1 | 1.000 s, 64/s |" in text and "| agent seed0 | 72 | 0 | 0 |" in text
+
+
+def test_one_rollout_counts_with_the_floor() -> None:
+    store = build()
+    for number, stage in ((0, 0.81), (1, 2.0), (2, 0.9)):
+        row = store.rows[f"case{number}", "seed0", "64 calls", 0]
+        store.add_row(dataclasses.replace(row, stages={"single_rollout": stage, "floor": 1.0}))
+    mean = (0.81 * 1.0 * 0.9) ** (1 / 3)
+    assert f"| agent | single rollout | {mean:.4f} [" in report(store)

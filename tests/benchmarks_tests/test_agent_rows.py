@@ -197,12 +197,12 @@ def test_curves_take_every_checkpoint_of_a_run_by_its_steps(tmp_path: Path, monk
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_two_processes_make_the_rows_that_one_makes(tmp_path: Path) -> None:
-    words = ["--set", "random", "--agents", "", "--methods", "annealing,brkga", "--budgets", "16,32", "--seeds", "2"]
+    words = ["--set", "random", "--agents", "", "--methods", "annealing,brkga", "--budgets", "32", "--seeds", "1"]
     files = [tmp_path / f"{processes}.jsonl" for processes in (1, 2)]
     assert main([*words, "--out", str(files[0]), "--processes", "1"]) == 0
     command = [sys.executable, "-m", "benchmarks.agent", *words, "--out", str(files[1]), "--processes", "2"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=True)
-    assert "| over the floor, 6 cases | 16 calls | 32 calls |" in done.stdout
+    assert "| over the floor, 6 cases | 32 calls |" in done.stdout
     one, two = (Store.read(file) for file in files)
     assert {key: row.step_time_s for key, row in one.rows.items()} == {key: row.step_time_s for key, row in two.rows.items()}
     assert {name: info.floor for name, info in one.cases.items()} == {name: info.floor for name, info in two.cases.items()}

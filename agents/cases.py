@@ -24,6 +24,8 @@ class Case:
         problem: The priced graph.
         execution: Micro-batches and schedule of the step.
         branchy: Whether the graph offers parallel work, see `is_branchy`.
+        unseen_cluster: The cluster has a size, a kind of device or a topology that training never draws, see
+            `rlplace.agents.problems.clusters`.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Case:
     problem: Problem
     execution: Execution = PLAIN
     branchy: bool = False
+    unseen_cluster: bool = False
 
 
 def is_branchy(problem: Problem) -> bool:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError, unknown_name
 from rlplace.problem.problem import BACKWARD, FORWARD, UPDATE, Channels, Device, Links, Problem
 
-SHAPES = ("layered", "branchy", "chain")
+SHAPES = ("layered", "branchy", "chain", "towers", "wavefront")
 
 MEAN_FORWARD_S = 1e-3
 LATENCY_S = 1e-5
@@ -38,8 +38,10 @@ def random_problem(
         num_groups: G. The problem has three ops a group when `training`, else one.
         num_devices: D.
         shape: Of the graph of groups: ``"layered"`` (layers of about `width` groups, each fed by one to three groups of the
-            layer before), ``"branchy"`` (blocks of up to `width` parallel branches between a fork and a join, as in Inception)
-            or ``"chain"`` (one chain with a few skip connections).
+            layer before), ``"branchy"`` (blocks of up to `width` parallel branches between a fork and a join, as in Inception),
+            ``"chain"`` (one chain with a few skip connections), ``"towers"`` (`width` chains side by side with a few links
+            between them, joined by a short chain) or ``"wavefront"`` (a grid of `width` rows in which each group feeds the next
+            of its row and of its column, as an unrolled stack of recurrent layers).
         width: See `shape`.
         training: Forward, backward and update ops with saved activations; False: forward ops only.
         unlike: Devices differ in speed, by factors of 1, 2 and 4, and in memory.
@@ -130,7 +132,22 @@ def _branchy(rng: Generator, count: int, width: int) -> list[tuple[int, int]]:
     return sorted(edges)
 
 
-_EDGES = {"layered": _layered, "branchy": _branchy, "chain": _chain}
+def _towers(rng: Generator, count: int, width: int) -> list[tuple[int, int]]:
+    tail = max(1, count // 10)  # the last groups are the chain that joins the towers; group i < body is in tower i % width
+    body, width = count - tail, max(1, min(width, count - tail))
+    edges = {(i, i + width) for i in range(body - width)}
+    edges |= {(i, min(body - 1, i + width + 1)) for i in range(body - width - 1) if rng.random() < 0.05}
+    edges |= {(i, body) for i in range(max(0, body - width), body)}
+    return sorted(edges | {(i, i + 1) for i in range(body, count - 1)})
+
+
+def _wavefront(rng: Generator, count: int, width: int) -> list[tuple[int, int]]:
+    rows = min(width, count)  # group i is in row i % rows
+    down = {(i, i + 1) for i in range(count - 1) if (i + 1) % rows}
+    return sorted(down | {(i, i + rows) for i in range(count - rows)})
+
+
+_EDGES = {"layered": _layered, "branchy": _branchy, "chain": _chain, "towers": _towers, "wavefront": _wavefront}
 
 
 def _times(rng: Generator, groups: int, devices: int, phases: int, unlike: bool, null_fraction: float) -> NDArray[np.float64]:

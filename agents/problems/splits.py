@@ -1,0 +1,168 @@
+"""The validation and the test split: fixed cases of model families that training does not see.
+
+Everything about a case follows from its place in its split: recipes, clusters, memory and executions are dealt from the tables
+below, in an order shuffled with a fixed seed. Nothing was chosen by looking at what any planner reaches. Memory limits are
+multiples of what a contiguous split needs (`limit_memory`), so that every case has a plan that fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from rlplace.agents.cases import Case, is_branchy
+from rlplace.agents.problems.changes import limit_memory, vary_hardware
+from rlplace.agents.problems.clusters import SEEN_CLUSTERS, TEST_CLUSTERS, VALIDATION_CLUSTERS, is_unseen, is_unseen_cluster
+from rlplace.agents.problems.files import load_cases, made_by, save_cases, set_folder
+from rlplace.agents.problems.graphs import Recipe, captured
+from rlplace.agents.problems.recipes import TEST, TEST_COUNTS, VALIDATION, VALIDATION_COUNTS
+from rlplace.agents.problems.training import log_uniform
+from rlplace.planners.common.evaluate import PLAIN, Execution
+from rlplace.problem.generate import random_problem
+
+Item = TypeVar("Item")
+
+_EXECUTIONS = (
+    PLAIN, PLAIN, PLAIN, PLAIN, Execution(4, "1f1b"), Execution(8, "1f1b"), Execution(4, "gpipe"), Execution(8, "list"),
+)  # fmt: skip
+_MEMORY = (None, 2.0, 1.3, 1.1)
+_VARIED = (False, False, True)
+_GROUPS = (24, 200)
+_VALIDATION_SYNTHETIC = ((4, 1), (8, 2), (11, 1), (16, 4), (2, 1), (13, 1), (6, 1), (3, 1), (12, 2))
+_TEST_SYNTHETIC = ((4, 1), (8, 2), (3, 1), (16, 4), (7, 1), (10, 2), (9, 3), (14, 2), (2, 1), (12, 3), (6, 1), (12, 2))
+"""Devices and hosts of synthetic cases; some unseen in training."""
+
+
+def validation_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[Case]:
+    """The cases to tune on; see `test_cases`."""
+    return _fixed("validation", folder, progress)
+
+
+def test_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[Case]:
+    """The cases that results are reported on and nothing is tuned on.
+
+    Args:
+        folder: Where the set is kept as ``*.problem.json`` files; it is read when these sources made it, else made, which takes
+            about a minute, and written. None: the cache folder, see `set_folder`.
+        progress: Called with lines that tell what happens.
+    """
+    return _fixed("test", folder, progress)
+
+
+test_cases.__test__ = False  # type: ignore[attr-defined]  # not for pytest to collect
+
+
+def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None] | None) -> list[Case]:
+    tell = progress or (lambda line: None)
+    path = Path(folder) if folder is not None else set_folder(name)
+    by = made_by()
+    if (path / "cases.json").is_file():
+        kept, kept_by = load_cases(path)
+        if kept_by == by:
+            return kept
+        tell(f"{path} was made by other sources or versions; making it anew")
+    tell(f"making the {name} split (about a minute); it is kept in {path}")
+    cases = build_validation() if name == "validation" else build_test()
+    save_cases(cases, path, made_by=by)
+    return cases
+
+
+def build_validation() -> list[Case]:
+    """The validation split, made anew."""
+    return _build(_Split("validation", VALIDATION, VALIDATION_COUNTS, VALIDATION_CLUSTERS, _VALIDATION_SYNTHETIC, 20_000))
+
+
+def build_test() -> list[Case]:
+    """The test split, made anew."""
+    return _build(_Split("test", TEST, TEST_COUNTS, TEST_CLUSTERS, _TEST_SYNTHETIC, 20_001))
+
+
+@dataclass(frozen=True)
+class _Split:
+    """What a split is dealt from.
+
+    Attributes:
+        name: Of the split.
+        families: Family to recipes of captured models, or shapes of synthetic graphs.
+        counts: Cases of each family.
+        unseen: Clusters that training never draws.
+        synthetic: Devices and hosts of synthetic cases.
+        seed: Of the shuffles and draws.
+    """
+
+    name: str
+    families: Mapping[str, tuple[Recipe | str, ...]]
+    counts: Mapping[str, int]
+    unseen: tuple[str, ...]
+    synthetic: tuple[tuple[int, int], ...]
+    seed: int
+
+
+def _build(split: _Split) -> list[Case]:
+    rng = np.random.default_rng(split.seed)
+    total = sum(split.counts.values())
+    executions, memory, varied = (_deal(rng, items, total) for items in (_EXECUTIONS, _MEMORY, _VARIED))
+    half = -(-total // 2)  # captured models meet a cluster that training draws and one that it does not in turn
+    clusters = list(zip(_deal(rng, SEEN_CLUSTERS, half), _deal(rng, split.unseen, half), strict=True))
+    cases: list[Case] = []
+    for family, count in split.counts.items():
+        for index in range(count):
+            place = len(cases)
+            recipes = split.families[family]
+            recipe = recipes[index % len(recipes)]
+            draw = np.random.default_rng([split.seed, place])
+            groups = round(log_uniform(draw, *_GROUPS))
+            if isinstance(recipe, str):
+                case = _synthetic_case(recipe, groups, split.synthetic[index % len(split.synthetic)], draw)
+            else:
+                case = _captured_case(recipe, groups, clusters[place // 2][place % 2], draw, vary=varied[place])
+            factor, execution = memory[place], executions[place]
+            problem = limit_memory(case.problem, execution, factor)
+            name = f"{split.name}-{family.partition(':')[2]}-{index:02d}"
+            title = f"{name} {problem.name}" + (f", memory x{factor:g}" if factor else "")
+            problem = dataclasses.replace(problem, name=title)
+            cases.append(
+                dataclasses.replace(
+                    case, name=name, family=family, problem=problem, execution=execution, branchy=is_branchy(problem)
+                )
+            )
+    return cases
+
+
+def _deal(rng: np.random.Generator, items: tuple[Item, ...], count: int) -> list[Item]:
+    """`count` items, each equally often, shuffled."""
+    full = [items[i % len(items)] for i in range(count)]
+    return [full[i] for i in rng.permutation(count).tolist()]
+
+
+def _captured_case(recipe: Recipe, groups: int, text: str, rng: np.random.Generator, *, vary: bool) -> Case:
+    from rlplace.cluster.spec import Cluster
+    from rlplace.cost.price import price
+
+    spec, batch, seq = recipe
+    cluster = Cluster.preset(text)
+    problem = price(captured(recipe), cluster, groups=groups, name=f"{spec} b{batch} s{seq} on {text}")
+    problem = dataclasses.replace(problem, source=None, group_ops=None, group_modules=None)
+    if vary:
+        problem = dataclasses.replace(vary_hardware(problem, rng), name=f"{problem.name}, varied")
+    return Case("", "", problem, unseen_cluster=is_unseen_cluster(cluster))
+
+
+def _synthetic_case(shape: str, groups: int, cluster: tuple[int, int], rng: np.random.Generator) -> Case:
+    devices, hosts = cluster
+    problem = random_problem(
+        int(rng.integers(2**31)),
+        num_groups=groups,
+        num_devices=devices,
+        shape=shape,
+        width=int(rng.integers(2, 9)),
+        unlike=bool(rng.random() < 0.35),
+        comm_ratio=log_uniform(rng, 0.05, 2.0),
+        hosts=hosts,
+    )
+    return Case("", "", vary_hardware(problem, rng), unseen_cluster=is_unseen(devices, set(), hosts))

@@ -117,15 +117,15 @@ def code_fingerprint(*parts: str) -> str:
         root = Path((rooms[part] if part in rooms else rlplace).__path__[0])
         path = root if part in rooms else root / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            if part == "agents" and file.stem in _TRAINING:
+            if part == "agents" and _TRAINING & {*file.relative_to(path).with_suffix("").parts}:
                 continue
             digest.update(f"{part}/{file.name} ".encode())
             digest.update(_bare(file).encode())
     return digest.hexdigest()
 
 
-_TRAINING = ("train", "warmstart", "problems", "cases", "evaluate", "policy", "generate")
-"""Modules of the agents that have no part in placing."""
+_TRAINING = {"train", "warmstart", "labels", "problems", "cases", "evaluate", "policy"}
+"""Modules and folders of the agents that have no part in placing."""
 
 
 def _agent_code() -> str:

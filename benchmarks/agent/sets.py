@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from benchmarks.agent.records import CaseInfo
@@ -14,13 +15,17 @@ from rlplace.problem.generate import random_problem
 def _test() -> list[Case]:
     from rlplace.agents.problems import test_cases
 
-    return list(test_cases())
+    return test_cases(progress=_tell)
 
 
 def _validation() -> list[Case]:
     from rlplace.agents.problems import validation_cases
 
-    return list(validation_cases())
+    return validation_cases(progress=_tell)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def random_cases(count: int = 6, seed: int = 700_000) -> list[Case]:
@@ -30,7 +35,7 @@ def random_cases(count: int = 6, seed: int = 700_000) -> list[Case]:
         shape = ("branchy", "chain", "layered")[number % 3]
         problem = random_problem(seed + number, 20 + 5 * number, 2 + number % 3, shape=shape, unlike=number % 2 == 1)
         execution = Execution(4, "1f1b") if number % 3 == 2 else Execution()
-        cases.append(Case(f"random-{number}", f"random:{shape}", problem, execution, is_branchy(problem)))
+        cases.append(Case(f"random-{number}", f"random:{shape}", problem, execution, is_branchy(problem), number % 2 == 1))
     return cases
 
 
@@ -56,7 +61,7 @@ def describe(case: Case) -> CaseInfo:
         microbatches=case.execution.microbatches,
         schedule=case.execution.schedule,
         branchy=case.branchy,
-        unseen=False,
+        unseen=case.unseen_cluster,
         floor_s=None,
         floor=None,
         floor_seconds=0.0,

@@ -24,7 +24,7 @@ def _pick(rng: Generator, *values: int) -> int:
 
 
 def _inception(rng: Generator) -> Recipe:
-    blocks, width, branches = _pick(rng, 3, 4, 6, 9), _pick(rng, 32, 64, 96), _pick(rng, 4, 5, 6)
+    blocks, width, branches = _pick(rng, 2, 3, 4, 6, 9), _pick(rng, 32, 64, 96), _pick(rng, 4, 6, 8)
     return f"zoo:inception,blocks={blocks},width={width},branches={branches}", _pick(rng, 4, 8, 16, 32), 64
 
 

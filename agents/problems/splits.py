@@ -20,7 +20,7 @@ from rlplace.agents.problems.changes import limit_memory, vary_hardware
 from rlplace.agents.problems.clusters import SEEN_CLUSTERS, TEST_CLUSTERS, VALIDATION_CLUSTERS, is_unseen, is_unseen_cluster
 from rlplace.agents.problems.files import load_cases, made_by, save_cases, set_folder
 from rlplace.agents.problems.graphs import Recipe, captured
-from rlplace.agents.problems.recipes import TEST, TEST_COUNTS, VALIDATION, VALIDATION_COUNTS
+from rlplace.agents.problems.recipes import GROUPS, OTHER_GROUPS, TEST, TEST_COUNTS, VALIDATION, VALIDATION_COUNTS
 from rlplace.agents.problems.training import log_uniform
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
@@ -32,7 +32,6 @@ _EXECUTIONS = (
 )  # fmt: skip
 _MEMORY = (None, 2.0, 1.3, 1.1)
 _VARIED = (False, False, True)
-_GROUPS = (24, 200)
 _VALIDATION_SYNTHETIC = ((4, 1), (8, 2), (11, 1), (16, 4), (2, 1), (13, 1), (6, 1), (3, 1), (12, 2))
 _TEST_SYNTHETIC = ((4, 1), (8, 2), (3, 1), (16, 4), (7, 1), (10, 2), (9, 3), (14, 2), (2, 1), (12, 3), (6, 1), (12, 2))
 """Devices and hosts of synthetic cases; some unseen in training."""
@@ -116,7 +115,7 @@ def _build(split: _Split) -> list[Case]:
             recipes = split.families[family]
             recipe = recipes[index % len(recipes)]
             draw = np.random.default_rng([split.seed, place])
-            groups = round(log_uniform(draw, *_GROUPS))
+            groups = round(log_uniform(draw, *GROUPS.get(family, OTHER_GROUPS)))
             if isinstance(recipe, str):
                 case = _synthetic_case(recipe, groups, split.synthetic[index % len(split.synthetic)], draw)
             else:

@@ -1,11 +1,13 @@
-"""The placer network: one graph encoder and one scorer shared by all candidates.
+"""The placer network: one scorer shared by all candidates, with a graph encoder beside it.
 
 The score of a candidate is a linear function of its list-scheduling features, which starts as a plain heuristic, plus a
-learned residual that starts at zero: an untrained network *is* the heuristic. B observations, K candidates, G groups.
+learned residual whose last layer starts at zero: an untrained network *is* the heuristic. Candidates are scored one by one, so
+nothing depends on the number or the order of devices, groups or candidates. B observations, K candidates, F features, G groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,17 +18,23 @@ from torch import Tensor, nn
 
 from rlplace.agents.bank import GraphTensors
 from rlplace.agents.encoder import GraphEncoder
-from rlplace.envs.features import FEATURES, NUM_FEATURES
 from rlplace.envs.observation import NUM_CONTEXT, NUM_NODE_FEATURES
 
-_HEURISTIC = {
+HEURISTIC = {
+    # Refinement: shorter loads and transfers first.
+    "busiest_change": -20.0,
+    "congested_load": -20.0,
+    "sent_change": -10.0,
+    "congested_sent": -10.0,
+    "delay_sum": -5.0,
+    "saved": 0.5,
+    # Construction: earliest finish.
     "finish_delay": -8.0,
-    "imbalance_change": -4.0,
-    "communication_change": -4.0,
-    "memory_after": -0.5,
-    "expected_saving": 20.0,
 }
-"""Start of the linear part: earliest finish while constructing, less imbalance and less communication while refining."""
+"""Start of the linear part by name of the feature; other features start at 0."""
+
+STOP_LOGIT = -2.0
+"""Start of the logit of the candidate that is no move."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +42,14 @@ class NetworkConfig:
     """Sizes of a `PlacerNetwork`; stored with every checkpoint.
 
     Attributes:
-        hidden: Width of all layers.
+        hidden: Width of the first layer and of the graph encoder.
+        second: Width of the second layer.
         layers: Rounds of message passing; 0 leaves the graph out.
     """
 
-    hidden: int = 48
-    layers: int = 3
+    hidden: int = 64
+    second: int = 32
+    layers: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint's config."""
@@ -49,39 +59,71 @@ class NetworkConfig:
 class PlacerNetwork(nn.Module):
     """Scores candidates and values states.
 
+    Attributes:
+        mean, scale: float32 [F], what features are standardised with before the first layer; see `standardise`.
+
     Shapes:
         graph numbers [B], candidates [B, K, F], candidate_group [B, K], context [B, C] to logits [B, K] and values [B, 1].
     """
 
-    def __init__(self, config: NetworkConfig | None = None) -> None:
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, config: NetworkConfig | None = None, *, features: Sequence[str]) -> None:
+        """A network that is the heuristic.
+
+        Args:
+            config: Sizes.
+            features: Names of the columns of the candidates.
+        """
         super().__init__()
         self.config = NetworkConfig() if config is None else config
-        hidden = self.config.hidden
-        self.encoder = GraphEncoder(NUM_NODE_FEATURES, 2, hidden, self.config.layers)
-        self.linear = nn.Linear(NUM_FEATURES, 1, bias=False)
-        self.candidate = nn.Sequential(nn.Linear(hidden + NUM_FEATURES + NUM_CONTEXT, hidden), nn.ReLU())
-        self.mix = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.ReLU())
-        self.residual = nn.Linear(hidden, 1)
-        self.stop = nn.Sequential(nn.Linear(hidden + NUM_CONTEXT, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-        self.value = nn.Sequential(nn.Linear(hidden + NUM_CONTEXT, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-        self._reset_scores()
-
-    def _reset_scores(self) -> None:
-        nn.init.zeros_(self.residual.weight)
-        nn.init.zeros_(self.residual.bias)
-        final = self.stop[-1]
-        assert isinstance(final, nn.Linear)
-        nn.init.zeros_(final.weight)
-        nn.init.zeros_(final.bias)
+        self.features = tuple(features)
+        hidden, second = self.config.hidden, self.config.second
+        self.linear = nn.Linear(len(self.features), 1, bias=False)
+        self.first = nn.Linear(len(self.features), hidden)
+        self.second = nn.Linear(hidden, second)
+        self.residual = nn.Linear(second, 1, bias=False)
+        if self.config.layers:
+            self.encoder = GraphEncoder(NUM_NODE_FEATURES, 2, hidden, self.config.layers)
+            self.embed = nn.Linear(hidden, hidden, bias=False)
+        self.stop = nn.Linear(second + NUM_CONTEXT, 1)
+        self.value = nn.Sequential(nn.Linear(second + NUM_CONTEXT, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        self.register_buffer("mean", torch.zeros(len(self.features)))
+        self.register_buffer("scale", torch.ones(len(self.features)))
         with torch.no_grad():
             self.linear.weight.zero_()
-            for name, weight in _HEURISTIC.items():
-                self.linear.weight[0, FEATURES.index(name)] = weight
+            for name, weight in HEURISTIC.items():
+                if name in self.features:
+                    self.linear.weight[0, self.features.index(name)] = weight
+            self.residual.weight.zero_()
+            self.stop.weight.zero_()
+            self.stop.bias.fill_(STOP_LOGIT)
+
+    def standardise(self, mean: Tensor, scale: Tensor) -> None:
+        """Sets what features are standardised with: float32 [F] each."""
+        self.mean.copy_(mean)
+        self.scale.copy_(scale)
 
     def encode(self, graph: GraphTensors) -> Tensor:
-        """Group embeddings [G, H] of one graph."""
-        result: Tensor = self.encoder(graph)
+        """What the graph adds to the first layer for each group: [G, H], or [0, H] without message passing."""
+        if not self.config.layers:
+            return self.mean.new_zeros(0, self.config.hidden)
+        result: Tensor = self.embed(self.encoder(graph))
         return result
+
+    def scores(self, candidates: Tensor, of_group: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits [..., K] and second-layer activations [..., K, S] of candidates [..., K, F].
+
+        Args:
+            candidates: Features.
+            of_group: [..., K, H], rows of `encode`; None without message passing.
+        """
+        before = self.first((candidates - self.mean) / self.scale)
+        if of_group is not None:
+            before = before + of_group
+        after = torch.relu(self.second(torch.relu(before)))
+        return (self.linear(candidates) + self.residual(after)).squeeze(-1), after
 
     def forward(
         self, embeddings: list[Tensor], which: Tensor, candidates: Tensor, candidate_group: Tensor, context: Tensor
@@ -89,49 +131,31 @@ class PlacerNetwork(nn.Module):
         """Scores candidates.
 
         Args:
-            embeddings: Embeddings [G, H] of the distinct graphs in the batch.
+            embeddings: Results of `encode` for the distinct graphs in the batch.
             which: int64 [B], the graph of each row.
             candidates: float32 [B, K, F].
             candidate_group: int64 [B, K], -1 for stop and padding.
             context: float32 [B, C].
         """
-        offsets = torch.tensor([0, *(len(e) for e in embeddings)], device=which.device).cumsum(0)[:-1]
-        table = torch.cat(embeddings)
         named = candidate_group >= 0
-        rows = torch.where(named, candidate_group + offsets[which].unsqueeze(1), 0)
-        group = table[rows] * named.unsqueeze(2)
-        wide = context.unsqueeze(1).expand(-1, candidates.shape[1], -1)
-        each = self.candidate(torch.cat([group, candidates, wide], dim=2))
+        of_group = None
+        if self.config.layers:
+            offsets = torch.tensor([0, *(len(e) for e in embeddings)], device=which.device).cumsum(0)[:-1]
+            rows = torch.where(named, candidate_group + offsets[which].unsqueeze(1), 0)
+            of_group = torch.cat(embeddings)[rows] * named.unsqueeze(2)
+        logits, after = self.scores(candidates, of_group)
         weight = named.unsqueeze(2).float()
-        pooled = (each * weight).sum(1) / weight.sum(1).clamp(min=1.0)
-        mixed = self.mix(torch.cat([each, pooled.unsqueeze(1).expand_as(each)], dim=2))
-        logits = (self.linear(candidates) + self.residual(mixed)).squeeze(2)
+        pooled = (after * weight).sum(1) / weight.sum(1).clamp(min=1.0)
         summary = torch.cat([pooled, context], dim=1)
-        logits = torch.where(named, logits, self.stop(summary).expand_as(logits))
-        return logits, self.value(summary)
+        return torch.where(named, logits, self.stop(summary).expand_as(logits)), self.value(summary)
 
-    def score_one(
-        self,
-        embedding: Tensor,
-        candidates: NDArray[np.float32],
-        candidate_group: NDArray[np.int32],
-        context: NDArray[np.float32],
-    ) -> NDArray[np.float64]:
-        """Logits float64 [K] of one state, without gradient.
+    def compiled(self) -> tuple[NDArray[np.float32], ...]:
+        """The scorer for `rlplace.agents.guided`: linear [F], first [F, H] and bias [H], second [H, S] and bias [S], last [S].
 
-        Args:
-            embedding: [G, H], see `encode`.
-            candidates: float32 [K, F].
-            candidate_group: int32 [K].
-            context: float32 [C].
+        The standardisation is folded into the first layer.
         """
         with torch.no_grad():
-            logits, _ = self(
-                [embedding],
-                torch.zeros(1, dtype=torch.long),
-                torch.from_numpy(candidates).unsqueeze(0),
-                torch.from_numpy(candidate_group.astype(np.int64)).unsqueeze(0),
-                torch.from_numpy(context).unsqueeze(0),
-            )
-        result: NDArray[np.float64] = logits[0].double().numpy()
-        return result
+            first = self.first.weight / self.scale
+            bias = self.first.bias - first @ self.mean
+            parts = (self.linear.weight[0], first.T, bias, self.second.weight.T, self.second.bias, self.residual.weight[0])
+            return tuple(np.ascontiguousarray(part.cpu().numpy(), dtype=np.float32) for part in parts)

@@ -229,6 +229,7 @@ class Simulator:
 
     Attributes:
         calls: Evaluations so far.
+        work: State of the last evaluation, see `rlplace.simulator.records.Work`.
     """
 
     def __init__(
@@ -238,6 +239,7 @@ class Simulator:
         priority: Sequence[float] | NDArray[Any] | None = None,
         microbatches: int = 1,
         schedule: str = "list",
+        timeline: bool = False,
     ) -> None:
         """Prepares.
 
@@ -246,6 +248,7 @@ class Simulator:
             priority: float [N], higher starts first; default `default_priority`.
             microbatches: Passes over the forward and backward ops.
             schedule: One of `rlplace.plan.plan.SCHEDULES`; a group's stage is its device.
+            timeline: Whether `work` is to hold the times of tasks and transfers, which takes a little longer.
         """
         from rlplace.simulator import fast
 
@@ -254,12 +257,12 @@ class Simulator:
         self._problem, self._groups = problem, problem.num_groups
         self._devices = np.zeros((1, problem.num_groups), dtype=np.int32)
         self._row = self._devices[0]
-        self._runner, self._work = runner, runner.lowered.new_work()
+        self._runner, self.work = runner, runner.lowered.new_work(timeline=timeline)
         self._results = _results(1, problem.num_devices)
         self._outcome = self._results[0]
         self.peak_memory_bytes, self.busy_s = self._results[2][0], self._results[3][0]
         self._run, self._bad_device = fast.simulate_plans, fast.BAD_DEVICE
-        self._arguments = () if runner.ordered else runner.arguments(self._work, self._devices, *self._results)
+        self._arguments = () if runner.ordered else runner.arguments(self.work, self._devices, *self._results)
 
     @property
     def num_tasks(self) -> int:
@@ -271,7 +274,7 @@ class Simulator:
         """Bytes of the buffers that belong to this simulator, and of the arrays that all simulators of the problem share."""
         lowered = self._runner.lowered
         shared = (*lowered.graph, lowered.value, lowered.ranks)
-        return sum(array.nbytes for array in self._work), sum(array.nbytes for array in shared)
+        return sum(array.nbytes for array in self.work), sum(array.nbytes for array in shared)
 
     @property
     def compiled(self) -> tuple[tuple[Any, ...], NDArray[np.int32]]:
@@ -302,7 +305,7 @@ class Simulator:
         self.calls += 1
         self._row[:] = device_of_group
         if self._runner.ordered:
-            return self._runner.run(self._work, self._devices, *self._results)
+            return self._runner.run(self.work, self._devices, *self._results)
         step, overflow = self._run(*self._arguments)
         if self._outcome[0] == self._bad_device:
             raise InputError(f"device_of_group names a device outside 0..{len(self.busy_s) - 1}")
@@ -315,7 +318,7 @@ class Simulator:
         devices = check_devices(device_of_group, (-1, self._groups), self._problem)
         self.calls += len(devices)
         outcome, step, peak, busy = _results(len(devices), len(self.busy_s))
-        self._runner.run(self._work, devices, outcome, step, peak, busy)
+        self._runner.run(self.work, devices, outcome, step, peak, busy)
         limit = self._runner.lowered.graph.bytes[-len(self.busy_s) :]
         overflow = np.zeros(len(devices))
         for device in np.flatnonzero(limit >= 0):  # one after the other, as the compiled code adds up

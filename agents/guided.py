@@ -1,0 +1,253 @@
+"""The search that the network guides: annealing whose moves the network ranks, in one compiled loop.
+
+From the current plan, moves are drawn and described (`rlplace.envs.guide`), the network scores them, and they are tried in the
+order of score plus noise, no plan twice. A plan that is better is kept, a worse one with a probability that falls with its loss
+and with the spent budget. Timelines come from the simulations that are made anyway, so only tried plans cost calls.
+"""
+
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def, assignment, operator"
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+
+from rlplace.envs.guide import analysis, draw, facts, features
+from rlplace.envs.guide.analysis import INNER, analyse
+from rlplace.envs.guide.draw import draw_moves
+from rlplace.envs.guide.features import move_features
+from rlplace.planners.common import evaluate, movekernels
+from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
+from rlplace.planners.common.movekernels import Tables, draw_move, random
+from rlplace.simulator import fast
+from rlplace.simulator import records as r
+from rlplace.simulator.fast import STAMP, simulate_plans
+
+# Entries of `score`.
+STEP, OVERFLOW, BEST_STEP, BEST_OVERFLOW = range(4)
+# Entries of `counts`.
+CALLS, LOOKS, TAKEN, STALLED, FRESH = range(5)
+
+
+@njit(**INNER)
+def _penalized(step_s, overflow):
+    """`Score.penalized_s`."""
+    if overflow == 0.0:
+        return step_s
+    return step_s * (1.0 + OVERFLOW_SLOPE * (overflow + OVERFLOW_BASE))
+
+
+@njit(**INNER)
+def _better(step_s, overflow, than_step_s, than_overflow):
+    """Whether one `Score.rank` is smaller than another."""
+    feasible = overflow == 0.0 and step_s != np.inf
+    than_feasible = than_overflow == 0.0 and than_step_s != np.inf
+    if feasible != than_feasible:
+        return feasible
+    return _penalized(step_s, overflow) < _penalized(than_step_s, than_overflow)
+
+
+@njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True, fastmath=True)
+def network_scores(table, count, ptr, groups, embed, linear, first, first_bias, second, second_bias, last, logits):
+    """Logits of the first `count` rows of a table, as `rlplace.agents.network.PlacerNetwork.scores` computes them.
+
+    embed: float32 [G, H], what the graph network adds to the first layer for each group; [0, H] without one.
+    """
+    hidden, wide = np.empty(first.shape[1], dtype=np.float32), np.empty(second.shape[1], dtype=np.float32)
+    for k in range(count):
+        hidden[:] = first_bias
+        total = np.float32(0.0)
+        for i in range(table.shape[1]):
+            x = table[k, i]
+            if x != 0.0:
+                total += x * linear[i]
+                for j in range(len(hidden)):
+                    hidden[j] += x * first[i, j]
+        if len(embed) > 0:
+            row = embed[groups[ptr[k]]]
+            for j in range(len(hidden)):
+                hidden[j] += row[j]
+        wide[:] = second_bias
+        for i in range(len(hidden)):
+            x = hidden[i]
+            if x > 0.0:
+                for j in range(len(wide)):
+                    wide[j] += x * second[i, j]
+        for j in range(len(wide)):
+            total += max(wide[j], np.float32(0.0)) * last[j]
+        logits[k] = total
+
+
+@njit(**INNER)
+def _known(seen, key):
+    """Whether a key is in the table of seen plans; it is afterwards, unless the table is full there."""
+    if key == 0:
+        key = np.uint64(1)
+    mask = np.uint64(len(seen) - 1)
+    at = key & mask
+    for _ in range(16):
+        if seen[at] == key:
+            return True
+        if seen[at] == 0:
+            seen[at] = key
+            return False
+        at = (at + np.uint64(1)) & mask
+    seen[at] = key
+    return False
+
+
+def _compile(stamp):
+    @njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)
+    def search(
+        simulation, trial, facts, view, tables, weights, embed, plan, best, score, counts, state, keys, seen, shares, ptr,
+        groups, targets, kinds, table, logits, calls, microbatches, noise, tries, stale, mixed, fill, hot, cooling, patience,
+        progress, slope, kick,
+    ):  # fmt: skip
+        """Makes `calls` simulations, fewer when no move is found; returns how many.
+
+        Args:
+            simulation: Arguments of `fast.simulate_plans`; it simulates `trial` and keeps a timeline.
+            trial: int32 [G], equal to `plan` when the loop begins and when it ends.
+            facts, view, tables: `Facts`, `View` and `Tables` as plain tuples.
+            weights: The network's layers, see `network_scores`. embed: see there.
+            plan: int32 [G], the current plan, changed. best: int32 [G], the best one, changed.
+            score: float64 [4], see STEP to BEST_OVERFLOW, changed.
+            counts: int64 [5], see CALLS to FRESH; FRESH says whether the view is that of the current plan.
+            state: uint64 [1], of the random numbers.
+            keys: uint64 [G, D], random, one for each group on each device: their XOR stands for a plan.
+            seen: uint64 [2^n], plans that were tried.
+            shares: Of kinds of moves. ptr, groups, targets, kinds, table, logits: Room for K moves.
+            calls: How many.
+            microbatches: Of the step.
+            noise: Scale of the Gumbel noise on the scores.
+            tries: Moves that are tried before others are drawn.
+            stale: Moves that may be made before the plan is looked at again.
+            mixed: Share of tries that are random moves instead of ranked ones.
+            fill: Plans that provably fill a device beyond this share of its memory are not tried.
+            hot: Start temperature relative to the best step time. cooling: End temperature relative to `hot`.
+            patience: Rounds without a new best plan after which the search returns to the best plan and changes it at random.
+            progress: Share of the budget that is spent. slope: By how much it grows with every simulation.
+            kick: Most random moves of such a change.
+        """
+        _ = stamp
+        t = Tables(*tables)
+        graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s = simulation
+        w = r.Work(*work)
+        own_groups, own_targets = np.zeros(max(len(plan), 8), dtype=np.int32), np.zeros(max(len(plan), 8), dtype=np.int32)
+        key = np.uint64(0)
+        for g in range(len(plan)):
+            key ^= keys[g, plan[g]]
+        _known(seen, key)
+        used, empty = 0, 0
+        while used < calls and empty < 50:
+            if counts[FRESH] == 0:
+                step, overflow = simulate_plans(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s)
+                used += 1
+                counts[FRESH] = 1
+                score[STEP], score[OVERFLOW] = step, overflow
+                if _better(step, overflow, score[BEST_STEP], score[BEST_OVERFLOW]):
+                    best[:] = plan
+                    score[BEST_STEP], score[BEST_OVERFLOW] = step, overflow
+                if step == np.inf:
+                    return used
+                analyse(
+                    facts, view, plan, w.time_s[0], w.time_s[1], w.transfer[: w.layout[r.TRANSFERS]], peak[0], step, overflow
+                )
+                counts[LOOKS] += 1
+            count = draw_moves(facts, view, plan, state, shares, ptr, groups, targets, kinds)
+            move_features(facts, view, plan, ptr, groups, targets, kinds, count, microbatches, trial, table)
+            network_scores(table, count, ptr, groups, embed, *weights, logits)
+            for k in range(count):
+                if table[k, 12] > fill:
+                    logits[k] = -1e30
+                else:
+                    logits[k] -= noise * np.log(-np.log(random(state) * (1.0 - 2e-16) + 1e-16))
+            order = np.argsort(-logits[:count])
+            tried, made, at = 0, 0, 0
+            improved = False
+            while tried < tries and used < calls:
+                size = 0
+                if mixed > 0.0 and random(state) < mixed:
+                    size = draw_move(t, state, plan, own_groups, own_targets)
+                    if size == 0:
+                        tried += 1
+                        continue
+                else:
+                    if at >= count or logits[order[at]] < -1e29:
+                        break
+                    k = order[at]
+                    at += 1
+                    for i in range(ptr[k], ptr[k + 1]):
+                        if plan[groups[i]] != targets[i]:
+                            own_groups[size], own_targets[size] = groups[i], targets[i]
+                            size += 1
+                    if size == 0:
+                        continue
+                moved_key = key
+                for i in range(size):
+                    moved_key ^= keys[own_groups[i], plan[own_groups[i]]] ^ keys[own_groups[i], own_targets[i]]
+                if _known(seen, moved_key):
+                    if mixed > 0.0:
+                        tried += 1
+                    continue
+                for i in range(size):
+                    trial[own_groups[i]] = own_targets[i]
+                step, overflow = simulate_plans(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s)
+                used += 1
+                tried += 1
+                if _better(step, overflow, score[BEST_STEP], score[BEST_OVERFLOW]):
+                    best[:] = trial
+                    score[BEST_STEP], score[BEST_OVERFLOW] = step, overflow
+                    improved = True
+                now, before = _penalized(step, overflow), _penalized(score[STEP], score[OVERFLOW])
+                taken = False
+                if now != np.inf:
+                    taken = now < before
+                    if not taken:
+                        temperature = hot * cooling ** min(1.0, progress + slope * used)
+                        scale = temperature * _penalized(score[BEST_STEP], score[BEST_OVERFLOW])
+                        taken = scale > 0.0 and random(state) < np.exp((before - now) / scale)
+                if taken:
+                    score[STEP], score[OVERFLOW] = step, overflow
+                    key = moved_key
+                    made += 1
+                    counts[TAKEN] += 1
+                for i in range(size):
+                    if taken:
+                        plan[own_groups[i]] = own_targets[i]
+                    else:
+                        trial[own_groups[i]] = plan[own_groups[i]]
+                if taken and made >= stale:
+                    transfers = w.transfer[: w.layout[r.TRANSFERS]]
+                    analyse(facts, view, plan, w.time_s[0], w.time_s[1], transfers, peak[0], step, overflow)
+                    counts[LOOKS] += 1
+                    made = 0
+                    break
+            if made > 0:
+                counts[FRESH] = 0
+            empty = empty + 1 if tried == 0 else 0
+            counts[STALLED] = 0 if improved else counts[STALLED] + 1
+            if counts[STALLED] > patience and used < calls:
+                counts[STALLED] = 0
+                counts[FRESH] = 0
+                plan[:] = best
+                for _ in range(1 + np.int64(random(state) * kick)):
+                    size = draw_move(t, state, plan, own_groups, own_targets)
+                    for i in range(size):
+                        plan[own_groups[i]] = own_targets[i]
+                trial[:] = plan
+                key = np.uint64(0)
+                for g in range(len(plan)):
+                    key ^= keys[g, plan[g]]
+                _known(seen, key)
+        counts[CALLS] += used
+        return used
+
+    return search
+
+
+_SOURCES = (Path(str(m.__file__)) for m in (analysis, draw, facts, features, fast, movekernels, evaluate, r))
+search = _compile(zlib.crc32(b"".join(source.read_bytes() for source in _SOURCES), STAMP))

@@ -1,0 +1,165 @@
+"""Labels: what moves really do, as many as the simulator can price. The network is pre-trained on them.
+
+Every state is a plan of a case; a set of moves is drawn from it and each is simulated once. States lie where searches pass: at
+the answers of the one-shot planners, near them, along descents from there, and at what annealing reaches after some time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from rlplace.agents.bank import graph_tensors
+from rlplace.agents.cases import Case
+from rlplace.envs.guide.features import NUM_FEATURES
+from rlplace.envs.guide.guide import Guide
+from rlplace.envs.instance import make_instance
+from rlplace.errors import InfeasibleError
+from rlplace.planners import get_planner
+from rlplace.planners.best import floor_answers
+from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE, Deadline, Evaluator
+from rlplace.planners.common.shortage import check_possible
+
+FILL = 1.15
+"""Moves that provably fill a device beyond this share of its memory are not priced."""
+
+_EXPLORE = 0.3  # share of steps to a random move that costs at most `_LOSS`
+_LOSS = 0.05
+_SHARPNESS = 0.01  # otherwise a move that gains 1 % more is e times as likely
+_DEEP = (300, 3000)  # simulations of annealing before two of the starts
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Labelled moves of one case: S states, K moves, G groups, E edges.
+
+    Attributes:
+        features: float16 [S, K, F], see `rlplace.envs.guide.features`.
+        change: float32 [S, K], log of the penalised step time after the move over that before; NaN where there is no move.
+        group: int16 [S, K], first group of each move, -1 where there is none.
+        nodes, edges, edge_values: The group graph, see `rlplace.agents.bank.GraphTensors`.
+    """
+
+    features: NDArray[np.float16]
+    change: NDArray[np.float32]
+    group: NDArray[np.int16]
+    nodes: NDArray[np.float32]
+    edges: NDArray[np.int64]
+    edge_values: NDArray[np.float32]
+
+    def save(self, path: Path) -> None:
+        """Writes a compressed file."""
+        partial = path.with_suffix(".partial.npz")
+        np.savez_compressed(partial, **{item.name: getattr(self, item.name) for item in fields(self)})
+        partial.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> Labels:
+        """Reads what `save` wrote."""
+        with np.load(path, allow_pickle=False) as data:
+            return Labels(**{item.name: data[item.name] for item in fields(Labels)})
+
+
+def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels | None:
+    """Labels of one case; None when it has one device, or no plan of it can complete.
+
+    Args:
+        case: The case.
+        states: Plans to label moves of.
+        moves: Moves drawn from each.
+        seed: Of everything random.
+    """
+    problem, rng = case.problem, np.random.default_rng(seed)
+    if problem.num_devices < 2:
+        return None
+    starts = _starts(case, rng)
+    if not starts:
+        return None
+    instance = make_instance(problem, floor=starts[0], compute_floor=False, execution=case.execution)
+    guide = Guide(instance, moves, seed)
+    rows: list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int16]]] = []
+    for number, start in enumerate(starts):
+        share = (states * (number + 1)) // len(starts) - (states * number) // len(starts)
+        rows += _walk(guide, start, share, rng)
+    if not rows:
+        return None
+    graph = graph_tensors(instance)
+    stacked = [np.stack(column) for column in zip(*rows, strict=True)]
+    return Labels(*stacked, nodes=graph.nodes.numpy(), edges=graph.edges.numpy(), edge_values=graph.edge_values.numpy())  # type: ignore[arg-type]
+
+
+def _starts(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
+    """The floor; another planner's answer; the floor after random changes; what annealing reaches."""
+    problem, run = case.problem, case.execution
+    try:
+        check_possible(problem)
+    except InfeasibleError:
+        return []
+    answers = [answer for _, answer in floor_answers(problem, Evaluator(problem, run), Deadline(None))]
+    answers = sorted((a for a in answers if a.score.step_time_s != np.inf), key=lambda answer: answer.score.rank)
+    if not answers:
+        return []
+    starts = [answers[0].devices]
+    others = [a.devices for a in answers[1:] if not np.array_equal(a.devices, starts[0])]
+    if others:
+        starts.append(others[int(rng.integers(min(3, len(others))))])
+    changed = starts[0].copy()
+    share = rng.choice([0.03, 0.1, 0.3])
+    for group in np.flatnonzero(rng.random(len(changed)) < share):
+        changed[group] = rng.choice(np.flatnonzero(problem.group_allowed[group]))
+    starts.append(changed)
+    for calls in _DEEP:
+        try:
+            seed = int(rng.integers(1 << 30))
+            plan = get_planner("annealing")(problem, start=starts[0], calls=calls, seed=seed, **run.arguments)
+            starts.append(plan.device_of_group)
+        except InfeasibleError:
+            continue
+    return starts
+
+
+def _walk(
+    guide: Guide, start: NDArray[np.int32], states: int, rng: Generator
+) -> list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int16]]]:
+    """Labels along one descent that now and then goes astray."""
+    rows = []
+    plan = np.array(start, dtype=np.int32)
+    moves = len(guide.ptr) - 1
+    for _ in range(states):
+        if guide.simulator.evaluate(plan)[0] == np.inf:
+            break
+        before = float(penalized(*(np.array([value]) for value in guide.look(plan)))[0])
+        count = guide.draw(plan)
+        which = np.flatnonzero(guide.table[:count, 12] <= FILL)
+        if len(which) < 2:
+            break
+        price = penalized(*guide.price(plan, which))
+        change = np.log(np.minimum(price, 1e3 * before) / before)
+        features = np.zeros((moves, NUM_FEATURES), dtype=np.float16)
+        changes = np.full(moves, np.nan, dtype=np.float32)
+        features[: len(which)], changes[: len(which)] = guide.table[which], change
+        group = np.full(moves, -1, dtype=np.int16)
+        group[: len(which)] = guide.groups[guide.ptr[which]]
+        rows.append((features, changes, group))
+        if rng.random() < _EXPLORE:
+            weight = np.where(change < _LOSS, 1.0, 1e-9)
+        else:
+            gain = np.clip(-change, -_LOSS, 0.1)
+            weight = np.exp((gain - gain.max()) / _SHARPNESS)
+        weight = np.where(np.isfinite(price), weight, 0.0)
+        if not weight.sum() > 0:
+            break
+        move = int(which[rng.choice(len(which), p=weight / weight.sum())])
+        part = slice(guide.ptr[move], guide.ptr[move + 1])
+        plan[guide.groups[part]] = guide.targets[part]
+    return rows
+
+
+def penalized(step_s: NDArray[np.float64], overflow: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`Score.penalized_s` of many plans."""
+    with np.errstate(invalid="ignore"):
+        return np.where(overflow > 0, step_s * (1.0 + OVERFLOW_SLOPE * (overflow + OVERFLOW_BASE)), step_s)

@@ -1,0 +1,211 @@
+"""Draws moves: sets of groups and the device each of them goes to, compiled.
+
+A move changes a group, a run of consecutive groups of the depth-first order, a connected cluster of groups on one device, two
+groups that change places, or whole devices: one is emptied into another, or two are exchanged. Seeds are drawn where the view
+of the current plan says that time is lost.
+"""
+
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def, assignment, operator"
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rlplace.envs.guide.analysis import INNER, KERNEL, View
+from rlplace.envs.guide.facts import Facts
+from rlplace.planners.common.movekernels import random
+
+SINGLE, RUN, CLUSTER, SWAP, EMPTY, EXCHANGE = range(6)
+SHARES = np.cumsum([0.40, 0.25, 0.17, 0.10, 0.04, 0.04])
+"""Upper ends of the shares of the kinds of moves, in the order above."""
+
+_ON_CHAIN = 0.45  # share of seeds drawn by what a remedy on the critical chain would save
+_TIGHT = 0.25  # share drawn by tightness; the others are uniform
+
+
+@njit(**INNER)
+def _below(state, count):
+    return min(np.int64(random(state) * count), count - 1)
+
+
+@njit(**INNER)
+def _pick(cumulative, state):
+    """An index drawn by the increments of a non-decreasing array; -1 when it does not rise."""
+    total = cumulative[len(cumulative) - 1]
+    if not total > 0.0:
+        return -1
+    wanted, low, high = random(state) * total, 0, len(cumulative) - 1
+    while low < high:
+        middle = (low + high) >> 1
+        if cumulative[middle] > wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@njit(**INNER)
+def _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state):
+    """A group and a device that it may go to; the device is -1 where there is none."""
+    groups, devices = group_s.shape
+    number = random(state)
+    if number < _ON_CHAIN:
+        at = _pick(on_chain, state)
+        if at >= 0:
+            g, d = at // devices, at % devices
+            if d != plan[g] and group_s[g, d] < np.inf:
+                return g, d
+    g = -1
+    if number < _ON_CHAIN + _TIGHT:
+        g = _pick(tight, state)
+    if g < 0:
+        g = _below(state, groups)
+    d = np.int64(-1)
+    kind = random(state)
+    degree = neighbor_ptr[g + 1] - neighbor_ptr[g]
+    if kind < 0.5 and degree > 0:
+        d = np.int64(plan[neighbor[neighbor_ptr[g] + _below(state, degree)]])
+    elif kind < 0.75:
+        for other in range(devices):
+            if other != plan[g] and group_s[g, other] < np.inf and (d < 0 or load[other] < load[d]):
+                d = other
+    if d < 0 or d == plan[g] or group_s[g, d] == np.inf:
+        d = _below(state, devices)
+        for _ in range(devices):
+            if d != plan[g] and group_s[g, d] < np.inf:
+                return g, d
+            d = (d + 1) % devices
+        return g, np.int64(-1)
+    return g, d
+
+
+@njit(**INNER)
+def _put(group_s, plan, g, d, groups, targets, count):
+    """Adds a group to a move if it may go there and is not there already."""
+    if plan[g] != d and group_s[g, d] < np.inf:
+        groups[count], targets[count] = g, d
+        return count + 1
+    return count
+
+
+@njit(**INNER)
+def _run(group_s, order, position, plan, g, d, state, groups, targets, at):
+    """Consecutive groups on the seed's device: up to a number of them, or all up to the next group on the target."""
+    size, here = len(plan), plan[g]
+    reach = np.int64(2.0 ** (random(state) * np.log2(max(2.0, size / 2.0))))
+    side = random(state)
+    low = high = position[g]
+    if side < 0.67:
+        while high + 1 < size and high - position[g] < reach and plan[order[high + 1]] == here:
+            high += 1
+    if side > 0.33:
+        while low > 0 and position[g] - low < reach and plan[order[low - 1]] == here:
+            low -= 1
+    count = at
+    for i in range(low, high + 1):
+        count = _put(group_s, plan, order[i], d, groups, targets, count)
+    return count - at
+
+
+@njit(**INNER)
+def _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets, at, mark):
+    """Connected groups on the seed's device, nearest first."""
+    here = plan[g]
+    size = min(2 + np.int64(2.0 ** (random(state) * np.log2(max(2.0, len(plan) / 4.0)))), len(plan))
+    groups[at] = g
+    mark[g] = True
+    found, near = 1, 0
+    while near < found and found < size:
+        member = groups[at + near]
+        near += 1
+        for i in range(neighbor_ptr[member], neighbor_ptr[member + 1]):
+            n = neighbor[i]
+            if found < size and not mark[n] and plan[n] == here:
+                mark[n] = True
+                groups[at + found] = n
+                found += 1
+    count = at
+    for i in range(at, at + found):
+        mark[groups[i]] = False
+        count = _put(group_s, plan, groups[i], d, groups, targets, count)
+    return count - at
+
+
+@njit(**INNER)
+def _swap(group_s, mean_s, plan, g, d, state, groups, targets, at):
+    """The seed goes to the device, a group from there comes back, of several drawn the one of the most similar work."""
+    size, here, best = len(plan), plan[g], np.int64(-1)
+    for _ in range(12):
+        other = _below(state, size)
+        if plan[other] == d and group_s[other, here] < np.inf:
+            if best < 0 or abs(mean_s[other] - mean_s[g]) < abs(mean_s[best] - mean_s[g]):
+                best = other
+    if best < 0:
+        return 0
+    count = _put(group_s, plan, g, d, groups, targets, at)
+    return _put(group_s, plan, best, here, groups, targets, count) - at
+
+
+@njit(**INNER)
+def _devices(group_s, plan, d, e, exchange, groups, targets, at):
+    """Empties device `d` into `e`, or exchanges the two."""
+    count = at
+    for g in range(len(plan)):
+        if plan[g] == d:
+            count = _put(group_s, plan, g, e, groups, targets, count)
+        elif exchange and plan[g] == e:
+            count = _put(group_s, plan, g, d, groups, targets, count)
+    return count - at
+
+
+@njit(**KERNEL)
+def draw_moves(facts, view, plan, state, shares, ptr, groups, targets, kinds):
+    """Fills up to K moves and returns their number.
+
+    Args:
+        facts, view: `Facts` and `View` as plain tuples.
+        plan: int32 [G].
+        state: uint64 [1], of the random numbers.
+        shares: float64 [6], see `SHARES`.
+        ptr: int64 [K + 1], offsets into `groups` and `targets`, filled.
+        groups, targets: int32, filled; drawing ends early when the next move might not fit.
+        kinds: int8 [K], filled.
+    """
+    f, v = Facts(*facts), View(*view)
+    # Fields of a tuple cost reference counts wherever they are read, so what loops read is taken out once.
+    group_s, mean_s, order, position, load = f.group_s, f.mean_s, f.order, f.position, v.load
+    neighbor_ptr, neighbor = f.neighbor_ptr, f.neighbor
+    num_groups, devices = group_s.shape
+    wanted = len(ptr) - 1
+    ptr[0] = 0
+    if devices < 2:
+        return 0
+    on_chain = np.cumsum(v.saved.ravel())
+    tight = np.cumsum(v.tightness * v.tightness + v.wait / max(v.total[0], 1e-30) + 1e-3)
+    mark = np.zeros(num_groups, dtype=np.bool_)
+    made, tries = 0, 0
+    while made < wanted and tries < 3 * wanted:
+        tries += 1
+        at = ptr[made]
+        if at + num_groups > len(groups):
+            break
+        g, d = _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state)
+        if d < 0:
+            continue
+        kind = _pick(shares, state)
+        if kind == SINGLE:
+            count = _put(group_s, plan, g, d, groups, targets, at) - at
+        elif kind == RUN:
+            count = _run(group_s, order, position, plan, g, d, state, groups, targets, at)
+        elif kind == CLUSTER:
+            count = _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets, at, mark)
+        elif kind == SWAP:
+            count = _swap(group_s, mean_s, plan, g, d, state, groups, targets, at)
+        else:
+            count = _devices(group_s, plan, plan[g], d, kind == EXCHANGE, groups, targets, at)
+        if count > 0:
+            kinds[made] = kind
+            made += 1
+            ptr[made] = at + count
+    return made

@@ -1,0 +1,154 @@
+"""What does not change while the plans of one instance are analysed: flat arrays for the kernels of this package.
+
+Axes: D devices, G groups, K tasks, V values, M merged edges between groups, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.envs.instance import Instance
+from rlplace.planners.common.groupgraph import finite_links
+from rlplace.planners.common.oparrays import op_arrays
+from rlplace.problem import Problem
+from rlplace.simulator.tasks import TaskGraph, task_graph
+
+
+class Facts(NamedTuple):
+    """Constants of an instance. Times and bytes are those of a whole step, all micro-batches."""
+
+    group_s: Any  # float64 [G, D], work of each group on each device; inf where it may not sit
+    mean_s: Any  # float64 [G], its mean
+    task_group: Any  # int32 [K]
+    input_ptr: Any  # int64 [K + 1]
+    inputs: Any  # int32, values that each task reads
+    output_ptr: Any  # int64 [K + 1]
+    outputs: Any  # int32, values that each task makes
+    producer_ptr: Any  # int64 [V + 1]
+    producers: Any  # int32, tasks
+    consumer_ptr: Any  # int64 [V + 1]
+    consumers: Any  # int32, tasks
+    edge_of: Any  # int32, merged edge of every consumer of a value, -1 within a group
+    neighbor_ptr: Any  # int64 [G + 1]
+    neighbor: Any  # int32 [2 M]
+    neighbor_edge: Any  # int32 [2 M]
+    neighbor_out: Any  # bool [2 M], whether the row's group is the sender
+    edge_bytes: Any  # float64 [M]
+    edge_count: Any  # float64 [M], values that cross
+    edge_fixed_s: Any  # float64 [M], seconds of values with their own transfer times
+    latency: Any  # float64 [D, D] seconds
+    inverse: Any  # float64 [D, D] seconds per byte
+    channel_ptr: Any  # int64 [D * D + 1], channels of every ordered pair
+    channels: Any  # int32
+    limit: Any  # float64 [D] bytes; inf without limit
+    pinned: Any  # float64 [G] bytes that are provably live together
+    footprint: Any  # float64 [G] bytes, estimate of what a group adds to a peak
+    criticality: Any  # float64 [G]
+    depth: Any  # float64 [G]
+    order: Any  # int32 [G], depth first
+    position: Any  # int64 [G], of a group in `order`
+
+
+def make_facts(instance: Instance) -> Facts:
+    """The arrays of an instance."""
+    problem, graph = instance.problem, instance.graph
+    tasks = task_graph(problem, instance.execution.microbatches)
+    task_group = problem.op_group[tasks.op]
+    runs = np.bincount(tasks.op, minlength=problem.num_ops)
+    devices = problem.num_devices
+    group_s = np.zeros((problem.num_groups, devices))
+    np.add.at(group_s, problem.op_group, np.nan_to_num(problem.time_s, nan=0.0) * runs[:, None])
+    group_s[~instance.allowed] = np.inf
+    finite = np.isfinite(group_s)
+    latency, inverse = finite_links(problem)
+    arrays = op_arrays(problem)
+    size, count, fixed, edge_of = _edges(problem, tasks, task_group, instance)
+    fields = Facts(
+        group_s=group_s,
+        mean_s=np.where(finite, group_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1),
+        task_group=task_group,
+        **_lists("input", tasks.consumer_ptr, tasks.consumers, tasks.num_tasks),
+        **_lists("output", tasks.producer_ptr, tasks.producers, tasks.num_tasks),
+        producer_ptr=tasks.producer_ptr,
+        producers=tasks.producers,
+        consumer_ptr=tasks.consumer_ptr,
+        consumers=tasks.consumers,
+        edge_of=edge_of,
+        neighbor_ptr=graph.neighbor_ptr,
+        neighbor=graph.neighbor,
+        neighbor_edge=graph.neighbor_edge,
+        neighbor_out=graph.neighbor_out,
+        edge_bytes=size,
+        edge_count=count,
+        edge_fixed_s=fixed,
+        latency=latency,
+        inverse=inverse,
+        channel_ptr=arrays.channel_ptr,
+        channels=arrays.channels,
+        limit=np.maximum(instance.limit_bytes, 1.0),
+        pinned=instance.pinned_bytes,
+        footprint=graph.footprint_bytes,
+        criticality=instance.criticality,
+        depth=instance.depth,
+        order=graph.depth_first_order,
+        position=instance.position,
+    )
+    return Facts(*(_frozen(name, value) for name, value in fields._asdict().items()))
+
+
+def _lists(name: str, ptr: NDArray[np.int64], entries: NDArray[np.int32], count: int) -> dict[str, Any]:
+    """For every task the values of which it is an entry."""
+    value = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    starts = np.concatenate([[0], np.cumsum(np.bincount(entries, minlength=count))])
+    return {f"{name}_ptr": starts, f"{name}s": value[np.argsort(entries, kind="stable")]}
+
+
+def _edges(
+    problem: Problem, tasks: TaskGraph, task_group: NDArray[np.int32], instance: Instance
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
+    """Bytes, values and fixed seconds of every merged edge in a step, and the edge of every consumer of a value.
+
+    A value is sent once to a device, however many tasks of a group read it there.
+    """
+    graph, groups = instance.graph, problem.num_groups
+    value = np.repeat(np.arange(tasks.num_values), np.diff(tasks.consumer_ptr))
+    tensor = tasks.tensor[value]
+    owner, made = problem.tensor_owner[tensor], problem.tensor_producer[tensor]
+    source = np.where(owner >= 0, owner, problem.op_group[np.maximum(made, 0)]).astype(np.int64)
+    target = task_group[tasks.consumers].astype(np.int64)
+    known = graph.source.astype(np.int64) * groups + graph.target
+    by_key = np.argsort(known)
+    apart = source != target
+    edge_of = np.full(len(value), -1, dtype=np.int32)
+    edge_of[apart] = by_key[np.searchsorted(known[by_key], (source * groups + target)[apart])]
+    _, first = np.unique(value[apart] * np.int64(groups) + target[apart], return_index=True)
+    edge, tensor = edge_of[apart][first], tensor[apart][first]
+    size = problem.tensor_bytes[tensor].astype(np.float64)
+    count, fixed = np.ones(len(edge)), np.zeros(len(edge))
+    off = ~np.eye(problem.num_devices, dtype=bool)
+    for number, table in problem.tensor_transfer_s.items():
+        mine = tensor == number
+        size[mine], count[mine] = 0.0, 0.0
+        fixed[mine] = float(table[off].mean()) if off.any() else 0.0
+    edges = len(graph.source)
+    sums = [np.bincount(edge, weights=weights, minlength=edges) for weights in (size, count, fixed)]
+    return sums[0], sums[1], sums[2], edge_of
+
+
+_WIDE = ("_ptr", "position")
+
+
+def _frozen(name: str, value: Any) -> Any:
+    """One type per array for the compiler."""
+    if value.dtype.kind == "b":
+        dtype: Any = np.bool_
+    elif value.dtype.kind == "f" or name == "footprint":
+        dtype = np.float64
+    else:
+        dtype = np.int64 if name.endswith(_WIDE) else np.int32
+    frozen = np.ascontiguousarray(value, dtype=dtype).view()
+    frozen.setflags(write=False)
+    return frozen

@@ -1,0 +1,77 @@
+"""`Guide`: simulates plans of one instance, looks at them, draws moves, describes and prices them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.envs.guide.analysis import analyse, make_view
+from rlplace.envs.guide.draw import SHARES, draw_moves
+from rlplace.envs.guide.facts import make_facts
+from rlplace.envs.guide.features import NUM_FEATURES, move_features
+from rlplace.envs.instance import Instance
+from rlplace.simulator import Simulator
+from rlplace.simulator import records as r
+
+_ROOM = 1 << 16
+
+
+class Guide:
+    """Buffers and kernels of one instance.
+
+    Attributes:
+        instance: The instance.
+        simulator: Its simulator, with a timeline.
+        facts, view: Inputs of the kernels.
+        ptr: int64 [K + 1]. groups, targets: int32. kinds: int8 [K]. table: float32 [K, F]. The moves that were drawn last.
+        count: Their number.
+    """
+
+    def __init__(self, instance: Instance, moves: int, seed: int) -> None:
+        problem, run = instance.problem, instance.execution
+        self.instance, self._microbatches = instance, run.microbatches
+        self.simulator = Simulator(problem, timeline=True, **run.arguments)
+        self.facts = make_facts(instance)
+        channels = int(self.facts.channels.max(initial=-1)) + 1
+        self.view = make_view(self.facts, channels)
+        self._arguments = tuple(self.facts), tuple(self.view)
+        room = max(_ROOM, 4 * problem.num_groups)
+        self.ptr = np.zeros(moves + 1, dtype=np.int64)
+        self.groups, self.targets = np.zeros(room, dtype=np.int32), np.zeros(room, dtype=np.int32)
+        self.kinds = np.zeros(moves, dtype=np.int8)
+        self.table = np.zeros((moves, NUM_FEATURES), dtype=np.float32)
+        self.count = 0
+        self.state = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+        self._trial = np.zeros(problem.num_groups, dtype=np.int32)
+
+    def look(self, plan: NDArray[np.int32]) -> tuple[float, float]:
+        """Simulates a plan and fills the view; returns step time and overflow."""
+        step, overflow = self.simulator.evaluate(plan)
+        if step == np.inf:
+            raise ValueError("a plan that cannot complete has no timeline")
+        work = self.simulator.work
+        sent = work.transfer[: work.layout[r.TRANSFERS]]
+        analyse(*self._arguments, plan, work.time_s[0], work.time_s[1], sent, self.simulator.peak_memory_bytes, step, overflow)
+        return step, overflow
+
+    def draw(self, plan: NDArray[np.int32], shares: NDArray[np.float64] = SHARES) -> int:
+        """Draws moves of the plan that was looked at last and describes them."""
+        self.count = int(
+            draw_moves(*self._arguments, plan, self.state, shares, self.ptr, self.groups, self.targets, self.kinds)
+        )
+        self._trial[:] = plan
+        move_features(
+            *self._arguments, plan, self.ptr, self.groups, self.targets, self.kinds, self.count, self._microbatches,
+            self._trial, self.table,
+        )  # fmt: skip
+        return self.count
+
+    def price(self, plan: NDArray[np.int32], which: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Step time and overflow after each of the moves `which`."""
+        from rlplace.envs.guide.price import price_moves
+
+        simulation, trial = self.simulator.compiled
+        step, overflow = np.empty(len(which)), np.empty(len(which))
+        price_moves(simulation, plan, self.ptr, self.groups, self.targets, which, trial, step, overflow)
+        self.simulator.calls += len(which)
+        return step, overflow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -91,12 +92,12 @@ def random_search(
 
 
 def weights_fingerprint(checkpoint: str) -> str:
-    """SHA-256 over names, shapes and values of the weights and the environment that they are for."""
+    """SHA-256 over the kind of network, its sizes, and names, shapes and values of its weights."""
     from rlplace.agents.checkpoint import load_checkpoint
 
-    loaded = load_checkpoint(checkpoint)
-    digest = hashlib.sha256(loaded.environment.encode())
-    for name, tensor in sorted(loaded.network.state_dict().items()):
+    network = load_checkpoint(checkpoint).network
+    digest = hashlib.sha256(f"{type(network).__name__} {network.config}".encode())
+    for name, tensor in sorted(network.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
@@ -145,15 +146,14 @@ def _bare(file: Path) -> str:
 
 @cache
 def _agent(checkpoint: str, untrained: bool) -> Any:
-    from rlplace.agents.checkpoint import Checkpoint
-    from rlplace.agents.planner import Agent, load_agent
+    from rlplace.agents.planner import load_agent
 
     agent = load_agent(checkpoint)
     if not untrained:
         return agent
     torch.manual_seed(0)
     network = type(agent.checkpoint.network)(agent.checkpoint.network.config).eval()
-    return Agent(Checkpoint("untrained", network, agent.checkpoint.environment, {}))
+    return replace(agent, checkpoint=replace(agent.checkpoint, name="untrained", network=network))
 
 
 def _value(text: str) -> Any:

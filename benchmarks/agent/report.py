@@ -29,7 +29,7 @@ def report(store: Store) -> str:
         parts.append(markdown(["instance", "annealing, 30 s, over the floor", "adapted", "best known"], lines))
     parts.append("\n".join(f"- ({claim}) {VERDICTS[holds]}" for claim, holds in sorted(verdicts(found).items())) + "\n")
     parts.append("\n".join(f"- {finding}" for finding in found) + "\n")
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)
 
 
 def how(store: Store) -> str:

@@ -50,9 +50,14 @@ def ratio_tables(store: Store) -> list[str]:
     annealing = {budget: log_steps(rows, ["annealing"], budget) for budget in budgets}
     logs = {(label, budget): log_steps(rows, names, budget) for label, names in lines_of(store).items() for budget in budgets}
 
+    def partly(mean: Mean | None, keys: Collection[str]) -> str:
+        """A mean over fewer cases than there are says so."""
+        missing = mean is not None and mean.cases < sum(key in floors for key in keys)
+        return show_mean(mean) + (f" ({mean.cases})" if mean is not None and missing else "")
+
     def table(title: str, keys: Collection[str], against: Mapping[str, Mapping[str, float]]) -> str:
         body = [
-            [label, *(show_mean(mean_ratio(logs[label, budget], against[budget], keys)) for budget in budgets)]
+            [label, *(partly(mean_ratio(logs[label, budget], against[budget], keys), keys) for budget in budgets)]
             for label, names in lines_of(store).items()
             if against is not annealing or names != ["annealing"]
         ]
@@ -85,10 +90,12 @@ def _rows(store: Store) -> list[Row]:
 
 
 def family_table(store: Store) -> str:
-    """The agent over annealing by model family, a column a budget."""
+    """The agent over annealing by model family, a column a budget; empty without an agent, and so the following."""
     rows = list(store.rows.values())
     names = [method.name for method in store.methods.values() if method.role == AGENT]
     budgets = budgets_of([row for row in rows if row.method in names])
+    if not budgets:
+        return ""
     body = []
     for family, keys in families(store.cases).items():
         cells = [family, str(len(keys))]
@@ -104,6 +111,8 @@ def count_table(store: Store) -> str:
     rows = _rows(store)
     names = [method.name for method in store.methods.values() if method.role == AGENT]
     budgets = budgets_of([row for row in rows if row.method in names])
+    if not budgets:
+        return ""
     body = []
     for rival in (method.name for method in store.methods.values() if method.role == RIVAL):
         cells = [rival]
@@ -130,7 +139,7 @@ def stage_table(store: Store) -> str:
                     logs.setdefault(row.case, []).append(min(np.log(row.stages[stage]), floors[row.case]))
             mean = mean_ratio({case: float(np.mean(found)) for case, found in logs.items()}, floors, logs)
             body.append([label, stage.replace("_", " "), show_mean(mean)])
-    return markdown(["method", "stage (the floor counts in)", f"over the {FLOOR}"], body)
+    return markdown(["method", "stage (the floor counts in)", f"over the {FLOOR}"], body) if body else ""
 
 
 def faults(rows: Collection[Row], store: Store) -> tuple[int, int]:

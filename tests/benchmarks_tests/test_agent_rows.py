@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.agent import jobs, measure, methods
 from benchmarks.agent.__main__ import main
 from benchmarks.agent.jobs import matrix, pick, spread
 from benchmarks.agent.measure import Job, check, floor_of, run_row
-from benchmarks.agent.records import ABLATION, RIVAL, Budget, CaseInfo, Method
+from benchmarks.agent.records import ABLATION, ADAPT, RIVAL, Budget, CaseInfo, Method
 from benchmarks.agent.sets import describe, random_cases
 from benchmarks.agent.store import Store
 from rlplace.errors import InfeasibleError, InputError
@@ -98,14 +100,25 @@ def test_pipelined_cases_run_under_their_schedule() -> None:
     )
 
 
-def test_agents_are_named_by_label_weights_and_options() -> None:
-    method = methods.learned("n1=default,samples=1,untrained=1", ABLATION)
-    assert (method.name, method.checkpoint, method.options) == ("n1", "default", {"samples": 1, "untrained": 1})
-    assert method.fingerprint == methods.learned("default").fingerprint and len(method.fingerprint or "") == 64
+def test_agents_are_named_by_label_weights_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_checkpoint(name: str) -> SimpleNamespace:
+        network = torch.nn.Linear(3, 2)
+        torch.nn.init.constant_(network.weight, 1.0)
+        torch.nn.init.constant_(network.bias, 1e-7 if name == "other" else 0.0)
+        network.config = "3x2"
+        return SimpleNamespace(network=network)
+
+    monkeypatch.setattr("rlplace.agents.checkpoint.load_checkpoint", load_checkpoint)
+    method = methods.learned("n1=runs/a,samples=1,untrained=1,heat=0.5,mode=fast", ABLATION)
+    assert (method.name, method.role, method.checkpoint) == ("n1", ABLATION, "runs/a")
+    assert method.options == {"samples": 1, "untrained": 1, "heat": 0.5, "mode": "fast"}
+    assert method.fingerprint == methods.learned("b").fingerprint and len(method.fingerprint or "") == 64
+    assert method.fingerprint != methods.learned("other").fingerprint
+    assert (methods.learned("runs/a").name, methods.learned("x=runs/a", ADAPT).name) == ("a", "x, adapted")
     with pytest.raises(InputError, match="option=value"):
         methods.learned("default,samples")
-    with pytest.raises(InputError, match="unknown agent"):
-        methods.learned("x=nowhere")
+    with pytest.raises(InputError, match="two methods are called a"):
+        jobs.chosen_methods("", "a,runs/a", ())
 
 
 def test_comments_and_docstrings_are_no_program(tmp_path: Path) -> None:

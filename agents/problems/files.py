@@ -24,7 +24,6 @@ INDEX = "cases.json"
 _SUFFIX = ".problem.json"
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SOURCES = ("graph", "cluster", "cost", "problem", "zoo", "simulator")
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[str, str] | None = None) -> None:
@@ -59,7 +58,10 @@ def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[st
         write_json(fresh / INDEX, index)
         if folder.exists():
             shutil.rmtree(folder)
+        fresh.chmod(0o755)
         os.replace(fresh, folder)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -67,12 +69,17 @@ def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[st
 def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
     """Reads what `save_cases` wrote: the cases, and what made them."""
     folder = Path(folder)
-    data = read_json(folder / INDEX, FORMAT, VERSION)
-    where = str(folder / INDEX)
-    check_keys(data, ("cases", "made_by"), (), where)
-    if not isinstance(data["cases"], list) or not isinstance(data["made_by"], dict):
-        raise InputError(f"{where}: cases must be a list and made_by an object")
-    return [_from_dict(item, folder, where) for item in data["cases"]], dict(data["made_by"])
+    data = _index(folder)
+    cases = [_from_dict(item, folder, str(folder / INDEX)) for item in data["cases"]]
+    if len({case.name for case in cases}) < len(cases):
+        raise InputError(f"{folder / INDEX}: a case appears twice")
+    return cases, dict(data["made_by"])
+
+
+def set_made_by(folder: str | Path) -> dict[str, str] | None:
+    """What made the cases of a folder, None when it holds no set of cases."""
+    folder = Path(folder)
+    return dict(_index(folder)["made_by"]) if (folder / INDEX).is_file() else None
 
 
 def load_problem_cases(path: str | Path, executions: Sequence[Execution]) -> list[Case]:
@@ -126,6 +133,15 @@ def made_by() -> dict[str, str]:
     for file in sorted(files, key=lambda item: (item.parent.name, item.name)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return {**found, "sources": digest.hexdigest()}
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    data = read_json(folder / INDEX, FORMAT, VERSION)
+    where = str(folder / INDEX)
+    check_keys(data, ("cases", "made_by"), (), where)
+    if not isinstance(data["cases"], list) or not isinstance(data["made_by"], dict):
+        raise InputError(f"{where}: cases must be a list and made_by an object")
+    return data
 
 
 def _to_dict(case: Case) -> dict[str, Any]:

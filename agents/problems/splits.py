@@ -18,7 +18,7 @@ import numpy as np
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.changes import limit_memory, vary_hardware
 from rlplace.agents.problems.clusters import SEEN_CLUSTERS, TEST_CLUSTERS, VALIDATION_CLUSTERS, is_unseen, is_unseen_cluster
-from rlplace.agents.problems.files import load_cases, made_by, save_cases, set_folder
+from rlplace.agents.problems.files import load_cases, made_by, save_cases, set_folder, set_made_by
 from rlplace.agents.problems.graphs import Recipe, captured
 from rlplace.agents.problems.recipes import GROUPS, OTHER_GROUPS, TEST, TEST_COUNTS, VALIDATION, VALIDATION_COUNTS
 from rlplace.agents.problems.training import log_uniform
@@ -60,29 +60,19 @@ def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None]
     tell = progress or (lambda line: None)
     path = Path(folder) if folder is not None else set_folder(name)
     by = made_by()
-    if (path / "cases.json").is_file():
-        kept, kept_by = load_cases(path)
-        if kept_by == by:
-            return kept
+    kept_by = set_made_by(path)
+    if kept_by == by:
+        return load_cases(path)[0]
+    if kept_by is not None:
         tell(f"{path} was made by other sources or versions; making it anew")
     tell(f"making the {name} split (about a minute); it is kept in {path}")
-    cases = build_validation() if name == "validation" else build_test()
+    cases = build(SPLITS[name])
     save_cases(cases, path, made_by=by)
     return cases
 
 
-def build_validation() -> list[Case]:
-    """The validation split, made anew."""
-    return _build(_Split("validation", VALIDATION, VALIDATION_COUNTS, VALIDATION_CLUSTERS, _VALIDATION_SYNTHETIC, 20_000))
-
-
-def build_test() -> list[Case]:
-    """The test split, made anew."""
-    return _build(_Split("test", TEST, TEST_COUNTS, TEST_CLUSTERS, _TEST_SYNTHETIC, 20_001))
-
-
 @dataclass(frozen=True)
-class _Split:
+class Split:
     """What a split is dealt from.
 
     Attributes:
@@ -102,7 +92,14 @@ class _Split:
     seed: int
 
 
-def _build(split: _Split) -> list[Case]:
+SPLITS = {
+    "validation": Split("validation", VALIDATION, VALIDATION_COUNTS, VALIDATION_CLUSTERS, _VALIDATION_SYNTHETIC, 20_000),
+    "test": Split("test", TEST, TEST_COUNTS, TEST_CLUSTERS, _TEST_SYNTHETIC, 20_001),
+}
+
+
+def build(split: Split) -> list[Case]:
+    """The cases of a split, made anew."""
     rng = np.random.default_rng(split.seed)
     total = sum(split.counts.values())
     executions, memory, varied = (_deal(rng, items, total) for items in (_EXECUTIONS, _MEMORY, _VARIED))

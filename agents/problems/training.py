@@ -18,7 +18,7 @@ from numpy.random import Generator
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.changes import limit_memory, vary_hardware
 from rlplace.agents.problems.clusters import draw_cluster, draw_hosts, draw_size
-from rlplace.agents.problems.graphs import FAMILIES, captured, variant
+from rlplace.agents.problems.graphs import FAMILIES, Recipe, captured, variant
 from rlplace.errors import unknown_name
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem import Problem
@@ -36,6 +36,8 @@ GRAPHS = 24
 REFRESH = 960
 """Cases that are drawn from one set of captured models."""
 GROUPS = (16, 200)
+BRANCHED_GROUPS = {"zoo:inception": (48, 200), "zoo:moe_toy": (32, 200)}
+"""Range of groups of families whose branches would be merged in fewer."""
 MICROBATCHES = (2, 3, 4, 6, 8, 12, 16)
 MOST_TASKS = 6000
 """Executions of ops in one step; more micro-batches are not drawn for a problem that has more."""
@@ -77,7 +79,7 @@ def training_case(
     else:
         slot = (number // refresh) * graphs + int(rng.integers(graphs))
         family, recipe = variant(models, seed, slot)
-        problem = _priced(rng, recipe, cluster)
+        problem = _priced(rng, recipe, cluster, BRANCHED_GROUPS.get(family, GROUPS))
     execution = draw_execution(rng, problem.num_ops)
     factor = None if rng.random() < LOOSE_SHARE else log_uniform(rng, *TIGHTNESS)
     shares = rng.choice(MEMORY_SHARES, problem.num_devices) if rng.random() < UNLIKE_MEMORY_SHARE else None
@@ -106,12 +108,12 @@ def log_uniform(rng: Generator, low: float, high: float) -> float:
     return float(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
-def _priced(rng: Generator, recipe: tuple[str, int, int], cluster: str | None) -> Problem:
+def _priced(rng: Generator, recipe: Recipe, cluster: str | None, groups: tuple[int, int]) -> Problem:
     from rlplace.cost.price import price
 
     text = cluster or draw_cluster(rng)
     spec, batch, seq = recipe
-    problem = price(captured(recipe), text, groups=round(log_uniform(rng, *GROUPS)), name=f"{spec} b{batch} s{seq} on {text}")
+    problem = price(captured(recipe), text, groups=round(log_uniform(rng, *groups)), name=f"{spec} b{batch} s{seq} on {text}")
     problem = dataclasses.replace(problem, source=None, group_ops=None, group_modules=None)
     return problem if cluster else vary_hardware(problem, rng)
 

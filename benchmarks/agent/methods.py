@@ -125,7 +125,7 @@ def code_fingerprint(*parts: str) -> str:
     return digest.hexdigest()
 
 
-_TRAINING = {"train", "warmstart", "labels", "problems", "cases", "evaluate", "policy"}
+_TRAINING = {"train", "pretrain", "warmstart", "labels", "problems", "cases", "evaluate", "policy"}
 """Modules and folders of the agents that have no part in placing."""
 
 

@@ -146,13 +146,15 @@ def _bare(file: Path) -> str:
 
 @cache
 def _agent(checkpoint: str, untrained: bool) -> Any:
+    from rlplace.agents.network import PlacerNetwork
     from rlplace.agents.planner import load_agent
 
     agent = load_agent(checkpoint)
     if not untrained:
         return agent
     torch.manual_seed(0)
-    network = type(agent.checkpoint.network)(agent.checkpoint.network.config).eval()
+    trained = agent.checkpoint.network
+    network = PlacerNetwork(trained.config, features=trained.features).eval()
     return replace(agent, checkpoint=replace(agent.checkpoint, name="untrained", network=network))
 
 

@@ -38,6 +38,22 @@ def vary_hardware(problem: Problem, rng: Generator) -> Problem:
     )
 
 
+def settle(problem: Problem) -> Problem:
+    """The problem with times and links rounded to nine digits, so that it does not depend on the last bit of a machine's exp."""
+    return dataclasses.replace(
+        problem,
+        time_s=_rounded(problem.time_s),
+        links=Links(_rounded(problem.links.bandwidth_bytes_per_s), _rounded(problem.links.latency_s), problem.links.channels),
+        tensor_transfer_s={tensor: _rounded(matrix) for tensor, matrix in problem.tensor_transfer_s.items()},
+        source=None,
+    )
+
+
+def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    flat = [float(f"{value:.9g}") for value in values.ravel().tolist()]
+    return np.array(flat, dtype=np.float64).reshape(values.shape)
+
+
 def limit_memory(
     problem: Problem,
     execution: Execution = PLAIN,

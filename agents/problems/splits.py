@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from rlplace.agents.cases import Case, is_branchy
-from rlplace.agents.problems.changes import limit_memory, vary_hardware
+from rlplace.agents.problems.changes import limit_memory, settle, vary_hardware
 from rlplace.agents.problems.clusters import SEEN_CLUSTERS, TEST_CLUSTERS, VALIDATION_CLUSTERS, is_unseen, is_unseen_cluster
 from rlplace.agents.problems.files import load_cases, made_by, save_cases, set_folder, set_made_by
 from rlplace.agents.problems.graphs import Recipe, captured
@@ -102,7 +102,7 @@ def build(split: Split) -> list[Case]:
     """The cases of a split, made anew."""
     rng = np.random.default_rng(split.seed)
     total = sum(split.counts.values())
-    executions, memory, varied = (_deal(rng, items, total) for items in (_EXECUTIONS, _MEMORY, _VARIED))
+    executions, memory, varied = _deal(rng, _EXECUTIONS, total), _deal(rng, _MEMORY, total), _deal(rng, _VARIED, total)
     half = -(-total // 2)  # captured models meet a cluster that training draws and one that it does not in turn
     clusters = list(zip(_deal(rng, SEEN_CLUSTERS, half), _deal(rng, split.unseen, half), strict=True))
     cases: list[Case] = []
@@ -118,7 +118,7 @@ def build(split: Split) -> list[Case]:
             else:
                 case = _captured_case(recipe, groups, clusters[place // 2][place % 2], draw, vary=varied[place])
             factor, execution = memory[place], executions[place]
-            problem = limit_memory(case.problem, execution, factor)
+            problem = limit_memory(settle(case.problem), execution, factor)
             name = f"{split.name}-{family.partition(':')[2]}-{index:02d}"
             title = f"{name} {problem.name}" + (f", memory x{factor:g}" if factor else "")
             problem = dataclasses.replace(problem, name=title)

@@ -9,7 +9,7 @@ import pytest
 from rlplace.agents import problems
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems import clusters, files, graphs, recipes, sources, splits, training
-from rlplace.agents.problems.changes import limit_memory, vary_hardware
+from rlplace.agents.problems.changes import limit_memory, settle, vary_hardware
 from rlplace.cluster.spec import Cluster
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
@@ -168,6 +168,14 @@ def test_memory_follows_factor_and_shares():
     shared = limit_memory(problem, PLAIN, 1.5, shares=np.array([1.0, 2.0, 4.0])).memory_limit_bytes
     assert np.allclose(shared / shared[0], [1, 2, 4], rtol=1e-4)
     assert limit_memory(problem, PLAIN, None) is problem
+
+
+def test_settled_problems_do_not_tell_the_last_bits_of_a_machine():
+    problem = random_problem(5, 12, 3, null_fraction=0.3)
+    other = dataclasses.replace(problem, time_s=np.nextafter(problem.time_s, 1.0))
+    assert problem.fingerprint != other.fingerprint
+    assert settle(problem).fingerprint == settle(other).fingerprint
+    assert np.allclose(settle(problem).time_s, problem.time_s, rtol=1e-8, atol=0, equal_nan=True)
 
 
 # The splits

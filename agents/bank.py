@@ -45,18 +45,18 @@ def graph_tensors(instance: Instance) -> GraphTensors:
 
 
 class GraphBank:
-    """Graphs by number, in the order of the environment's problems."""
+    """Graphs by number, in the order of the environment's problems; tensors are made when they are asked for."""
 
     def __init__(self, instances: Iterable[Instance]) -> None:
-        self._graphs = [graph_tensors(instance) for instance in instances]
+        self._instances = list(instances)
         self._on_device: dict[tuple[int, torch.device], GraphTensors] = {}
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self._instances)
 
     def get(self, index: int, device: torch.device) -> GraphTensors:
         """Graph `index` on `device`."""
         key = (index, device)
         if key not in self._on_device:
-            self._on_device[key] = self._graphs[index].to(device)
+            self._on_device[key] = graph_tensors(self._instances[index]).to(device)
         return self._on_device[key]

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.network import PlacerNetwork
-from rlplace.envs.features import NUM_FEATURES
 from rlplace.envs.instance import Instance
 from rlplace.envs.placement import PlacementEnv
 
@@ -18,10 +17,12 @@ def construct(instance: Instance, network: PlacerNetwork, rng: np.random.Generat
     env = PlacementEnv([instance])
     observation, _ = env.reset()
     with torch.no_grad():
-        embedding = network.encode(graph_tensors(instance))
+        embeddings = [network.encode(graph_tensors(instance))] if network.config.layers else []
         while True:
-            table = observation["candidates"].reshape(-1, NUM_FEATURES)
-            logits = network.score_one(embedding, table, observation["candidate_group"], observation["context"])
+            groups = torch.from_numpy(observation["candidate_group"]).long().unsqueeze(0)
+            table = torch.from_numpy(observation["candidates"]).reshape(*groups.shape, len(network.features))
+            context = torch.from_numpy(observation["context"]).unsqueeze(0)
+            logits = network(embeddings, groups.new_zeros(1), table, groups, context)[0].squeeze(0).numpy()
             values = np.where(env.action_masks(), logits, -np.inf)
             action = int(np.argmax(values if greedy else values + rng.gumbel(size=len(values))))
             observation, _, done, _, info = env.step(action)

@@ -1,22 +1,24 @@
-"""The placer network as a policy of stock `MaskablePPO`.
+"""The placer network as a policy of stock `MaskablePPO`, and of algorithms that know no masks.
 
 Only `_build` is overridden: SB3's feature extractor becomes the whole network, whose output is split into logits and value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from gymnasium import spaces
 from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
+from stable_baselines3.common.policies import MultiInputActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
 from rlplace.agents.bank import GraphBank
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.envs.features import NUM_FEATURES
+from rlplace.errors import InputError
 
 
 class NetworkExtractor(BaseFeaturesExtractor):
@@ -26,11 +28,20 @@ class NetworkExtractor(BaseFeaturesExtractor):
     weights change.
     """
 
-    def __init__(self, observation_space: spaces.Dict, config: NetworkConfig, bank: GraphBank) -> None:
-        candidates = observation_space["candidate_group"].shape
-        assert candidates is not None
+    def __init__(
+        self, observation_space: spaces.Dict, config: NetworkConfig, bank: GraphBank | None, features: Sequence[str]
+    ) -> None:
+        candidates, table = observation_space["candidate_group"].shape, observation_space["candidates"].shape
+        assert candidates is not None and table is not None
+        if table[0] != candidates[0] * len(features):
+            raise InputError(
+                f"policy_kwargs['features'] has {len(features)} names, the environment describes a candidate by "
+                f"{table[0] / candidates[0]:g} numbers; pass FEATURES of its class"
+            )
+        if config.layers and bank is None:
+            raise InputError("a network with message passing needs policy_kwargs['bank']: GraphBank(env.instances)")
         super().__init__(observation_space, candidates[0] + 1)
-        self.network = PlacerNetwork(config)
+        self.network = PlacerNetwork(config, features=features)
         self.bank = bank
         self._kept: dict[int, Tensor] = {}
 
@@ -42,15 +53,18 @@ class NetworkExtractor(BaseFeaturesExtractor):
 
     def forward(self, observations: dict[str, Tensor]) -> Tensor:
         """Returns float32 [B, K + 1]."""
-        graphs = observations["graph"].long().squeeze(1)
-        distinct, which = torch.unique(graphs, return_inverse=True)
-        embeddings = [self._embed(int(index), graphs.device) for index in distinct]
         groups = observations["candidate_group"].long()
-        candidates = observations["candidates"].reshape(*groups.shape, NUM_FEATURES)
+        candidates = observations["candidates"].reshape(*groups.shape, len(self.network.features))
+        embeddings: list[Tensor] = []
+        which = groups.new_zeros(len(groups))
+        if self.network.config.layers:
+            distinct, which = torch.unique(observations["graph"].long().squeeze(1), return_inverse=True)
+            embeddings = [self._embed(int(index), groups.device) for index in distinct]
         logits, value = self.network(embeddings, which, candidates, groups, observations["context"])
         return torch.cat([logits, value], dim=1)
 
     def _embed(self, index: int, device: torch.device) -> Tensor:
+        assert self.bank is not None
         if torch.is_grad_enabled():
             return self.network.encode(self.bank.get(index, device))
         if index not in self._kept:
@@ -75,12 +89,8 @@ class _Split(nn.Module):
         return features[:, -1:]
 
 
-class PlacerPolicy(MaskableMultiInputActorCriticPolicy):
-    """Policy for `MaskablePPO` on either environment.
-
-    Pass ``policy_kwargs={"config": NetworkConfig(), "bank": GraphBank(instances)}`` with the instances of the environment, in
-    its order.
-    """
+class _NetworkPolicy:
+    """What both policies share; it stands before SB3's class in their bases."""
 
     def __init__(
         self,
@@ -88,29 +98,43 @@ class PlacerPolicy(MaskableMultiInputActorCriticPolicy):
         action_space: spaces.Space,
         lr_schedule: Schedule,
         *,
-        config: NetworkConfig,
-        bank: GraphBank,
+        features: Sequence[str],
+        config: NetworkConfig | None = None,
+        bank: GraphBank | None = None,
         **options: Any,
     ) -> None:
+        extractor = {"config": NetworkConfig() if config is None else config, "bank": bank, "features": tuple(features)}
         super().__init__(
             observation_space,
             action_space,
             lr_schedule,
             features_extractor_class=NetworkExtractor,
-            features_extractor_kwargs={"config": config, "bank": bank},
+            features_extractor_kwargs=extractor,
             ortho_init=False,
             **options,
-        )
+        )  # type: ignore[call-arg]
 
-    def _build(self, lr_schedule: Schedule) -> None:
-        self.mlp_extractor = _Split(self.features_dim - 1)  # type: ignore[assignment]
+    def _build(self: Any, lr_schedule: Schedule) -> None:
+        self.mlp_extractor = _Split(self.features_dim - 1)
         self.action_net = nn.Identity()
         self.value_net = nn.Identity()
         self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
     @property
-    def network(self) -> PlacerNetwork:
+    def network(self: Any) -> PlacerNetwork:
         """The network inside, which checkpoints save."""
         extractor = self.features_extractor
         assert isinstance(extractor, NetworkExtractor)
         return extractor.network
+
+
+class PlacerPolicy(_NetworkPolicy, MaskableMultiInputActorCriticPolicy):
+    """Policy for `MaskablePPO` on either environment.
+
+    Pass ``policy_kwargs={"config": NetworkConfig(), "bank": GraphBank(instances), "features": RefinementEnv.FEATURES}`` with the
+    instances of the environment, in its order. Only `features` is required; `bank` is needed by networks with message passing.
+    """
+
+
+class UnmaskedPlacerPolicy(_NetworkPolicy, MultiInputActorCriticPolicy):
+    """The same for on-policy algorithms without masks (`PPO`, `A2C`, `TRPO`): they must learn what is illegal."""

@@ -11,9 +11,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rlplace.envs.backends import Backend, SimulatedBackend
-from rlplace.envs.features import CLIP
+from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance, make_instance
-from rlplace.envs.observation import NUM_CONTEXT, full_graph, observation_space
+from rlplace.envs.observation import NUM_CONTEXT, full_graph, memory_pressure, observation_space
 from rlplace.envs.viewer import render_ansi, render_rgb
 from rlplace.errors import InputError, show
 from rlplace.problem import Problem
@@ -58,8 +58,9 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         self._index = 0
         self._done = True
 
-    def _make_spaces(self, candidates: int) -> None:
-        self.observation_space = observation_space(self.max_groups, candidates, self._full is not None)  # type: ignore[assignment]
+    def _make_spaces(self, candidates: int, features: int) -> None:
+        full = self._full is not None
+        self.observation_space = observation_space(self.max_groups, candidates, features, full)  # type: ignore[assignment]
         self.action_space = spaces.Discrete(candidates)  # type: ignore[assignment]
 
     @property
@@ -147,12 +148,6 @@ def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.
     values = np.zeros(NUM_CONTEXT, dtype=np.float32)
     values[: len(static) + len(changing)] = np.clip([*static, *changing], -CLIP, CLIP)
     return values
-
-
-def memory_pressure(instance: Instance) -> float:
-    """Provable bytes of all groups over the memory of all devices; 0 when some device has no limit."""
-    capacity = float(instance.limit_bytes.sum())
-    return float(instance.pinned_bytes.sum()) / capacity if np.isfinite(capacity) and capacity > 0 else 0.0
 
 
 def default_problems() -> list[Problem]:

@@ -3,62 +3,38 @@
 The static graph stays in a bank beside the policy (`rlplace.agents.bank`); an observation names it by number. With
 ``observation="full"`` the graph's arrays are part of every observation, for policies that know no bank.
 
-K candidates, F = `NUM_FEATURES` features, G = `max_groups`, A = `max_edges`.
+K candidates, F features of each (every environment has its own), G = `max_groups`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rlplace.envs.features import (
-    CLIP,
-    NUM_FEATURES,
-    TIME_BINS,
-    candidate_features,
-    idle_profile,
-    no_window,
-    realised_slack,
-)
+from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance
-from rlplace.envs.moves import Moves
-from rlplace.planners.common.oparrays import op_arrays
-from rlplace.simulator.timeline import Timeline
 
 NUM_CONTEXT = 8
 NUM_NODE_FEATURES = 10
 MAX_PROBLEMS = 1 << 20
 
 
-@dataclass(frozen=True, eq=False)
-class State:
-    """What features are computed from.
+def observation_space(max_groups: int, candidates: int, features: int, full: bool) -> spaces.Dict:
+    """The flat Dict of Box that both environments observe; tables are flattened row by row, as SB3 recommends.
 
-    Attributes:
-        device_of_group: int32 [G], -1 where not placed.
-        load_s: float64 [D]. pinned_bytes: float64 [D]. peak_bytes: float64 [D], 0 where unknown.
-        tightness: float64 [G]. window: int32 [G, 2]. idle: float64 [D, TIME_BINS].
+    Args:
+        max_groups: G.
+        candidates: K.
+        features: F.
+        full: Whether the graph is part of every observation.
     """
-
-    device_of_group: NDArray[np.int32]
-    load_s: NDArray[np.float64]
-    pinned_bytes: NDArray[np.float64]
-    peak_bytes: NDArray[np.float64]
-    tightness: NDArray[np.float64]
-    window: NDArray[np.int32]
-    idle: NDArray[np.float64]
-
-
-def observation_space(max_groups: int, candidates: int, full: bool) -> spaces.Dict:
-    """The flat Dict of Box that both environments observe; tables are flattened row by row, as SB3 recommends."""
     boxes: dict[str, spaces.Space[Any]] = {
         "graph": spaces.Box(0, MAX_PROBLEMS, (1,), np.int32),
         "device_of_group": spaces.Box(-1, 4096, (max_groups,), np.int32),
-        "candidates": spaces.Box(-CLIP, CLIP, (candidates * NUM_FEATURES,), np.float32),
+        "candidates": spaces.Box(-CLIP, CLIP, (candidates * features,), np.float32),
         "candidate_group": spaces.Box(-1, max_groups, (candidates,), np.int32),
         "context": spaces.Box(-CLIP, CLIP, (NUM_CONTEXT,), np.float32),
     }
@@ -68,28 +44,6 @@ def observation_space(max_groups: int, candidates: int, full: bool) -> spaces.Di
         boxes["edges"] = spaces.Box(-1, max_groups, (2 * edges,), np.int32)
         boxes["edge_features"] = spaces.Box(-CLIP, CLIP, (2 * edges,), np.float32)
     return spaces.Dict(boxes)
-
-
-def placed_state(instance: Instance, timeline: Timeline, device_of_group: NDArray[np.int32]) -> State:
-    """The state of a complete plan; slack and idleness are those of its last micro-batch."""
-    problem, timeline = instance.problem, timeline.last_microbatch()
-    load, pinned = load_and_pinned(instance, device_of_group)
-    if timeline.step_time_s is None:
-        return State(
-            device_of_group, load, pinned, timeline.peak_memory_bytes.astype(np.float64), np.ones(problem.num_groups),
-            no_window(problem.num_groups), np.zeros((problem.num_devices, TIME_BINS)),
-        )  # fmt: skip
-    slack = _slack(instance, timeline)
-    tightness = np.zeros(problem.num_groups)
-    np.maximum.at(tightness, problem.op_group, 1.0 / (1.0 + 20.0 * np.maximum(slack, 0.0) / max(timeline.step_time_s, 1e-30)))
-    idle, window = np.ones((problem.num_devices, TIME_BINS)), np.zeros((problem.num_groups, 2), dtype=np.int32)
-    window[:, 0] = TIME_BINS - 1
-    idle_profile(
-        timeline.start_s, timeline.end_s, timeline.device_of_op, op_arrays(problem).op_group, timeline.step_time_s, idle, window
-    )  # fmt: skip
-    np.maximum(idle, 0.0, out=idle)
-    peaks = timeline.peak_memory_bytes.astype(np.float64)
-    return State(device_of_group, load, pinned, peaks, tightness, window, idle)
 
 
 def load_and_pinned(instance: Instance, device_of_group: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -102,21 +56,10 @@ def load_and_pinned(instance: Instance, device_of_group: NDArray[np.int32]) -> t
     return load, pinned
 
 
-def features(
-    instance: Instance, state: State, moves: Moves, finish_delay_s: NDArray[np.float64] | None = None
-) -> NDArray[np.float32]:
-    """float32 [K, F], the features of K candidates."""
-    count = len(moves.device)
-    out = np.zeros((count, NUM_FEATURES), dtype=np.float32)
-    graph, limit = instance.graph, np.maximum(instance.limit_bytes, 1.0)
-    candidate_features(
-        moves.ptr, moves.groups, moves.device, moves.saving_s, np.zeros(count) if finish_delay_s is None else finish_delay_s,
-        state.device_of_group, state.load_s, state.pinned_bytes, state.peak_bytes, state.tightness, state.window, state.idle,
-        limit, graph.time_s, graph.mean_time_s, instance.pinned_bytes, graph.neighbor_ptr, graph.neighbor,
-        instance.neighbor_bytes, instance.seconds_per_byte, instance.latency_s, instance.criticality, instance.depth,
-        instance.ideal_s, np.zeros(instance.problem.num_groups, dtype=np.bool_), out,
-    )  # fmt: skip
-    return out
+def memory_pressure(instance: Instance) -> float:
+    """Provable bytes of all groups over the memory of all devices; 0 when some device has no limit."""
+    capacity = float(instance.limit_bytes.sum())
+    return float(instance.pinned_bytes.sum()) / capacity if np.isfinite(capacity) and capacity > 0 else 0.0
 
 
 def node_features(instance: Instance) -> NDArray[np.float32]:
@@ -170,20 +113,3 @@ def _mean_seconds_per_byte(instance: Instance) -> float:
     rates = instance.seconds_per_byte[off]
     rates = rates[np.isfinite(rates)]
     return float(rates.mean()) if len(rates) else 0.0
-
-
-def _slack(instance: Instance, timeline: Timeline) -> NDArray[np.float64]:
-    problem = instance.problem
-    arrays = op_arrays(problem)
-    lag = np.zeros((problem.num_tensors, problem.num_devices))
-    sent = problem.tensor_producer[timeline.transfer_tensor]
-    ready = np.where(sent >= 0, timeline.end_s[np.maximum(sent, 0)], 0.0)
-    lag[timeline.transfer_tensor, timeline.transfer_destination] = timeline.transfer_end_s - ready
-    order_by_end = np.lexsort((timeline.start_s, timeline.end_s))
-    step = timeline.step_time_s if timeline.step_time_s is not None else 0.0
-    late_end = np.full(problem.num_ops, step)
-    realised_slack(
-        order_by_end, timeline.start_s, timeline.end_s, timeline.device_of_op, arrays.output_ptr, arrays.outputs,
-        arrays.consumer_ptr, arrays.consumers, lag, late_end, np.full(problem.num_devices, step),
-    )  # fmt: skip
-    return late_end - timeline.end_s

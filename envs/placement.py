@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +10,8 @@ from numpy.typing import NDArray
 
 from rlplace.envs.backends import Backend, SimulatedBackend
 from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
-from rlplace.envs.features import NUM_FEATURES, TIME_BINS, no_window
+from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION, Construction
 from rlplace.envs.instance import Instance
-from rlplace.envs.moves import make_moves
-from rlplace.envs.observation import State, features, load_and_pinned
 from rlplace.envs.reward import FinalReward, infeasible_reward, log_ratio
 from rlplace.planners.common.repair import repair
 from rlplace.problem import Problem
@@ -36,7 +33,7 @@ class PlacementEnv(PlacerEnv):
     |---|---|---|
     | graph | int32 (1,) | number of the problem in the bank |
     | device_of_group | int32 (max_groups,) | device of each group, -1 not placed or padding |
-    | candidates | float32 (max_devices * F,) | the current group on each device, row by row, see `FEATURES` |
+    | candidates | float32 (max_devices * F,) | the current group on each device, see `CONSTRUCTION_FEATURES` |
     | candidate_group | int32 (max_devices,) | the current group, -1 for devices that do not exist |
     | context | float32 (8,) | devices, groups, memory pressure, progress, largest load |
 
@@ -64,6 +61,8 @@ class PlacementEnv(PlacerEnv):
     v0: first version.
     """
 
+    FEATURES = CONSTRUCTION_FEATURES
+
     def __init__(
         self,
         problems: Sequence[Problem | Instance] | None = None,
@@ -77,50 +76,42 @@ class PlacementEnv(PlacerEnv):
     ) -> None:
         super().__init__(problems, backend, max_devices, max_groups, observation, render_mode)
         self._reward = reward
-        self._make_spaces(self.max_devices)
+        self._make_spaces(self.max_devices, NUM_CONSTRUCTION)
         self._repairer = SimulatedBackend()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode; ``options={"problem": i}`` chooses the problem."""
         super().reset(seed=seed)
         self._draw_instance(options)
-        problem = self.instance.problem
-        self._plan = np.full(problem.num_groups, -1, dtype=np.int32)
-        self._step_number = 0
-        self._free_s = np.zeros(problem.num_devices)  # when each device has finished the forward work placed so far
-        self._finish_s = np.zeros(problem.num_groups)
-        self._footprint = np.zeros(problem.num_devices)
-        self._load, self._pinned = load_and_pinned(self.instance, self._plan)
+        self._construction = Construction(self.instance)
+        self._plan = self._construction.plan
         return self._observe(), {"problem": self._index}
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Places the current group on device `action`."""
         if self._done:
             raise RuntimeError("the episode is over; call reset()")
-        device = self._check_action(action)
+        device, state = self._check_action(action), self._construction
         if not self.action_masks()[device]:
             self._done = True
-            overflow = self._overflow_of(device)
+            overflow = state.overflow(device)
             info = {"problem": self._index, "feasible": False, "illegal": True, "relative_overflow": overflow}
             return self._observe(), infeasible_reward(overflow), True, False, info
-        self._place(device)
-        if self._step_number == len(self._plan):
+        state.place(device)
+        if state.done:
             return self._finish(repaired=False)
-        if not self._legal().any():
+        if not state.legal().any():
             fallback = greedy_fit(self.instance)
             self._plan = np.where(self._plan >= 0, self._plan, fallback).astype(np.int32)
-            self._step_number = len(self._plan)
             return self._finish(repaired=True)
         return self._observe(), 0.0, False, False, {"problem": self._index}
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Bool [max_devices]; when nothing is legal at the start, the allowed devices (the episode then ends infeasible)."""
         mask = np.zeros(self.max_devices, dtype=bool)
-        legal = self._legal()
+        legal = self._construction.legal()
         if not legal.any():
             legal = self.instance.allowed[self.current_group]
-        if not legal.any():
-            legal = np.ones_like(legal)
         mask[: len(legal)] = legal
         return mask
 
@@ -131,57 +122,7 @@ class PlacementEnv(PlacerEnv):
     @property
     def current_group(self) -> int:
         """The group that the next action places."""
-        return int(self.instance.order[min(self._step_number, len(self._plan) - 1)])
-
-    def _legal(self) -> NDArray[np.bool_]:
-        group, instance = self.current_group, self.instance
-        if self._step_number >= len(self._plan):
-            return np.ones(instance.problem.num_devices, dtype=bool)
-        resident = instance.problem.resident_bytes
-        largest = np.maximum(self._footprint, instance.footprint_bytes[group])
-        pinned = self._pinned + instance.pinned_bytes[group]
-        bare = self._resident + resident[group] + largest
-        return instance.allowed[group] & (np.maximum(pinned, bare) <= instance.limit_bytes)
-
-    @property
-    def _resident(self) -> NDArray[np.float64]:
-        placed = self._plan >= 0
-        total: NDArray[Any] = np.bincount(
-            self._plan[placed],
-            weights=self.instance.problem.resident_bytes[placed],
-            minlength=self.instance.problem.num_devices,
-        )
-        return total
-
-    def _overflow_of(self, device: int) -> float:
-        if device >= self.instance.problem.num_devices:
-            return 1.0
-        limit = float(self.instance.limit_bytes[device])
-        need = float(self._pinned[device] + self.instance.pinned_bytes[self.current_group])
-        return max(0.0, need - limit) / limit if math.isfinite(limit) and limit > 0 else 0.0
-
-    def _earliest_finish(self) -> NDArray[np.float64]:
-        """float64 [D], list-scheduling finish time of the current group's work on every device."""
-        instance, group = self.instance, self.current_group
-        ready = np.zeros(instance.problem.num_devices)
-        for entry in range(instance.graph.neighbor_ptr[group], instance.graph.neighbor_ptr[group + 1]):
-            other = instance.graph.neighbor[entry]
-            where = self._plan[other]
-            if where >= 0:
-                arrival = self._finish_s[other] + instance.latency_s[where]
-                arrival = arrival + instance.neighbor_bytes[entry] * 0.5 * instance.seconds_per_byte[where]
-                np.maximum(ready, arrival, out=ready)
-        return np.maximum(ready, self._free_s) + instance.graph.time_s[group]
-
-    def _place(self, device: int) -> None:
-        group = self.current_group
-        finish = self._earliest_finish()[device]
-        self._free_s[device] = self._finish_s[group] = finish
-        self._plan[group] = device
-        self._load[device] += self.instance.graph.time_s[group, device]
-        self._pinned[device] += self.instance.pinned_bytes[group]
-        self._footprint[device] = max(self._footprint[device], self.instance.footprint_bytes[group])
-        self._step_number += 1
+        return self._construction.group
 
     def _finish(self, *, repaired: bool) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         self._done = True
@@ -207,20 +148,11 @@ class PlacementEnv(PlacerEnv):
         return self._observe(), self._reward(result.step_time_s, reference), True, False, info
 
     def _observe(self) -> Observation:
-        instance = self.instance
-        problem, devices = instance.problem, instance.problem.num_devices
-        table = np.zeros((self.max_devices, NUM_FEATURES), dtype=np.float32)
+        state, devices = self._construction, self.instance.problem.num_devices
+        table = np.zeros((self.max_devices, NUM_CONSTRUCTION), dtype=np.float32)
         groups = np.full(self.max_devices, -1, dtype=np.int32)
-        if self._step_number < problem.num_groups:
-            moves = make_moves([(0.0, [self.current_group], device) for device in range(devices)], devices)
-            finish = self._earliest_finish()
-            state = State(
-                self._plan, self._load, self._pinned, np.zeros(devices), np.zeros(problem.num_groups),
-                no_window(problem.num_groups), np.zeros((devices, TIME_BINS)),
-            )  # fmt: skip
-            known = np.minimum(finish, 1e9)  # inf where the group cannot run
-            delay = np.minimum(known - known.min(), 1e6 * instance.ideal_s)
-            table[:devices] = features(instance, state, moves, delay)
-            groups[:devices] = self.current_group
-        progress = self._step_number / problem.num_groups
-        return self._assemble(self._plan, table, groups, [progress, self._load.max() / instance.ideal_s])
+        if not self._done:
+            table[:devices] = state.table()
+            groups[:devices] = state.group
+        progress = state.placed / len(state.plan)
+        return self._assemble(self._plan, table, groups, [progress, state.largest_load])

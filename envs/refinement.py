@@ -8,36 +8,41 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.backends import Backend, Evaluation
+from rlplace.envs.backends import Backend, Evaluation, SimulatedBackend
 from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
+from rlplace.envs.blind import blind_view
+from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
+from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance
-from rlplace.envs.moves import Moves, draw_runs, propose
-from rlplace.envs.observation import features, placed_state
 from rlplace.envs.reward import infeasible_reward, score
 from rlplace.errors import InputError
 from rlplace.problem import Problem
 
 STARTS = ("best", "mixed", "greedy")
 
+_PINNED = FEATURES.index("pinned_target")
+_GUIDES = 32  # instances whose buffers are kept; with more, those that were not used for longest are made again
+
 
 class RefinementEnv(PlacerEnv):
     """Starts from a complete plan and moves groups; what counts is the best plan seen.
 
     ## Description
-    Each step offers K - 1 moves and describes them by features: up to half from the planners' bottleneck analysis of the
-    current timeline, the others drawn at random. A move puts one group, or a run of neighbouring groups, on another device.
+    Each step draws K - 1 moves where the timeline of the current plan says that time is lost (`rlplace.envs.guide.draw`) and
+    describes them by what a list scheduler would look at (`rlplace.envs.guide.features`). A move puts one group, a run of
+    consecutive groups or a connected cluster on another device, swaps two groups, or empties or exchanges whole devices.
     The agent picks one or stops.
 
     ## Action space
-    ``Discrete(K)``: 0 stops, k applies move k. `action_masks` marks moves that exist and whose provable memory fits; 0 is
-    always legal.
+    ``Discrete(K)``: 0 stops, k makes move k. `action_masks` marks moves that exist and after which the provable memory of
+    the devices concerned fits (or, where the current plan does not fit either, is no worse than now); 0 is always legal.
 
     ## Observation space
     | key | dtype, shape | meaning |
     |---|---|---|
     | graph | int32 (1,) | number of the problem in the bank |
     | device_of_group | int32 (max_groups,) | the current plan, -1 padding |
-    | candidates | float32 (K * F,) | features of each move, row by row, zeros for stop, see `FEATURES` |
+    | candidates | float32 (K * F,) | features of each move, row by row, zeros for stop and for moves that do not exist |
     | candidate_group | int32 (K,) | first group of each move, -1 for stop and for moves that do not exist |
     | context | float32 (8,) | devices, groups, memory pressure, steps left, score, best score, largest load |
 
@@ -65,6 +70,8 @@ class RefinementEnv(PlacerEnv):
     v0: first version.
     """
 
+    FEATURES = FEATURES
+
     def __init__(
         self,
         problems: Sequence[Problem | Instance] | None = None,
@@ -84,41 +91,50 @@ class RefinementEnv(PlacerEnv):
         if moves < 2 or max_moves < 1:
             raise InputError("moves must be at least 2 (one is stop) and max_moves at least 1")
         self._moves, self._max_moves, self._start = moves, max_moves, start
-        self._make_spaces(moves)
+        self._make_spaces(moves, NUM_FEATURES)
+        self._guides: dict[int, Guide] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode; options: ``problem`` (a number), ``plan`` (a device per group)."""
         super().reset(seed=seed)
         self._draw_instance(options)
+        self._guide = self._guide_of(self._index)
+        self._unit_s = self.instance.ideal_s * self.instance.execution.microbatches
+        self._guide.state[0] = self.np_random.integers(1 << 64, dtype=np.uint64)
         self._plan = self._starting_plan((options or {}).get("plan"))
         self._left = self._max_moves
-        self._result = self.backend.evaluate(self.instance, self._plan)
-        self._best_plan, self._best_result = self._plan.copy(), self._result
-        self._score = self._best_score = self._score_of(self._result)
-        self._propose()
+        self._best_result = self._evaluate()
+        self._best_plan = self._plan.copy()
+        self._score = self._best_score = self._score_of(self._best_result)
+        self._offer()
         return self._observe(), {"problem": self._index}
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Applies move `action`, or stops at 0."""
+        """Makes move `action`, or stops at 0."""
         if self._done:
             raise RuntimeError("the episode is over; call reset()")
         choice = self._check_action(action)
         if choice == 0:
             return self._end(0.0)
         if not self._legal[choice]:
-            overflow = self._overflow_of(choice)
+            overflow = max(0.0, float(self._table[choice, _PINNED]) - 1.0)
             return self._end(infeasible_reward(overflow), illegal=True)
-        self._plan = self._offered.apply(self._plan, choice)
-        self._result = self.backend.evaluate(self.instance, self._plan)
-        self._score = self._score_of(self._result)
+        self._plan = self._after(choice)
+        result = self._evaluate()
+        self._score = self._score_of(result)
         gain = max(0.0, self._best_score - self._score)
         if gain > 0:
-            self._best_score, self._best_plan, self._best_result = self._score, self._plan.copy(), self._result
+            self._best_score, self._best_plan, self._best_result = self._score, self._plan.copy(), result
         self._left -= 1
         if self._left == 0:
             return self._end(gain)
-        self._propose()
+        self._offer()
         return self._observe(), gain, False, False, {"problem": self._index}
+
+    def move(self, action: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The groups that an offered move changes and the device each of them goes to, int32 [n] both."""
+        part = slice(self._guide.ptr[action - 1], self._guide.ptr[action])
+        return self._guide.groups[part], self._guide.targets[part]
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Bool [K]; stop is always legal."""
@@ -135,10 +151,31 @@ class RefinementEnv(PlacerEnv):
         """
         gains = np.full(self._moves, -np.inf)
         gains[0] = 0.0
-        for k in np.flatnonzero(self._legal[1:]) + 1:
-            plan = self._offered.apply(self._plan, int(k))
-            gains[k] = self._score - self._score_of(self.backend.evaluate(self.instance, plan))
+        which = np.flatnonzero(self._legal[1:])
+        if type(self.backend) is SimulatedBackend:
+            self.backend.calls += len(which)
+            results = [Evaluation(*pair) for pair in zip(*self._guide.price(self._plan, which), strict=True)]
+        else:
+            results = [self.backend.evaluate(self.instance, self._after(int(k) + 1)) for k in which]
+        for k, result in zip(which, results, strict=True):
+            gains[k + 1] = self._score - self._score_of(result)
         return gains
+
+    def _after(self, action: int) -> NDArray[np.int32]:
+        """int32 [G], the plan after an offered move."""
+        plan = self._plan.copy()
+        groups, devices = self.move(action)
+        plan[groups] = devices
+        return plan
+
+    def _guide_of(self, index: int) -> Guide:
+        guide = self._guides.pop(index, None)
+        if guide is None:
+            guide = Guide(self.instances[index], self._moves - 1, 0)
+        self._guides[index] = guide  # the youngest now
+        if len(self._guides) > _GUIDES:
+            del self._guides[next(iter(self._guides))]
+        return guide
 
     def _starting_plan(self, given: Any) -> NDArray[np.int32]:
         instance = self.instance
@@ -151,39 +188,59 @@ class RefinementEnv(PlacerEnv):
             return plan.copy()
         if self._start == "greedy" or instance.floor is None:
             return greedy_fit(instance)
-        plan = instance.floor.copy()
+        self._plan = instance.floor.copy()
         if self._start == "mixed" and self.np_random.random() < 0.5:
-            flat = np.ones(len(plan))
             for _ in range(int(self.np_random.integers(1, 9))):
-                for groups, device in draw_runs(instance, plan, flat, self.np_random, 1):
-                    plan[groups] = device
-        return plan
+                self._look()
+                self._offer()
+                legal = np.flatnonzero(self._legal)
+                choice = int(legal[self.np_random.integers(len(legal))])
+                if choice > 0:
+                    self._plan = self._after(choice)
+        return self._plan
 
     def _score_of(self, result: Evaluation) -> float:
         return score(result.step_time_s, result.relative_overflow, self.instance.reference_step_time_s)
 
-    def _propose(self) -> None:
-        instance = self.instance
-        timeline = self.backend.timeline(instance, self._plan)
-        self._state = placed_state(instance, timeline, self._plan)
-        moves = propose(instance, timeline, self._plan, self._state.tightness, self.np_random, self._moves - 1)
-        self._offered = Moves(  # with stop in front
-            np.concatenate([[0], moves.ptr]),
-            moves.groups,
-            np.concatenate([[0], moves.device]).astype(np.int32),
-            np.concatenate([[0.0], moves.saving_s]),
-        )
-        self._candidates = features(instance, self._state, self._offered)
-        self._legal = self._offered.exists
-        fits = self._candidates[:, 8] <= 1.0
-        self._legal &= fits
-        self._legal[0] = True
+    def _look(self) -> Evaluation:
+        """Simulates the plan and analyses its timeline; a plan that cannot complete has none."""
+        guide = self._guide
+        try:
+            return Evaluation(*guide.look(self._plan))
+        except ValueError:
+            result = Evaluation(*guide.simulator.evaluate(self._plan))
+            if result.step_time_s != np.inf:
+                raise
+            blind_view(guide, self._plan)
+            return result
 
-    def _overflow_of(self, choice: int) -> float:
-        return max(0.0, float(self._candidates[choice, 8]) - 1.0)
+    def _evaluate(self) -> Evaluation:
+        """The result that counts; a call of the backend."""
+        simulated = self._look()
+        if type(self.backend) is SimulatedBackend:  # which would simulate the plan again
+            self.backend.calls += 1
+            return simulated
+        return self.backend.evaluate(self.instance, self._plan)
+
+    def _offer(self) -> None:
+        """Draws moves of the plan that was looked at last."""
+        guide = self._guide
+        count = guide.draw(self._plan)
+        self._clear()
+        self._table[1 : count + 1] = guide.table[:count]
+        self._first[1 : count + 1] = guide.groups[guide.ptr[:count]]
+        filling = np.where(np.isfinite(guide.facts.limit), guide.view.pinned / guide.facts.limit, 0.0)
+        self._legal[1 : count + 1] = guide.table[:count, _PINNED] <= np.float32(max(1.0, filling.max()))
+
+    def _clear(self) -> None:
+        self._table = np.zeros((self._moves, NUM_FEATURES), dtype=np.float32)
+        self._first = np.full(self._moves, -1, dtype=np.int32)
+        self._legal = np.zeros(self._moves, dtype=bool)
+        self._legal[0] = True
 
     def _end(self, reward: float, *, illegal: bool = False) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         self._done = True
+        self._clear()
         best = self._best_result
         info: dict[str, Any] = {
             "problem": self._index,
@@ -202,6 +259,6 @@ class RefinementEnv(PlacerEnv):
             self._left / self._max_moves,
             self._score,
             self._best_score,
-            float(self._state.load_s.max()) / self.instance.ideal_s,
+            float(self._guide.view.load.max()) / self._unit_s,
         ]
-        return self._assemble(self._plan, self._candidates, self._offered.first_group, context)
+        return self._assemble(self._plan, self._table, self._first, context)

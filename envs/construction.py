@@ -1,0 +1,190 @@
+"""A plan that is being built group by group, and the list-scheduling features of the devices for the next group, compiled.
+
+Times are divided by the instance's `ideal_s`, bytes by the memory limit of the device, and everything is clipped to
+[-`CLIP`, `CLIP`]. Axes: D devices, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from rlplace.envs.guide.features import CLIP
+from rlplace.envs.instance import Instance
+from rlplace.envs.observation import memory_pressure
+
+CONSTRUCTION_FEATURES = (
+    "finish_delay",  # earliest finish of the group on the device minus that on the best allowed device
+    "load_after",  # work on the device with the group
+    "imbalance_change",  # growth of the largest load of all devices
+    "work",  # mean time of the group
+    "slowdown",  # log of its time on the device over its mean time
+    "communication_after",  # transfer seconds between the group and what is placed on other devices
+    "affinity",  # share of all bytes that it exchanges that would stay on the device
+    "memory_after",  # provable bytes on the device with the group; 0 without limit
+    "criticality",  # static: longest path through the group over the longest path
+    "depth",  # where in the step the group starts
+    "plan_progress",  # share of the groups that are placed
+    "plan_load",  # largest load of a device
+    "plan_devices",  # over 8
+    "plan_groups",  # log2 over 8
+    "plan_pressure",  # provable bytes of all groups over all memory
+)
+NUM_CONSTRUCTION = len(CONSTRUCTION_FEATURES)
+
+
+class Construction:
+    """Groups placed so far, in the instance's order.
+
+    Attributes:
+        instance: The instance.
+        plan: int32 [G], -1 where not placed yet.
+        placed: Number of placed groups.
+        load_s: float64 [D], work on each device.
+        pinned_bytes: float64 [D], provable bytes on each device.
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        problem = instance.problem
+        devices, groups = problem.num_devices, problem.num_groups
+        self.instance = instance
+        self.plan = np.full(groups, -1, dtype=np.int32)
+        self.placed = 0
+        self.load_s, self.pinned_bytes = np.zeros(devices), np.zeros(devices)
+        self._resident_bytes = problem.resident_bytes.astype(np.float64)
+        self._resident, self._footprint = np.zeros(devices), np.zeros(devices)
+        self._free_s = np.zeros(devices)  # when each device has finished the forward work placed so far
+        self._finish_s = np.zeros(groups)
+        self._limit = np.maximum(instance.limit_bytes, 1.0)
+        self._table = np.zeros((devices, NUM_CONSTRUCTION), dtype=np.float32)
+        self._finish = np.zeros(devices)  # of the current group
+        log_groups, pressure = float(np.log2(groups)) / 8.0, memory_pressure(instance)
+        self._static = np.array([devices / 8.0, log_groups, pressure])
+        self._describe()
+
+    @property
+    def done(self) -> bool:
+        """Whether all groups are placed."""
+        return self.placed == len(self.plan)
+
+    @property
+    def group(self) -> int:
+        """The group that is placed next; the last one when all are placed."""
+        return int(self.instance.order[min(self.placed, len(self.plan) - 1)])
+
+    @property
+    def largest_load(self) -> float:
+        """Largest load of a device over the ideal step time."""
+        return float(self.load_s.max()) / self.instance.ideal_s
+
+    def table(self) -> NDArray[np.float32]:
+        """float32 [D, F], the features of every device for the current group; a buffer."""
+        return self._table
+
+    def need_bytes(self) -> NDArray[np.float64]:
+        """float64 [D], provable bytes on every device with the current group; see `rlplace.envs.memory`."""
+        group, instance = self.group, self.instance
+        largest = np.maximum(self._footprint, instance.footprint_bytes[group])
+        bare = self._resident + self._resident_bytes[group] + largest
+        return np.maximum(self.pinned_bytes + instance.pinned_bytes[group], bare)
+
+    def legal(self) -> NDArray[np.bool_]:
+        """Bool [D], devices where the current group may sit and where its provable bytes fit."""
+        if self.done:
+            return np.ones(len(self.load_s), dtype=bool)
+        return self.instance.allowed[self.group] & (self.need_bytes() <= self.instance.limit_bytes)
+
+    def overflow(self, device: int) -> float:
+        """Provable bytes over the limit of a device with the current group, relative to the limit; 1 for no device."""
+        if device >= len(self.load_s):
+            return 1.0
+        limit = float(self.instance.limit_bytes[device])
+        need = float(self.need_bytes()[device])
+        return max(0.0, need - limit) / limit if math.isfinite(limit) and limit > 0 else 0.0
+
+    def place(self, device: int) -> None:
+        """Puts the current group on a device."""
+        group, instance = self.group, self.instance
+        self._free_s[device] = self._finish_s[group] = self._finish[device]
+        self.plan[group] = device
+        self.load_s[device] += instance.graph.time_s[group, device]
+        self.pinned_bytes[device] += instance.pinned_bytes[group]
+        self._resident[device] += self._resident_bytes[group]
+        self._footprint[device] = max(self._footprint[device], instance.footprint_bytes[group])
+        self.placed += 1
+        if not self.done:
+            self._describe()
+
+    def _describe(self) -> None:
+        instance, graph = self.instance, self.instance.graph
+        device_features(
+            self.group, self.plan, self.load_s, self._free_s, self._finish_s, self.need_bytes(), self._limit,
+            instance.allowed, graph.time_s, graph.mean_time_s, graph.neighbor_ptr, graph.neighbor, instance.neighbor_bytes,
+            instance.seconds_per_byte, instance.latency_s, instance.criticality, instance.depth, instance.ideal_s,
+            self.placed / len(self.plan), self._static, self._finish, self._table,
+        )  # fmt: skip
+
+
+@njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)  # type: ignore[misc]
+def device_features(  # type: ignore[no-untyped-def]
+    group, plan, load_s, free_s, finish_s, need_bytes, limit_bytes, allowed, time_s, mean_time_s, neighbor_ptr, neighbor,
+    neighbor_bytes, seconds_per_byte, latency_s, criticality, depth, ideal_s, progress, static, finish, out,
+):  # fmt: skip
+    """Fills `out` float32 [D, F] and `finish` float64 [D], the earliest finish of a group on every device.
+
+    Args:
+        group: The group.
+        plan: int32 [G], -1 where not placed.
+        load_s: float64 [D]. free_s: float64 [D], when each device is free. finish_s: float64 [G], of placed groups.
+        need_bytes, limit_bytes: float64 [D].
+        progress: Share of the groups that are placed. static: float64 [3], devices, groups, pressure.
+        (the others: see `rlplace.envs.instance.Instance`)
+    """
+    devices = len(load_s)
+    best, largest = np.inf, 0.0
+    for d in range(devices):
+        largest = max(largest, load_s[d])
+        ready = free_s[d]
+        for entry in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
+            other = neighbor[entry]
+            where = plan[other]
+            if where >= 0:
+                # An edge carries activations and their gradients: half of its bytes hold up the forward.
+                sent = latency_s[where, d] + 0.5 * neighbor_bytes[entry] * seconds_per_byte[where, d]
+                ready = max(ready, finish_s[other] + sent)
+        finish[d] = ready + time_s[group, d]
+        if allowed[group, d]:
+            best = min(best, finish[d])
+    if best == np.inf:
+        best = 0.0
+    for d in range(devices):
+        near, total, sent = 0.0, 0.0, 0.0
+        for entry in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
+            size, where = neighbor_bytes[entry], plan[neighbor[entry]]
+            total += size
+            if where == d:
+                near += size
+            elif where >= 0:
+                sent += latency_s[where, d] + size * seconds_per_byte[where, d]
+        after = load_s[d] + time_s[group, d]
+        row = out[d]
+        row[0] = (finish[d] - best) / ideal_s
+        row[1] = after / ideal_s
+        row[2] = max(after - largest, 0.0) / ideal_s
+        row[3] = mean_time_s[group] / ideal_s
+        row[4] = np.log(max(time_s[group, d], 1e-12) / max(mean_time_s[group], 1e-12))
+        row[5] = sent / ideal_s
+        row[6] = near / total if total > 0 else 0.0
+        row[7] = need_bytes[d] / limit_bytes[d] if limit_bytes[d] < np.inf else 0.0
+        row[8] = criticality[group]
+        row[9] = depth[group]
+        row[10] = progress
+        row[11] = largest / ideal_s
+        row[12] = static[0]
+        row[13] = static[1]
+        row[14] = static[2]
+        for f in range(len(row)):
+            row[f] = min(max(row[f], -CLIP), CLIP)

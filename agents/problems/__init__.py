@@ -13,7 +13,7 @@ from rlplace.agents.problems.earlier import (
 )
 from rlplace.agents.problems.files import load_cases, save_cases
 from rlplace.agents.problems.sources import CaseSource, cases_of, default_set
-from rlplace.agents.problems.splits import test_cases, validation_cases
+from rlplace.agents.problems.splits import closing_cases, test_cases, validation_cases
 from rlplace.agents.problems.training import training_case, training_cases
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "TRAIN_MODELS",
     "capture_problems",
     "cases_of",
+    "closing_cases",
     "default_set",
     "held_out_problems",
     "load_cases",

@@ -39,7 +39,7 @@ def vary_hardware(problem: Problem, rng: Generator) -> Problem:
 
 
 def settle(problem: Problem) -> Problem:
-    """The problem with times and links rounded to nine digits, so that it does not depend on the last bit of a machine's exp."""
+    """The problem with times and links rounded to nine digits: the last bit of a machine's exp does not show."""
     return dataclasses.replace(
         problem,
         time_s=_rounded(problem.time_s),

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from rlplace.agents.cases import Case
 from rlplace.agents.problems.files import load_problem_cases
-from rlplace.agents.problems.splits import validation_cases
 from rlplace.agents.problems.training import ALL_FAMILIES, SYNTHETIC, ZOO_FAMILIES, training_case
 from rlplace.errors import InputError, MissingError
 from rlplace.planners.common.evaluate import PLAIN, Execution
 
 STREAMS = {"all": ALL_FAMILIES, "zoo": ZOO_FAMILIES, "synthetic": (SYNTHETIC,)}
 """Endless sets by name: zoo and transformers models and synthetic graphs; those without transformers; synthetic ones alone."""
-SPLITS = {"validation": validation_cases}
 
 
 @dataclass(frozen=True)
@@ -45,51 +44,43 @@ def default_set() -> str:
 
 
 def cases_of(
-    names: Sequence[str],
+    names: Sequence[str | Path],
     *,
     seed: int = 0,
     cluster: str | None = None,
     executions: Sequence[Execution] = (PLAIN,),
-    progress: Callable[[str], None] | None = None,
 ) -> CaseSource:
     """The cases that a person names.
 
     Args:
-        names: One of `STREAMS` or `SPLITS` alone; or files ``*.problem.json`` and folders of them, any number. Empty: the
+        names: One of `STREAMS` alone; or files ``*.problem.json`` and folders of them, any number. Empty: the
             default stream.
         seed: Of a stream.
         cluster: Text of the one cluster that the captured models of a stream are priced for.
         executions: How the steps of problem files are executed; folders that `save_cases` wrote say it themselves.
-        progress: Called with lines that tell what happens.
 
     Raises:
         InputError: An unknown name, or a mixture of a stream and files.
         MissingError: The stream needs the transformers extra.
     """
-    names = list(names) or [default_set()]
+    names = [str(name) for name in names] or [default_set()]
     title = " ".join(names)
-    named = [name for name in names if name in STREAMS or name in SPLITS]
+    named = [name for name in names if name in STREAMS]
     if named and len(names) > 1:
         raise InputError(f"--problems {title}: {named[0]} stands alone; name a set, or files and folders")
-    if cluster is not None and not (named and named[0] in STREAMS):
-        raise InputError(f"--problems {title}: these problems have clusters of their own; leave --cluster out")
-    if named and names[0] in STREAMS:
-        families = STREAMS[names[0]]
-        if names[0] == "all" and find_spec("transformers") is None:
+    if named:
+        families = STREAMS[title]
+        if title == "all" and find_spec("transformers") is None:
             raise MissingError("the set 'all' needs the transformers extra: pip install 'rlplace[transformers]', or use 'zoo'")
         return CaseSource(title, lambda number: training_case(seed, number, families=families, cluster=cluster), None)
-    if named:
-        found = SPLITS[names[0]](progress=progress)
-    else:
-        found = [case for name in names for case in _read(name, executions)]
+    if cluster is not None:
+        raise InputError(f"--problems {title}: these problems have clusters of their own; leave --cluster out")
+    found = [case for name in names for case in _read(name, executions)]
     return CaseSource(title, found.__getitem__, len(found))
 
 
 def _read(name: str, executions: Sequence[Execution]) -> list[Case]:
-    try:
-        return load_problem_cases(name, executions)
-    except InputError as error:
-        if "no such file" in str(error):
-            known = ", ".join([*STREAMS, *SPLITS])
-            raise InputError(f"unknown problem set {name!r}; known: {known}, or files and folders of *.problem.json") from None
-        raise
+    if not Path(name).exists():
+        known = ", ".join(STREAMS)
+        raise InputError(f"unknown problem set {name!r}; known: {known}, or files and folders of *.problem.json")
+    return load_problem_cases(name, executions)

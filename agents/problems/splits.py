@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +57,16 @@ def test_cases(folder: str | Path | None = None, *, progress: Callable[[str], No
 test_cases.__test__ = False  # type: ignore[attr-defined]  # not for pytest to collect
 
 
+def closing_cases(*, progress: Callable[[str], None] | None = None) -> list[Case]:
+    """What the closing table of `rlplace train` is made on: the validation split.
+
+    Without the transformers extra, its cases that need none, made anew.
+    """
+    if find_spec("transformers") is not None:
+        return validation_cases(progress=progress)
+    return build(SPLITS["validation"], needs=("zoo:", "synthetic:"))
+
+
 def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None] | None) -> list[Case]:
     tell = progress or (lambda line: None)
     path = Path(folder) if folder is not None else set_folder(name)
@@ -98,17 +109,17 @@ SPLITS = {
 }
 
 
-def build(split: Split) -> list[Case]:
-    """The cases of a split, made anew."""
+def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[Case]:
+    """The cases of a split, made anew; only those of families whose names start with one of `needs`."""
     rng = np.random.default_rng(split.seed)
     total = sum(split.counts.values())
     executions, memory, varied = _deal(rng, _EXECUTIONS, total), _deal(rng, _MEMORY, total), _deal(rng, _VARIED, total)
     half = -(-total // 2)  # captured models meet a cluster that training draws and one that it does not in turn
     clusters = list(zip(_deal(rng, SEEN_CLUSTERS, half), _deal(rng, split.unseen, half), strict=True))
     cases: list[Case] = []
-    for family, count in split.counts.items():
-        for index in range(count):
-            place = len(cases)
+    dealt = [(family, index) for family, count in split.counts.items() for index in range(count)]
+    for place, (family, index) in enumerate(dealt):
+        if family.startswith(needs):
             recipes = split.families[family]
             recipe = recipes[index % len(recipes)]
             draw = np.random.default_rng([split.seed, place])

@@ -230,6 +230,20 @@ def test_a_split_is_read_from_its_folder_and_made_anew_by_other_sources(tmp_path
     assert (tmp_path / "cache" / "cases" / "validation" / "cases.json").is_file()
 
 
+def test_closing_cases_without_transformers_are_those_that_need_none(monkeypatch):
+    monkeypatch.setattr(splits, "find_spec", lambda name: None)
+    graph = graphs.captured(("zoo:mlp,layers=2,width=64", 8, 8))
+    asked = []
+    monkeypatch.setattr(splits, "captured", lambda recipe: asked.append(recipe[0]) or graph)
+    cases = problems.closing_cases()
+    assert {case.family for case in cases} == {"zoo:unet", "synthetic:towers"}
+    assert len(asked) == recipes.VALIDATION_COUNTS["zoo:unet"]
+    whole = splits.build(splits.SPLITS["validation"])
+    assert {case.name for case in cases} < {case.name for case in whole}
+    by_name = {case.name: facts(case) for case in whole}
+    assert all(by_name[case.name] == facts(case) for case in cases)  # leaving families out changes no other case
+
+
 @pytest.mark.slow
 def test_the_whole_splits(tmp_path):
     tuned, tested = splits.build(splits.SPLITS["validation"]), splits.build(splits.SPLITS["test"])

@@ -63,10 +63,10 @@ def cases_of(
         InputError: An unknown name, or a mixture of a stream and files.
         MissingError: The stream needs the transformers extra.
     """
-    names = [str(name) for name in names] or [default_set()]
-    title = " ".join(names)
-    named = [name for name in names if name in STREAMS]
-    if named and len(names) > 1:
+    asked = [str(name) for name in names] or [default_set()]
+    title = " ".join(asked)
+    named = [name for name in asked if name in STREAMS]
+    if named and len(asked) > 1:
         raise InputError(f"--problems {title}: {named[0]} stands alone; name a set, or files and folders")
     if named:
         families = STREAMS[title]
@@ -75,7 +75,7 @@ def cases_of(
         return CaseSource(title, lambda number: training_case(seed, number, families=families, cluster=cluster), None)
     if cluster is not None:
         raise InputError(f"--problems {title}: these problems have clusters of their own; leave --cluster out")
-    found = [case for name in names for case in _read(name, executions)]
+    found = [case for name in asked for case in _read(name, executions)]
     return CaseSource(title, found.__getitem__, len(found))
 
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
 from rlplace.plan.plan import PlacementPlan, make_plan
-from rlplace.simulator import Simulator, simulate
-from rlplace.simulator.timeline import Timeline
+from rlplace.simulator import Simulator
+
+_SIMULATORS = 32  # most that are kept
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,6 @@ class Backend(Protocol):
         """Step time and memory overflow of one plan; counts one call."""
         ...
 
-    def timeline(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Timeline:
-        """A simulated timeline of the plan, from which features are taken; does not count as a call."""
-        ...
-
 
 class SimulatedBackend:
     """The simulator of DESIGN section 4.
@@ -56,24 +53,23 @@ class SimulatedBackend:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._simulators: dict[int, tuple[Instance, Simulator]] = {}
+        self._simulators: dict[Instance, Simulator] = {}
 
     def simulator(self, instance: Instance) -> Simulator:
         """The reusable simulator of the instance's problem."""
-        key = id(instance)
-        if key not in self._simulators:
-            self._simulators[key] = (instance, Simulator(instance.problem, **instance.execution.arguments))
-        return self._simulators[key][1]
+        simulator = self._simulators.pop(instance, None)
+        if simulator is None:
+            simulator = Simulator(instance.problem, **instance.execution.arguments)
+        self._simulators[instance] = simulator  # the youngest now
+        if len(self._simulators) > _SIMULATORS:
+            del self._simulators[next(iter(self._simulators))]
+        return simulator
 
     def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
         """Simulates one plan."""
         self.calls += 1
         step_time, overflow = self.simulator(instance).evaluate(device_of_group)
         return Evaluation(float(step_time), float(overflow))
-
-    def timeline(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Timeline:
-        """The simulated timeline."""
-        return simulate(instance.problem, device_of_group, **instance.execution.arguments)
 
 
 class MeasuredBackend(SimulatedBackend):

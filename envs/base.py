@@ -36,7 +36,7 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         render_mode: str | None,
     ) -> None:
         if isinstance(backend, str) or not (backend is None or callable(getattr(backend, "evaluate", None))):
-            raise InputError(f"backend must have evaluate and timeline, as SimulatedBackend() has, found {show(backend)}")
+            raise InputError(f"backend must have evaluate, as SimulatedBackend() has, found {show(backend)}")
         if observation not in ("indexed", "full"):
             raise InputError(f"observation must be 'indexed' or 'full', found {observation!r}")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
@@ -74,6 +74,9 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         return int(action)
 
     def _draw_instance(self, options: dict[str, Any] | None) -> None:
+        self._done = True  # until the reset is through
+        if not isinstance(options, (dict, type(None))):
+            raise InputError(f"options must be a dictionary, found {show(options)}")
         chosen = (options or {}).get("problem")
         if chosen is None:
             self._index = int(self.np_random.integers(len(self.instances)))
@@ -81,7 +84,6 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
             self._index = int(chosen)
         else:
             raise InputError(f"options['problem'] must be a number below {len(self.instances)}, found {show(chosen)}")
-        self._done = False
 
     def _padded(self, device_of_group: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [max_groups], -1 padding: one shape for all problems, also in `info`, which vector environments stack."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,8 @@ class PlacementEnv(PlacerEnv):
     v0: first version.
     """
 
-    FEATURES = CONSTRUCTION_FEATURES
+    FEATURES: ClassVar[tuple[str, ...]] = CONSTRUCTION_FEATURES
+    """Names of the columns of `candidates`."""
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class PlacementEnv(PlacerEnv):
         self._draw_instance(options)
         self._construction = Construction(self.instance)
         self._plan = self._construction.plan
+        self._done = False
         return self._observe(), {"problem": self._index}
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:

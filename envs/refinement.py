@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,9 @@ from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance
 from rlplace.envs.reward import infeasible_reward, score
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.problem import Problem
+from rlplace.simulator.inputs import check_devices
 
 STARTS = ("best", "mixed", "greedy")
 
@@ -70,7 +71,8 @@ class RefinementEnv(PlacerEnv):
     v0: first version.
     """
 
-    FEATURES = FEATURES
+    FEATURES: ClassVar[tuple[str, ...]] = FEATURES
+    """Names of the columns of `candidates`; `rlplace.envs.guide.features` says what they mean."""
 
     def __init__(
         self,
@@ -88,17 +90,20 @@ class RefinementEnv(PlacerEnv):
         super().__init__(problems, backend, max_devices, max_groups, observation, render_mode)
         if start not in STARTS:
             raise InputError(f"start must be one of {', '.join(STARTS)}, found {start!r}")
-        if moves < 2 or max_moves < 1:
-            raise InputError("moves must be at least 2 (one is stop) and max_moves at least 1")
+        if not (isinstance(moves, int) and isinstance(max_moves, int) and moves >= 2 and max_moves >= 1):
+            raise InputError(
+                f"moves must be a whole number of at least 2 (one is stop) and max_moves of at least 1, found {show(moves)} "
+                f"and {show(max_moves)}"
+            )
         self._moves, self._max_moves, self._start = moves, max_moves, start
         self._make_spaces(moves, NUM_FEATURES)
-        self._guides: dict[int, Guide] = {}
+        self._guides: dict[Instance, Guide] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode; options: ``problem`` (a number), ``plan`` (a device per group)."""
         super().reset(seed=seed)
         self._draw_instance(options)
-        self._guide = self._guide_of(self._index)
+        self._guide = self._guide_of(self.instance)
         self._unit_s = self.instance.ideal_s * self.instance.execution.microbatches
         self._guide.state[0] = self.np_random.integers(1 << 64, dtype=np.uint64)
         self._plan = self._starting_plan((options or {}).get("plan"))
@@ -107,6 +112,7 @@ class RefinementEnv(PlacerEnv):
         self._best_plan = self._plan.copy()
         self._score = self._best_score = self._score_of(self._best_result)
         self._offer()
+        self._done = False
         return self._observe(), {"problem": self._index}
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -132,7 +138,9 @@ class RefinementEnv(PlacerEnv):
         return self._observe(), gain, False, False, {"problem": self._index}
 
     def move(self, action: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The groups that an offered move changes and the device each of them goes to, int32 [n] both."""
+        """The groups that an offered move changes and the device each of them goes to, int32 [n] both; none for stop."""
+        if not 1 <= action <= self._guide.count:
+            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32)
         part = slice(self._guide.ptr[action - 1], self._guide.ptr[action])
         return self._guide.groups[part], self._guide.targets[part]
 
@@ -168,11 +176,11 @@ class RefinementEnv(PlacerEnv):
         plan[groups] = devices
         return plan
 
-    def _guide_of(self, index: int) -> Guide:
-        guide = self._guides.pop(index, None)
+    def _guide_of(self, instance: Instance) -> Guide:
+        guide = self._guides.pop(instance, None)
         if guide is None:
-            guide = Guide(self.instances[index], self._moves - 1, 0)
-        self._guides[index] = guide  # the youngest now
+            guide = Guide(instance, self._moves - 1, 0)
+        self._guides[instance] = guide  # the youngest now
         if len(self._guides) > _GUIDES:
             del self._guides[next(iter(self._guides))]
         return guide
@@ -180,12 +188,13 @@ class RefinementEnv(PlacerEnv):
     def _starting_plan(self, given: Any) -> NDArray[np.int32]:
         instance = self.instance
         if given is not None:
-            plan = np.asarray(given, dtype=np.int32)
-            if plan.shape != (instance.problem.num_groups,) or not ((plan >= 0) & (plan < instance.problem.num_devices)).all():
-                raise InputError("options['plan'] must name an existing device for every group")
+            try:
+                plan = check_devices(given, (instance.problem.num_groups,), instance.problem)
+            except InputError as error:
+                raise InputError(f"options['plan'] must name a device for every group: {error}") from None
             if not instance.allowed[np.arange(len(plan)), plan].all():
                 raise InputError("options['plan'] puts a group on a device where it may not sit")
-            return plan.copy()
+            return plan
         if self._start == "greedy" or instance.floor is None:
             return greedy_fit(instance)
         self._plan = instance.floor.copy()

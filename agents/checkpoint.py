@@ -1,6 +1,6 @@
 """Checkpoints: safetensors weights, a JSON config and a card. Loading runs no code of the checkpoint.
 
-A checkpoint is a folder ``policy.safetensors``, ``config.json`` (format ``rlplace.checkpoint`` version 1) and ``card.md``.
+A checkpoint is a folder ``policy.safetensors``, ``config.json`` (format ``rlplace.checkpoint`` version 2) and ``card.md``.
 A run folder also has ``optimizer.safetensors`` with Adam's moments, so that training can go on.
 """
 
@@ -18,12 +18,13 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from rlplace.agents.config import ENVIRONMENTS, features_of
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_keys, read_bytes, read_json, write_bytes, write_json, write_text
 
 FORMAT = "rlplace.checkpoint"
-VERSION = 1
+VERSION = 2
 _REQUIRED = {"environment", "network", "features", "training"}
 _MAX_HIDDEN, _MAX_LAYERS = 4096, 64
 
@@ -49,8 +50,6 @@ def save_checkpoint(
     folder: str | Path, network: PlacerNetwork, *, environment: str, training: Mapping[str, Any], card: str
 ) -> None:
     """Writes a checkpoint folder; each file is replaced atomically."""
-    from rlplace.envs.features import FEATURES
-
     folder = Path(folder)
     make_folder(folder)
     weights = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
@@ -60,7 +59,7 @@ def save_checkpoint(
         "version": VERSION,
         "environment": environment,
         "network": network.config.to_dict(),
-        "features": list(FEATURES),
+        "features": list(network.features),
         "training": dict(training),
     }
     write_json(folder / "config.json", config)
@@ -75,7 +74,7 @@ def load_checkpoint(name: str | Path) -> Checkpoint:
     """
     folder = _find(name)
     config = _read_config(folder)
-    network = PlacerNetwork(_network_config(config, folder))
+    network = PlacerNetwork(_network_config(config, folder), features=config["features"])
     load_weights(network, folder / "policy.safetensors")
     network.eval()
     return Checkpoint(folder.name, network, config["environment"], config["training"])
@@ -105,17 +104,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise InputError(f"{path}: not a safetensors file: {error}") from None
 
 
-def save_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
+def save_optimizer(path: Path, state_dict: Mapping[str, Any]) -> None:
     """Writes Adam's state as safetensors."""
     tensors: dict[str, Tensor] = {}
-    for index, state in optimizer.state_dict()["state"].items():
+    for index, state in state_dict["state"].items():
         for key, value in state.items():
             tensors[f"{index}.{key}"] = torch.as_tensor(value).detach().cpu().contiguous().clone()
     write_bytes(path, save_tensors(tensors))
 
 
-def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Restores Adam's state written by `save_optimizer`."""
+def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Adam's state written by `save_optimizer`, with the parameter groups of `optimizer`."""
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in read_tensors(path).items():
         index, _, key = name.partition(".")
@@ -123,7 +122,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
             raise InputError(f"{path}: entry {name[:80]!r} is not optimizer state")
         state.setdefault(int(index), {})[key] = value
     groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
 def shipped_checkpoints() -> dict[str, str]:
@@ -153,14 +152,13 @@ def _find(name: str | Path) -> Path:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    from rlplace.envs.features import FEATURES
-
     path = folder / "config.json"
     config = read_json(path, FORMAT, VERSION)
     check_keys(config, _REQUIRED, {"progress"}, str(path))
-    if config["environment"] not in ("rlplace/Placement-v0", "rlplace/Refinement-v0"):
+    names = {identifier: name for name, identifier in ENVIRONMENTS.items()}
+    if not isinstance(config["environment"], str) or config["environment"] not in names:
         raise InputError(f"{path}: environment {show(config['environment'])} is not one of this version")
-    if config["features"] != list(FEATURES):
+    if config["features"] != list(features_of(names[config["environment"]])):
         raise InputError(f"{path}: trained on other features than this version computes; train it again")
     if not isinstance(config["training"], dict):
         raise InputError(f"{path}: training must be an object")
@@ -169,9 +167,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _network_config(config: Mapping[str, Any], folder: Path) -> NetworkConfig:
     where = f"{folder / 'config.json'}: network"
-    check_keys(config["network"], {"hidden", "layers"}, set(), where)
-    hidden, layers = config["network"]["hidden"], config["network"]["layers"]
-    for name, value, least, most in (("hidden", hidden, 1, _MAX_HIDDEN), ("layers", layers, 0, _MAX_LAYERS)):
+    check_keys(config["network"], {"hidden", "second", "layers"}, set(), where)
+    limits = {"hidden": (1, _MAX_HIDDEN), "second": (1, _MAX_HIDDEN), "layers": (0, _MAX_LAYERS)}
+    for name, (least, most) in limits.items():
+        value = config["network"][name]
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise InputError(f"{where}.{name}: {show(value)} is outside {least}..{most}")
-    return NetworkConfig(hidden=hidden, layers=layers)
+    return NetworkConfig(**config["network"])

@@ -111,15 +111,25 @@ def _compile(stamp):
         Args:
             simulation: Arguments of `fast.simulate_plans`; it simulates `trial` and keeps a timeline.
             trial: int32 [G], equal to `plan` when the loop begins and when it ends.
-            facts, view, tables: `Facts`, `View` and `Tables` as plain tuples.
-            weights: The network's layers, see `network_scores`. embed: see there.
-            plan: int32 [G], the current plan, changed. best: int32 [G], the best one, changed.
+            facts: `Facts` as a plain tuple.
+            view: `View` as a plain tuple.
+            tables: `Tables` as a plain tuple, for random moves.
+            weights: The network's layers, see `PlacerNetwork.compiled`.
+            embed: float32 [G, H], what the graph adds to the first layer; [0, H] without message passing.
+            plan: int32 [G], the current plan, changed.
+            best: int32 [G], the best one, changed.
             score: float64 [4], see STEP to BEST_OVERFLOW, changed.
             counts: int64 [5], see CALLS to FRESH; FRESH says whether the view is that of the current plan.
             state: uint64 [1], of the random numbers.
             keys: uint64 [G, D], random, one for each group on each device: their XOR stands for a plan.
             seen: uint64 [2^n], plans that were tried.
-            shares: Of kinds of moves. ptr, groups, targets, kinds, table, logits: Room for K moves.
+            shares: Of kinds of moves, see `draw_moves`.
+            ptr: int64 [K + 1], room for K moves; so are the next five.
+            groups: See `draw_moves`.
+            targets: See `draw_moves`.
+            kinds: See `draw_moves`.
+            table: See `move_features`.
+            logits: float32 [K].
             calls: How many.
             microbatches: Of the step.
             noise: Scale of the Gumbel noise on the scores.
@@ -127,9 +137,11 @@ def _compile(stamp):
             stale: Moves that may be made before the plan is looked at again.
             mixed: Share of tries that are random moves instead of ranked ones.
             fill: Plans that provably fill a device beyond this share of its memory are not tried.
-            hot: Start temperature relative to the best step time. cooling: End temperature relative to `hot`.
+            hot: Start temperature relative to the best step time.
+            cooling: End temperature relative to `hot`.
             patience: Rounds without a new best plan after which the search returns to the best plan and changes it at random.
-            progress: Share of the budget that is spent. slope: By how much it grows with every simulation.
+            progress: Share of the budget that is spent.
+            slope: By how much it grows with every simulation.
             kick: Most random moves of such a change.
         """
         _ = stamp
@@ -151,8 +163,14 @@ def _compile(stamp):
                 if _better(step, overflow, score[BEST_STEP], score[BEST_OVERFLOW]):
                     best[:] = plan
                     score[BEST_STEP], score[BEST_OVERFLOW] = step, overflow
-                if step == np.inf:
-                    return used
+                if step == np.inf:  # a link is missing: random changes until the step completes
+                    counts[FRESH] = 0
+                    size = draw_move(t, state, plan, own_groups, own_targets)
+                    for i in range(size):
+                        key ^= keys[own_groups[i], plan[own_groups[i]]] ^ keys[own_groups[i], own_targets[i]]
+                        plan[own_groups[i]] = own_targets[i]
+                        trial[own_groups[i]] = own_targets[i]
+                    continue
                 analyse(
                     facts, view, plan, w.time_s[0], w.time_s[1], w.transfer[: w.layout[r.TRANSFERS]], peak[0], step, overflow
                 )

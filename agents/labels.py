@@ -84,7 +84,7 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
     rows: list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int16]]] = []
     for number, start in enumerate(starts):
         share = (states * (number + 1)) // len(starts) - (states * number) // len(starts)
-        rows += _walk(guide, start, share, rng)
+        rows += walk(guide, start, share, rng)
     if not rows:
         return None
     graph = graph_tensors(instance)
@@ -122,10 +122,20 @@ def _starts(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
     return starts
 
 
-def _walk(
+def walk(
     guide: Guide, start: NDArray[np.int32], states: int, rng: Generator
 ) -> list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int16]]]:
-    """Labels along one descent that now and then goes astray."""
+    """Labels along one descent that now and then goes astray.
+
+    Args:
+        guide: Of the instance.
+        start: int32 [G], where the descent begins.
+        states: Plans of which moves are priced.
+        rng: Decides where it goes.
+
+    Returns:
+        Rows (features, change, group) as in `Labels`.
+    """
     rows = []
     plan = np.array(start, dtype=np.int32)
     moves = len(guide.ptr) - 1

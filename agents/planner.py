@@ -1,8 +1,8 @@
-"""The agent as a planner: the best of the classical floor, sampled rollouts and a search guided by the policy.
+"""The agent as a planner: the floor, rollouts of the policy, and a search that the policy guides.
 
-Problem: any. Algorithm: start from the plan of `best`; roll the policy out from it `samples` times; spend what is left of
-the budget on the guided search; answer with the best feasible plan seen. By construction the answer is never worse than
-`best`. The first, greedy rollout alone is reported as ``single_rollout`` in the plan's `predicted`.
+Problem: any. Algorithm: start from the plan of `best`; roll the policy out from it; spend the budget on the guided search; answer
+with the best feasible plan seen. By construction the answer is never worse than `best`. The first, greedy rollout alone and
+all rollouts alone are reported in the plan's `predicted`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
-from rlplace.agents.search import Search, warm_up
+from rlplace.agents.search import Search, settings_for, warm_up
+from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import Execution
+from rlplace.planners.common.evaluate import Execution, Score
+from rlplace.planners.common.repair import legalize
+from rlplace.planners.common.search import Start
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
 ROLLOUT_LENGTH = 12
-_SAMPLE_SHARE = 0.05  # of the budget, after which no further rollout begins
+_ROLLOUT_SHARE = 0.1  # of the time, after which no further rollout begins
 
 
 def agent(
@@ -38,25 +41,32 @@ def agent(
     seed: int = 0,
     time_limit_s: float | None = None,
     agent: str = "default",
-    samples: int = 8,
+    samples: int | None = None,
+    search: bool = True,
     calls: int | None = None,
+    start: Start = None,
     **execution: Any,
 ) -> PlacementPlan:
     """Places with a trained agent.
 
     Args:
         problem: The problem.
-        seed: Seed of samples and search.
-        time_limit_s: Wall time for floor, samples and search; default 5 when `calls` is not given, else no limit.
+        seed: Seed of rollouts and search.
+        time_limit_s: Wall time for floor, rollouts and search; default 5 when `calls` is not given, else no limit.
         agent: Name of a shipped checkpoint, or a checkpoint folder.
-        samples: Rollouts of the policy before the search.
+        samples: Rollouts of the policy before the search, the first one greedy; default 2 with a time limit and none with
+            `calls`, where the search makes better use of them.
+        search: Whether to search at all; False answers with the best of floor and rollouts.
         calls: Simulator calls after the floor; default no limit. With `calls` and no time limit the answer is deterministic.
+        start: Plan or assignment to start from instead of `best`.
         **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither the classical planners nor the search find a plan that fits.
     """
-    return load_agent(agent).place(problem, seed=seed, time_limit_s=time_limit_s, samples=samples, calls=calls, **execution)
+    return load_agent(agent).place(
+        problem, seed=seed, time_limit_s=time_limit_s, samples=samples, search=search, calls=calls, start=start, **execution
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,97 +85,200 @@ class Agent:
         *,
         seed: int = 0,
         time_limit_s: float | None = None,
-        samples: int = 8,
+        samples: int | None = None,
+        search: bool = True,
         calls: int | None = None,
+        start: Start = None,
         **execution: Any,
     ) -> PlacementPlan:
         """Places one problem; see `agent` for the arguments."""
         run = Execution(**execution)
         check_possible(problem)  # no search finds what a bound rules out
         warm_up()
-        begin = time.perf_counter()
         if time_limit_s is None and calls is None:
             time_limit_s = 5.0
-        floor, reason = _floor(problem, seed, time_limit_s, run)
-        if problem.num_devices == 1 and floor is None:
-            raise reason or InfeasibleError("the problem does not fit on its only device; use more devices or less memory")
-        instance = make_instance(
-            problem, floor=None if floor is None else floor.device_of_group, compute_floor=False, execution=run
-        )
-        search = Search(
-            instance=instance,
-            network=self.checkpoint.network,
-            rng=np.random.default_rng(seed),
-            max_calls=calls if calls is not None else 1 << 60,
-            deadline=math.inf if time_limit_s is None else begin + time_limit_s,
-            best_plan=_start(instance),
-        )
-        single = self._sample(search, samples)
-        if self.checkpoint.environment == "rlplace/Refinement-v0" and problem.num_devices > 1:
-            search.run_guided()
-        best, priority = search.best_plan, None
+        deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+        base = floor_of(problem, start, run, seed=seed, time_limit_s=time_limit_s)
+        if problem.num_devices == 1 and base.plan is None:
+            raise base.reason or InfeasibleError("the problem does not fit on its only device; use a device with more memory")
+        instance = make_instance(problem, floor=base.plan, compute_floor=False, execution=run)
+        first = base.plan if base.plan is not None else greedy_fit(instance)
+        best, score = first, base.score
+        told: dict[str, Any] = {"single_rollout_step_time_s": None, "samples_step_time_s": None, "search_calls": 0}
+        if problem.num_devices > 1:
+            if samples is None:
+                samples = 2 if calls is None else 0
+            runner = _Placement(self.checkpoint, instance, first, seed, calls, deadline_s)
+            runner.sample(samples)
+            if search:
+                runner.search()
+            told.update(runner.told)
+            if runner.best.rank < score.rank:
+                best, score = runner.plan, runner.best
         timeline = simulate(problem, best, **run.arguments)
-        if floor is not None and not (timeline.feasible and timeline.step_time_s <= floor.predicted["step_time_s"]):
-            best, priority = floor.device_of_group, floor.priority
-            timeline = simulate(problem, best, priority=priority, **run.arguments)
         if not timeline.feasible:
-            raise reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
+            raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
         predicted = {
             **timeline.predicted(problem),
-            "floor_step_time_s": None if floor is None else floor.predicted["step_time_s"],
-            "single_rollout_step_time_s": single,
-            "search_calls": search.calls,
+            "floor_step_time_s": base.score.step_time_s if base.score.feasible else None,
+            **told,
             "agent": self.checkpoint.name,
         }
+        priority = base.priority if np.array_equal(best, base.plan) else None
         return make_plan(problem, best, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
 
-    def finetune(self, problems: Sequence[Problem], *, steps: int = 20_000, seed: int = 0, out: str | Path) -> Agent:
-        """Continues training on `problems` in the simulator and returns the new agent, saved in the folder `out`."""
-        from rlplace.agents.train import TrainConfig, train
+    def adapt(
+        self,
+        problem: Problem,
+        *,
+        time_limit_s: float = 30.0,
+        seed: int = 0,
+        start: Start = None,
+        **execution: Any,
+    ) -> PlacementPlan:
+        """Fine-tunes on one problem while it searches; see `rlplace.agents.adapt.adapt`."""
+        from rlplace.agents.adapt import adapt
+
+        return adapt(self.checkpoint, problem, time_limit_s=time_limit_s, seed=seed, start=start, **execution)
+
+    def finetune(self, problems: Sequence[Problem], *, steps: int = 4096, seed: int = 0, out: str | Path) -> Agent:
+        """Continues training on `problems` in the simulator and returns the new agent, saved in the folder `out`.
+
+        Args:
+            problems: What to train on.
+            steps: PPO decisions after the labels.
+            seed: Of everything random.
+            out: Run folder.
+        """
+        from rlplace.agents.cases import Case
+        from rlplace.agents.config import TrainConfig
+        from rlplace.agents.problems.sources import CaseSource
+        from rlplace.agents.train import train
 
         environment = "placement" if self.checkpoint.environment.endswith("Placement-v0") else "refinement"
-        sizes = self.checkpoint.network.config.to_dict()
-        config = TrainConfig.load(environment, steps=steps, seed=seed, **sizes)
-        train(problems, config, out, start=self.checkpoint)
+        cases = [Case(f"given-{number}", "given", problem) for number, problem in enumerate(problems)]
+        config = TrainConfig.load(
+            environment, steps=steps, seed=seed, cases=max(8, 2 * len(cases)), fit_steps=1000,
+            **self.checkpoint.network.config.to_dict(),
+        )  # fmt: skip
+        train(CaseSource("given problems", cases.__getitem__, len(cases)), config, out, start=self.checkpoint)
         return load_agent(out)
 
-    def _sample(self, search: Search, samples: int) -> float | None:
-        """Runs the rollouts; returns the step time of the first, greedy one."""
-        if self.checkpoint.environment == "rlplace/Placement-v0":
-            from rlplace.agents.construct import construct
 
-            plans = (construct(search.instance, self.checkpoint.network, search.rng, greedy=n == 0) for n in range(samples))
-        else:
-            plans = None
-        start = search.best_plan.copy()
-        first: float | None = None
+@dataclass(frozen=True)
+class Base:
+    """What the agent starts from.
+
+    Attributes:
+        plan: int32 [G], None when nothing feasible is known.
+        score: Its score.
+        priority: Priority of ops that comes with it.
+        reason: Why there is none.
+    """
+
+    plan: NDArray[np.int32] | None
+    score: Score
+    priority: Any = None
+    reason: InfeasibleError | None = None
+
+
+def floor_of(problem: Problem, start: Start, run: Execution, *, seed: int, time_limit_s: float | None) -> Base:
+    """The given start, or the plan of `best`."""
+    if start is None:
+        try:
+            floor = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s, **run.arguments)
+        except InfeasibleError as error:
+            return Base(None, Score(math.inf, 0.0), reason=error)
+        return Base(floor.device_of_group, Score(floor.predicted["step_time_s"], 0.0), floor.priority)
+    given = start.device_of_group if isinstance(start, PlacementPlan) else np.asarray(start)
+    plan = legalize(problem, np.asarray(given, dtype=np.int32))
+    line = simulate(problem, plan, **run.arguments)
+    if line.step_time_s is None or not line.feasible:
+        return Base(None, Score(math.inf, 0.0))
+    return Base(np.asarray(plan, dtype=np.int32), Score(line.step_time_s, 0.0))
+
+
+class _Placement:
+    """Rollouts and search of one call of `place`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        instance: Instance,
+        first: NDArray[np.int32],
+        seed: int,
+        calls: int | None,
+        deadline_s: float,
+    ) -> None:
+        self.checkpoint, self.instance, self.first = checkpoint, instance, first
+        self._calls, self._deadline_s, self._seed = calls, deadline_s, seed
+        self._begin_s = time.monotonic()
+        self._refines = checkpoint.environment == "rlplace/Refinement-v0"
+        self.plan, self.best = first, Score(math.inf, 0.0)
+        self.told: dict[str, Any] = {"search_calls": 0}
+        self._search: Search | None = None
+
+    def sample(self, samples: int) -> None:
+        """Rollouts, the first one greedy."""
         for number in range(samples):
-            if search.instance.problem.num_devices == 1 or search.spent() > (_SAMPLE_SHARE if number else 0.99):
+            if number and self._spent() > _ROLLOUT_SHARE:
                 break
-            if plans is None:
-                search.run_rollout(start, ROLLOUT_LENGTH, temperature=0.0 if number == 0 else 1.0)
+            if self._refines:
+                search = self._make_search()
+                search.roll_out(
+                    self.first, ROLLOUT_LENGTH if self._calls is None else min(ROLLOUT_LENGTH, self._left()), number
+                )
+                found, score = search.best_plan, search.best
+                self.told["search_calls"] = search.calls
             else:
-                search.try_plan(next(plans))
+                found, score = self._construct(greedy=number == 0, number=number)
+            if score.rank < self.best.rank:
+                self.plan, self.best = found, score
+            step_s = self.best.step_time_s if self.best.feasible else None
+            self.told["samples_step_time_s"] = step_s
             if number == 0:
-                first = search.best.step_time_s if search.best.feasible else None
-        return first
+                self.told["single_rollout_step_time_s"] = step_s
+            if self._left() == 0:
+                break
+
+    def search(self) -> None:
+        """The guided search with what is left of the budget."""
+        if not self._refines or self._left() == 0:
+            return
+        search = self._make_search()
+        search.set_plan(self.plan if self.best.feasible else self.first)
+        search.run(calls=None if self._calls is None else self._left(), deadline_s=self._deadline_s)
+        if search.best.rank < self.best.rank:
+            self.plan, self.best = search.best_plan, search.best
+        self.told["search_calls"] = search.calls
+
+    def _make_search(self) -> Search:
+        if self._search is None:
+            left_s = self._deadline_s - time.monotonic()
+            settings = settings_for(self._calls, left_s, self.instance)
+            self._search = Search(self.instance, self.checkpoint.network, self.first, seed=self._seed, settings=settings)
+        return self._search
+
+    def _construct(self, *, greedy: bool, number: int) -> tuple[NDArray[np.int32], Score]:
+        from rlplace.agents.construct import construct
+
+        rng = np.random.default_rng([self._seed, number])
+        plan = construct(self.instance, self.checkpoint.network, rng, greedy=greedy)
+        line = simulate(self.instance.problem, plan, **self.instance.execution.arguments)
+        self.told["search_calls"] += 1
+        step_s = math.inf if line.step_time_s is None or not line.feasible else line.step_time_s
+        return plan, Score(step_s, 0.0)
+
+    def _left(self) -> int:
+        done = self._search.calls if self._search is not None else self.told["search_calls"]
+        return 1 << 60 if self._calls is None else max(0, self._calls - done)
+
+    def _spent(self) -> float:
+        if self._deadline_s == math.inf:
+            return 0.0
+        return (time.monotonic() - self._begin_s) / max(self._deadline_s - self._begin_s, 1e-9)
 
 
 def load_agent(name: str | Path = "default") -> Agent:
     """Loads a trained agent: the name of a shipped checkpoint, or a checkpoint folder."""
     return Agent(load_checkpoint(name))
-
-
-def _floor(
-    problem: Problem, seed: int, time_limit_s: float | None, run: Execution
-) -> tuple[PlacementPlan | None, InfeasibleError | None]:
-    try:
-        return get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s, **run.arguments), None
-    except InfeasibleError as error:
-        return None, error
-
-
-def _start(instance: Instance) -> NDArray[np.int32]:
-    from rlplace.envs.base import greedy_fit
-
-    return instance.floor.copy() if instance.floor is not None else greedy_fit(instance)

@@ -1,0 +1,135 @@
+"""Fine-tuning on one problem: search, learn from moves that were priced around its best plan, search on.
+
+The network is a copy; the checkpoint stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlplace.agents.checkpoint import Checkpoint
+from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.planner import floor_of
+from rlplace.agents.search import Search, Settings, settings_for, warm_up
+from rlplace.envs.base import greedy_fit
+from rlplace.envs.instance import Instance, make_instance
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.plan.plan import PlacementPlan, make_plan
+from rlplace.planners.common.evaluate import Execution
+from rlplace.planners.common.search import Start
+from rlplace.planners.common.shortage import check_possible
+from rlplace.problem import Problem
+from rlplace.simulator import simulate
+
+_ROUNDS = 6  # of learning
+_LEARN = 0.15  # share of the time that goes to pricing and fitting
+_STEPS = 60  # of Adam in a round
+_BATCH = 16
+_RATE = 3e-4
+
+
+def adapt(
+    checkpoint: Checkpoint,
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    start: Start = None,
+    **execution: Any,
+) -> PlacementPlan:
+    """Places one problem with a network that is fine-tuned to it meanwhile.
+
+    Args:
+        checkpoint: Of Refinement-v0.
+        problem: The problem.
+        time_limit_s: Wall time, floor included.
+        seed: Of everything random.
+        start: Plan or assignment to start from instead of `best`.
+        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
+
+    Raises:
+        InputError: The checkpoint is of another environment.
+        InfeasibleError: No plan that fits was found.
+    """
+    if checkpoint.environment != "rlplace/Refinement-v0":
+        raise InputError(f"agent {checkpoint.name}: adapting needs an agent of rlplace/Refinement-v0")
+    run = Execution(**execution)
+    check_possible(problem)
+    warm_up()
+    begin_s = time.monotonic()
+    deadline_s = begin_s + time_limit_s
+    base = floor_of(problem, start, run, seed=seed, time_limit_s=time_limit_s)
+    instance = make_instance(problem, floor=base.plan, compute_floor=False, execution=run)
+    plan = base.plan if base.plan is not None else greedy_fit(instance)
+    score, calls = base.score, 0
+    if problem.num_devices > 1:
+        network = copy.deepcopy(checkpoint.network)
+        for number in range(_ROUNDS + 1):
+            left_s = (deadline_s - time.monotonic()) / (_ROUNDS + 1 - number)
+            settings = settings_for(None, left_s, instance)
+            learn_s = 0.0 if number == _ROUNDS else _LEARN * left_s
+            search = Search(instance, network, plan, seed=seed + number, settings=settings)
+            search.run(deadline_s=time.monotonic() + left_s - learn_s)
+            calls += search.calls
+            if search.best.rank < score.rank:
+                plan, score = search.best_plan, search.best
+            if learn_s > 0.0:
+                calls += _learn(network, instance, plan, settings, time.monotonic() + learn_s, seed + number)
+    line = simulate(problem, plan, **run.arguments)
+    if not line.feasible:
+        raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
+    predicted = {
+        **line.predicted(problem),
+        "floor_step_time_s": base.score.step_time_s if base.score.feasible else None,
+        "search_calls": calls,
+        "agent": f"{checkpoint.name}, adapted",
+    }
+    priority = base.priority if base.plan is not None and np.array_equal(plan, base.plan) else None
+    return make_plan(problem, plan, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
+
+
+def _learn(
+    network: PlacerNetwork, instance: Instance, plan: np.ndarray, settings: Settings, deadline_s: float, seed: int
+) -> int:
+    """Prices moves around a plan for half of the time and fits the network to them for the other half; returns the calls."""
+    from rlplace.agents.labels import walk
+    from rlplace.agents.pretrain import ranking_loss
+    from rlplace.envs.guide.guide import Guide
+
+    half_s = (time.monotonic() + deadline_s) / 2.0
+    guide, rng = Guide(instance, min(96, settings.moves), seed), np.random.default_rng(seed)
+    rows: list[tuple[np.ndarray, ...]] = []
+    while time.monotonic() < half_s:
+        rows += walk(guide, plan, 6, rng)
+    if len(rows) < 2:
+        return guide.simulator.calls
+    features, change, group = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
+    embed = _embedding(network, instance)
+    optimizer = torch.optim.Adam(network.parameters(), lr=_RATE)
+    for _ in range(_STEPS):
+        if time.monotonic() > deadline_s:
+            break
+        chosen = torch.from_numpy(rng.choice(len(rows), min(_BATCH, len(rows)), replace=False))
+        of_group = None if embed is None else embed[group[chosen].long().clamp(min=0)]
+        loss = ranking_loss(network.scores(features[chosen].float(), of_group)[0], change[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+    return guide.simulator.calls
+
+
+def _embedding(network: PlacerNetwork, instance: Instance) -> Tensor | None:
+    """What the graph adds; it is not fine-tuned."""
+    from rlplace.agents.bank import graph_tensors
+
+    if not network.config.layers:
+        return None
+    with torch.no_grad():
+        return network.encode(graph_tensors(instance))

@@ -1,0 +1,53 @@
+"""The card of a checkpoint: what it is, how it was made, and how to make it again."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+import sb3_contrib
+import torch
+
+import rlplace
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a training."""
+    return {
+        "rlplace": rlplace.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gymnasium": gymnasium.__version__,
+        "sb3-contrib": sb3_contrib.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def card_of(name: str, environment: str, training: Mapping[str, Any]) -> str:
+    """Markdown text.
+
+    Args:
+        name: Of the checkpoint.
+        environment: Id of the environment.
+        training: What the config of the checkpoint says about its training.
+    """
+    notes, settings = training["notes"], training["hyperparameters"]
+    captured = ", ".join(f"{100 * value:.1f} % ({rank})" for rank, value in notes.get("captured_gain", {}).items())
+    lines = [
+        f"# Agent {name}",
+        "",
+        f"- environment: {environment}",
+        f"- problems: {training['problem_set']}, seed {training['seed']}",
+        f"- pre-training: {training['fitted']} steps on {notes.get('labels', 0):,} priced moves of {settings['cases']} cases",
+        f"- gain of the best move that is among the first moves, on cases not fitted: {captured or 'not measured'}",
+        f"- PPO: {training['steps_done']} decisions in {training['parts']} parts of {settings['part_cases']} cases",
+        f"- seconds: {notes['seconds']:.0f}",
+        "- versions: " + ", ".join(f"{key} {value}" for key, value in training["versions"].items()),
+        f"- reproduce: `rlplace train --problems {training['problem_set']} --seed {training['seed']}`, settings in config.json",
+        "- license: Apache-2.0",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""Collects labels with several processes: a file a case, none made twice, so that a run can be cut anywhere."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from rlplace.agents.labels import collect_labels
+from rlplace.agents.problems.sources import CaseSource
+
+_source: CaseSource | None = None
+
+
+def gather(
+    source: CaseSource,
+    folder: Path,
+    *,
+    cases: int,
+    states: int,
+    moves: int,
+    seed: int,
+    processes: int,
+    report: Callable[[str], None],
+) -> list[Path]:
+    """Labels of the first `cases` cases of a source; a source with fewer gives each of them several times.
+
+    Args:
+        source: Where cases come from.
+        folder: Of the label files; those that are there stay.
+        cases: Files to make; cases without labels leave gaps.
+        states: Plans of a case.
+        moves: Moves priced from each.
+        seed: Of the plans and moves; the n-th file has the seed `seed` + n.
+        processes: 0: one a core.
+        report: Called with lines that tell what happens.
+
+    Returns:
+        The files, by number.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [number for number in range(cases) if not _file(folder, number).exists() and not _none(folder, number).exists()]
+    processes = min(processes or _cores(), max(1, len(wanted)))
+    begin_s = time.monotonic()
+    if wanted:
+        report(f"pricing moves of {len(wanted)} cases with {processes} processes")
+        work = [(number, str(folder), states, moves, seed) for number in wanted]
+        if processes == 1:
+            _begin(source)
+            done = map(_collect, work)
+            for count, _ in enumerate(done, 1):
+                _tell(count, len(wanted), begin_s, states * moves, report)
+        else:
+            context = multiprocessing.get_context("fork")
+            with ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(source,)) as pool:
+                futures = [pool.submit(_collect, item) for item in work]
+                try:
+                    for count, future in enumerate(as_completed(futures), 1):
+                        future.result()
+                        _tell(count, len(wanted), begin_s, states * moves, report)
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+    return [path for path in (_file(folder, number) for number in range(cases)) if path.exists()]
+
+
+def _begin(source: CaseSource) -> None:
+    global _source
+    import torch
+
+    torch.set_num_threads(1)
+    _source = source
+
+
+def _collect(work: tuple[int, str, int, int, int]) -> int:
+    number, folder, states, moves, seed = work
+    assert _source is not None
+    case = _source.case(number if _source.count is None else number % _source.count)
+    labels = collect_labels(case, states=states, moves=moves, seed=seed + number)
+    if labels is None:
+        _none(Path(folder), number).touch()
+    else:
+        labels.save(_file(Path(folder), number))
+    return number
+
+
+def _tell(count: int, wanted: int, begin_s: float, moves: int, report: Callable[[str], None]) -> None:
+    if count % 20 == 0 or count == wanted:
+        seconds = time.monotonic() - begin_s
+        left = (wanted - count) * seconds / count
+        report(f"{count}/{wanted} cases, about {count * moves / seconds:,.0f} labels a second, {left:.0f} s left")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number:05d}.npz"
+
+
+def _none(folder: Path, number: int) -> Path:
+    """Stands for a case that has no labels."""
+    return folder / f"{number:05d}.none"

@@ -1,0 +1,158 @@
+"""The PPO stage: stock `MaskablePPO`, in parts that each have cases and seeds of their own.
+
+A part depends on the weights and Adam's moments before it and on its number, on nothing else. A run that is cut and resumed
+therefore gives the weights that it would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sb3_contrib import MaskablePPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
+
+from rlplace.agents.bank import GraphBank
+from rlplace.agents.config import TrainConfig
+from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policy import PlacerPolicy
+from rlplace.agents.problems.sources import CaseSource
+from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.placement import PlacementEnv
+from rlplace.envs.refinement import RefinementEnv
+from rlplace.errors import InputError
+
+MOST_MISSES = 50
+"""So many cases in a row without a use, and the source has none."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of PPO has given.
+
+    Attributes:
+        decisions: Made.
+        ratio: Geometric mean of step time over the best classical plan at the end of its episodes, NaN without any.
+    """
+
+    decisions: int
+    ratio: float
+
+
+def instances_of(source: CaseSource, first: int, count: int, environment: str) -> list[Instance]:
+    """`count` instances from the source's case `first` on; refinement leaves out cases of one device.
+
+    Raises:
+        InputError: The source has no case of use.
+    """
+    found: list[Instance] = []
+    number = misses = 0
+    while len(found) < count and misses < MOST_MISSES:
+        if source.count is not None and number >= max(source.count, count):
+            break
+        case = source.case((first + number) % source.count if source.count is not None else first + number)
+        number += 1
+        instance = make_instance(case.problem, execution=case.execution)
+        if instance.floor is None or (environment == "refinement" and instance.problem.num_devices < 2):
+            misses += 1
+            continue
+        misses = 0
+        found.append(instance)
+    if not found:
+        raise InputError("no problem to train on: needed is one with a feasible plan and, for refinement, two devices")
+    return found
+
+
+def make_env(environment: str, instances: Sequence[Instance], start: str = "mixed") -> PlacementEnv | RefinementEnv:
+    """One environment over the instances."""
+    if environment == "placement":
+        return PlacementEnv(instances)
+    return RefinementEnv(instances, start=start)
+
+
+def make_model(network: PlacerNetwork, instances: Sequence[Instance], config: TrainConfig, seed: int) -> MaskablePPO:
+    """A `MaskablePPO` whose policy holds a copy of the network."""
+    envs = VecMonitor(DummyVecEnv([lambda: make_env(config.environment, instances)] * config.envs), info_keywords=("feasible",))
+    model = MaskablePPO(
+        PlacerPolicy,
+        envs,
+        n_steps=config.rollout,
+        batch_size=config.batch_size,
+        n_epochs=config.epochs,
+        learning_rate=config.learning_rate,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+        clip_range=config.clip_range,
+        ent_coef=config.entropy,
+        seed=seed,
+        device=config.device,
+        policy_kwargs={"config": config.network, "bank": GraphBank(instances), "features": network.features},
+    )
+    policy = model.policy
+    assert isinstance(policy, PlacerPolicy)
+    policy.network.load_state_dict(network.state_dict())
+    return model
+
+
+def run_part(
+    network: PlacerNetwork,
+    moments: dict[str, Any] | None,
+    instances: Sequence[Instance],
+    config: TrainConfig,
+    *,
+    number: int,
+    decisions: int,
+    logs: Path,
+    tick: Callable[[int], None],
+) -> tuple[Part, dict[str, Any]]:
+    """One part of PPO; changes the network.
+
+    Args:
+        network: Before and after.
+        moments: Adam's state after the part before; None at first.
+        instances: Of this part.
+        config: Hyperparameters.
+        number: Of the part.
+        decisions: To make, rounded up to whole rollouts.
+        logs: Folder of TensorBoard logs.
+        tick: Called with the decisions of every step of the environments.
+
+    Returns:
+        What it gave, and Adam's state after it.
+    """
+    model = make_model(network, instances, config, config.seed + 1000 * (number + 1))
+    if moments is not None:
+        model.policy.optimizer.load_state_dict(moments)
+    model.set_logger(configure(str(logs), ["tensorboard"]))
+    watcher = _Watcher(tick)
+    model.learn(total_timesteps=decisions, callback=watcher)
+    policy = model.policy
+    assert isinstance(policy, PlacerPolicy)
+    network.load_state_dict(policy.network.state_dict())
+    ratio = float(np.exp(np.mean(np.log(watcher.ratios)))) if watcher.ratios else float("nan")
+    return Part(model.num_timesteps, ratio), policy.optimizer.state_dict()
+
+
+class _Watcher(BaseCallback):
+    """Notes how episodes end."""
+
+    def __init__(self, tick: Callable[[int], None]) -> None:
+        super().__init__()
+        self.ratios: list[float] = []
+        self._tick = tick
+
+    def _on_step(self) -> bool:
+        for info, over in zip(self.locals["infos"], self.locals["dones"], strict=True):
+            if over and "vs_best_baseline" in info:
+                self.ratios.append(info["vs_best_baseline"])
+        self._tick(self.training_env.num_envs)
+        return True
+
+    def _on_rollout_end(self) -> None:
+        if self.ratios:
+            self.logger.record("placement/vs_best_baseline", float(np.exp(np.mean(np.log(self.ratios[-200:])))))

@@ -1,0 +1,186 @@
+"""Pre-training: the scorer learns from priced moves which of them pay.
+
+Per state the target is a softmax of the gains of all moves, and the loss the cross-entropy of the scorer's softmax to it.
+States where no move gains weigh nothing: there is nothing to rank. Label files are read through a bounded cache, and what a step reads
+follows from the seed and the number of the step, so that a run can stop anywhere and resume exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlplace.agents.bank import GraphTensors
+from rlplace.agents.labels import Labels
+from rlplace.agents.network import PlacerNetwork
+
+CASES, STATES = 8, 8
+"""Cases of a batch, and states of each."""
+
+_SHARPNESS = 0.003  # a move that gains 0.3 % more is e times as likely in the target
+_LOSS, _GAIN = 0.05, 0.1  # losses and gains beyond these count as these
+_FULL = 0.02  # a state whose best move gains this much or more has full weight
+_WINDOW = 768  # files that batches are drawn from at a time
+_TURN = 250  # steps after which a quarter of the window is replaced
+_RATE = 2e-3
+_RANKS = (1, 4, 16)
+
+
+@lru_cache(maxsize=_WINDOW + _WINDOW // 2)
+def _labels(path: Path) -> Labels:
+    return Labels.load(path)
+
+
+def fit(
+    network: PlacerNetwork,
+    optimizer: torch.optim.Optimizer,
+    files: Sequence[Path],
+    *,
+    first: int,
+    last: int,
+    steps: int,
+    seed: int,
+) -> float:
+    """Makes the steps `first` to `last` of `steps`; returns the mean loss.
+
+    Args:
+        network: Changed.
+        optimizer: Over its parameters; its learning rate is set by the number of the step.
+        files: Label files.
+        first, last, steps: Numbers of steps; the learning rate falls linearly to zero at `steps`.
+        seed: Of the batches.
+    """
+    network.train()
+    total = 0.0
+    for step in range(first, last):
+        for group in optimizer.param_groups:
+            group["lr"] = _RATE * (1.0 - step / steps) + 1e-5
+        loss = _loss(network, *_batch(_window(files, step, seed), np.random.default_rng([seed, step])))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        total += loss.item()
+    network.eval()
+    return total / max(last - first, 1)
+
+
+def set_standard(network: PlacerNetwork, files: Sequence[Path]) -> None:
+    """Standardises features by their mean and spread over some label files."""
+    rows = []
+    for path in files[:64]:
+        labels = _labels(path)
+        rows.append(labels.features[::8][np.isfinite(labels.change[::8])].astype(np.float32))
+    table = np.concatenate(rows)
+    network.standardise(torch.from_numpy(table.mean(axis=0)), torch.from_numpy(table.std(axis=0) + 1e-2))
+
+
+def captured_gain(network: PlacerNetwork, files: Sequence[Path]) -> dict[int, float]:
+    """Share of the best move's gain that the best of the 1, 4 and 16 highest scored moves has, over all states with a gain."""
+    found, best = np.zeros(len(_RANKS)), 0.0
+    for path in files:
+        labels = _labels(path)
+        with torch.no_grad():
+            logits = network.scores(torch.from_numpy(labels.features.astype(np.float32)), _of_group(network, [labels]))[
+                0
+            ].numpy()
+        gain = np.clip(np.where(np.isfinite(labels.change), -labels.change, -1.0), -1.0, _GAIN)
+        logits[~np.isfinite(labels.change)] = -np.inf
+        ranked = np.take_along_axis(gain, np.argsort(-logits, axis=1), axis=1)
+        best += gain.max(axis=1).clip(min=0.0).sum()
+        found += [ranked[:, :rank].max(axis=1).clip(min=0.0).sum() for rank in _RANKS]
+    return {rank: float(share) for rank, share in zip(_RANKS, found / max(best, 1e-12), strict=True)}
+
+
+def train_in_parts(
+    network: PlacerNetwork,
+    optimizer: torch.optim.Optimizer,
+    files: Sequence[Path],
+    *,
+    done: int,
+    steps: int,
+    seed: int,
+    every: int,
+    save: Callable[[int, float], None],
+) -> None:
+    """Makes the steps that are left and calls `save` with the steps done and the mean loss after every `every` of them."""
+    while done < steps:
+        last = min(steps, done + every)
+        loss = fit(network, optimizer, files, first=done, last=last, steps=steps, seed=seed)
+        done = last
+        save(done, loss)
+
+
+def _window(files: Sequence[Path], step: int, seed: int) -> list[Path]:
+    """The files that a step may read; a quarter of them changes every `_TURN` steps."""
+    if len(files) <= _WINDOW:
+        return list(files)
+    turn, part = step // _TURN, _WINDOW // 4
+    order = _order(len(files), seed)
+    return [files[order[(turn * part + i) % len(files)]] for i in range(_WINDOW)]
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).permutation(count)
+
+
+def _batch(files: Sequence[Path], rng: Generator) -> tuple[Tensor, Tensor, Tensor, list[Labels]]:
+    chosen = [_labels(files[i]) for i in rng.choice(len(files), min(CASES, len(files)), replace=False)]
+    rows = [rng.choice(len(labels.change), min(STATES, len(labels.change)), replace=False) for labels in chosen]
+    features = np.concatenate([labels.features[row] for labels, row in zip(chosen, rows, strict=True)])
+    change = np.concatenate([labels.change[row] for labels, row in zip(chosen, rows, strict=True)])
+    begin, groups = 0, []
+    for labels, row in zip(chosen, rows, strict=True):
+        group = labels.group[row].astype(np.int64)
+        groups.append(np.where(group >= 0, group + begin, -1))
+        begin += len(labels.nodes)
+    return (
+        torch.from_numpy(features.astype(np.float32)),
+        torch.from_numpy(change),
+        torch.from_numpy(np.concatenate(groups)),
+        chosen,
+    )
+
+
+def _of_group(network: PlacerNetwork, labels: Sequence[Labels], group: Tensor | None = None) -> Tensor | None:
+    """What the graphs add for the groups of a batch; without `group`, for those of the only graph."""
+    if not network.config.layers:
+        return None
+    begins = np.cumsum([0, *(len(item.nodes) for item in labels)])
+    graph = GraphTensors(
+        torch.from_numpy(np.concatenate([item.nodes for item in labels])),
+        torch.from_numpy(np.concatenate([item.edges + begin for item, begin in zip(labels, begins, strict=False)], axis=1)),
+        torch.from_numpy(np.concatenate([item.edge_values for item in labels])),
+    )
+    if group is None:
+        group = torch.from_numpy(labels[0].group.astype(np.int64))
+    return network.encode(graph)[group.clamp(min=0)] * (group >= 0).unsqueeze(-1)
+
+
+def _loss(network: PlacerNetwork, features: Tensor, change: Tensor, group: Tensor, labels: list[Labels]) -> Tensor:
+    return ranking_loss(network.scores(features, _of_group(network, labels, group))[0], change)
+
+
+def ranking_loss(logits: Tensor, change: Tensor) -> Tensor:
+    """Cross-entropy of a softmax of logits to one of gains, less the entropy of the latter, weighted by the best gain.
+
+    Args:
+        logits: float32 [S, K].
+        change: float32 [S, K], NaN where there is no move; see `Labels`.
+    """
+    exists = torch.isfinite(change)
+    gain = torch.where(exists, -change, -_LOSS).clamp(-_LOSS, _GAIN)
+    target = torch.where(exists, gain / _SHARPNESS, -torch.inf).softmax(1)
+    log_probability = torch.where(exists, logits, -1e9).log_softmax(1)
+    apart = target * (torch.log(target.clamp(min=1e-12)) - torch.where(exists, log_probability, 0.0))
+    weight = (gain.max(1).values.clamp(0.0, _FULL) / _FULL).sqrt()
+    result: Tensor = (weight * apart.sum(1)).sum() / weight.sum().clamp(min=1e-6)
+    return result

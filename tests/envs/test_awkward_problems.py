@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import rlplace
+from rlplace.envs import make_instance
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.problem import problem_from_dict
-from rlplace.problem.toys import random_problem
+from rlplace.planners.common.evaluate import Execution
+from rlplace.problem import Problem, problem_from_dict
+from rlplace.problem.toys import TensorSpec, build_problem, random_problem
 
 IDS = ("rlplace/Placement-v0", "rlplace/Refinement-v0")
 
@@ -52,17 +54,43 @@ def problems() -> dict[str, dict[str, Any]]:
     found["scattered"] = chain()
     for index, op in enumerate(found["scattered"]["ops"]):
         op["time_s"] = [1e-3 if index % 3 == device else None for device in range(3)]
+    found["fixed"] = chain()
+    for index, group in enumerate(found["fixed"]["groups"]):
+        if index % 2:
+            group["device"] = index % 3
+    found["all fixed"] = chain()
+    for index, group in enumerate(found["all fixed"]["groups"]):
+        group["device"] = index % 3
+    found["tiny and huge"] = chain()
+    for index, op in enumerate(found["tiny and huge"]["ops"]):
+        op["time_s"] = 10.0 ** (3 * index - 15)
     return found
 
 
-@pytest.mark.parametrize("name", problems())
+def collective() -> Problem:
+    """Two replicas, free to sit anywhere, whose second ops are one all-reduce on the channels of the first two devices."""
+    edges = [(0, 2), (1, 3), (2, 4), (3, 5)]
+    return build_problem(
+        "collective", time_s=[[1e-3] * 3] * 6, group=[0, 1, 0, 1, 0, 1], memory_bytes=[None] * 3, bandwidth_bytes_per_s=1e9,
+        tensors=[TensorSpec(a, 1000, [b]) for a, b in edges], collectives=[([2, 3], [1, 3])],
+    )  # fmt: skip
+
+
+def made(name: str) -> Problem:
+    return collective() if name == "collective" else problem_from_dict(problems()[name])
+
+
+EXECUTIONS = {"plain": Execution(), "4 x 1f1b": Execution(microbatches=4, schedule="1f1b"), "3 x list": Execution(3)}
+
+
+@pytest.mark.parametrize("name", [*problems(), "collective"])
 @pytest.mark.parametrize("env_id", IDS)
-@pytest.mark.parametrize("observation", ["indexed", "full"])
-def test_episodes_stay_finite(env_id: str, name: str, observation: str) -> None:
-    problem = problem_from_dict(problems()[name])
+@pytest.mark.parametrize(("observation", "execution"), [("indexed", "plain"), ("full", "4 x 1f1b"), ("indexed", "3 x list")])
+def test_episodes_stay_finite(env_id: str, name: str, observation: str, execution: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        env = gymnasium.make(env_id, problems=[problem], observation=observation)
+        instance = make_instance(made(name), execution=EXECUTIONS[execution])
+        env = gymnasium.make(env_id, problems=[instance], observation=observation)
         rng = np.random.default_rng(0)
         for _ in range(2):
             seen, _ = env.reset(seed=0)

@@ -1,0 +1,102 @@
+"""Features of devices for the next group against numbers worked out by hand."""
+
+import numpy as np
+import pytest
+
+from rlplace.envs import PlacementEnv, make_instance
+from rlplace.envs.construction import CONSTRUCTION_FEATURES, Construction
+from rlplace.envs.guide.features import CLIP
+from rlplace.errors import InputError
+from rlplace.problem.toys import TensorSpec, build_problem, random_problem
+
+
+def fork(**options):
+    """a (1 s) feeds b (2 s) and c (3 s); the second device is half as fast; a transfer takes 4 s; edges count both ways."""
+    return build_problem(
+        "fork", time_s=[[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]], bandwidth_bytes_per_s=1.0,
+        tensors=[TensorSpec(0, 4, [1]), TensorSpec(0, 4, [2])], **{"memory_bytes": [None, None], **options},
+    )  # fmt: skip
+
+
+def rows(state):
+    return [dict(zip(CONSTRUCTION_FEATURES, row.tolist(), strict=True)) for row in state.table()]
+
+
+def check(row, **expected):
+    assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_by_hand():
+    instance = make_instance(fork(), compute_floor=False)
+    unit = instance.ideal_s
+    assert unit == (1.5 + 3.0 + 4.5) / 2
+    state = Construction(instance)
+    first, second = rows(state)
+    assert state.group == 0
+    check(first, finish_delay=0.0, load_after=1 / unit, imbalance_change=1 / unit, work=1.5 / unit, slowdown=np.log(1 / 1.5))
+    check(second, finish_delay=1 / unit, load_after=2 / unit, slowdown=np.log(2 / 1.5), affinity=0.0, memory_after=0.0)
+    check(first, criticality=1.0, depth=0.0, plan_progress=0.0, plan_load=0.0, plan_devices=0.25, plan_pressure=0.0)
+    assert first["plan_groups"] == pytest.approx(np.log2(3) / 8)
+    state.place(0)
+    group = state.group
+    seconds = {1: (2.0, 4.0), 2: (3.0, 6.0)}[group]
+    # Ready at 1 on the first device; half of the edge's 4 bytes hold up the second until 3.
+    first, second = rows(state)
+    check(first, finish_delay=0.0, load_after=(1 + seconds[0]) / unit, imbalance_change=seconds[0] / unit)
+    check(first, communication_after=0.0, affinity=1.0, plan_progress=1 / 3, plan_load=1 / unit)
+    check(second, finish_delay=(3 + seconds[1] - 1 - seconds[0]) / unit, imbalance_change=(seconds[1] - 1) / unit)
+    check(second, communication_after=4 / unit, affinity=0.0, depth=1.5 / 6)
+    state.place(1)
+    assert state.load_s.tolist() == [1.0, seconds[1]]
+    first, _ = rows(state)
+    other = {1: 3.0, 2: 2.0}[group]
+    check(first, load_after=(1 + other) / unit, imbalance_change=max(1 + other - seconds[1], 0) / unit)
+    state.place(0)
+    assert state.done and state.largest_load == pytest.approx(max(1 + other, seconds[1]) / unit)
+
+
+def test_memory_is_that_of_the_mask():
+    for seed in range(6):
+        problem = random_problem(seed, num_groups=16, num_devices=3, memory_factor=1.2, unlike=True)
+        env = PlacementEnv([make_instance(problem, compute_floor=False)])
+        env.reset(seed=seed)
+        column = CONSTRUCTION_FEATURES.index("memory_after")
+        for _ in range(16):
+            state = env._construction
+            np.testing.assert_array_equal(state.table()[:, column] <= 1.0, state.legal())
+            legal = np.flatnonzero(env.action_masks())
+            if env.step(int(legal[seed % len(legal)]))[2]:
+                break
+
+
+def test_the_best_device_is_an_allowed_one():
+    instance = make_instance(fork(group_device=[1, -1, -1]), compute_floor=False)
+    first, second = rows(Construction(instance))
+    assert (first["finish_delay"], second["finish_delay"]) == (CLIP, 0.0)
+    env = PlacementEnv([instance])
+    env.reset(seed=0)
+    assert env.action_masks().tolist() == [False, True]
+
+
+def test_least_finish_delay_is_list_scheduling():
+    """Following the feature alone is near the classical planners: the network starts there."""
+    ratios = []
+    for seed in range(8):
+        env = PlacementEnv([random_problem(seed, num_groups=24, num_devices=3)])
+        observation, _ = env.reset(seed=0)
+        done = False
+        while not done:
+            delay = observation["candidates"].reshape(-1, len(env.FEATURES))[:, env.FEATURES.index("finish_delay")]
+            observation, _, done, _, info = env.step(int(np.where(env.action_masks(), delay, np.inf).argmin()))
+        ratios.append(info["vs_best_baseline"])
+    assert np.exp(np.mean(np.log(ratios))) < 1.3
+
+
+def test_a_policy_with_other_features_is_refused():
+    from sb3_contrib import MaskablePPO
+
+    from rlplace.agents.policy import PlacerPolicy
+    from rlplace.envs import RefinementEnv
+
+    with pytest.raises(InputError, match="FEATURES"):
+        MaskablePPO(PlacerPolicy, PlacementEnv(), policy_kwargs={"features": RefinementEnv.FEATURES})

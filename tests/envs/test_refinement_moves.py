@@ -1,0 +1,226 @@
+"""Refinement-v0: what its moves are, which are legal, what they cost, and that episodes can be repeated."""
+
+import numpy as np
+import pytest
+
+from rlplace.envs import MeasuredBackend, RefinementEnv, SimulatedBackend, make_instance, refinement
+from rlplace.envs.reward import score
+from rlplace.errors import InputError
+from rlplace.planners.common.evaluate import Execution
+from rlplace.problem.toys import TensorSpec, build_problem, random_problem
+from rlplace.simulator import simulate
+
+PINNED = RefinementEnv.FEATURES.index("pinned_target")
+
+
+def table(observation):
+    return observation["candidates"].reshape(-1, len(RefinementEnv.FEATURES))
+
+
+def test_a_move_does_what_is_offered():
+    env = RefinementEnv([random_problem(1, num_groups=20, num_devices=3)], start="greedy")
+    env.reset(seed=0)
+    for _ in range(10):
+        before, choice = env.current_plan().copy(), int(np.flatnonzero(env.action_masks())[-1])
+        groups, devices = (part.copy() for part in env.move(choice))
+        observation, _, _, _, _ = env.step(choice)
+        expected = before.copy()
+        expected[groups] = devices
+        assert (expected != before).sum() == len(groups) > 0
+        np.testing.assert_array_equal(env.current_plan(), expected)
+        np.testing.assert_array_equal(observation["device_of_group"], expected)
+    assert len(env.move(0)[0]) == len(env.move(99)[0]) == 0
+
+
+@pytest.mark.parametrize("execution", [Execution(), Execution(microbatches=4, schedule="1f1b")])
+def test_scores_of_moves_are_what_they_gain(execution):
+    instance = make_instance(random_problem(2, num_groups=16, num_devices=3, memory_factor=1.5), execution=execution)
+    env = RefinementEnv([instance], start="greedy")
+    env.reset(seed=3)
+    calls = env.backend.calls
+    gains, legal, plan = env.move_scores(), env.action_masks(), env.current_plan().copy()
+    assert env.backend.calls == calls + legal.sum() - 1
+    assert gains[0] == 0.0 and (np.isfinite(gains) == legal).all() and legal.sum() > 10
+    simulator = SimulatedBackend().simulator(instance)
+    now = score(*simulator.evaluate(plan), instance.reference_step_time_s)
+    for k in np.flatnonzero(legal[1:]) + 1:
+        moved = plan.copy()
+        moved[env.move(k)[0]] = env.move(k)[1]
+        assert gains[k] == pytest.approx(now - score(*simulator.evaluate(moved), instance.reference_step_time_s), abs=1e-12)
+    best = int(gains.argmax())
+    assert env.step(best)[1] == pytest.approx(max(gains[best], 0.0), abs=1e-12)
+
+
+def test_masks_keep_provable_memory_within_the_limits():
+    tried = 0
+    for seed in range(12):
+        instance = make_instance(random_problem(seed, num_groups=16, num_devices=3, memory_factor=1.15, unlike=True))
+        env = RefinementEnv([instance], moves=64)
+        env.reset(seed=seed)
+        plan = env.current_plan()
+        used = np.bincount(plan, weights=instance.pinned_bytes, minlength=3)
+        if (used > instance.limit_bytes).any():
+            continue
+        for k in range(1, 64):
+            groups, devices = env.move(k)
+            if len(groups) == 0:
+                assert not env.action_masks()[k]
+                continue
+            moved = plan.copy()
+            moved[groups] = devices
+            after = np.bincount(moved, weights=instance.pinned_bytes, minlength=3)
+            fits = bool((after <= instance.limit_bytes).all())
+            assert env.action_masks()[k] == fits
+            tried += not fits
+    assert tried > 20
+
+
+def test_an_illegal_move_ends_the_episode():
+    problem = random_problem(3, num_groups=16, num_devices=3, memory_factor=1.1)
+    env = RefinementEnv([problem], moves=64)
+    env.reset(seed=0)
+    illegal = [k for k in range(1, 64) if len(env.move(k)[0]) and not env.action_masks()[k]]
+    missing = [k for k in range(1, 64) if not len(env.move(k)[0])]
+    over = float(env._table[illegal[0], PINNED]) - 1.0
+    _, reward, done, _, info = env.step(illegal[0])
+    assert done and info["illegal"] and reward == pytest.approx(-1.0 - over) and over > 0
+    assert missing == []
+
+
+def test_plans_that_do_not_fit_can_be_mended():
+    """From all groups on one device that holds half of them, every legal move keeps the worst device no worse."""
+    problem = random_problem(5, num_groups=20, num_devices=3, memory_factor=2.0)
+    env = RefinementEnv([problem], max_moves=60, moves=64)
+    env.reset(seed=0, options={"plan": [0] * 20})
+    total, done, least = 0.0, False, np.inf
+    while not done:
+        gains = env.move_scores()
+        choice = int(gains[1:].argmax()) + 1
+        _, reward, done, _, info = env.step(choice if gains[choice] > -1.0 else 0)
+        total, least = total + reward, min(least, reward)
+    assert info["feasible"] and total > 1.0 and least >= 0.0
+    assert simulate(problem, info["device_of_group"]).feasible
+
+
+def one_way():
+    """Four ops in a chain; data can go from device 0 to 1 and from 1 to 2, nowhere else."""
+    bandwidth = [[0.0, 1e9, 0.0], [0.0, 0.0, 1e9], [0.0, 0.0, 0.0]]
+    tensors = [TensorSpec(i, 1000, [i + 1]) for i in range(3)]
+    return build_problem(
+        "one way", time_s=[[1e-3] * 3] * 4, tensors=tensors, memory_bytes=[None] * 3, bandwidth_bytes_per_s=bandwidth
+    )
+
+
+def test_a_plan_that_cannot_complete_is_refined_all_the_same():
+    env = RefinementEnv([one_way()], max_moves=30)
+    observation, _ = env.reset(seed=0, options={"plan": [2, 0, 2, 1]})
+    assert not np.isfinite(simulate(one_way(), [2, 0, 2, 1]).step_time_s or np.inf)
+    assert observation["context"][4] == 8.0  # score, cut off
+    column = RefinementEnv.FEATURES.index("sent_change")
+    total, steps, done = 0.0, 0, False
+    while not done:
+        assert np.isfinite(observation["candidates"]).all() and env.action_masks().sum() > 1
+        gains = env.move_scores()
+        # Moves that make a missing link needless shorten the transfers most.
+        choice = int(np.where(env.action_masks()[1:], table(observation)[1:, column], np.inf).argmin()) + 1
+        observation, reward, done, _, info = env.step(choice if not np.isfinite(env._best_result.step_time_s) else 0)
+        total, steps = total + reward, steps + 1
+        assert np.isfinite(reward) and np.isfinite(gains[0])
+    assert info["feasible"] and total > 10.0 and steps < 10
+
+
+def test_no_move_from_one_device():
+    env = RefinementEnv([random_problem(0, num_groups=5, num_devices=1)])
+    observation, _ = env.reset(seed=0)
+    assert env.action_masks().tolist() == [True] + [False] * 31
+    assert not observation["candidates"].any() and (observation["candidate_group"] == -1).all()
+    assert env.step(0)[2]
+
+
+def test_the_last_observation_offers_nothing():
+    env = RefinementEnv([random_problem(0, num_groups=9, num_devices=2)], max_moves=1)
+    env.reset(seed=0)
+    observation, _, done, _, _ = env.step(1)
+    assert done and not observation["candidates"].any() and env.action_masks().sum() == 1
+
+
+def test_episodes_repeat_though_guides_are_dropped(monkeypatch):
+    problems = [random_problem(seed, num_groups=10, num_devices=3) for seed in range(4)]
+    env, small = RefinementEnv(problems, start="mixed"), RefinementEnv(problems, start="mixed")
+    first = [env.reset(seed=seed, options={"problem": seed % 4})[0] for seed in range(8)]
+    assert len(env._guides) == 4
+    monkeypatch.setattr(refinement, "_GUIDES", 2)
+    for seed in (5, 1, 7, 3, 0, 6, 2, 4):
+        again, _ = small.reset(seed=seed, options={"problem": seed % 4})
+        assert len(small._guides) <= 2
+        for key, value in first[seed].items():
+            np.testing.assert_array_equal(again[key], value)
+
+
+def test_kept_guides_are_bounded(monkeypatch):
+    monkeypatch.setattr(refinement, "_GUIDES", 2)
+    env = RefinementEnv([random_problem(seed, num_groups=6, num_devices=2) for seed in range(4)])
+    for number in (0, 1, 0, 2, 3):
+        env.reset(seed=0, options={"problem": number})
+    assert list(env._guides) == env.instances[2:]
+
+
+def test_starts():
+    problem = random_problem(6, num_groups=20, num_devices=3)
+    instance = make_instance(problem)
+    best, mixed = RefinementEnv([instance]), RefinementEnv([instance], start="mixed")
+    best.reset(seed=0)
+    np.testing.assert_array_equal(best.current_plan(), instance.floor)
+    changed = []
+    for seed in range(30):
+        mixed.reset(seed=seed)
+        changed.append(int((mixed.current_plan() != instance.floor).sum()))
+    assert 5 < sum(count == 0 for count in changed) < 25 and max(changed) > 2
+
+
+def test_measured_times_count_and_simulated_ones_describe():
+    problem = random_problem(1, num_groups=12, num_devices=2)
+    seconds = iter([1.0, 0.25, 4.0])
+    env = RefinementEnv([problem], backend=MeasuredBackend(lambda plan: next(seconds)), max_moves=2)
+    plain = RefinementEnv([problem], max_moves=2)
+    one, two = env.reset(seed=4)[0], plain.reset(seed=4)[0]
+    np.testing.assert_array_equal(one["candidates"], two["candidates"])
+    assert one["context"][4] != two["context"][4]
+    _, reward, _, _, _ = env.step(1)
+    assert reward == pytest.approx(np.log(4.0))
+    _, reward, done, _, info = env.step(1)
+    assert done and reward == 0.0 and info["step_time_s"] == 0.25 and env.backend.calls == 3
+
+
+def test_any_object_with_evaluate_is_a_backend():
+    class Constant:
+        calls = 0
+
+        def evaluate(self, instance, device_of_group):
+            self.calls += 1
+            return SimulatedBackend().evaluate(instance, device_of_group)
+
+    env = RefinementEnv([random_problem(1, num_groups=8, num_devices=2)], backend=Constant())
+    env.reset(seed=0)
+    assert (np.isfinite(env.move_scores()) == env.action_masks()).all()
+    assert env.backend.calls == env.action_masks().sum()
+
+
+@pytest.mark.parametrize(
+    "options", [{"plan": "best"}, {"plan": [0.5] * 8}, {"plan": [[0] * 8]}, {"plan": [0] * 7}, {"plan": [-1] * 8}, [3]]
+)
+def test_a_reset_that_is_refused_leaves_no_half_an_episode(options):
+    env = RefinementEnv([random_problem(1, num_groups=8, num_devices=2)])
+    env.reset(seed=0)
+    with pytest.raises(InputError, match="options"):
+        env.reset(options=options)
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step(1)
+    env.reset()
+    env.step(1)
+
+
+@pytest.mark.parametrize("sizes", [{"moves": 1}, {"moves": 2.5}, {"moves": "many"}, {"max_moves": 0}, {"max_moves": None}])
+def test_sizes_are_checked(sizes):
+    with pytest.raises(InputError, match="moves"):
+        RefinementEnv([random_problem(1, num_groups=8, num_devices=2)], **sizes)

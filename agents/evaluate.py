@@ -1,23 +1,23 @@
-"""The closing table of a training: the agent against the classical planners on problems it has not seen.
+"""The closing table of a training: the agent against the classical planners on cases that it has not seen.
 
-Executor: ``list``. Metric: step time of one step, as the geometric mean over problems of step time / step time of ``best``.
-Searches get the same number of simulator calls after the floor.
+Metric: step time of the case's schedule, as the geometric mean over cases of step time / step time of ``best``. Searches and
+the agent start from the plan of ``best`` and get the same number of simulator calls.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rlplace.agents.cases import Case
 from rlplace.agents.planner import Agent
 from rlplace.errors import InfeasibleError
-from rlplace.planners import Planner, get_planner
-from rlplace.problem import Problem
+from rlplace.planners import get_planner
 
 DEFAULT_PLANNERS = ("single", "round_robin", "balanced", "heft", "m_etf", "metis", "best", "annealing", "local_search")
 _SEARCHES = ("annealing", "local_search", "brkga")
@@ -29,16 +29,18 @@ class Row:
 
     Attributes:
         planner: Name; ``agent, one rollout`` is the floor or the first greedy rollout, whichever is faster.
-        ratio: Geometric mean of step time over that of ``best``, on the problems where both are feasible.
-        feasible: Number of problems with a feasible plan. problems: Number of problems.
-        better, worse: Problems where it is at least 0.1 % faster or slower than ``best``.
-        seconds: Mean wall time of a plan.
+        ratio: Geometric mean of step time over that of ``best``, on the cases where both are feasible.
+        branchy: The same on branchy cases alone.
+        feasible: Number of cases with a feasible plan. cases: Number of cases.
+        better, worse: Cases where it is at least 0.1 % faster or slower than ``best``.
+        seconds: Mean wall time of a plan; of searches after ``best``.
     """
 
     planner: str
     ratio: float
+    branchy: float
     feasible: int
-    problems: int
+    cases: int
     better: int
     worse: int
     seconds: float
@@ -46,97 +48,101 @@ class Row:
 
 def compare_agent(
     trained: Agent,
-    problems: Sequence[Problem],
+    cases: Sequence[Case],
     *,
     planners: Sequence[str] = DEFAULT_PLANNERS,
     calls: int = 256,
     seeds: int = 3,
 ) -> list[Row]:
-    """Runs every planner and the agent on every problem; searches run once a seed and count with the geometric mean.
+    """Runs every planner and the agent on every case; searches run once a seed and count with the geometric mean.
 
     Args:
         trained: The agent.
-        problems: What to solve.
+        cases: What to solve.
         planners: Names of the classical planners.
         calls: Simulator calls after the floor for every search and for the agent.
         seeds: Runs of whatever is random.
     """
-    floor = [_solve(get_planner("best"), problem, 1) for problem in problems]
+    floor = [_solve(get_planner("best"), case, None, 1) for case in cases]
     rows = []
     for name in planners:
         if name in _SEARCHES:
-            runs = [_solve(get_planner(name), problem, seeds, calls=calls) for problem in problems]
-            rows.append(_row(f"{name} ({calls} calls)", runs, floor))
+            runs = [
+                _solve(get_planner(name), case, best.plan, seeds, calls=calls) for case, best in zip(cases, floor, strict=True)
+            ]
+            rows.append(_row(f"{name} ({calls} calls)", runs, floor, cases))
         else:
-            runs = floor if name == "best" else [_solve(get_planner(name), problem, 1) for problem in problems]
-            rows.append(_row(name, runs, floor))
-    runs = [_solve(trained.place, problem, seeds, calls=calls) for problem in problems]
-    rows.append(_row("agent, one rollout", [Solved(run.single_s, None, math.nan) for run in runs], floor))
-    rows.append(_row(f"agent ({calls} calls)", runs, floor))
+            runs = floor if name == "best" else [_solve(get_planner(name), case, None, 1) for case in cases]
+            rows.append(_row(name, runs, floor, cases))
+    for label, options in (("agent, one rollout", {"samples": 1, "search": False}), (f"agent ({calls} calls)", {})):
+        runs = [
+            _solve(trained.place, case, best.plan, seeds if not options else 1, calls=calls, **options)
+            for case, best in zip(cases, floor, strict=True)
+        ]
+        rows.append(_row(label, runs, floor, cases))
     return rows
 
 
 def format_rows(rows: Sequence[Row], title: str) -> str:
     """The table as text."""
-    lines = [title, f"{'planner':28s} {'vs best':>8s} {'feasible':>9s} {'better':>7s} {'worse':>6s} {'seconds':>8s}"]
+    head = f"{'planner':28s} {'vs best':>8s} {'branchy':>8s} {'feasible':>9s} {'better':>7s} {'worse':>6s} {'seconds':>8s}"
+    lines = [title, head]
     for row in rows:
-        seconds = "" if math.isnan(row.seconds) else f"{row.seconds:8.2f}"
-        ratio = "" if math.isnan(row.ratio) else f"{row.ratio:8.3f}"
-        feasible = f"{row.feasible}/{row.problems}"
-        lines.append(f"{row.planner:28s} {ratio:>8s} {feasible:>9s} {row.better:7d} {row.worse:6d} {seconds:>8s}")
-    lines.append("step time / that of best, geometric mean, below 1 is faster; searches over several seeds")
-    lines.append("executor list, simulated, one micro-batch")
+        values = ["" if math.isnan(value) else f"{value:.4f}" for value in (row.ratio, row.branchy)]
+        seconds = "" if math.isnan(row.seconds) else f"{row.seconds:.2f}"
+        counts = f"{f'{row.feasible}/{row.cases}':>9s} {row.better:7d} {row.worse:6d}"
+        lines.append(f"{row.planner:28s} {values[0]:>8s} {values[1]:>8s} {counts} {seconds:>8s}")
+    lines.append("step time / that of best, geometric mean, below 1 is faster; searches start from best, over several seeds")
+    lines.append("simulated, under the schedule and micro-batches of each case")
     return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Solved:
-    """One planner on one problem.
+    """One planner on one case.
 
     Attributes:
         step_s: Geometric mean over seeds; None when a seed found no feasible plan.
-        single_s: The same after the agent's first rollout alone, the floor counted in.
         seconds: Mean wall time of a plan.
+        plan: The last plan found.
     """
 
     step_s: float | None
-    single_s: float | None
     seconds: float
+    plan: Any
 
 
-def _solve(planner: Planner, problem: Problem, seeds: int, **options: Any) -> Solved:
-    steps, single, begin = [], [], time.perf_counter()
+def _solve(planner: Callable[..., Any], case: Case, start: Any, seeds: int, **options: Any) -> Solved:
+    steps, plan, begin = [], None, time.perf_counter()
+    if start is not None:
+        options["start"] = start
     for seed in range(seeds):
         try:
-            predicted = planner(problem, seed=seed, **options).predicted
+            plan = planner(case.problem, seed=seed, **options, **case.execution.arguments)
         except InfeasibleError:
             continue
-        steps.append(predicted["step_time_s"])
-        rolled = [predicted.get("floor_step_time_s"), predicted.get("single_rollout_step_time_s")]
-        single.append(min((value for value in rolled if value is not None), default=None))
+        steps.append(plan.predicted["step_time_s"])
     seconds = (time.perf_counter() - begin) / seeds
-    found = [value for value in single if value is not None]
-    return Solved(
-        _mean(steps) if len(steps) == seeds else None, _mean(found) if found and len(found) == seeds else None, seconds
-    )
+    return Solved(_mean(steps) if len(steps) == seeds else None, seconds, None if plan is None else plan.device_of_group)
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(np.exp(np.mean(np.log(values))))
+    return float(np.exp(np.mean(np.log(values)))) if values else math.nan
 
 
-def _row(name: str, runs: Sequence[Solved], floor: Sequence[Solved]) -> Row:
+def _row(name: str, runs: Sequence[Solved], floor: Sequence[Solved], cases: Sequence[Case]) -> Row:
     ratios = [
-        run.step_s / best.step_s
-        for run, best in zip(runs, floor, strict=True)
+        (run.step_s / best.step_s, case.branchy)
+        for run, best, case in zip(runs, floor, cases, strict=True)
         if run.step_s is not None and best.step_s is not None
     ]
     return Row(
         planner=name,
-        ratio=_mean(ratios) if ratios else math.nan,
+        ratio=_mean([ratio for ratio, _ in ratios]),
+        branchy=_mean([ratio for ratio, branchy in ratios if branchy]),
         feasible=sum(run.step_s is not None for run in runs),
-        problems=len(runs),
-        better=sum(ratio < 0.999 for ratio in ratios),
-        worse=sum(ratio > 1.001 for ratio in ratios),
+        cases=len(runs),
+        better=sum(ratio < 0.999 for ratio, _ in ratios),
+        worse=sum(ratio > 1.001 for ratio, _ in ratios),
         seconds=float(np.mean([run.seconds for run in runs])) if runs else math.nan,
     )

@@ -1,7 +1,7 @@
 """The agent as a planner: the floor, rollouts of the policy, and a search that the policy guides.
 
-Problem: any. Algorithm: start from the plan of `best`; roll the policy out from it; spend the budget on the guided search; answer
-with the best feasible plan seen. By construction the answer is never worse than `best`. The first, greedy rollout alone and
+Problem: any. Algorithm: start from the plan of `best`; roll the policy out from it; spend the budget on the guided search;
+answer with the best feasible plan seen. By construction the answer is never worse than `best`. The first, greedy rollout alone and
 all rollouts alone are reported in the plan's `predicted`.
 """
 

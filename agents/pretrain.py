@@ -1,8 +1,8 @@
 """Pre-training: the scorer learns from priced moves which of them pay.
 
 Per state the target is a softmax of the gains of all moves, and the loss the cross-entropy of the scorer's softmax to it.
-States where no move gains weigh nothing: there is nothing to rank. Label files are read through a bounded cache, and what a step reads
-follows from the seed and the number of the step, so that a run can stop anywhere and resume exactly.
+States where no move gains weigh nothing: there is nothing to rank. Label files are read through a bounded cache, and what a step
+reads follows from the seed and the number of the step, so that a run can stop anywhere and resume exactly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def fit(
         network: Changed.
         optimizer: Over its parameters; its learning rate is set by the number of the step.
         files: Label files.
-        first, last, steps: Numbers of steps; the learning rate falls linearly to zero at `steps`.
+        first: Number of the first step to make.
+        last: Number after the last one.
+        steps: Of the whole fit; the learning rate falls linearly to zero there.
         seed: Of the batches.
     """
     network.train()

@@ -1,7 +1,7 @@
 """The agent's search: one instance, one network, a budget of simulator calls or seconds.
 
-A `Search` holds the buffers of the compiled loop (`rlplace.agents.guided`) and runs it in chunks, so that a deadline is kept. How
-the loop is set depends on how many simulations the budget is worth; the settings were tuned on the validation split.
+A `Search` holds the buffers of the compiled loop (`rlplace.agents.guided`) and runs it in chunks, so that a deadline is kept.
+How the loop is set depends on how many simulations the budget is worth; the settings were tuned on the validation split.
 """
 
 from __future__ import annotations

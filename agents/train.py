@@ -19,7 +19,16 @@ import torch
 
 from rlplace.agents import ppo
 from rlplace.agents.card import card_of, versions
-from rlplace.agents.checkpoint import Checkpoint, load_optimizer, load_weights, make_folder, save_checkpoint, save_optimizer
+from rlplace.agents.checkpoint import (
+    FORMAT,
+    VERSION,
+    Checkpoint,
+    load_optimizer,
+    load_weights,
+    make_folder,
+    save_checkpoint,
+    save_optimizer,
+)
 from rlplace.agents.config import ENVIRONMENTS, TrainConfig, features_of
 from rlplace.agents.gather import gather
 from rlplace.agents.network import PlacerNetwork
@@ -180,8 +189,8 @@ class _Run:
             self.save(moments)
             rate = part.decisions / max(time.monotonic() - ready_s, 1e-9)
             self.report(
-                f"{self.decisions}/{config.steps} decisions, {rate:.0f} a second after {ready_s - begin_s:.0f} s for the floors; "
-                f"step time {part.ratio:.4f} of best at the end of episodes"
+                f"{self.decisions}/{config.steps} decisions, {rate:.0f} a second after {ready_s - begin_s:.0f} s for the "
+                f"floors; step time {part.ratio:.4f} of best at the end of episodes"
             )
         if bar is not None:
             bar.close()
@@ -209,7 +218,7 @@ class _Run:
             (self.out / "optimizer.safetensors").unlink(missing_ok=True)
 
     def _resume(self) -> None:
-        config = read_json(self.out / "config.json", "rlplace.checkpoint", 2)
+        config = read_json(self.out / "config.json", FORMAT, VERSION)
         training = config["training"]
         load_weights(self.network, self.out / "policy.safetensors")
         self.fitted, self.decisions = int(training.get("fitted", 0)), int(training.get("steps_done", 0))

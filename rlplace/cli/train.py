@@ -15,18 +15,26 @@ if TYPE_CHECKING:
     from rlplace.agents.train import TrainConfig
 
 HELP = "train a placer"
-EXAMPLE = "example: rlplace train --problems zoo --steps 100000 --out runs/mine"
+EXAMPLE = "example: rlplace train --out runs/mine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("--problems", metavar="SET", help="zoo (default), synthetic, or a folder of *.problem.json")
-    parser.add_argument("--cluster", metavar="C", help="price the zoo for this cluster instead of several")
-    parser.add_argument("--steps", type=positive, metavar="N", help="PPO decisions")
+    parser.add_argument(
+        "--problems",
+        nargs="+",
+        metavar="P",
+        help="all, zoo or synthetic (endless sets; default all, without transformers zoo), or *.problem.json files and folders",
+    )
+    parser.add_argument("--cluster", metavar="C", help="price the set's models for this cluster instead of random ones")
+    parser.add_argument("--cases", type=positive, metavar="N", help="cases to pre-train on")
+    parser.add_argument("--fit-steps", type=natural, metavar="N", help="steps of pre-training, 0 for none")
+    parser.add_argument("--steps", type=natural, metavar="N", help="PPO decisions, 0 for none")
+    parser.add_argument("--layers", type=natural, metavar="N", help="rounds of message passing, 0 for none")
     parser.add_argument("--out", metavar="DIR", help="run folder (runs/agent)")
     parser.add_argument("--resume", metavar="DIR", help="continue the run in this folder")
     parser.add_argument("--env", choices=("refinement", "placement"), help="environment (refinement)")
-    parser.add_argument("--warm-states", type=natural, metavar="N", help="states of the warm start, 0 for none")
+    parser.add_argument("--processes", type=positive, metavar="N", help="processes that price moves (one a core)")
     parser.add_argument("--seed", type=natural, metavar="N", help="seed (0)")
     parser.add_argument("--device", default="auto", metavar="D", help="torch device of the network (auto)")
     parser.add_argument(
@@ -39,35 +47,28 @@ def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.agents.evaluate import compare_agent, format_rows
     from rlplace.agents.planner import load_agent
-    from rlplace.agents.problems import held_out_problems, training_problems
+    from rlplace.agents.problems import cases_of, closing_cases
     from rlplace.agents.train import train
 
     _check_device(options.device)
     if options.resume and options.out and Path(options.out) != Path(options.resume):
         raise InputError("--resume continues in its own folder; leave --out out")
     out = Path(options.resume or options.out or "runs/agent")
-    config, problem_set = _config(options, out)
-    problems = training_problems(problem_set, seed=config.seed, cluster=options.cluster, progress=say)
-    done = train(
-        problems,
-        config,
-        out,
-        resume=bool(options.resume),
-        problem_set=problem_set,
-        progress_bar=sys.stderr.isatty(),
-        report=say,
-    )
+    config, problems = _config(options, out)
+    source = cases_of(problems, seed=config.seed, cluster=options.cluster, progress=say)
+    resume, bar = bool(options.resume), sys.stderr.isatty()
+    done = train(source, config, out, resume=resume, progress_bar=bar, report=say)
     say(f"{done} decisions done, saved in {out}")
     if done < config.steps:
         return 130
-    say("comparing on problems that it was not trained on")
-    tested = held_out_problems(problem_set, seed=config.seed, cluster=options.cluster, progress=say)
+    say("comparing on cases of families that it was not trained on")
+    tested = closing_cases(progress=say)
     rows = compare_agent(load_agent(out), tested, calls=options.calls)
     if options.json:
         table = [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows]
-        print_json({"out": str(out), "steps": done, "executor": "list", "metric": "step time over best", "rows": table})
+        print_json({"out": str(out), "steps": done, "metric": "step time over best", "rows": table})
     else:
-        print(format_rows(rows, f"{len(tested)} problems not trained on"))
+        print(format_rows(rows, f"{len(tested)} cases not trained on"))
         print(f"\nplace a model with it: rlplace place hf:gpt2 --cluster a100-80g:4 --agent {out}")
     return 0
 
@@ -87,19 +88,23 @@ def _check_device(name: str) -> None:
         raise InputError(f"--device {name}: is not a torch device; for example auto, cpu or cuda") from None
 
 
-def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, str]:
-    from rlplace.agents.train import TrainConfig
+def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, list[str]]:
+    from rlplace.agents.checkpoint import VERSION
+    from rlplace.agents.config import TrainConfig
     from rlplace.files import read_json
 
     changes = {
+        "cases": options.cases,
+        "fit_steps": options.fit_steps,
         "steps": options.steps,
-        "warm_states": options.warm_states,
+        "layers": options.layers,
         "seed": options.seed,
         "device": options.device,
+        "processes": options.processes,
     }
     if not options.resume:
-        return TrainConfig.load(options.env or "refinement", **changes), options.problems or "zoo"
-    training = read_json(out / "config.json", "rlplace.checkpoint", 1).get("training", {})
+        return TrainConfig.load(options.env or "refinement", **changes), options.problems or []
+    training = read_json(out / "config.json", "rlplace.checkpoint", VERSION).get("training", {})
     earlier = training.get("hyperparameters")
     if not isinstance(earlier, dict):
         raise InputError(f"{out / 'config.json'}: holds no hyperparameters to resume with")
@@ -107,4 +112,4 @@ def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, str]:
     if options.env not in (None, environment):
         raise InputError(f"{out} was trained on {environment}; --env cannot change it")
     merged = {**earlier, **{key: value for key, value in changes.items() if value is not None}}
-    return TrainConfig.load(environment, **merged), options.problems or str(training.get("problem_set", "zoo"))
+    return TrainConfig.load(environment, **merged), options.problems or str(training.get("problem_set", "")).split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import gymnasium as gym
@@ -41,7 +42,7 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
             raise InputError(f"observation must be 'indexed' or 'full', found {observation!r}")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise InputError(f"render_mode must be one of {self.metadata['render_modes']}, found {render_mode!r}")
-        given = _problem_list(problems) if problems is not None else default_problems()
+        given = _problem_list(problems) if problems is not None else default_instances()
         self.instances = [item if isinstance(item, Instance) else make_instance(item) for item in given]
         largest = max(instance.problem.num_groups for instance in self.instances)
         widest = max(instance.problem.num_devices for instance in self.instances)
@@ -152,11 +153,12 @@ def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.
     return values
 
 
-def default_problems() -> list[Problem]:
+@cache
+def default_instances() -> tuple[Instance, ...]:
     """Three small random problems, so that ``gymnasium.make`` works without arguments."""
     from rlplace.problem.toys import random_problem
 
-    return [random_problem(seed, num_groups=12 + 4 * seed, num_devices=3) for seed in range(3)]
+    return tuple(make_instance(random_problem(seed, num_groups=12 + 4 * seed, num_devices=3)) for seed in range(3))
 
 
 def greedy_fit(instance: Instance) -> NDArray[np.int32]:

@@ -54,7 +54,8 @@ def test_scores_of_moves_are_what_they_gain(execution):
 def test_masks_keep_provable_memory_within_the_limits():
     tried = 0
     for seed in range(12):
-        instance = make_instance(random_problem(seed, num_groups=16, num_devices=3, memory_factor=1.15, unlike=True))
+        problem = random_problem(seed, num_groups=16, num_devices=3, memory_factor=1.15, unlike=True)
+        instance = make_instance(problem, compute_floor=False)
         env = RefinementEnv([instance], moves=64)
         env.reset(seed=seed)
         plan = env.current_plan()

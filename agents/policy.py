@@ -89,6 +89,14 @@ class _Split(nn.Module):
         return features[:, -1:]
 
 
+def _build(policy: Any, lr_schedule: Schedule) -> None:
+    """Instead of SB3's layers for policy and value: nothing but the network."""
+    policy.mlp_extractor = _Split(policy.features_dim - 1)
+    policy.action_net = nn.Identity()
+    policy.value_net = nn.Identity()
+    policy.optimizer = policy.optimizer_class(policy.parameters(), lr=lr_schedule(1), **policy.optimizer_kwargs)
+
+
 class _NetworkPolicy:
     """What both policies share; it stands before SB3's class in their bases."""
 
@@ -114,11 +122,8 @@ class _NetworkPolicy:
             **options,
         )  # type: ignore[call-arg]
 
-    def _build(self: Any, lr_schedule: Schedule) -> None:
-        self.mlp_extractor = _Split(self.features_dim - 1)
-        self.action_net = nn.Identity()
-        self.value_net = nn.Identity()
-        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
+    def _build(self, lr_schedule: Schedule) -> None:
+        _build(self, lr_schedule)
 
     @property
     def network(self: Any) -> PlacerNetwork:
@@ -131,8 +136,9 @@ class _NetworkPolicy:
 class PlacerPolicy(_NetworkPolicy, MaskableMultiInputActorCriticPolicy):
     """Policy for `MaskablePPO` on either environment.
 
-    Pass ``policy_kwargs={"config": NetworkConfig(), "bank": GraphBank(instances), "features": RefinementEnv.FEATURES}`` with the
-    instances of the environment, in its order. Only `features` is required; `bank` is needed by networks with message passing.
+    Pass ``policy_kwargs={"config": NetworkConfig(), "bank": GraphBank(instances), "features": RefinementEnv.FEATURES}`` with
+    the instances of the environment, in its order. Only `features` is required; `bank` is needed by networks with message
+    passing.
     """
 
 

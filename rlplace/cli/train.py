@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls", type=positive, default=256, metavar="N", help="simulator calls per search in the table (256)"
     )
+    parser.add_argument("--test", nargs="+", metavar="P", help="files and folders that the table is made on (validation cases)")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
@@ -55,20 +56,23 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("--resume continues in its own folder; leave --out out")
     out = Path(options.resume or options.out or "runs/agent")
     config, problems = _config(options, out)
-    source = cases_of(problems, seed=config.seed, cluster=options.cluster, progress=say)
+    source = cases_of(problems, seed=config.seed, cluster=options.cluster)
+    given = cases_of(options.test) if options.test else None
+    if given is not None and given.count is None:
+        raise InputError(f"--test {given.name}: has no end; name files or folders of *.problem.json")
     resume, bar = bool(options.resume), sys.stderr.isatty()
     done = train(source, config, out, resume=resume, progress_bar=bar, report=say)
     say(f"{done} decisions done, saved in {out}")
     if done < config.steps:
         return 130
-    say("comparing on cases of families that it was not trained on")
-    tested = closing_cases(progress=say)
+    say("comparing on " + ("the given problems" if options.test else "cases of families that it was not trained on"))
+    tested = list(given) if given is not None else closing_cases(progress=say)
     rows = compare_agent(load_agent(out), tested, calls=options.calls)
     if options.json:
         table = [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows]
         print_json({"out": str(out), "steps": done, "metric": "step time over best", "rows": table})
     else:
-        print(format_rows(rows, f"{len(tested)} cases not trained on"))
+        print(format_rows(rows, f"{len(tested)} cases"))
         print(f"\nplace a model with it: rlplace place hf:gpt2 --cluster a100-80g:4 --agent {out}")
     return 0
 

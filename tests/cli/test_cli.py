@@ -11,6 +11,7 @@ from rlplace.agents.checkpoint import save_checkpoint
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.cli.main import main
 from rlplace.cli.place import op_level_line
+from rlplace.envs.guide.features import FEATURES
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.toys import random_problem
@@ -22,7 +23,7 @@ TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
 def agent(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agent")
     torch.manual_seed(0)
-    network = PlacerNetwork(NetworkConfig(hidden=16, layers=1))
+    network = PlacerNetwork(NetworkConfig(hidden=16, second=8, layers=1), features=FEATURES)
     save_checkpoint(folder, network, environment="rlplace/Refinement-v0", training={"steps_done": 0}, card="# test\n")
     return str(folder)
 
@@ -169,20 +170,17 @@ def test_train_small(capsys, tmp_path):
         capsys,
         "train",
         "--problems",
-        str(folder),
-        "--steps",
-        "768",
-        "--warm-states",
-        "40",
-        "--calls",
-        "16",
-        "--out",
-        out_folder,
+        str(folder / "0.problem.json"),
+        str(folder / "1.problem.json"),
+        *("--cases", "3", "--fit-steps", "40", "--steps", "512", "--processes", "1"),
+        *("--test", str(folder), "--calls", "16", "--out", out_folder),
     )
     assert code == 0 and "vs best" in out and "agent (16 calls)" in out
-    code, out, _ = run(capsys, "train", "--resume", out_folder, "--steps", "1536", "--calls", "16", "--json")
+    code, out, _ = run(
+        capsys, "train", "--resume", out_folder, "--steps", "1024", "--test", str(folder), "--calls", "16", "--json"
+    )
     assert code == 0
-    assert json.loads(out)["steps"] >= 1536
+    assert json.loads(out)["steps"] >= 1024
 
 
 @pytest.mark.parametrize(
@@ -197,6 +195,7 @@ def test_train_small(capsys, tmp_path):
         (["simulate", "a.problem.json", "b.plan.json"], 2, "cannot be read"),
         (["compare", TINY, "--planners", "best,worst"], 2, "unknown planner"),
         (["train", "--problems", "nowhere"], 2, "unknown problem set"),
+        (["train", "--problems", "synthetic", "--test", "all"], 2, "has no end"),
         (["train", "--resume", "nowhere"], 2, "cannot be read"),
     ],
 )

@@ -39,14 +39,15 @@ class Labels:
 
     Attributes:
         features: float16 [S, K, F], see `rlplace.envs.guide.features`.
-        change: float32 [S, K], log of the penalised step time after the move over that before; NaN where there is no move.
-        group: int16 [S, K], first group of each move, -1 where there is none.
+        change: float32 [S, K], log of the penalised step time after the move over that before, at most that of a factor of
+            1,000 (a step that cannot complete); NaN where there is no move.
+        group: int32 [S, K], first group of each move, -1 where there is none.
         nodes, edges, edge_values: The group graph, see `rlplace.agents.bank.GraphTensors`.
     """
 
     features: NDArray[np.float16]
     change: NDArray[np.float32]
-    group: NDArray[np.int16]
+    group: NDArray[np.int32]
     nodes: NDArray[np.float32]
     edges: NDArray[np.int64]
     edge_values: NDArray[np.float32]
@@ -81,7 +82,7 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
         return None
     instance = make_instance(problem, floor=starts[0], compute_floor=False, execution=case.execution)
     guide = Guide(instance, moves, seed)
-    rows: list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int16]]] = []
+    rows: list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int32]]] = []
     for number, start in enumerate(starts):
         share = (states * (number + 1)) // len(starts) - (states * number) // len(starts)
         rows += walk(guide, start, share, rng)
@@ -124,7 +125,7 @@ def _starts(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
 
 def walk(
     guide: Guide, start: NDArray[np.int32], states: int, rng: Generator
-) -> list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int16]]]:
+) -> list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int32]]]:
     """Labels along one descent that now and then goes astray.
 
     Args:
@@ -145,14 +146,14 @@ def walk(
         before = float(penalized(*(np.array([value]) for value in guide.look(plan)))[0])
         count = guide.draw(plan)
         which = np.flatnonzero(guide.table[:count, 12] <= FILL)
-        if len(which) < 2:
+        if before == 0.0 or len(which) < 2:
             break
         price = penalized(*guide.price(plan, which))
-        change = np.log(np.minimum(price, 1e3 * before) / before)
+        change = np.log(np.clip(price, 1e-3 * before, 1e3 * before) / before)
         features = np.zeros((moves, NUM_FEATURES), dtype=np.float16)
         changes = np.full(moves, np.nan, dtype=np.float32)
         features[: len(which)], changes[: len(which)] = guide.table[which], change
-        group = np.full(moves, -1, dtype=np.int16)
+        group = np.full(moves, -1, dtype=np.int32)
         group[: len(which)] = guide.groups[guide.ptr[which]]
         rows.append((features, changes, group))
         if rng.random() < _EXPLORE:

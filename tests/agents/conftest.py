@@ -1,0 +1,68 @@
+"""What several tests of the agent need: networks whose layers all count, checkpoints of them, tiny trainings."""
+
+import pytest
+import torch
+
+from rlplace.agents.checkpoint import save_checkpoint
+from rlplace.agents.config import TrainConfig, features_of
+from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.planner import load_agent
+
+
+def make_network(environment="refinement", *, hidden=16, second=8, layers=0, seed=0):
+    """A network far from the heuristic, with features standardised."""
+    torch.manual_seed(seed)
+    features = features_of(environment)
+    network = PlacerNetwork(NetworkConfig(hidden, second, layers), features=features)
+    torch.nn.init.normal_(network.residual.weight)
+    torch.nn.init.normal_(network.stop.weight)
+    network.standardise(torch.randn(len(features)) * 0.1, torch.rand(len(features)) + 0.2)
+    return network.eval()
+
+
+def make_checkpoint(folder, environment="refinement", **sizes):
+    """Writes a checkpoint of such a network and returns the network."""
+    network = make_network(environment, **sizes)
+    name = {"refinement": "rlplace/Refinement-v0", "placement": "rlplace/Placement-v0"}[environment]
+    save_checkpoint(folder, network, environment=name, training={"steps_done": 0}, card="# test\n")
+    return network
+
+
+@pytest.fixture(scope="session", name="make_network")
+def _make_network():
+    return make_network
+
+
+@pytest.fixture(scope="session", name="make_checkpoint")
+def _make_checkpoint():
+    return make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def agents(tmp_path_factory):
+    """Agents by environment: refinement, refinement with message passing (``graph``), placement."""
+    made = {}
+    for name, environment, layers in (
+        ("refinement", "refinement", 0),
+        ("graph", "refinement", 1),
+        ("placement", "placement", 1),
+    ):
+        folder = tmp_path_factory.mktemp(name)
+        make_checkpoint(folder, environment, layers=layers)
+        made[name] = load_agent(folder)
+    return made
+
+
+@pytest.fixture
+def tiny():
+    """A training of a few seconds: `tiny(environment, **changes)`."""
+
+    def make(environment="refinement", **changes):
+        small = {
+            "cases": 3, "states": 10, "moves": 24, "fit_steps": 20, "steps": 64, "part": 32, "part_cases": 2, "envs": 2,
+            "rollout": 16, "batch_size": 16, "epochs": 1, "hidden": 8, "second": 4, "layers": 0, "processes": 1,
+            "device": "cpu",
+        }  # fmt: skip
+        return TrainConfig.load(environment, **{**small, **changes})
+
+    return make

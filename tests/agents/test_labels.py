@@ -1,0 +1,133 @@
+"""Labels: every one is what the simulator says about the plan after the move."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from rlplace.agents.cases import Case
+from rlplace.agents.labels import Labels, collect_labels
+from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
+from rlplace.envs.guide.guide import Guide
+from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE, Execution
+from rlplace.problem.problem import Links
+from rlplace.problem.toys import build_problem, memory_tight_pair, random_problem
+from rlplace.simulator import simulate
+
+
+def penalised_s(problem, plan, run):
+    """Step time of a plan, raised by memory overflow; from the timeline alone."""
+    line = simulate(problem, plan, **run.arguments)
+    if line.step_time_s is None:
+        return np.inf
+    over = sum(
+        max(0, int(peak) - device.memory_bytes) / device.memory_bytes
+        for peak, device in zip(line.peak_memory_bytes, problem.devices, strict=True)
+        if device.memory_bytes is not None
+    )
+    return line.step_time_s * (1.0 + OVERFLOW_SLOPE * (over + OVERFLOW_BASE) if over else 1.0)
+
+
+@pytest.mark.parametrize(
+    "problem, run",
+    [
+        (random_problem(0, num_groups=14, num_devices=3), Execution()),
+        (random_problem(1, num_groups=12, num_devices=3, memory_factor=1.3), Execution()),
+        (random_problem(2, num_groups=10, num_devices=2, unlike=True, null_fraction=0.3), Execution(4, "1f1b")),
+        (random_problem(3, num_groups=10, num_devices=4, hosts=2, memory_factor=2.0), Execution(2, "gpipe")),
+    ],
+)
+def test_every_label_is_what_the_move_does(problem, run, monkeypatch):
+    priced = []
+
+    def price(self, plan, which):
+        moves = [
+            (self.groups[self.ptr[k] : self.ptr[k + 1]].copy(), self.targets[self.ptr[k] : self.ptr[k + 1]].copy())
+            for k in which
+        ]
+        priced.append((plan.copy(), moves, self.table[which].copy()))
+        return wanted(self, plan, which)
+
+    wanted = Guide.price
+    monkeypatch.setattr(Guide, "price", price)
+    labels = collect_labels(Case("x", "x", problem, run), states=12, moves=16, seed=5)
+    assert labels is not None and 8 <= len(labels.change) == len(priced) <= 12
+    assert len({plan.tobytes() for plan, _, _ in priced}) > 5
+    for row, (plan, moves, table) in enumerate(priced):
+        before = penalised_s(problem, plan, run)
+        assert np.isnan(labels.change[row, len(moves) :]).all() and (labels.group[row, len(moves) :] == -1).all()
+        assert not labels.features[row, len(moves) :].any()
+        np.testing.assert_array_equal(labels.features[row, : len(moves)], table.astype(np.float16))
+        for k, (groups, targets) in enumerate(moves):
+            after = plan.copy()
+            assert problem.group_allowed[groups, targets].all() and (plan[groups] != targets).all()
+            after[groups] = targets
+            assert labels.change[row, k] == pytest.approx(np.log(penalised_s(problem, after, run) / before), abs=1e-6)
+            assert labels.group[row, k] == groups[0]
+
+
+def test_equal_for_a_seed_and_different_for_another(tmp_path):
+    case = Case("x", "x", random_problem(4, num_groups=12, num_devices=3))
+    one, two, other = (collect_labels(case, states=6, moves=12, seed=seed) for seed in (1, 1, 2))
+    one.save(tmp_path / "one.npz")
+    loaded = Labels.load(tmp_path / "one.npz")
+    for item in fields(Labels):
+        np.testing.assert_array_equal(getattr(one, item.name), getattr(two, item.name))
+        np.testing.assert_array_equal(getattr(one, item.name), getattr(loaded, item.name))
+        assert getattr(one, item.name).dtype == getattr(loaded, item.name).dtype
+    assert not np.array_equal(one.features, other.features)
+    assert list(tmp_path.iterdir()) == [tmp_path / "one.npz"]
+
+
+def test_shapes():
+    labels = collect_labels(Case("x", "x", random_problem(4, num_groups=12, num_devices=3)), states=6, moves=12, seed=0)
+    assert labels.features.shape == (6, 12, NUM_FEATURES) and labels.features.dtype == np.float16
+    assert labels.change.shape == labels.group.shape == (6, 12)
+    assert len(labels.nodes) == 12 and labels.edges.shape == (2, len(labels.edge_values))
+    assert np.isfinite(labels.features).all()
+
+
+def without_link(problem):
+    """Device 1 hears device 0, which hears nobody."""
+    bandwidth = problem.links.bandwidth_bytes_per_s.copy()
+    bandwidth[1, 0] = 0.0
+    return replace(problem, links=Links(bandwidth, problem.links.latency_s))
+
+
+def test_moves_that_need_a_missing_link_are_very_bad():
+    labels = collect_labels(
+        Case("x", "x", without_link(random_problem(0, num_groups=8, num_devices=2))), states=8, moves=16, seed=0
+    )
+    known = labels.change[np.isfinite(labels.change)]
+    assert known.max() == pytest.approx(np.log(1e3), rel=1e-6)
+    assert (known > 5).sum() > 3 and (known < 1).sum() > 3
+
+
+def test_cases_without_labels():
+    for problem in (
+        random_problem(0, num_groups=6, num_devices=1),
+        replace(memory_tight_pair().problem, resident_bytes=np.array([60, 60])),  # a bound rules it out
+        build_problem("no link", time_s=[[1, np.nan], [np.nan, 1]], tensors=[], memory_bytes=[None, None]),  # nothing can move
+    ):
+        assert collect_labels(Case("x", "x", problem), states=4, moves=8, seed=0) is None
+
+
+def test_a_case_that_fits_nowhere_still_teaches():
+    """No plan fits, but some overflow less than others."""
+    problem = random_problem(1, num_groups=10, num_devices=2, memory_factor=1.0)
+    limit = int(problem.resident_bytes.sum()) // 2 + int(problem.resident_bytes.max())
+    problem = replace(problem, devices=tuple(replace(device, memory_bytes=limit) for device in problem.devices))
+    labels = collect_labels(Case("x", "x", problem), states=4, moves=16, seed=0)
+    if labels is not None:
+        assert np.isfinite(labels.change).any()
+        assert (labels.features[..., FEATURES.index("plan_overflow")] > 0).any()
+
+
+@pytest.mark.filterwarnings("error")
+def test_steps_that_take_no_time():
+    """Nothing can be gained, and nothing is divided by zero."""
+    problem = build_problem("idle", time_s=[[0.0, 0.0]] * 4, tensors=[], memory_bytes=[None, None])
+    assert collect_labels(Case("x", "x", problem), states=4, moves=8, seed=0) is None
+    half = build_problem("half", time_s=[[0.0, 1.0]] * 4, tensors=[], memory_bytes=[None, None])
+    labels = collect_labels(Case("x", "x", half), states=4, moves=8, seed=0)
+    assert labels is None or not np.isnan(labels.change).all(axis=1).any()

@@ -1,14 +1,16 @@
 """The compiled loop of `annealing` does what the same rules do in plain Python; moves are legal; batches score alike."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlplace.planners import run_planner
+from rlplace.planners.annealing import planner
 from rlplace.planners.annealing.planner import COOLING, run_annealing
-from rlplace.planners.common import movekernels
-from rlplace.planners.common.evaluate import Evaluator, Execution
+from rlplace.planners.common import evaluate, movekernels
+from rlplace.planners.common.evaluate import Evaluator, Execution, count_calls
 from rlplace.planners.common.moves import MoveMaker
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.search import Search
@@ -108,9 +110,31 @@ def test_annealing_without_anything_to_move_ends():
 
 def test_a_time_limit_alone_ends_the_search():
     problem = random_problem(3, 40, 3)
-    run = run_planner("annealing", problem, time_limit_s=0.3)
+    run = run_planner("annealing", problem, time_limit_s=0.3, start=[0] * 40)
     assert run.plan.predicted["feasible"]
-    assert run.simulator_calls > run_planner("best", problem).simulator_calls + 100
+    assert run.simulator_calls > 100
+
+
+def test_with_a_time_limit_the_temperature_follows_the_calls_that_the_rate_promises(monkeypatch):
+    promised = []
+    monkeypatch.setattr(planner, "default_temperature", lambda calls: promised.append(calls) or 0.01)
+    problem = random_problem(3, 40, 3)
+    with count_calls() as counter:  # a clock that a simulation moves by a millisecond
+        for module in (planner, evaluate):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1e-3 * counter.calls))
+        for calls, expected in ((None, 2_000), (500, 500), (9_000, 2_000)):
+            search = Search(problem, "annealing", [0] * 40, calls=calls, time_limit_s=2.0)
+            run_annealing(search, MoveMaker(problem, 0))
+            assert promised[0] == 0.0
+            assert promised[1:] == pytest.approx([expected] * (len(promised) - 1), rel=2e-3)
+            assert search.used() == pytest.approx(expected, abs=11)
+            promised.clear()
+
+
+def test_the_start_temperature_grows_with_the_calls_up_to_a_limit():
+    temperatures = [planner.default_temperature(calls) for calls in (0, 64, 256, 1024, 4096, 16_384, 10**6)]
+    assert temperatures == sorted(temperatures)
+    assert temperatures[0] == 0.0 < temperatures[1] and temperatures[-2] == temperatures[-1]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

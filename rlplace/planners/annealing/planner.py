@@ -69,9 +69,9 @@ def annealing(
     return finish(problem, search.answer(), run, planner="annealing", seed=seed)
 
 
-def default_temperature(calls: int) -> float:
-    """Start temperature for a budget of calls, tuned on generated problems; see docs/planners/annealing.md."""
-    return 1e-4 * math.sqrt(max(1.0, calls / 4096))
+def default_temperature(calls: float) -> float:
+    """Start temperature for a budget of calls, tuned on the validation split; see docs/planners/annealing.md."""
+    return min(0.03, 0.01 * (calls / 4096) ** 1.5)
 
 
 @cache
@@ -87,8 +87,7 @@ def run_annealing(search: Search, moves: MoveMaker, start_temperature: float | N
     """Spends the search's budget."""
     from rlplace.planners.annealing.kernels import anneal
 
-    budget = search.calls if search.calls is not None else 20_000
-    hot = default_temperature(budget) if start_temperature is None else start_temperature
+    hot = start_temperature
     simulation, trial = search.evaluator.simulator.compiled
     trial[:] = search.assignment
     best = search.best_devices.copy()
@@ -96,21 +95,30 @@ def run_annealing(search: Search, moves: MoveMaker, start_temperature: float | N
         [search.score.step_time_s, search.score.overflow, search.best_score.step_time_s, search.best_score.overflow]
     )
     fixed = tuple(moves.tables), moves.state, search.assignment, best, score, moves.groups, moves.targets
+    timed = search.deadline.end_s != math.inf
+    budget = math.inf if search.calls is None else float(search.calls)
     # With a time limit alone, the temperature falls within a chunk as fast as it fell in the one before.
     slope = 0.0 if not search.calls else 1.0 / search.calls
-    chunk = _CHUNK if search.deadline.end_s == math.inf else 1
-    progress = search.progress()
+    chunk = 1 if timed else _CHUNK
+    progress, left_s = search.progress(), search.deadline.left_s()
+    began_s, made = time.monotonic(), 0
     while progress < 1.0:
+        if start_temperature is None:
+            # The budget in calls is what the rate so far promises; before there is one, nothing uphill is accepted.
+            spent_s = time.monotonic() - began_s
+            promised = 0.0 if made == 0 else made / spent_s * left_s
+            hot = default_temperature(min(budget, promised) if timed else budget)
         calls = chunk if search.calls is None else min(chunk, search.calls - search.used())
-        began_s = time.monotonic()
+        chunk_began_s = time.monotonic()
         used = anneal(simulation, trial, *fixed, calls, hot, COOLING, progress, slope)
         search.evaluator.count(used)
+        made += used
         search.deadline.secured |= score[3] == 0.0
         if used < calls:
             break
         before, progress = progress, search.progress()
-        if search.deadline.end_s != math.inf:
-            rate_s = (time.monotonic() - began_s) / used
+        if timed:
+            rate_s = (time.monotonic() - chunk_began_s) / used
             chunk = min(_CHUNK, 2 * chunk, max(1, int(_CHUNK_S / rate_s)))
             if search.calls is None:
                 slope = (progress - before) / used

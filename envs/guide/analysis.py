@@ -172,6 +172,11 @@ def _slack(f, v, plan, start, end, step, by_start):
         for k in range(f.input_ptr[t], f.input_ptr[t + 1]):
             ready = max(ready, _ready(f, v, plan, end, f.inputs[k], d))
         v.wait[g] += max(start[t] - ready, 0.0)
+    for value in range(len(f.owner)):
+        if f.owner[value] >= 0:  # a parameter is there from the beginning
+            for c in range(f.consumer_ptr[value], f.consumer_ptr[value + 1]):
+                if f.edge_of[c] >= 0:
+                    v.gap[f.edge_of[c]] = min(v.gap[f.edge_of[c]], start[f.consumers[c]])
 
 
 @njit(**INNER)
@@ -204,7 +209,7 @@ def _chain(f, v, plan, start, end, final, limit):
         for k in range(f.input_ptr[t], f.input_ptr[t + 1]):
             value = f.inputs[k]
             at = _ready(f, v, plan, end, value, d)
-            if at > ready or cause < 0:
+            if at > ready or through < 0:
                 maker, made = -1, -1.0
                 for p in range(f.producer_ptr[value], f.producer_ptr[value + 1]):
                     if end[f.producers[p]] > made:
@@ -222,16 +227,19 @@ def _chain(f, v, plan, start, end, final, limit):
                         v.saved[g, idlest[i]] += start[t] - ready
                         v.saved[other, idlest[i]] += start[t] - ready
             t = previous
-        elif cause >= 0:
-            source = f.task_group[cause]
+        elif through >= 0 and (cause >= 0 or f.owner[through] >= 0):
+            # A parameter of another device is sent when the step begins; nothing came before it.
+            source = f.task_group[cause] if cause >= 0 else f.owner[through]
             if plan[source] != d:
-                delay = max(ready - end[cause], 0.0)
+                delay = max(ready - (end[cause] if cause >= 0 else 0.0), 0.0)
                 v.total[CHAIN_SENT] += delay
                 v.saved[source, d] += delay
                 v.saved[g, plan[source]] += delay
                 for c in range(f.consumer_ptr[through], f.consumer_ptr[through + 1]):
                     if f.consumers[c] == t and f.edge_of[c] >= 0:
                         v.sent[f.edge_of[c]] += delay
+            if cause < 0:
+                return
             t = cause
         else:
             return

@@ -31,6 +31,7 @@ class Facts(NamedTuple):
     producers: Any  # int32, tasks
     consumer_ptr: Any  # int64 [V + 1]
     consumers: Any  # int32, tasks
+    owner: Any  # int32 [V], group that owns a value without producer, -1 for others
     edge_of: Any  # int32, merged edge of every consumer of a value, -1 within a group
     neighbor_ptr: Any  # int64 [G + 1]
     neighbor: Any  # int32 [2 M]
@@ -76,6 +77,7 @@ def make_facts(instance: Instance) -> Facts:
         producers=tasks.producers,
         consumer_ptr=tasks.consumer_ptr,
         consumers=tasks.consumers,
+        owner=np.where(np.diff(tasks.producer_ptr) == 0, problem.tensor_owner[tasks.tensor], -1),
         edge_of=edge_of,
         neighbor_ptr=graph.neighbor_ptr,
         neighbor=graph.neighbor,
@@ -134,7 +136,8 @@ def _edges(
         size[mine], count[mine] = 0.0, 0.0
         fixed[mine] = float(table[off].mean()) if off.any() else 0.0
     edges = len(graph.source)
-    sums = [np.bincount(edge, weights=weights, minlength=edges) for weights in (size, count, fixed)]
+    # Without any edge bincount gives whole numbers, and with them the kernels another signature.
+    sums = [np.bincount(edge, weights=weights, minlength=edges).astype(np.float64) for weights in (size, count, fixed)]
     return sums[0], sums[1], sums[2], edge_of
 
 

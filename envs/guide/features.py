@@ -200,8 +200,9 @@ def move_features(facts, view, plan, ptr, groups, targets, kinds, count, microba
                 if load[d] > 0:
                     loaded = max(loaded, v.load[d] + load[d])
                 if f.limit[d] < np.inf:
-                    peak = max(peak, (v.peak[d] + arriving[d]) / f.limit[d])
-                    pin = max(pin, (v.pinned[d] + pinned[d]) / f.limit[d])
+                    if load[d] > 0 or arriving[d] > 0 or pinned[d] > 0:
+                        peak = max(peak, (v.peak[d] + arriving[d]) / f.limit[d])
+                        pin = max(pin, (v.pinned[d] + pinned[d]) / f.limit[d])
                     if v.peak[d] > f.limit[d] and arriving[d] < 0:
                         relief += min(-arriving[d], v.peak[d] - f.limit[d]) / f.limit[d]
         row[0] = (busiest_after - busiest_before) / step

@@ -29,12 +29,12 @@ class Guide:
 
     def __init__(self, instance: Instance, moves: int, seed: int) -> None:
         problem, run = instance.problem, instance.execution
-        self.instance, self._microbatches = instance, run.microbatches
+        self.instance, self.microbatches = instance, run.microbatches
         self.simulator = Simulator(problem, timeline=True, **run.arguments)
         self.facts = make_facts(instance)
         channels = int(self.facts.channels.max(initial=-1)) + 1
         self.view = make_view(self.facts, channels)
-        self._arguments = tuple(self.facts), tuple(self.view)
+        self.arguments = tuple(self.facts), tuple(self.view)
         room = max(_ROOM, 4 * problem.num_groups)
         self.ptr = np.zeros(moves + 1, dtype=np.int64)
         self.groups, self.targets = np.zeros(room, dtype=np.int32), np.zeros(room, dtype=np.int32)
@@ -51,17 +51,15 @@ class Guide:
             raise ValueError("a plan that cannot complete has no timeline")
         work = self.simulator.work
         sent = work.transfer[: work.layout[r.TRANSFERS]]
-        analyse(*self._arguments, plan, work.time_s[0], work.time_s[1], sent, self.simulator.peak_memory_bytes, step, overflow)
+        analyse(*self.arguments, plan, work.time_s[0], work.time_s[1], sent, self.simulator.peak_memory_bytes, step, overflow)
         return step, overflow
 
     def draw(self, plan: NDArray[np.int32], shares: NDArray[np.float64] = SHARES) -> int:
         """Draws moves of the plan that was looked at last and describes them."""
-        self.count = int(
-            draw_moves(*self._arguments, plan, self.state, shares, self.ptr, self.groups, self.targets, self.kinds)
-        )
+        self.count = int(draw_moves(*self.arguments, plan, self.state, shares, self.ptr, self.groups, self.targets, self.kinds))
         self._trial[:] = plan
         move_features(
-            *self._arguments, plan, self.ptr, self.groups, self.targets, self.kinds, self.count, self._microbatches,
+            *self.arguments, plan, self.ptr, self.groups, self.targets, self.kinds, self.count, self.microbatches,
             self._trial, self.table,
         )  # fmt: skip
         return self.count

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -61,9 +62,8 @@ def adapt(
         raise InputError(f"agent {checkpoint.name}: adapting needs an agent of rlplace/Refinement-v0")
     run = Execution(**execution)
     check_possible(problem)
-    warm_up()
-    begin_s = time.monotonic()
-    deadline_s = begin_s + time_limit_s
+    _warm_up()
+    deadline_s = time.monotonic() + time_limit_s
     base = floor_of(problem, start, run, seed=seed, time_limit_s=time_limit_s)
     instance = make_instance(problem, floor=base.plan, compute_floor=False, execution=run)
     plan = base.plan if base.plan is not None else greedy_fit(instance)
@@ -92,6 +92,18 @@ def adapt(
     }
     priority = base.priority if base.plan is not None and np.array_equal(plan, base.plan) else None
     return make_plan(problem, plan, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
+
+
+@cache
+def _warm_up() -> None:
+    """Like `rlplace.agents.search.warm_up`, with what only learning runs."""
+    from rlplace.envs.guide.features import FEATURES
+    from rlplace.problem.generate import random_problem
+
+    warm_up()
+    plan = np.zeros(4, dtype=np.int32)
+    instance = make_instance(random_problem(0, 4, 2), floor=plan, compute_floor=False)
+    _learn(PlacerNetwork(features=FEATURES), instance, plan, Settings(moves=8), time.monotonic() + 0.05, 0)
 
 
 def _learn(

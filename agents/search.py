@@ -211,7 +211,9 @@ def warm_up() -> None:
     from rlplace.problem.generate import random_problem
 
     warm_up_searches()
-    problem = random_problem(0, 6, 3, memory_factor=1.0, unlike=True, hosts=2)
+    problem = random_problem(1, 8, 3, memory_factor=1.0, unlike=True, hosts=2)
     plan = np.arange(problem.num_groups, dtype=np.int32) % 3
     instance = make_instance(problem, floor=plan, compute_floor=False)
-    Search(instance, PlacerNetwork(features=FEATURES), plan, seed=0, settings=Settings()).run(calls=4)
+    search = Search(instance, PlacerNetwork(features=FEATURES), plan, seed=0, settings=Settings())
+    search.roll_out(plan, 2, 1)
+    search.run(calls=4)

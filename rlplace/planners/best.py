@@ -33,7 +33,7 @@ def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, 
 @cache
 def warm_up() -> None:
     """Compiles, or loads from the cache, what the one-shot planners run, so that time limits do not pay for it."""
-    problem = random_problem(0, 6, 3, memory_factor=1.0, unlike=True, hosts=2)
+    problem = random_problem(1, 8, 3, memory_factor=1.0, unlike=True, hosts=2)  # tight enough for repairs
     with uncounted():
         for _ in floor_answers(problem, Evaluator(problem), Deadline(None)):
             pass

@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from rlplace.agents import search
-from rlplace.envs import features, moves
+from rlplace.agents import adapt, guided, search
+from rlplace.agents.labels import walk
+from rlplace.envs import make_instance
+from rlplace.envs.guide import analysis, draw, features, price
+from rlplace.envs.guide.guide import Guide
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.planners import balanced, get_planner
-from rlplace.planners.common import kernels, listkernels
+from rlplace.planners.common import kernels, listkernels, movekernels
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.toys import random_problem as toy_problem
@@ -16,7 +19,7 @@ from rlplace.simulator import fast, simulate, simulate_many
 
 KERNELS = {
     f"{module.__name__}.{name}": value
-    for module in (fast, kernels, listkernels, balanced, features, moves)
+    for module in (fast, kernels, listkernels, movekernels, balanced, analysis, draw, features, price, guided)
     for name, value in vars(module).items()
     if isinstance(value, Dispatcher)
 }
@@ -27,7 +30,7 @@ def signatures():
 
 
 @pytest.mark.parametrize("kind", ["generated", "toy", "loaded", "saved plan"])
-def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path):
+def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path, agents):
     search.warm_up()
     assert len(KERNELS) > 20
     before = signatures()
@@ -38,11 +41,22 @@ def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path):
     plan = get_planner("best")(problem)
     simulate(problem, plan)
     simulate_many(problem, np.tile(plan.device_of_group, (3, 1)))
-    get_planner("local_search")(problem, calls=100)
+    get_planner("annealing")(problem, calls=100)
+    start = plan.device_of_group if kind == "saved plan" else None
+    for name in ("refinement", "graph"):
+        agents[name].place(problem, start=start, samples=2, calls=100, microbatches=3, schedule="1f1b")
     env = RefinementEnv([problem], start="best")
-    options = {"plan": plan.device_of_group} if kind == "saved plan" else None
-    env.reset(seed=0, options=options)
+    env.reset(seed=0, options=None if start is None else {"plan": start})
     done, rng = False, np.random.default_rng(0)
     while not done:
         _, _, done, _, _ = env.step(int(rng.choice(np.flatnonzero(env.action_masks()))))
     assert {name: count for name, count in signatures().items() if count != before[name]} == {}
+
+
+def test_adapting_has_compiled_everything_before_its_time_begins():
+    adapt._warm_up()
+    before = signatures()
+    assert all(before[f"rlplace.envs.guide.{name}"] == 1 for name in ("price.price_moves", "draw.draw_moves"))
+    guide = Guide(make_instance(random_problem(1, 20, 4, memory_factor=1.3, hosts=2)), 32, 0)
+    assert walk(guide, guide.instance.floor, 4, np.random.default_rng(0))
+    assert signatures() == before

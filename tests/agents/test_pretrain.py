@@ -1,0 +1,147 @@
+"""Pre-training: what the loss asks for, what a step reads, and that a fit can stop and go on anywhere."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlplace.agents import pretrain
+from rlplace.agents.cases import Case
+from rlplace.agents.checkpoint import load_optimizer, save_optimizer
+from rlplace.agents.labels import Labels, collect_labels
+from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.pretrain import captured_gain, fit, ranking_loss, set_standard, train_in_parts
+from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
+from rlplace.problem.toys import random_problem
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("labels")
+    for number in range(10):
+        case = Case("x", "x", random_problem(number, num_groups=10 + number, num_devices=2 + number % 3))
+        collect_labels(case, states=10, moves=20, seed=number).save(folder / f"{number}.npz")
+    return sorted(folder.iterdir())
+
+
+def labels_of(features, change):
+    """Labels without a graph."""
+    features, change = np.asarray(features, dtype=np.float16), np.asarray(change, dtype=np.float32)
+    return Labels(
+        features=features,
+        change=change,
+        group=np.where(np.isnan(change), -1, 0).astype(np.int32),
+        nodes=np.zeros((1, 10), dtype=np.float32),
+        edges=np.zeros((2, 0), dtype=np.int64),
+        edge_values=np.zeros((0, 2), dtype=np.float32),
+    )
+
+
+def test_the_loss_is_zero_at_the_target_and_nowhere_else():
+    change = torch.tensor([[-0.006, 0.0, 0.002, -0.004], [-0.001, 0.002, torch.nan, torch.nan]])
+    target = -change / pretrain._SHARPNESS
+    at_target = torch.where(torch.isnan(target), 7.0, target)  # what is scored where there is no move does not count
+    assert ranking_loss(at_target + 3.0, change).item() == pytest.approx(0.0, abs=1e-5)
+    for row, column in ((0, 0), (0, 3), (1, 0)):
+        off = at_target.clone()
+        off[row, column] -= 1.0
+        assert ranking_loss(off, change).item() > 1e-3
+
+
+def test_the_loss_by_hand():
+    """One state, two moves, of which one gains 0.6 %; a scorer that cannot tell them apart."""
+    share = 1.0 / (1.0 + np.exp(-2.0))  # gains of 0.006 and 0 over a sharpness of 0.003
+    entropy = -(share * np.log(share) + (1 - share) * np.log(1 - share))
+    loss = ranking_loss(torch.zeros(1, 2), torch.tensor([[-0.006, 0.0]]))
+    assert loss.item() == pytest.approx(np.log(2.0) - entropy, rel=1e-5)
+
+
+def test_states_without_a_gain_weigh_nothing():
+    change = torch.tensor([[-0.02, 0.01], [0.5, 0.01]])
+    one, two = torch.tensor([[1.0, 0.0], [4.0, -4.0]]), torch.tensor([[1.0, 0.0], [-9.0, 9.0]])
+    assert ranking_loss(one, change) == ranking_loss(two, change) > 0
+    logits = torch.zeros(2, 2, requires_grad=True)
+    ranking_loss(logits, change[1:].expand(2, 2)).backward()
+    assert ranking_loss(torch.zeros(1, 2), change[1:]).item() == 0.0 and not logits.grad.any()
+
+
+def test_captured_gain_by_hand(tmp_path):
+    """A network that scores by one feature: its first choices gain 3, 0 and 0 %, its best of four 3, 4 and 0 %."""
+    network = PlacerNetwork(NetworkConfig(4, 4), features=FEATURES)
+    with torch.no_grad():
+        network.linear.weight.zero_()
+        network.linear.weight[0, 3] = 1.0
+    gains = np.full((3, 20), -0.01)
+    gains[0, :2] = 0.03, 0.02
+    gains[1, [0, 3, 17]] = 0.0, 0.04, 0.05
+    features = np.zeros((3, 20, NUM_FEATURES))
+    features[:, :, 3] = -np.arange(20) / 8.0
+    change = -gains
+    change[0, 10:] = np.nan  # nothing there, however well it scores
+    features[0, 15, 3] = 8.0
+    labels_of(features, change).save(tmp_path / "a.npz")
+    share = captured_gain(network, [tmp_path / "a.npz"])
+    assert share == pytest.approx({1: 0.03 / 0.08, 4: 0.07 / 0.08, 16: 0.07 / 0.08}, rel=1e-5)
+    network.linear.weight.data[0, 3] = -1.0
+    assert captured_gain(network, [tmp_path / "a.npz"]) == pytest.approx({1: 0.0, 4: 0.05 / 0.08, 16: 0.08 / 0.08}, rel=1e-5)
+
+
+def test_features_are_standardised(files):
+    network = PlacerNetwork(NetworkConfig(8, 4), features=FEATURES)
+    set_standard(network, files)
+    rows = np.concatenate([Labels.load(path).features[Labels.load(path).group >= 0] for path in files]).astype(np.float32)
+    table = (rows - network.mean.numpy()) / network.scale.numpy()
+    assert (np.abs(table.mean(0)) < 1.0).all() and (table.std(0) < 2.5).all() and (table.std(0) > 0.5).sum() > 20
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_a_fit_goes_on_exactly(files, tmp_path, layers):
+    def begin():
+        torch.manual_seed(3)
+        network = PlacerNetwork(NetworkConfig(16, 8, layers), features=FEATURES)
+        set_standard(network, files)
+        return network, torch.optim.Adam(network.parameters())
+
+    whole, optimizer = begin()
+    seen = []
+    train_in_parts(
+        whole, optimizer, files, done=0, steps=20, seed=5, every=7, save=lambda done, loss: seen.append((done, loss))
+    )
+    assert [done for done, _ in seen] == [7, 14, 20]
+    cut, optimizer = begin()
+    fit(cut, optimizer, files, first=0, last=10, steps=20, seed=5)
+    save_optimizer(tmp_path / "adam.safetensors", optimizer.state_dict())
+    torch.manual_seed(99)
+    again = PlacerNetwork(NetworkConfig(16, 8, layers), features=FEATURES)
+    again.load_state_dict(cut.state_dict())
+    optimizer = torch.optim.Adam(again.parameters())
+    optimizer.load_state_dict(load_optimizer(tmp_path / "adam.safetensors", optimizer))
+    fit(again, optimizer, files, first=10, last=20, steps=20, seed=5)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[key]), key
+    assert not torch.equal(whole.residual.weight, cut.residual.weight)
+
+
+def test_a_fit_learns_to_rank(files):
+    torch.manual_seed(0)
+    network = PlacerNetwork(NetworkConfig(32, 16), features=FEATURES)
+    set_standard(network, files)
+    before = captured_gain(network, files)
+    fit(network, torch.optim.Adam(network.parameters()), files, first=0, last=120, steps=120, seed=0)
+    after = captured_gain(network, files)
+    assert after[1] > before[1] + 0.1 and after[4] > before[4]
+
+
+def test_the_window_of_files_is_bounded_and_moves():
+    paths = [Path(str(number)) for number in range(2000)]
+    windows = [pretrain._window(paths, step, 3) for step in (0, 249, 250, 1000)]
+    for window in windows:
+        assert len(window) == len(set(window)) == pretrain._WINDOW
+    assert windows[0] == windows[1]
+    assert len(set(windows[0]) & set(windows[2])) == pretrain._WINDOW * 3 // 4
+    assert not set(windows[0]) & set(windows[3])
+    assert {path for turn in range(12) for path in pretrain._window(paths, 250 * turn, 3)} == set(paths)
+    assert pretrain._window(paths, 0, 4) != windows[0]
+    assert pretrain._window(paths[:5], 700, 3) == paths[:5]
+    assert pretrain._labels.cache_info().maxsize < 2 * pretrain._WINDOW

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from rlplace.envs.guide.facts import Facts
+from rlplace.envs.guide import facts
+from rlplace.envs.guide.facts import Facts, stamp_of
 
 KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 BINS = 64
@@ -53,40 +54,6 @@ def make_view(facts: Facts, num_channels: int) -> View:
         arrival=np.full(values * devices, -1.0), late=np.zeros(tasks), before=np.zeros(tasks, dtype=np.int64),
         bins=np.zeros((devices, BINS)),
     )  # fmt: skip
-
-
-@njit(**KERNEL)
-def analyse(facts, view, plan, start, end, transfer, peak, step, overflow):
-    """Fills a view.
-
-    Args:
-        facts, view: `Facts` and `View` as plain tuples.
-        plan: int32 [G].
-        start, end: float64 [K], of every task.
-        transfer: Records of `rlplace.simulator.records.TRANSFER`, those of this step.
-        peak: int64 [D] bytes.
-        step: Step time.
-        overflow: Relative memory overflow.
-    """
-    f, v = Facts(*facts), View(*view)
-    devices, tasks = len(v.load), len(start)
-    _totals(f, v, plan, transfer, peak, step, overflow)
-    by_start = np.argsort(start)
-    last = v.before  # of the device, by task; the task that the device ran before
-    latest = np.full(devices, -1, dtype=np.int64)
-    final = 0
-    for i in range(tasks):
-        t = by_start[i]
-        d = plan[f.task_group[t]]
-        last[t] = latest[d]
-        latest[d] = t
-        if end[t] > end[final]:
-            final = t
-    _idleness(f, v, plan, start, end, step)
-    _slack(f, v, plan, start, end, step, by_start)
-    _chain(f, v, plan, start, end, final, tasks)
-    for i in range(len(transfer)):
-        v.arrival[transfer[i].value * devices + transfer[i].destination] = -1.0
 
 
 INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
@@ -243,3 +210,44 @@ def _chain(f, v, plan, start, end, final, limit):
             t = cause
         else:
             return
+
+
+def _compile(stamp):
+    @njit(**KERNEL)
+    def analyse(facts, view, plan, start, end, transfer, peak, step, overflow):
+        """Fills a view.
+
+        Args:
+            facts, view: `Facts` and `View` as plain tuples.
+            plan: int32 [G].
+            start, end: float64 [K], of every task.
+            transfer: Records of `rlplace.simulator.records.TRANSFER`, those of this step.
+            peak: int64 [D] bytes.
+            step: Step time.
+            overflow: Relative memory overflow.
+        """
+        _ = stamp
+        f, v = Facts(*facts), View(*view)
+        devices, tasks = len(v.load), len(start)
+        _totals(f, v, plan, transfer, peak, step, overflow)
+        by_start = np.argsort(start)
+        last = v.before  # of the device, by task; the task that the device ran before
+        latest = np.full(devices, -1, dtype=np.int64)
+        final = 0
+        for i in range(tasks):
+            t = by_start[i]
+            d = plan[f.task_group[t]]
+            last[t] = latest[d]
+            latest[d] = t
+            if end[t] > end[final]:
+                final = t
+        _idleness(f, v, plan, start, end, step)
+        _slack(f, v, plan, start, end, step, by_start)
+        _chain(f, v, plan, start, end, final, tasks)
+        for i in range(len(transfer)):
+            v.arrival[transfer[i].value * devices + transfer[i].destination] = -1.0
+
+    return analyse
+
+
+analyse = _compile(stamp_of(facts))

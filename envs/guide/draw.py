@@ -12,8 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from rlplace.envs.guide import analysis, facts
 from rlplace.envs.guide.analysis import INNER, KERNEL, View
-from rlplace.envs.guide.facts import Facts
+from rlplace.envs.guide.facts import Facts, stamp_of
+from rlplace.planners.common import movekernels
 from rlplace.planners.common.movekernels import random
 
 SINGLE, RUN, CLUSTER, SWAP, EMPTY, EXCHANGE = range(6)
@@ -159,53 +161,60 @@ def _devices(group_s, plan, d, e, exchange, groups, targets, at):
     return count - at
 
 
-@njit(**KERNEL)
-def draw_moves(facts, view, plan, state, shares, ptr, groups, targets, kinds):
-    """Fills up to K moves and returns their number.
+def _compile(stamp):
+    @njit(**KERNEL)
+    def draw_moves(facts, view, plan, state, shares, ptr, groups, targets, kinds):
+        """Fills up to K moves and returns their number.
 
-    Args:
-        facts, view: `Facts` and `View` as plain tuples.
-        plan: int32 [G].
-        state: uint64 [1], of the random numbers.
-        shares: float64 [6], see `SHARES`.
-        ptr: int64 [K + 1], offsets into `groups` and `targets`, filled.
-        groups, targets: int32, filled; drawing ends early when the next move might not fit.
-        kinds: int8 [K], filled.
-    """
-    f, v = Facts(*facts), View(*view)
-    # Fields of a tuple cost reference counts wherever they are read, so what loops read is taken out once.
-    group_s, mean_s, order, position, load = f.group_s, f.mean_s, f.order, f.position, v.load
-    neighbor_ptr, neighbor = f.neighbor_ptr, f.neighbor
-    num_groups, devices = group_s.shape
-    wanted = len(ptr) - 1
-    ptr[0] = 0
-    if devices < 2:
-        return 0
-    on_chain = np.cumsum(v.saved.ravel())
-    tight = np.cumsum(v.tightness * v.tightness + v.wait / max(v.total[0], 1e-30) + 1e-3)
-    mark = np.zeros(num_groups, dtype=np.bool_)
-    made, tries = 0, 0
-    while made < wanted and tries < 3 * wanted:
-        tries += 1
-        at = ptr[made]
-        if at + num_groups > len(groups):
-            break
-        g, d = _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state)
-        if d < 0:
-            continue
-        kind = _pick(shares, state)
-        if kind == SINGLE:
-            count = _put(group_s, plan, g, d, groups, targets, at) - at
-        elif kind == RUN:
-            count = _run(group_s, order, position, plan, g, d, state, groups, targets, at)
-        elif kind == CLUSTER:
-            count = _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets, at, mark)
-        elif kind == SWAP:
-            count = _swap(group_s, mean_s, plan, g, d, state, groups, targets, at)
-        else:
-            count = _devices(group_s, plan, plan[g], d, kind == EXCHANGE, groups, targets, at)
-        if count > 0:
-            kinds[made] = kind
-            made += 1
-            ptr[made] = at + count
-    return made
+        Args:
+            facts, view: `Facts` and `View` as plain tuples.
+            plan: int32 [G].
+            state: uint64 [1], of the random numbers.
+            shares: float64 [6], see `SHARES`.
+            ptr: int64 [K + 1], offsets into `groups` and `targets`, filled.
+            groups, targets: int32, filled; drawing ends early when the next move might not fit.
+            kinds: int8 [K], filled.
+        """
+        _ = stamp
+        f, v = Facts(*facts), View(*view)
+        # Fields of a tuple cost reference counts wherever they are read, so what loops read is taken out once.
+        group_s, mean_s, order, position, load = f.group_s, f.mean_s, f.order, f.position, v.load
+        neighbor_ptr, neighbor = f.neighbor_ptr, f.neighbor
+        num_groups, devices = group_s.shape
+        wanted = len(ptr) - 1
+        ptr[0] = 0
+        if devices < 2:
+            return 0
+        on_chain = np.cumsum(v.saved.ravel())
+        tight = np.cumsum(v.tightness * v.tightness + v.wait / max(v.total[0], 1e-30) + 1e-3)
+        mark = np.zeros(num_groups, dtype=np.bool_)
+        made, tries = 0, 0
+        while made < wanted and tries < 3 * wanted:
+            tries += 1
+            at = ptr[made]
+            if at + num_groups > len(groups):
+                break
+            g, d = _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state)
+            if d < 0:
+                continue
+            kind = _pick(shares, state)
+            if kind == SINGLE:
+                count = _put(group_s, plan, g, d, groups, targets, at) - at
+            elif kind == RUN:
+                count = _run(group_s, order, position, plan, g, d, state, groups, targets, at)
+            elif kind == CLUSTER:
+                count = _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets, at, mark)
+            elif kind == SWAP:
+                count = _swap(group_s, mean_s, plan, g, d, state, groups, targets, at)
+            else:
+                count = _devices(group_s, plan, plan[g], d, kind == EXCHANGE, groups, targets, at)
+            if count > 0:
+                kinds[made] = kind
+                made += 1
+                ptr[made] = at + count
+        return made
+
+    return draw_moves
+
+
+draw_moves = _compile(stamp_of(facts, analysis, movekernels))

@@ -12,8 +12,9 @@ import numpy as np
 from numba import njit
 
 from rlplace.envs.guide import analysis as a
+from rlplace.envs.guide import facts
 from rlplace.envs.guide.analysis import KERNEL, View
-from rlplace.envs.guide.facts import Facts
+from rlplace.envs.guide.facts import Facts, stamp_of
 
 MOVE_FEATURES = (
     "busiest_change",  # change of the largest load of the devices that the move touches
@@ -66,186 +67,193 @@ NUM_FEATURES = len(FEATURES)
 CLIP = 8.0
 
 
-@njit(**KERNEL)
-def move_features(facts, view, plan, ptr, groups, targets, kinds, count, microbatches, trial, out):
-    """Fills `out` float32 [K, F] for the first `count` moves.
+def _compile(stamp):
+    @njit(**KERNEL)
+    def move_features(facts, view, plan, ptr, groups, targets, kinds, count, microbatches, trial, out):
+        """Fills `out` float32 [K, F] for the first `count` moves.
 
-    Args:
-        facts, view: `Facts` and `View` as plain tuples.
-        plan: int32 [G].
-        ptr, groups, targets, kinds: See `rlplace.envs.guide.draw.draw_moves`.
-        count: Number of moves.
-        microbatches: Of the step.
-        trial: int32 [G], equal to the plan before and after; a buffer.
-        out: float32 [>= count, NUM_FEATURES].
-    """
-    f, v = Facts(*facts), View(*view)
-    devices = len(v.load)
-    step = max(v.total[a.STEP], 1e-30)
-    load, arriving, pinned = np.zeros(devices), np.zeros(devices), np.zeros(devices)
-    touched = np.zeros(devices, dtype=np.bool_)
-    pair_s, pairs = np.zeros(devices * devices), np.zeros(devices * devices, dtype=np.int64)
-    channel_s, held = np.zeros(len(v.channel)), np.zeros(len(v.channel), dtype=np.int64)
-    listed, holds = np.zeros(devices * devices, dtype=np.bool_), np.zeros(len(v.channel), dtype=np.bool_)
-    capacity, all_pinned = 0.0, 0.0
-    for d in range(devices):
-        capacity += f.limit[d]
-        all_pinned += v.pinned[d]
-    first = len(MOVE_FEATURES)
-    for k in range(count):
-        row = out[k]
-        row[:] = 0.0
-        begin, stop = ptr[k], ptr[k + 1]
-        load[:], arriving[:], pinned[:], touched[:] = 0.0, 0.0, 0.0, False
-        before_s, after_s, work = 0.0, 0.0, 0.0
-        chain, tight, wait, idle, crit, saved = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        for i in range(begin, stop):
-            g, d = groups[i], targets[i]
-            source = plan[g]
-            trial[g] = d
-            load[source] -= f.group_s[g, source]
-            load[d] += f.group_s[g, d]
-            arriving[source] -= f.footprint[g]
-            arriving[d] += f.footprint[g]
-            pinned[source] -= f.pinned[g]
-            pinned[d] += f.pinned[g]
-            touched[source] = touched[d] = True
-            before_s += f.group_s[g, source]
-            after_s += f.group_s[g, d]
-            work += f.mean_s[g]
-            chain += v.chain[g]
-            saved += v.saved[g, d]
-            tight, crit = max(tight, v.tightness[g]), max(crit, f.criticality[g])
-            wait += v.wait[g]
-            idle += v.idle[g, d] * f.mean_s[g]
-        sent, near_before, near_after, total_bytes = 0.0, 0.0, 0.0, 0.0
-        joined, worst, delays, won, num_pairs = 0.0, 0.0, 0.0, 0.0, 0
-        for i in range(begin, stop):
-            g = groups[i]
-            for n in range(f.neighbor_ptr[g], f.neighbor_ptr[g + 1]):
-                other = f.neighbor[n]
-                inside = trial[other] != plan[other]
-                if inside and other < g:
-                    continue  # counted from the other end
-                e = f.neighbor_edge[n]
-                old_a, old_b, new_a, new_b = plan[g], plan[other], trial[g], trial[other]
-                if not f.neighbor_out[n]:
-                    old_a, old_b, new_a, new_b = old_b, old_a, new_b, new_a
-                total_bytes += f.edge_bytes[e]
-                was_s = 0.0
-                if old_a != old_b:
-                    was_s = (
-                        f.edge_count[e] * f.latency[old_a, old_b]
-                        + f.edge_bytes[e] * f.inverse[old_a, old_b]
-                        + f.edge_fixed_s[e]
-                    )
-                    pair = old_a * devices + old_b
-                    if not listed[pair]:
-                        listed[pair] = True
-                        pairs[num_pairs] = pair
-                        num_pairs += 1
-                    pair_s[pair] -= was_s
-                else:
-                    near_before += f.edge_bytes[e]
-                if new_a != new_b:
-                    now_s = (
-                        f.edge_count[e] * f.latency[new_a, new_b]
-                        + f.edge_bytes[e] * f.inverse[new_a, new_b]
-                        + f.edge_fixed_s[e]
-                    )
-                    pair = new_a * devices + new_b
-                    if not listed[pair]:
-                        listed[pair] = True
-                        pairs[num_pairs] = pair
-                        num_pairs += 1
-                    pair_s[pair] += now_s
-                    # One transfer of the edge takes about its share of all micro-batches.
-                    late = (now_s - was_s) / microbatches - max(v.gap[e] - was_s / microbatches, 0.0)
-                    if late > 0.0:
-                        worst = max(worst, late)
-                        delays += late
-                    sent += now_s - was_s
-                else:
-                    near_after += f.edge_bytes[e]
-                    sent -= was_s
-                    if old_a != old_b:
-                        joined += v.sent[e]
-                        won = max(won, min(v.gap[e], was_s))
-        congested, top_before, top_after, num_held = 0.0, 0.0, 0.0, 0
-        for p in range(num_pairs):
-            pair = pairs[p]
-            for c in range(f.channel_ptr[pair], f.channel_ptr[pair + 1]):
-                channel = f.channels[c]
-                if not holds[channel]:
-                    holds[channel] = True
-                    held[num_held] = channel
-                    num_held += 1
-                channel_s[channel] += pair_s[pair]
-            pair_s[pair], listed[pair] = 0.0, False
-        for h in range(num_held):
-            channel = held[h]
-            congested += channel_s[channel] * v.channel[channel]
-            top_before = max(top_before, v.channel[channel])
-            top_after = max(top_after, v.channel[channel] + channel_s[channel])
-            channel_s[channel], holds[channel] = 0.0, False
-        loaded, busiest_before, busiest_after, congested_load = 0.0, 0.0, 0.0, 0.0
-        source_load, peak, pin, relief = 0.0, 0.0, 0.0, 0.0
+        Args:
+            facts, view: `Facts` and `View` as plain tuples.
+            plan: int32 [G].
+            ptr, groups, targets, kinds: See `rlplace.envs.guide.draw.draw_moves`.
+            count: Number of moves.
+            microbatches: Of the step.
+            trial: int32 [G], equal to the plan before and after; a buffer.
+            out: float32 [>= count, NUM_FEATURES].
+        """
+        _ = stamp
+        f, v = Facts(*facts), View(*view)
+        devices = len(v.load)
+        step = max(v.total[a.STEP], 1e-30)
+        load, arriving, pinned = np.zeros(devices), np.zeros(devices), np.zeros(devices)
+        touched = np.zeros(devices, dtype=np.bool_)
+        pair_s, pairs = np.zeros(devices * devices), np.zeros(devices * devices, dtype=np.int64)
+        channel_s, held = np.zeros(len(v.channel)), np.zeros(len(v.channel), dtype=np.int64)
+        listed, holds = np.zeros(devices * devices, dtype=np.bool_), np.zeros(len(v.channel), dtype=np.bool_)
+        capacity, all_pinned = 0.0, 0.0
         for d in range(devices):
-            if touched[d]:
-                busiest_before = max(busiest_before, v.load[d])
-                busiest_after = max(busiest_after, v.load[d] + load[d])
-                congested_load += load[d] * v.load[d]
-                if load[d] < 0:
-                    source_load = max(source_load, v.load[d])
-                if load[d] > 0:
-                    loaded = max(loaded, v.load[d] + load[d])
-                if f.limit[d] < np.inf:
-                    if load[d] > 0 or arriving[d] > 0 or pinned[d] > 0:
-                        peak = max(peak, (v.peak[d] + arriving[d]) / f.limit[d])
-                        pin = max(pin, (v.pinned[d] + pinned[d]) / f.limit[d])
-                    if v.peak[d] > f.limit[d] and arriving[d] < 0:
-                        relief += min(-arriving[d], v.peak[d] - f.limit[d]) / f.limit[d]
-        row[0] = (busiest_after - busiest_before) / step
-        row[1] = congested_load / (step * step)
-        row[2] = (after_s - before_s) / step
-        row[3] = work / step
-        row[4] = source_load / step
-        row[5] = loaded / step
-        row[6] = sent / step
-        row[7] = congested / (step * step)
-        row[8] = (top_after - top_before) / step
-        row[9] = near_after / total_bytes if total_bytes > 0 else 0.0
-        row[10] = (near_after - near_before) / total_bytes if total_bytes > 0 else 0.0
-        row[11] = peak
-        row[12] = pin
-        row[13] = relief
-        row[14] = chain / step
-        row[15] = joined / step
-        row[16] = saved / step
-        row[17] = worst / step
-        row[18] = delays / step
-        row[19] = won / step
-        row[20] = tight
-        row[21] = wait / step
-        row[22] = idle / work if work > 0 else 0.0
-        row[23] = np.log(max(after_s, 1e-12) / max(before_s, 1e-12))
-        row[24] = np.log2(float(stop - begin)) / 8.0
-        row[25] = f.depth[groups[begin]]
-        row[26] = crit
-        if kinds[k] > 0:
-            row[26 + min(kinds[k], 4)] = 1.0
-        row[first] = v.total[a.BUSIEST] / step
-        row[first + 1] = v.total[a.WORK] / (step * devices)
-        row[first + 2] = v.total[a.CHANNEL] / step
-        row[first + 3] = v.total[a.CHAIN_WORK] / step
-        row[first + 4] = v.total[a.CHAIN_WAIT] / step
-        row[first + 5] = v.total[a.CHAIN_SENT] / step
-        row[first + 6] = v.total[a.OVERFLOW]
-        row[first + 7] = all_pinned / capacity
-        row[first + 8] = devices / 8.0
-        row[first + 9] = np.log2(len(plan)) / 8.0
-        row[first + 10] = np.log2(microbatches) / 4.0
-        for i in range(begin, stop):
-            trial[groups[i]] = plan[groups[i]]
-        for i in range(len(row)):
-            row[i] = min(max(row[i], -CLIP), CLIP)
+            capacity += f.limit[d]
+            all_pinned += v.pinned[d]
+        first = len(MOVE_FEATURES)
+        for k in range(count):
+            row = out[k]
+            row[:] = 0.0
+            begin, stop = ptr[k], ptr[k + 1]
+            load[:], arriving[:], pinned[:], touched[:] = 0.0, 0.0, 0.0, False
+            before_s, after_s, work = 0.0, 0.0, 0.0
+            chain, tight, wait, idle, crit, saved = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+            for i in range(begin, stop):
+                g, d = groups[i], targets[i]
+                source = plan[g]
+                trial[g] = d
+                load[source] -= f.group_s[g, source]
+                load[d] += f.group_s[g, d]
+                arriving[source] -= f.footprint[g]
+                arriving[d] += f.footprint[g]
+                pinned[source] -= f.pinned[g]
+                pinned[d] += f.pinned[g]
+                touched[source] = touched[d] = True
+                before_s += f.group_s[g, source]
+                after_s += f.group_s[g, d]
+                work += f.mean_s[g]
+                chain += v.chain[g]
+                saved += v.saved[g, d]
+                tight, crit = max(tight, v.tightness[g]), max(crit, f.criticality[g])
+                wait += v.wait[g]
+                idle += v.idle[g, d] * f.mean_s[g]
+            sent, near_before, near_after, total_bytes = 0.0, 0.0, 0.0, 0.0
+            joined, worst, delays, won, num_pairs = 0.0, 0.0, 0.0, 0.0, 0
+            for i in range(begin, stop):
+                g = groups[i]
+                for n in range(f.neighbor_ptr[g], f.neighbor_ptr[g + 1]):
+                    other = f.neighbor[n]
+                    inside = trial[other] != plan[other]
+                    if inside and other < g:
+                        continue  # counted from the other end
+                    e = f.neighbor_edge[n]
+                    old_a, old_b, new_a, new_b = plan[g], plan[other], trial[g], trial[other]
+                    if not f.neighbor_out[n]:
+                        old_a, old_b, new_a, new_b = old_b, old_a, new_b, new_a
+                    total_bytes += f.edge_bytes[e]
+                    was_s = 0.0
+                    if old_a != old_b:
+                        was_s = (
+                            f.edge_count[e] * f.latency[old_a, old_b]
+                            + f.edge_bytes[e] * f.inverse[old_a, old_b]
+                            + f.edge_fixed_s[e]
+                        )
+                        pair = old_a * devices + old_b
+                        if not listed[pair]:
+                            listed[pair] = True
+                            pairs[num_pairs] = pair
+                            num_pairs += 1
+                        pair_s[pair] -= was_s
+                    else:
+                        near_before += f.edge_bytes[e]
+                    if new_a != new_b:
+                        now_s = (
+                            f.edge_count[e] * f.latency[new_a, new_b]
+                            + f.edge_bytes[e] * f.inverse[new_a, new_b]
+                            + f.edge_fixed_s[e]
+                        )
+                        pair = new_a * devices + new_b
+                        if not listed[pair]:
+                            listed[pair] = True
+                            pairs[num_pairs] = pair
+                            num_pairs += 1
+                        pair_s[pair] += now_s
+                        # One transfer of the edge takes about its share of all micro-batches.
+                        late = (now_s - was_s) / microbatches - max(v.gap[e] - was_s / microbatches, 0.0)
+                        if late > 0.0:
+                            worst = max(worst, late)
+                            delays += late
+                        sent += now_s - was_s
+                    else:
+                        near_after += f.edge_bytes[e]
+                        sent -= was_s
+                        if old_a != old_b:
+                            joined += v.sent[e]
+                            won = max(won, min(v.gap[e], was_s))
+            congested, top_before, top_after, num_held = 0.0, 0.0, 0.0, 0
+            for p in range(num_pairs):
+                pair = pairs[p]
+                for c in range(f.channel_ptr[pair], f.channel_ptr[pair + 1]):
+                    channel = f.channels[c]
+                    if not holds[channel]:
+                        holds[channel] = True
+                        held[num_held] = channel
+                        num_held += 1
+                    channel_s[channel] += pair_s[pair]
+                pair_s[pair], listed[pair] = 0.0, False
+            for h in range(num_held):
+                channel = held[h]
+                congested += channel_s[channel] * v.channel[channel]
+                top_before = max(top_before, v.channel[channel])
+                top_after = max(top_after, v.channel[channel] + channel_s[channel])
+                channel_s[channel], holds[channel] = 0.0, False
+            loaded, busiest_before, busiest_after, congested_load = 0.0, 0.0, 0.0, 0.0
+            source_load, peak, pin, relief = 0.0, 0.0, 0.0, 0.0
+            for d in range(devices):
+                if touched[d]:
+                    busiest_before = max(busiest_before, v.load[d])
+                    busiest_after = max(busiest_after, v.load[d] + load[d])
+                    congested_load += load[d] * v.load[d]
+                    if load[d] < 0:
+                        source_load = max(source_load, v.load[d])
+                    if load[d] > 0:
+                        loaded = max(loaded, v.load[d] + load[d])
+                    if f.limit[d] < np.inf:
+                        if load[d] > 0 or arriving[d] > 0 or pinned[d] > 0:
+                            peak = max(peak, (v.peak[d] + arriving[d]) / f.limit[d])
+                            pin = max(pin, (v.pinned[d] + pinned[d]) / f.limit[d])
+                        if v.peak[d] > f.limit[d] and arriving[d] < 0:
+                            relief += min(-arriving[d], v.peak[d] - f.limit[d]) / f.limit[d]
+            row[0] = (busiest_after - busiest_before) / step
+            row[1] = congested_load / (step * step)
+            row[2] = (after_s - before_s) / step
+            row[3] = work / step
+            row[4] = source_load / step
+            row[5] = loaded / step
+            row[6] = sent / step
+            row[7] = congested / (step * step)
+            row[8] = (top_after - top_before) / step
+            row[9] = near_after / total_bytes if total_bytes > 0 else 0.0
+            row[10] = (near_after - near_before) / total_bytes if total_bytes > 0 else 0.0
+            row[11] = peak
+            row[12] = pin
+            row[13] = relief
+            row[14] = chain / step
+            row[15] = joined / step
+            row[16] = saved / step
+            row[17] = worst / step
+            row[18] = delays / step
+            row[19] = won / step
+            row[20] = tight
+            row[21] = wait / step
+            row[22] = idle / work if work > 0 else 0.0
+            row[23] = np.log(max(after_s, 1e-12) / max(before_s, 1e-12))
+            row[24] = np.log2(float(stop - begin)) / 8.0
+            row[25] = f.depth[groups[begin]]
+            row[26] = crit
+            if kinds[k] > 0:
+                row[26 + min(kinds[k], 4)] = 1.0
+            row[first] = v.total[a.BUSIEST] / step
+            row[first + 1] = v.total[a.WORK] / (step * devices)
+            row[first + 2] = v.total[a.CHANNEL] / step
+            row[first + 3] = v.total[a.CHAIN_WORK] / step
+            row[first + 4] = v.total[a.CHAIN_WAIT] / step
+            row[first + 5] = v.total[a.CHAIN_SENT] / step
+            row[first + 6] = v.total[a.OVERFLOW]
+            row[first + 7] = all_pinned / capacity
+            row[first + 8] = devices / 8.0
+            row[first + 9] = np.log2(len(plan)) / 8.0
+            row[first + 10] = np.log2(microbatches) / 4.0
+            for i in range(begin, stop):
+                trial[groups[i]] = plan[groups[i]]
+            for i in range(len(row)):
+                row[i] = min(max(row[i], -CLIP), CLIP)
+
+    return move_features
+
+
+move_features = _compile(stamp_of(facts, a))

@@ -9,15 +9,13 @@ and with the spent budget. Timelines come from the simulations that are made any
 # mypy: disable-error-code="no-untyped-def, assignment, operator"
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
-
 import numpy as np
 from numba import njit
 
 from rlplace.envs.guide import analysis, draw, facts, features
 from rlplace.envs.guide.analysis import INNER, analyse
 from rlplace.envs.guide.draw import draw_moves
+from rlplace.envs.guide.facts import stamp_of
 from rlplace.envs.guide.features import move_features
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
@@ -267,5 +265,5 @@ def _compile(stamp):
     return search
 
 
-_SOURCES = (Path(str(m.__file__)) for m in (analysis, draw, facts, features, fast, movekernels, evaluate, r))
-search = _compile(zlib.crc32(b"".join(source.read_bytes() for source in _SOURCES), STAMP))
+_MODULES = (analysis, draw, facts, features, fast, movekernels, evaluate, r)
+search = _compile(stamp_of(*_MODULES) ^ STAMP)

@@ -1,7 +1,8 @@
 """Checkpoints: safetensors weights, a JSON config and a card. Loading runs no code of the checkpoint.
 
 A checkpoint is a folder ``policy.safetensors``, ``config.json`` (format ``rlplace.checkpoint`` version 2) and ``card.md``.
-A run folder also has ``optimizer.safetensors`` with Adam's moments, so that training can go on.
+A run folder also has ``optimizer.safetensors``, from which training goes on: Adam's moments, and the weights and counts that
+belong to them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from rlplace.files import check_keys, read_bytes, read_json, write_bytes, write_
 
 FORMAT = "rlplace.checkpoint"
 VERSION = 2
+STATE = "optimizer.safetensors"
+_WEIGHT = "weight."
 _REQUIRED = {"environment", "network", "features", "training"}
 _MAX_HIDDEN, _MAX_LAYERS = 4096, 64
 
@@ -67,7 +70,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(name: str | Path) -> Checkpoint:
-    """Loads a shipped checkpoint by name, or a folder by path.
+    """Loads a shipped checkpoint by name, or a folder by path; a `Path` is a folder even where a shipped one has its name.
 
     Raises:
         InputError: Unknown name, malformed config, wrong shapes, or weights that are not finite.
@@ -82,7 +85,11 @@ def load_checkpoint(name: str | Path) -> Checkpoint:
 
 def load_weights(module: torch.nn.Module, path: Path) -> None:
     """Loads safetensors into a module after checking every name, shape and value."""
-    weights = read_tensors(path)
+    fill(module, read_tensors(path), path)
+
+
+def fill(module: torch.nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Loads weights from the file `path` into a module after checking every name, shape and value."""
     expected = module.state_dict()
     for key in [*expected, *weights]:
         if key not in weights or key not in expected:
@@ -104,25 +111,31 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise InputError(f"{path}: not a safetensors file: {error}") from None
 
 
-def save_optimizer(path: Path, state_dict: Mapping[str, Any]) -> None:
-    """Writes Adam's state as safetensors."""
-    tensors: dict[str, Tensor] = {}
-    for index, state in state_dict["state"].items():
-        for key, value in state.items():
-            tensors[f"{index}.{key}"] = torch.as_tensor(value).detach().cpu().contiguous().clone()
-    write_bytes(path, save_tensors(tensors))
+def save_state(path: Path, network: PlacerNetwork, moments: Mapping[str, Any], progress: tuple[int, int, int]) -> None:
+    """Writes what training goes on from as one safetensors file: weights, Adam's state, and counts that say how far it is."""
+    tensors = {f"{_WEIGHT}{name}": value for name, value in network.state_dict().items()}
+    for index, state in moments["state"].items():
+        tensors.update({f"{index}.{key}": torch.as_tensor(value) for key, value in state.items()})
+    tensors["progress"] = torch.tensor(progress)
+    write_bytes(path, save_tensors({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}))
 
 
-def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Adam's state written by `save_optimizer`, with the parameter groups of `optimizer`."""
+def load_state(path: Path, network: PlacerNetwork, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[int]]:
+    """Reads what `save_state` wrote: fills the network, returns Adam's state with the settings of `optimizer`, and counts."""
+    tensors = read_tensors(path)
+    if "progress" not in tensors or tensors["progress"].shape != (3,):
+        raise InputError(f"{path}: does not say how far training is; remove it to go on from the checkpoint beside it")
+    progress = tensors.pop("progress").tolist()
+    fill(network, {n.removeprefix(_WEIGHT): t for n, t in tensors.items() if n.startswith(_WEIGHT)}, path)
     state: dict[int, dict[str, Tensor]] = {}
-    for name, value in read_tensors(path).items():
+    for name, value in tensors.items():
+        if name.startswith(_WEIGHT):
+            continue
         index, _, key = name.partition(".")
         if not index.isdigit() or not key:
             raise InputError(f"{path}: entry {name[:80]!r} is not optimizer state")
         state.setdefault(int(index), {})[key] = value
-    groups = optimizer.state_dict()["param_groups"]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}, progress
 
 
 def shipped_checkpoints() -> dict[str, str]:
@@ -144,6 +157,8 @@ def make_folder(folder: Path) -> None:
 
 def _find(name: str | Path) -> Path:
     shipped = shipped_checkpoints()
+    if isinstance(name, Path) and name.is_dir():
+        return name
     if str(name) in shipped:
         return Path(str(files("rlplace.checkpoints") / str(name)))
     if Path(name).is_dir():

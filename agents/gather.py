@@ -9,8 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from rlplace.agents.checkpoint import make_folder
 from rlplace.agents.labels import collect_labels
 from rlplace.agents.problems.sources import CaseSource
+from rlplace.errors import InputError, show
+from rlplace.files import fingerprint, read_json, write_json
+
+FORMAT = "rlplace.labels"
+VERSION = 1
 
 _source: CaseSource | None = None
 
@@ -40,8 +46,11 @@ def gather(
 
     Returns:
         The files, by number.
+
+    Raises:
+        InputError: The folder holds labels of other cases, or others of the same.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    check_labels(source, folder, states=states, moves=moves, seed=seed)
     wanted = [number for number in range(cases) if not _file(folder, number).exists() and not _none(folder, number).exists()]
     processes = min(processes or _cores(), max(1, len(wanted)))
     begin_s = time.monotonic()
@@ -65,6 +74,27 @@ def gather(
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
     return [path for path in (_file(folder, number) for number in range(cases)) if path.exists()]
+
+
+def check_labels(source: CaseSource, folder: Path, *, states: int, moves: int, seed: int) -> None:
+    """Notes in the folder of which cases its labels are, or refuses a folder of others; arguments as in `gather`."""
+    if source.count == 0:
+        raise InputError("no problem to train on")
+    shown = [source.case(number) for number in range(source.count or 1)]
+    facts = [[case.problem.fingerprint, case.execution.microbatches, case.execution.schedule] for case in shown]
+    origin = {"problems": source.name, "cases": fingerprint({"cases": facts}), "states": states, "moves": moves, "seed": seed}
+    path = folder / "origin.json"
+    if not path.exists():
+        make_folder(folder)
+        write_json(path, {"format": FORMAT, "version": VERSION, **origin})
+        return
+    found = read_json(path, FORMAT, VERSION)
+    for key, value in origin.items():
+        if found.get(key) != value:
+            raise InputError(
+                f"{folder}: holds labels of another training: {key} {show(found.get(key))}, now {show(value)}; remove that "
+                "folder, or choose another --out"
+            )
 
 
 def _begin(source: CaseSource) -> None:

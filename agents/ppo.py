@@ -52,7 +52,7 @@ def instances_of(source: CaseSource, first: int, count: int, environment: str) -
     """
     found: list[Instance] = []
     number = misses = 0
-    while len(found) < count and misses < MOST_MISSES:
+    while len(found) < count and misses < MOST_MISSES and source.count != 0:
         if source.count is not None and number >= max(source.count, count):
             break
         case = source.case((first + number) % source.count if source.count is not None else first + number)
@@ -126,8 +126,9 @@ def run_part(
         What it gave, and Adam's state after it.
     """
     model = make_model(network, instances, config, config.seed + 1000 * (number + 1))
-    if moments is not None:
-        model.policy.optimizer.load_state_dict(moments)
+    if moments is not None:  # without the settings beside them, which are the policy's own
+        optimizer = model.policy.optimizer
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": moments["state"]})
     model.set_logger(configure(str(logs), ["tensorboard"]))
     watcher = _Watcher(tick)
     model.learn(total_timesteps=decisions, callback=watcher)

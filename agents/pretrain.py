@@ -1,8 +1,8 @@
 """Pre-training: the scorer learns from priced moves which of them pay.
 
 Per state the target is a softmax of the gains of all moves, and the loss the cross-entropy of the scorer's softmax to it.
-States where no move gains weigh nothing: there is nothing to rank. Label files are read through a bounded cache, and what a step
-reads follows from the seed and the number of the step, so that a run can stop anywhere and resume exactly.
+States where no move gains weigh nothing: there is nothing to rank. Label files are read through a bounded cache, and what a
+step reads follows from the seed and the number of the step, so that a run can stop anywhere and resume exactly.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ _RATE = 2e-3
 _RANKS = (1, 4, 16)
 
 
-@lru_cache(maxsize=_WINDOW + _WINDOW // 2)
 def _labels(path: Path) -> Labels:
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=_WINDOW + _WINDOW // 2)
+def _read(path: Path, written_ns: int) -> Labels:
     return Labels.load(path)
 
 

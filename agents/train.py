@@ -21,16 +21,17 @@ from rlplace.agents import ppo
 from rlplace.agents.card import card_of, versions
 from rlplace.agents.checkpoint import (
     FORMAT,
+    STATE,
     VERSION,
     Checkpoint,
-    load_optimizer,
+    load_state,
     load_weights,
     make_folder,
     save_checkpoint,
-    save_optimizer,
+    save_state,
 )
 from rlplace.agents.config import ENVIRONMENTS, TrainConfig, features_of
-from rlplace.agents.gather import gather
+from rlplace.agents.gather import check_labels, gather
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.pretrain import captured_gain, set_standard, train_in_parts
 from rlplace.agents.problems.sources import CaseSource
@@ -65,17 +66,23 @@ def train(
         report: Called with lines that tell what happens.
 
     Returns:
-        PPO decisions done in all. Less than ``config.steps`` after Ctrl-C, which keeps what was saved and returns.
+        PPO decisions done in all.
+
+    Raises:
+        InputError: No case is of use, or the run folder holds labels of other cases.
+        KeyboardInterrupt: After a line that tells how to go on.
     """
     torch.set_num_threads(1)
     run = _Run(source, config, Path(out), start, resume, progress_bar, report)
     try:
+        if not resume:
+            run.begin()
         run.pretrain()
         run.practise()
     except KeyboardInterrupt:
         report(f"interrupted; {run.out} holds everything up to the last part, --resume goes on from there")
-        run.interrupted = True
-    return run.decisions if not run.interrupted else min(run.decisions, max(config.steps - 1, 0))
+        raise
+    return run.decisions
 
 
 class _Run:
@@ -93,7 +100,7 @@ class _Run:
     ) -> None:
         make_folder(out)
         self.source, self.config, self.out = source, config, out
-        self.report, self.interrupted, self._progress_bar = report, False, progress_bar
+        self.report, self._progress_bar = report, progress_bar
         self._begin_s = time.monotonic()
         torch.manual_seed(config.seed)
         features = features_of(config.environment)
@@ -109,6 +116,13 @@ class _Run:
         if resume:
             self._resume()
         self._before_s = float(self.notes["seconds"])
+
+    def begin(self) -> None:
+        """Saves what a run goes on from that is cut before its first part is done."""
+        if self.config.fit_steps and self.config.environment == "refinement":
+            check_labels(self.source, self.out / "labels", **self._labelling())
+        (self.out / STATE).unlink(missing_ok=True)  # of an earlier run
+        self.save(None)
 
     def pretrain(self) -> None:
         """Labels and the fit to them, or imitation; nothing where that is done already."""
@@ -127,11 +141,9 @@ class _Run:
             self.source,
             self.out / "labels",
             cases=config.cases,
-            states=config.states,
-            moves=config.moves,
-            seed=config.seed * 1_000_000,
             processes=config.processes,
             report=self.report,
+            **self._labelling(),
         )
         if not files:
             raise InputError("no labels: no case has two devices and a plan that can run")
@@ -158,6 +170,10 @@ class _Run:
             save=save,
         )  # fmt: skip
         self._moments = None
+
+    def _labelling(self) -> dict[str, int]:
+        """What decides the labels of a case."""
+        return {"states": self.config.states, "moves": self.config.moves, "seed": self.config.seed * 1_000_000}
 
     def practise(self) -> None:
         """PPO; nothing where that is done already."""
@@ -196,7 +212,7 @@ class _Run:
             bar.close()
 
     def save(self, moments: dict[str, Any] | None) -> None:
-        """Writes checkpoint and optimizer."""
+        """Writes the checkpoint, and before it what a run goes on from, whole in one file."""
         self.notes["seconds"] = round(self._before_s + time.monotonic() - self._begin_s, 1)
         config = replace(self.config, device="auto")
         training = {
@@ -211,19 +227,19 @@ class _Run:
         }
         environment = ENVIRONMENTS[config.environment]
         card = card_of(self.out.name, environment, training)
-        save_checkpoint(self.out, self.network, environment=environment, training=training, card=card)
         if moments is not None:
-            save_optimizer(self.out / "optimizer.safetensors", moments)
-        else:
-            (self.out / "optimizer.safetensors").unlink(missing_ok=True)
+            save_state(self.out / STATE, self.network, moments, (self.fitted, self.decisions, self.parts))
+        save_checkpoint(self.out, self.network, environment=environment, training=training, card=card)
+        if moments is None:
+            (self.out / STATE).unlink(missing_ok=True)
 
     def _resume(self) -> None:
-        config = read_json(self.out / "config.json", FORMAT, VERSION)
-        training = config["training"]
-        load_weights(self.network, self.out / "policy.safetensors")
-        self.fitted, self.decisions = int(training.get("fitted", 0)), int(training.get("steps_done", 0))
-        self.parts = int(training.get("parts", 0))
+        training = read_json(self.out / "config.json", FORMAT, VERSION)["training"]
         self.notes.update(training.get("notes", {}))
-        if (self.out / "optimizer.safetensors").exists():
-            # Adam's state of the stage that was cut: over the network's parameters in both stages.
-            self._moments = load_optimizer(self.out / "optimizer.safetensors", torch.optim.Adam(self.network.parameters()))
+        progress = [int(training.get(key, 0)) for key in ("fitted", "steps_done", "parts")]
+        load_weights(self.network, self.out / "policy.safetensors")
+        if (self.out / STATE).exists():
+            # Whole in itself, even where the run was cut between it and the checkpoint.
+            optimizer = torch.optim.Adam(self.network.parameters())
+            self._moments, progress = load_state(self.out / STATE, self.network, optimizer)
+        self.fitted, self.decisions, self.parts = progress

@@ -39,7 +39,8 @@ def imitate(network: PlacerNetwork, instances: Sequence[Instance], *, steps: int
         raise InputError("no plan to imitate: none of the problems has a feasible classical plan")
     table, group, context, mask, target, which = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
     order = rng.permutation(len(rows))
-    held, fitted = order[: max(1, len(order) // 10)], order[max(1, len(order) // 10) :]
+    cut = max(1, len(order) // 10)
+    held, fitted = order[:cut], order[cut:] if len(order) > 1 else order
 
     def loss(chosen: np.ndarray) -> Tensor:
         distinct, at = torch.unique(which[chosen], return_inverse=True)

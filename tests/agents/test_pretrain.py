@@ -1,5 +1,6 @@
 """Pre-training: what the loss asks for, what a step reads, and that a fit can stop and go on anywhere."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from rlplace.agents import pretrain
 from rlplace.agents.cases import Case
-from rlplace.agents.checkpoint import load_optimizer, save_optimizer
+from rlplace.agents.checkpoint import load_state, save_state
 from rlplace.agents.labels import Labels, collect_labels
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.agents.pretrain import captured_gain, fit, ranking_loss, set_standard, train_in_parts
@@ -111,12 +112,13 @@ def test_a_fit_goes_on_exactly(files, tmp_path, layers):
     assert [done for done, _ in seen] == [7, 14, 20]
     cut, optimizer = begin()
     fit(cut, optimizer, files, first=0, last=10, steps=20, seed=5)
-    save_optimizer(tmp_path / "adam.safetensors", optimizer.state_dict())
+    save_state(tmp_path / "state.safetensors", cut, optimizer.state_dict(), (10, 0, 0))
     torch.manual_seed(99)
     again = PlacerNetwork(NetworkConfig(16, 8, layers), features=FEATURES)
-    again.load_state_dict(cut.state_dict())
     optimizer = torch.optim.Adam(again.parameters())
-    optimizer.load_state_dict(load_optimizer(tmp_path / "adam.safetensors", optimizer))
+    moments, progress = load_state(tmp_path / "state.safetensors", again, optimizer)
+    assert progress == [10, 0, 0]
+    optimizer.load_state_dict(moments)
     fit(again, optimizer, files, first=10, last=20, steps=20, seed=5)
     for key, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[key]), key
@@ -133,6 +135,15 @@ def test_a_fit_learns_to_rank(files):
     assert after[1] > before[1] + 0.1 and after[4] > before[4]
 
 
+def test_a_file_that_is_written_anew_is_read_anew(files, tmp_path):
+    (tmp_path / "a.npz").write_bytes(files[0].read_bytes())
+    one = pretrain._labels(tmp_path / "a.npz")
+    assert pretrain._labels(tmp_path / "a.npz") is one
+    (tmp_path / "a.npz").write_bytes(files[5].read_bytes())
+    os.utime(tmp_path / "a.npz", ns=(1, 1))
+    assert len(pretrain._labels(tmp_path / "a.npz").nodes) == len(one.nodes) + 5
+
+
 def test_the_window_of_files_is_bounded_and_moves():
     paths = [Path(str(number)) for number in range(2000)]
     windows = [pretrain._window(paths, step, 3) for step in (0, 249, 250, 1000)]
@@ -144,4 +155,4 @@ def test_the_window_of_files_is_bounded_and_moves():
     assert {path for turn in range(12) for path in pretrain._window(paths, 250 * turn, 3)} == set(paths)
     assert pretrain._window(paths, 0, 4) != windows[0]
     assert pretrain._window(paths[:5], 700, 3) == paths[:5]
-    assert pretrain._labels.cache_info().maxsize < 2 * pretrain._WINDOW
+    assert pretrain._read.cache_info().maxsize < 2 * pretrain._WINDOW

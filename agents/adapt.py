@@ -17,7 +17,7 @@ from torch import Tensor
 from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import floor_of
-from rlplace.agents.search import Search, Settings, settings_for, warm_up
+from rlplace.agents.search import Search, warm_up
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError
@@ -32,6 +32,7 @@ _ROUNDS = 6  # of learning
 _LEARN = 0.15  # share of the time that goes to pricing and fitting
 _STEPS = 60  # of Adam in a round
 _BATCH = 16
+_MOVES = 96  # priced from each plan
 _RATE = 3e-4
 
 
@@ -72,15 +73,14 @@ def adapt(
         network = copy.deepcopy(checkpoint.network)
         for number in range(_ROUNDS + 1):
             left_s = (deadline_s - time.monotonic()) / (_ROUNDS + 1 - number)
-            settings = settings_for(None, left_s, instance)
             learn_s = 0.0 if number == _ROUNDS else _LEARN * left_s
-            search = Search(instance, network, plan, seed=seed + number, settings=settings)
+            search = Search(instance, network, plan, seed=seed + number)
             search.run(deadline_s=time.monotonic() + left_s - learn_s)
             calls += search.calls
             if search.best.rank < score.rank:
                 plan, score = search.best_plan, search.best
             if learn_s > 0.0:
-                calls += _learn(network, instance, plan, settings, time.monotonic() + learn_s, seed + number)
+                calls += _learn(network, instance, plan, time.monotonic() + learn_s, seed + number)
     line = simulate(problem, plan, **run.arguments)
     if not line.feasible:
         raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
@@ -103,19 +103,17 @@ def _warm_up() -> None:
     warm_up()
     plan = np.zeros(4, dtype=np.int32)
     instance = make_instance(random_problem(0, 4, 2), floor=plan, compute_floor=False)
-    _learn(PlacerNetwork(features=FEATURES), instance, plan, Settings(moves=8), time.monotonic() + 0.05, 0)
+    _learn(PlacerNetwork(features=FEATURES), instance, plan, time.monotonic() + 0.05, 0)
 
 
-def _learn(
-    network: PlacerNetwork, instance: Instance, plan: np.ndarray, settings: Settings, deadline_s: float, seed: int
-) -> int:
+def _learn(network: PlacerNetwork, instance: Instance, plan: np.ndarray, deadline_s: float, seed: int) -> int:
     """Prices moves around a plan for half of the time and fits the network to them for the other half; returns the calls."""
     from rlplace.agents.labels import walk
     from rlplace.agents.pretrain import ranking_loss
     from rlplace.envs.guide.guide import Guide
 
     half_s = (time.monotonic() + deadline_s) / 2.0
-    guide, rng = Guide(instance, min(96, settings.moves), seed), np.random.default_rng(seed)
+    guide, rng = Guide(instance, _MOVES, seed), np.random.default_rng(seed)
     rows: list[tuple[np.ndarray, ...]] = []
     while time.monotonic() < half_s:
         rows += walk(guide, plan, 6, rng)

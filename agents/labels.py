@@ -89,8 +89,9 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
     if not rows:
         return None
     graph = graph_tensors(instance)
-    stacked = [np.stack(column) for column in zip(*rows, strict=True)]
-    return Labels(*stacked, nodes=graph.nodes.numpy(), edges=graph.edges.numpy(), edge_values=graph.edge_values.numpy())  # type: ignore[arg-type]
+    features, change, group = (np.stack(column) for column in zip(*rows, strict=True))
+    nodes, edges, values = graph.nodes.numpy(), graph.edges.numpy(), graph.edge_values.numpy()
+    return Labels(features, change, group, nodes, edges, values)
 
 
 def _starts(case: Case, rng: Generator) -> list[NDArray[np.int32]]:

@@ -1,8 +1,8 @@
 """The agent as a planner: the floor, rollouts of the policy, and a search that the policy guides.
 
 Problem: any. Algorithm: start from the plan of `best`; roll the policy out from it; spend the budget on the guided search;
-answer with the best feasible plan seen. By construction the answer is never worse than `best`. The first, greedy rollout alone and
-all rollouts alone are reported in the plan's `predicted`.
+answer with the best feasible plan seen. By construction the answer is never worse than `best`. The first, greedy rollout
+alone and all rollouts alone are reported in the plan's `predicted`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
-from rlplace.agents.search import Search, settings_for, warm_up
+from rlplace.agents.search import Search, warm_up
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError
@@ -124,7 +124,7 @@ class Agent:
             **told,
             "agent": self.checkpoint.name,
         }
-        priority = base.priority if np.array_equal(best, base.plan) else None
+        priority = base.priority if base.plan is not None and np.array_equal(best, base.plan) else None
         return make_plan(problem, best, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
 
     def adapt(
@@ -254,9 +254,7 @@ class _Placement:
 
     def _make_search(self) -> Search:
         if self._search is None:
-            left_s = self._deadline_s - time.monotonic()
-            settings = settings_for(self._calls, left_s, self.instance)
-            self._search = Search(self.instance, self.checkpoint.network, self.first, seed=self._seed, settings=settings)
+            self._search = Search(self.instance, self.checkpoint.network, self.first, seed=self._seed)
         return self._search
 
     def _construct(self, *, greedy: bool, number: int) -> tuple[NDArray[np.int32], Score]:

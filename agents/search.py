@@ -1,7 +1,6 @@
 """The agent's search: one instance, one network, a budget of simulator calls or seconds.
 
 A `Search` holds the buffers of the compiled loop (`rlplace.agents.guided`) and runs it in chunks, so that a deadline is kept.
-How the loop is set depends on how many simulations the budget is worth; the settings were tuned on the validation split.
 """
 
 from __future__ import annotations
@@ -57,15 +56,8 @@ class Settings:
     patience: int = 8
 
 
-def settings_for(calls: int | None, seconds: float, instance: Instance) -> Settings:
-    """The settings for a budget.
-
-    Args:
-        calls: Simulations, None without limit.
-        seconds: inf without limit.
-        instance: What is solved.
-    """
-    return Settings()
+SETTINGS = Settings()
+"""Tuned on the validation split; the same for every budget, since nothing else was better by more than the noise."""
 
 
 class Search:
@@ -77,7 +69,7 @@ class Search:
     """
 
     def __init__(
-        self, instance: Instance, network: PlacerNetwork, start: NDArray[np.int32], *, seed: int, settings: Settings
+        self, instance: Instance, network: PlacerNetwork, start: NDArray[np.int32], *, seed: int, settings: Settings = SETTINGS
     ) -> None:
         """Prepares; nothing is simulated yet.
 
@@ -86,7 +78,7 @@ class Search:
             network: Ranks moves.
             start: int32 [G], the plan to start from.
             seed: Of everything random.
-            settings: See `settings_for`.
+            settings: Of the compiled loop.
         """
         self.instance, self.settings, self._seed = instance, settings, seed
         self._guide = Guide(instance, settings.moves, seed)
@@ -214,6 +206,6 @@ def warm_up() -> None:
     problem = random_problem(1, 8, 3, memory_factor=1.0, unlike=True, hosts=2)
     plan = np.arange(problem.num_groups, dtype=np.int32) % 3
     instance = make_instance(problem, floor=plan, compute_floor=False)
-    search = Search(instance, PlacerNetwork(features=FEATURES), plan, seed=0, settings=Settings())
+    search = Search(instance, PlacerNetwork(features=FEATURES), plan, seed=0)
     search.roll_out(plan, 2, 1)
     search.run(calls=4)

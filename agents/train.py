@@ -178,11 +178,16 @@ class _Run:
     def practise(self) -> None:
         """PPO; nothing where that is done already."""
         config = self.config
-        bar = None
+        bar: Any = None
         if self._progress_bar:
             from tqdm import tqdm
 
             bar = tqdm(total=config.steps, initial=self.decisions, unit="step", file=sys.stderr)
+
+        def tick(count: int) -> None:
+            if bar is not None:
+                bar.update(count)
+
         while self.decisions < config.steps:
             begin_s = time.monotonic()
             first = _PPO_CASES + self.parts * config.part_cases if self.source.count is None else self.parts * config.part_cases
@@ -196,7 +201,7 @@ class _Run:
                 number=self.parts,
                 decisions=min(config.part, config.steps - self.decisions),
                 logs=self.out / "tensorboard" / f"part{self.parts}",
-                tick=(lambda count: None) if bar is None else bar.update,
+                tick=tick,
             )
             self._moments = moments
             self.decisions += part.decisions

@@ -12,7 +12,7 @@ from rlplace.cli.common import natural, positive, print_json, say
 from rlplace.errors import InputError, MissingError
 
 if TYPE_CHECKING:
-    from rlplace.agents.train import TrainConfig
+    from rlplace.agents.config import TrainConfig
 
 HELP = "train a placer"
 EXAMPLE = "example: rlplace train --out runs/mine"

@@ -24,6 +24,7 @@ from rlplace.cost.compute import op_times
 from rlplace.cost.footprint import footprint
 from rlplace.cost.measurement import Measurement
 from rlplace.cost.table import CostTable
+from rlplace.envs.guide.features import FEATURES
 from rlplace.errors import InputError
 from rlplace.graph import OpGraph
 from rlplace.graph.capture import capture
@@ -249,7 +250,7 @@ def make_loaders(folder: Any) -> dict[str, Callable[[Any], None]]:
     whole = price(graph, "a100-80g:2", groups=3, level="op")
     replicated = make_plan(whole, [0] * whole.num_groups, planner="best").to_dict()
     agent = folder / "agent"
-    network = PlacerNetwork(NetworkConfig(hidden=4, layers=1))
+    network = PlacerNetwork(NetworkConfig(hidden=4, second=4, layers=1), features=FEATURES)
     save_checkpoint(agent, network, environment="rlplace/Refinement-v0", training={"steps_done": 0}, card="# test\n")
     config = json.loads((agent / "config.json").read_text())
 

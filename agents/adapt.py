@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlplace.agents.arguments import check_counts, check_limit
 from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import floor_of
@@ -22,7 +23,7 @@ from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import PlacementPlan, make_plan
-from rlplace.planners.common.evaluate import Execution
+from rlplace.planners.common.evaluate import Evaluator, Execution
 from rlplace.planners.common.search import Start
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
@@ -62,12 +63,14 @@ def adapt(
     if checkpoint.environment != "rlplace/Refinement-v0":
         raise InputError(f"agent {checkpoint.name}: adapting needs an agent of rlplace/Refinement-v0")
     run = Execution(**execution)
+    check_counts(seed=seed)
+    check_limit(time_limit_s)
     check_possible(problem)
     _warm_up()
     deadline_s = time.monotonic() + time_limit_s
     base = floor_of(problem, start, run, seed=seed, time_limit_s=time_limit_s)
     instance = make_instance(problem, floor=base.plan, compute_floor=False, execution=run)
-    plan = base.plan if base.plan is not None else greedy_fit(instance)
+    plan = greedy_fit(instance) if base.devices is None else base.devices
     score, calls = base.score, 0
     if problem.num_devices > 1:
         network = copy.deepcopy(checkpoint.network)
@@ -81,7 +84,9 @@ def adapt(
                 plan, score = search.best_plan, search.best
             if learn_s > 0.0:
                 calls += _learn(network, instance, plan, time.monotonic() + learn_s, seed + number)
-    line = simulate(problem, plan, **run.arguments)
+        Evaluator(problem, run).count(calls)
+    priority = base.priority if np.array_equal(plan, base.plan) else None
+    line = simulate(problem, plan, priority=priority, **run.arguments)
     if not line.feasible:
         raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
     predicted = {
@@ -90,7 +95,6 @@ def adapt(
         "search_calls": calls,
         "agent": f"{checkpoint.name}, adapted",
     }
-    priority = base.priority if base.plan is not None and np.array_equal(plan, base.plan) else None
     return make_plan(problem, plan, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
 
 

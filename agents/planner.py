@@ -11,12 +11,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.agents.arguments import check_counts, check_limit, start_devices
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.search import Search, warm_up
 from rlplace.envs.base import greedy_fit
@@ -24,7 +26,7 @@ from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import Execution, Score
+from rlplace.planners.common.evaluate import Evaluator, Execution, Score
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.search import Start
 from rlplace.planners.common.shortage import check_possible
@@ -55,13 +57,15 @@ def agent(
         time_limit_s: Wall time for floor, rollouts and search; default 5 when `calls` is not given, else no limit.
         agent: Name of a shipped checkpoint, or a checkpoint folder.
         samples: Rollouts of the policy before the search, the first one greedy; default 2 with a time limit and none with
-            `calls`, where the search makes better use of them.
+            `calls`, where the search makes better use of them. An agent of Placement-v0 does not search: as many as the
+            budget allows.
         search: Whether to search at all; False answers with the best of floor and rollouts.
         calls: Simulator calls after the floor; default no limit. With `calls` and no time limit the answer is deterministic.
         start: Plan or assignment to start from instead of `best`.
         **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
+        InputError: An argument is out of its range.
         InfeasibleError: Neither the classical planners nor the search find a plan that fits.
     """
     return load_agent(agent).place(
@@ -93,29 +97,32 @@ class Agent:
     ) -> PlacementPlan:
         """Places one problem; see `agent` for the arguments."""
         run = Execution(**execution)
-        check_possible(problem)  # no search finds what a bound rules out
-        warm_up()
+        check_counts(seed=seed, samples=samples, calls=calls)
         if time_limit_s is None and calls is None:
             time_limit_s = 5.0
+        if time_limit_s is not None:
+            check_limit(time_limit_s)
+        check_possible(problem)  # no search finds what a bound rules out
+        warm_up()
         deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         base = floor_of(problem, start, run, seed=seed, time_limit_s=time_limit_s)
         if problem.num_devices == 1 and base.plan is None:
             raise base.reason or InfeasibleError("the problem does not fit on its only device; use a device with more memory")
         instance = make_instance(problem, floor=base.plan, compute_floor=False, execution=run)
-        first = base.plan if base.plan is not None else greedy_fit(instance)
+        first = greedy_fit(instance) if base.devices is None else base.devices
         best, score = first, base.score
         told: dict[str, Any] = {"single_rollout_step_time_s": None, "samples_step_time_s": None, "search_calls": 0}
         if problem.num_devices > 1:
-            if samples is None:
-                samples = 2 if calls is None else 0
             runner = _Placement(self.checkpoint, instance, first, seed, calls, deadline_s)
             runner.sample(samples)
             if search:
                 runner.search()
             told.update(runner.told)
+            Evaluator(problem, run).count(told["search_calls"])
             if runner.best.rank < score.rank:
                 best, score = runner.plan, runner.best
-        timeline = simulate(problem, best, **run.arguments)
+        priority = base.priority if np.array_equal(best, base.plan) else None
+        timeline = simulate(problem, best, priority=priority, **run.arguments)
         if not timeline.feasible:
             raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
         predicted = {
@@ -170,32 +177,38 @@ class Base:
     """What the agent starts from.
 
     Attributes:
-        plan: int32 [G], None when nothing feasible is known.
-        score: Its score.
+        devices: int32 [G], where to search from; None when nothing is known.
+        score: Its score; a step time of inf unless it is feasible.
         priority: Priority of ops that comes with it.
-        reason: Why there is none.
+        reason: Why there is no feasible one.
     """
 
-    plan: NDArray[np.int32] | None
+    devices: NDArray[np.int32] | None
     score: Score
     priority: Any = None
     reason: InfeasibleError | None = None
 
+    @property
+    def plan(self) -> NDArray[np.int32] | None:
+        """int32 [G], None when nothing feasible is known."""
+        return self.devices if self.score.feasible else None
+
 
 def floor_of(problem: Problem, start: Start, run: Execution, *, seed: int, time_limit_s: float | None) -> Base:
-    """The given start, or the plan of `best`."""
+    """The given start, with its priority if it has one, or the plan of `best`."""
     if start is None:
         try:
             floor = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s, **run.arguments)
         except InfeasibleError as error:
             return Base(None, Score(math.inf, 0.0), reason=error)
-        return Base(floor.device_of_group, Score(floor.predicted["step_time_s"], 0.0), floor.priority)
-    given = start.device_of_group if isinstance(start, PlacementPlan) else np.asarray(start)
-    plan = legalize(problem, np.asarray(given, dtype=np.int32))
-    line = simulate(problem, plan, **run.arguments)
+        return Base(floor.device_of_group, Score(floor.predicted["step_time_s"], 0.0))
+    given = start_devices(problem, start)
+    devices = legalize(problem, given)
+    priority = start.priority if isinstance(start, PlacementPlan) and np.array_equal(devices, given) else None
+    line = simulate(problem, devices, priority=priority, **run.arguments)
     if line.step_time_s is None or not line.feasible:
-        return Base(None, Score(math.inf, 0.0))
-    return Base(np.asarray(plan, dtype=np.int32), Score(line.step_time_s, 0.0))
+        return Base(devices, Score(math.inf, 0.0))
+    return Base(devices, Score(line.step_time_s, 0.0), priority)
 
 
 class _Placement:
@@ -218,16 +231,16 @@ class _Placement:
         self.told: dict[str, Any] = {"search_calls": 0}
         self._search: Search | None = None
 
-    def sample(self, samples: int) -> None:
+    def sample(self, samples: int | None) -> None:
         """Rollouts, the first one greedy."""
-        for number in range(samples):
-            if number and self._spent() > _ROLLOUT_SHARE:
+        if samples is None and self._refines:
+            samples = 2 if self._calls is None else 0
+        for number in count() if samples is None else range(samples):
+            if self._left() == 0 or self._spent() > (_ROLLOUT_SHARE if number and self._refines else 1.0):
                 break
             if self._refines:
                 search = self._make_search()
-                search.roll_out(
-                    self.first, ROLLOUT_LENGTH if self._calls is None else min(ROLLOUT_LENGTH, self._left()), number
-                )
+                search.roll_out(self.first, min(ROLLOUT_LENGTH, self._left()), number, self._deadline_s)
                 found, score = search.best_plan, search.best
                 self.told["search_calls"] = search.calls
             else:
@@ -238,8 +251,6 @@ class _Placement:
             self.told["samples_step_time_s"] = step_s
             if number == 0:
                 self.told["single_rollout_step_time_s"] = step_s
-            if self._left() == 0:
-                break
 
     def search(self) -> None:
         """The guided search with what is left of the budget."""

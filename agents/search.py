@@ -114,17 +114,20 @@ class Search:
         self._trial[:] = plan
         self._counts[4] = 0
 
-    def roll_out(self, start: NDArray[np.int32], length: int, number: int) -> None:
+    def roll_out(self, start: NDArray[np.int32], length: int, number: int, deadline_s: float = math.inf) -> None:
         """One episode of the policy from a plan: make the move that it prefers, keep the best plan seen.
 
         Args:
             start: int32 [G].
             length: Moves, and simulator calls.
             number: 0: greedy; other rollouts draw moves by their probability.
+            deadline_s: Moment on the monotonic clock after which no further move is made.
         """
         guide, plan = self._guide, np.array(start, dtype=np.int32)
         rng = np.random.default_rng([self._seed, number])
         for _ in range(length):
+            if time.monotonic() > deadline_s:
+                return
             self.calls += 1
             try:
                 score = Score(*guide.look(plan))

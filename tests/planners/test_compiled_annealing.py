@@ -8,7 +8,7 @@ import pytest
 
 from rlplace.planners import run_planner
 from rlplace.planners.annealing import planner
-from rlplace.planners.annealing.planner import COOLING, run_annealing
+from rlplace.planners.annealing.planner import COOLING, RETURNS, run_annealing
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import Evaluator, Execution, count_calls
 from rlplace.planners.common.moves import MoveMaker
@@ -24,13 +24,15 @@ SETTINGS = [
 ]
 
 
-def anneal_in_python(search, moves, calls, hot):
-    """The rules of `annealing`, step by step."""
+def anneal_in_python(search, moves, calls, hot, chunk):
+    """The rules of `annealing`, step by step; after each chunk it goes back to the best assignment."""
     for used in range(calls):
+        if used % chunk == 0 and search.score != search.best_score:
+            search.restart()
         move = []
         while not move:
             move = moves.draw(search.assignment)
-        if used % 16 == 0:
+        if used % chunk % 16 == 0:
             temperature = hot * COOLING ** (used / calls)
         score = search.evaluate(move)
         now, before = score.penalized_s, search.score.penalized_s
@@ -44,6 +46,8 @@ def anneal_in_python(search, moves, calls, hot):
                 number = movekernels.random.py_func(moves.state)
             if number < math.exp((before - now) / scale):
                 search.accept(move, score)
+    if search.score != search.best_score:
+        search.restart()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -58,7 +62,7 @@ def test_the_compiled_loop_is_the_python_loop(setting, execution):
         if compiled:
             run_annealing(search, moves, 0.05)
         else:
-            anneal_in_python(search, moves, 200, 0.05)
+            anneal_in_python(search, moves, 200, 0.05, 200 // RETURNS)
         assert search.used() == 200
         again = Evaluator(problem, execution)
         assert again.score(search.assignment) == search.score
@@ -117,7 +121,7 @@ def test_a_time_limit_alone_ends_the_search():
 
 def test_with_a_time_limit_the_temperature_follows_the_calls_that_the_rate_promises(monkeypatch):
     promised = []
-    monkeypatch.setattr(planner, "default_temperature", lambda calls: promised.append(calls) or 0.01)
+    monkeypatch.setattr(planner, "default_temperature", lambda calls, groups: promised.append(calls) or 0.01)
     problem = random_problem(3, 40, 3)
     with count_calls() as counter:  # a clock that a simulation moves by a millisecond
         for module in (planner, evaluate):
@@ -132,9 +136,21 @@ def test_with_a_time_limit_the_temperature_follows_the_calls_that_the_rate_promi
 
 
 def test_the_start_temperature_grows_with_the_calls_up_to_a_limit():
-    temperatures = [planner.default_temperature(calls) for calls in (0, 64, 256, 1024, 4096, 16_384, 10**6)]
+    temperatures = [planner.default_temperature(calls, 50) for calls in (0, 64, 256, 1024, 4096, 16_384, 10**6)]
     assert temperatures == sorted(temperatures)
     assert temperatures[0] == 0.0 < temperatures[1] and temperatures[-2] == temperatures[-1]
+    assert planner.default_temperature(2048, 100) == temperatures[3] < planner.default_temperature(2048, 50)
+
+
+def test_returns_keep_a_hot_search_near_its_best_assignment():
+    problem = random_problem(6, 24, 3)
+    at_end = []
+    for returns in (0, 10):
+        search = Search(problem, "annealing", [0] * 24, calls=1000, time_limit_s=None)
+        run_annealing(search, MoveMaker(problem, 5), start_temperature=10.0, cooling=1.0, returns=returns)
+        at_end.append(search.score.step_time_s / search.best_score.step_time_s)
+    assert at_end[0] > 1.05
+    assert at_end[1] == 1.0
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

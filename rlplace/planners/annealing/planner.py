@@ -32,6 +32,9 @@ from rlplace.problem.generate import random_problem
 COOLING = 0.01
 """End temperature relative to the start temperature."""
 
+RETURNS = 8
+"""How often, spread evenly over the budget, the search goes back to the best assignment so far."""
+
 _CHUNK = 256
 """Simulations between two looks at the budget; fewer when they would take longer than `_CHUNK_S`."""
 
@@ -46,6 +49,8 @@ def annealing(
     calls: int | None = None,
     start: Start = None,
     start_temperature: float | None = None,
+    cooling: float = COOLING,
+    returns: int = RETURNS,
     **execution: Any,
 ) -> PlacementPlan:
     """Tuned simulated annealing.
@@ -56,7 +61,10 @@ def annealing(
         time_limit_s: Seconds, floor included.
         calls: Simulator calls after the floor; default 4096 when there is no time limit.
         start: Plan or assignment to start from; default the floor, `best`.
-        start_temperature: Relative increase of step time that is accepted with probability 1/e at first; default by budget.
+        start_temperature: Relative increase of step time that is accepted with probability 1/e at first; default by budget and
+            number of groups.
+        cooling: End temperature relative to the start temperature.
+        returns: How often the search goes back to the best assignment so far; 0: never.
         **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
@@ -65,13 +73,13 @@ def annealing(
     run = Execution(**execution)
     warm_up()
     search = Search(problem, "annealing", start, run, calls=calls, time_limit_s=time_limit_s)
-    run_annealing(search, MoveMaker(problem, seed), start_temperature)
+    run_annealing(search, MoveMaker(problem, seed), start_temperature, cooling, returns)
     return finish(problem, search.answer(), run, planner="annealing", seed=seed)
 
 
-def default_temperature(calls: float) -> float:
+def default_temperature(calls: float, groups: int) -> float:
     """Start temperature for a budget of calls, tuned on the validation split; see docs/planners/annealing.md."""
-    return min(0.03, 0.01 * (calls / 4096) ** 1.5)
+    return min(0.02, 0.01 * (calls / (64 * groups)) ** 1.2)
 
 
 @cache
@@ -83,11 +91,18 @@ def warm_up() -> None:
         run_annealing(search, MoveMaker(problem, 0))
 
 
-def run_annealing(search: Search, moves: MoveMaker, start_temperature: float | None = None) -> None:
+def run_annealing(
+    search: Search,
+    moves: MoveMaker,
+    start_temperature: float | None = None,
+    cooling: float = COOLING,
+    returns: int = RETURNS,
+) -> None:
     """Spends the search's budget."""
     from rlplace.planners.annealing.kernels import anneal
 
     hot = start_temperature
+    groups = search.evaluator.problem.num_groups
     simulation, trial = search.evaluator.simulator.compiled
     trial[:] = search.assignment
     best = search.best_devices.copy()
@@ -99,7 +114,8 @@ def run_annealing(search: Search, moves: MoveMaker, start_temperature: float | N
     budget = math.inf if search.calls is None else float(search.calls)
     # With a time limit alone, the temperature falls within a chunk as fast as it fell in the one before.
     slope = 0.0 if not search.calls else 1.0 / search.calls
-    chunk = 1 if timed else _CHUNK
+    longest = _CHUNK if search.calls is None else min(_CHUNK, max(1, search.calls // max(1, returns)))
+    chunk = 1 if timed else longest
     progress, left_s = search.progress(), search.deadline.left_s()
     began_s, made = time.monotonic(), 0
     while progress < 1.0:
@@ -107,19 +123,24 @@ def run_annealing(search: Search, moves: MoveMaker, start_temperature: float | N
             # The budget in calls is what the rate so far promises; before there is one, nothing uphill is accepted.
             spent_s = time.monotonic() - began_s
             promised = 0.0 if made == 0 else made / spent_s * left_s
-            hot = default_temperature(min(budget, promised) if timed else budget)
+            hot = default_temperature(min(budget, promised) if timed else budget, groups)
         calls = chunk if search.calls is None else min(chunk, search.calls - search.used())
         chunk_began_s = time.monotonic()
-        used = anneal(simulation, trial, *fixed, calls, hot, COOLING, progress, slope)
+        used = anneal(simulation, trial, *fixed, calls, hot, cooling, progress, slope)
         search.evaluator.count(used)
         made += used
         search.deadline.secured |= score[3] == 0.0
         if used < calls:
             break
         before, progress = progress, search.progress()
+        # From an assignment as good as the best one the search goes on: it has drifted there, and that is worth something.
+        if int(progress * returns) > int(before * returns) and tuple(score[:2]) != tuple(score[2:]):
+            search.assignment[:] = best
+            trial[:] = best
+            score[:2] = score[2:]
         if timed:
             rate_s = (time.monotonic() - chunk_began_s) / used
-            chunk = min(_CHUNK, 2 * chunk, max(1, int(_CHUNK_S / rate_s)))
+            chunk = min(longest, 2 * chunk, max(1, int(_CHUNK_S / rate_s)))
             if search.calls is None:
                 slope = (progress - before) / used
     search.settle(Score(float(score[0]), float(score[1])), best, Score(float(score[2]), float(score[3])))

@@ -76,7 +76,7 @@ def load_checkpoint(name: str | Path) -> Checkpoint:
         InputError: Unknown name, malformed config, wrong shapes, or weights that are not finite.
     """
     folder = _find(name)
-    config = _read_config(folder)
+    config = read_config(folder)
     network = PlacerNetwork(_network_config(config, folder), features=config["features"])
     load_weights(network, folder / "policy.safetensors")
     network.eval()
@@ -99,6 +99,8 @@ def fill(module: torch.nn.Module, weights: Mapping[str, Tensor], path: Path) -> 
             raise InputError(f"{path}: weight {key!r} has shape {shapes[0]}, the config asks for {shapes[1]}")
         if not torch.isfinite(weights[key]).all():
             raise InputError(f"{path}: weight {key!r} holds values that are not finite")
+        if key == "scale" and not (weights[key] > 0).all():
+            raise InputError(f"{path}: weight 'scale' holds values that are not positive")
     module.load_state_dict(weights)
 
 
@@ -166,7 +168,8 @@ def _find(name: str | Path) -> Path:
     raise unknown_name("agent", str(name), shipped)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a checkpoint, checked."""
     path = folder / "config.json"
     config = read_json(path, FORMAT, VERSION)
     check_keys(config, _REQUIRED, {"progress"}, str(path))

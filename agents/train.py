@@ -20,13 +20,12 @@ import torch
 from rlplace.agents import ppo
 from rlplace.agents.card import card_of, versions
 from rlplace.agents.checkpoint import (
-    FORMAT,
     STATE,
-    VERSION,
     Checkpoint,
     load_state,
     load_weights,
     make_folder,
+    read_config,
     save_checkpoint,
     save_state,
 )
@@ -37,7 +36,6 @@ from rlplace.agents.pretrain import captured_gain, set_standard, train_in_parts
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.warmstart import imitate
 from rlplace.errors import InputError
-from rlplace.files import read_json
 
 _FIT_PART = 500  # steps of pre-training between saves
 _PPO_CASES = 1_000_000  # the stream's cases from here on are PPO's
@@ -239,9 +237,11 @@ class _Run:
             (self.out / STATE).unlink(missing_ok=True)
 
     def _resume(self) -> None:
-        training = read_json(self.out / "config.json", FORMAT, VERSION)["training"]
-        self.notes.update(training.get("notes", {}))
-        progress = [int(training.get(key, 0)) for key in ("fitted", "steps_done", "parts")]
+        training = read_config(self.out)["training"]
+        progress = [training.get(key) for key in ("fitted", "steps_done", "parts")]
+        if not all(isinstance(count, int) and count >= 0 for count in progress) or not isinstance(training.get("notes"), dict):
+            raise InputError(f"{self.out / 'config.json'}: training does not say how far it is; it cannot be resumed")
+        self.notes.update(training["notes"])
         load_weights(self.network, self.out / "policy.safetensors")
         if (self.out / STATE).exists():
             # Whole in itself, even where the run was cut between it and the checkpoint.

@@ -210,6 +210,18 @@ def test_a_source_without_use(tmp_path, tiny, environment):
         train(given(), tiny(environment), tmp_path, report=quiet)
 
 
+@pytest.mark.parametrize("change", [{"steps_done": "many"}, {"parts": -1}, {"notes": []}])
+def test_a_run_that_does_not_say_where_it_stands(tmp_path, tiny, change):
+    train(small(), tiny(steps=0, fit_steps=4), tmp_path, report=quiet)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["training"].update(change)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="cannot be resumed"):
+        train(small(), tiny(steps=0), tmp_path, resume=True, report=quiet)
+    with pytest.raises(InputError, match="cannot be read"):
+        train(small(), tiny(steps=0), tmp_path / "nothing", resume=True, report=quiet)
+
+
 def test_start_from_a_checkpoint(tmp_path, tiny):
     train(small(), tiny(steps=0), tmp_path / "first", report=quiet)
     start = load_checkpoint(tmp_path / "first")

@@ -1,0 +1,174 @@
+"""Checkpoints: what is written is read; what is damaged, hostile or of another version is refused with one line."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlplace.agents import checkpoint
+from rlplace.agents.checkpoint import load_checkpoint, load_state, load_weights, save_checkpoint, save_state
+from rlplace.agents.network import PlacerNetwork
+from rlplace.envs.guide.features import FEATURES
+from rlplace.errors import InputError
+
+
+@pytest.mark.parametrize("environment", ["refinement", "placement"])
+@pytest.mark.parametrize("layers", [0, 2])
+def test_round_trip(tmp_path, make_checkpoint, environment, layers):
+    network = make_checkpoint(tmp_path / "mine", environment, layers=layers)
+    loaded = load_checkpoint(tmp_path / "mine")
+    assert loaded.name == "mine" and loaded.environment.lower().startswith(f"rlplace/{environment}")
+    assert loaded.network.config == network.config and loaded.network.features == network.features
+    assert not loaded.network.training
+    for key, value in network.state_dict().items():
+        assert torch.equal(value, loaded.network.state_dict()[key]), key
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["card.md", "config.json", "policy.safetensors"]
+
+
+def test_saving_again_replaces_everything(tmp_path, make_checkpoint, make_network):
+    make_checkpoint(tmp_path, layers=1)
+    network = make_network(hidden=8)
+    save_checkpoint(tmp_path, network, environment="rlplace/Refinement-v0", training={"steps_done": 9}, card="# new\n")
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.network.config.hidden == 8 and loaded.training["steps_done"] == 9
+    assert (tmp_path / "card.md").read_text() == "# new\n"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"residual.weight": torch.full((1, 8), float("nan"))}, "not finite"),
+        ({"mean": torch.full((len(FEATURES),), float("inf"))}, "not finite"),
+        ({"residual.weight": torch.zeros(1, 9)}, "has shape"),
+        ({"residual.weight": torch.zeros(1, 8, dtype=torch.float64)}, "residual.weight"),
+        ({"residual.weight": None}, "is missing"),
+        ({"encoder.input.weight": torch.zeros(2, 2)}, "not expected"),
+        ({"scale": torch.zeros(len(FEATURES))}, "scale"),
+        ({"scale": -torch.ones(len(FEATURES))}, "scale"),
+    ],
+)
+def test_weights_that_lie(tmp_path, make_checkpoint, change, message):
+    make_checkpoint(tmp_path)
+    weights = {**load_file(tmp_path / "policy.safetensors"), **change}
+    save_file({key: value for key, value in weights.items() if value is not None}, tmp_path / "policy.safetensors")
+    with pytest.raises(InputError, match=message) as caught:
+        load_checkpoint(tmp_path)
+    assert "\n" not in str(caught.value) and "policy.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04not tensors", b"\xff" * 64, b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "])
+def test_weights_that_are_none(tmp_path, make_checkpoint, content):
+    make_checkpoint(tmp_path)
+    (tmp_path / "policy.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=r"not a safetensors file|is missing"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"network": {"hidden": 10**9, "second": 8, "layers": 0}}, "outside"),
+        ({"network": {"hidden": 16, "second": 0, "layers": 0}}, "outside"),
+        ({"network": {"hidden": 16, "second": 8, "layers": True}}, "outside"),
+        ({"network": {"hidden": 16.0, "second": 8, "layers": 0}}, "outside"),
+        ({"network": {"hidden": 16, "second": 8}}, "'layers' is missing"),
+        ({"network": {"hidden": 16, "second": 8, "layers": 0, "hiden": 1}}, "hiden"),
+        ({"network": [16, 8, 0]}, "expected an object"),
+        ({"network": {"hidden": 24, "second": 8, "layers": 0}}, "has shape"),
+        ({"version": 3}, "upgrade"),
+        ({"version": "2"}, "version"),
+        ({"format": "rlplace.plan"}, "expected format"),
+        ({"features": ["other"]}, "other features"),
+        ({"features": list(reversed(FEATURES))}, "other features"),
+        ({"features": None}, "other features"),
+        ({"environment": "CartPole-v1"}, "not one of this version"),
+        ({"environment": ["rlplace/Refinement-v0"]}, "not one of this version"),
+        ({"environment": "rlplace/Placement-v0"}, "other features"),
+        ({"training": "long"}, "training must be"),
+        ({"trainign": {}}, "trainign"),
+        ({"training": None}, "training"),
+    ],
+)
+def test_configs_that_lie(tmp_path, make_checkpoint, change, message):
+    make_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(InputError, match=message) as caught:
+        load_checkpoint(tmp_path)
+    assert ("\n" not in str(caught.value) and "config.json" in str(caught.value)) or "policy" in str(caught.value)
+
+
+def test_version_1_is_told_apart(tmp_path, make_checkpoint):
+    """As the agent before this one wrote it: other sizes, other features."""
+    make_checkpoint(tmp_path)
+    config = {
+        "format": "rlplace.checkpoint",
+        "version": 1,
+        "environment": "rlplace/Refinement-v0",
+        "network": {"hidden": 48, "layers": 3},
+        "features": ["time", "bytes"],
+        "training": {"steps_done": 1},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="trained on other features than this version computes; train it again"):
+        load_checkpoint(tmp_path)
+
+
+def test_missing_files(tmp_path, make_checkpoint):
+    with pytest.raises(InputError, match="unknown agent"):
+        load_checkpoint("no-such-agent")
+    with pytest.raises(InputError, match=r"config\.json"):
+        load_checkpoint(tmp_path)
+    make_checkpoint(tmp_path)
+    (tmp_path / "policy.safetensors").unlink()
+    with pytest.raises(InputError, match=r"policy\.safetensors: cannot be read"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be created"):
+        save_checkpoint(tmp_path / "file", PlacerNetwork(features=FEATURES), environment="x", training={}, card="")
+
+
+def test_the_state_of_a_training(tmp_path, make_network):
+    """Round trip, and what does not belong there."""
+    network, path = make_network(), tmp_path / "state.safetensors"
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.1)
+    sum(value.sum() for value in network.parameters()).backward()
+    optimizer.step()
+    save_state(path, network, optimizer.state_dict(), (3, 4, 5))
+    other = make_network(seed=9)
+    fresh = torch.optim.Adam(other.parameters(), lr=0.7)
+    moments, progress = load_state(path, other, fresh)
+    assert progress == [3, 4, 5] and moments["param_groups"][0]["lr"] == 0.7
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in network.state_dict().items())
+    fresh.load_state_dict(moments)
+    for one, two in zip(network.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[one]["exp_avg"], fresh.state[two]["exp_avg"])
+        assert torch.equal(optimizer.state[one]["step"], fresh.state[two]["step"])
+    whole = load_file(path)
+    for change, message in (
+        ({"progress": None}, "how far"),
+        ({"progress": torch.zeros(2)}, "how far"),
+        ({"weight.mean": None}, "is missing"),
+        ({"colour": torch.zeros(1)}, "not optimizer state"),
+    ):
+        changed = {**whole, **change}
+        save_file({key: value for key, value in changed.items() if value is not None}, path)
+        with pytest.raises(InputError, match=message):
+            load_state(path, other, fresh)
+
+
+def test_loading_checks_before_it_changes_anything(tmp_path, make_checkpoint, make_network):
+    make_checkpoint(tmp_path, seed=1)
+    weights = load_file(tmp_path / "policy.safetensors")
+    save_file({**weights, "value.2.bias": torch.tensor([float("nan")])}, tmp_path / "policy.safetensors")
+    network = make_network(seed=2)
+    before = network.first.weight.clone()
+    with pytest.raises(InputError):
+        load_weights(network, tmp_path / "policy.safetensors")
+    assert torch.equal(network.first.weight, before)
+
+
+def test_the_index_names_folders():
+    for name in checkpoint.shipped_checkpoints():
+        assert (checkpoint._find(name) / "config.json").is_file()

@@ -1,0 +1,158 @@
+"""The search that the network guides: what it says about plans is true, and chunks make no difference to its budget."""
+
+import ctypes
+import math
+
+import numpy as np
+import pytest
+from numba import njit
+
+from rlplace.agents import guided
+from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.search import Search
+from rlplace.envs import make_instance
+from rlplace.envs.guide.features import FEATURES
+from rlplace.planners.common.evaluate import Execution, Score
+from rlplace.problem.toys import random_problem
+from rlplace.simulator import Simulator, simulate
+
+
+def instance_of(seed, run=None, *, groups=16, devices=3, **options):
+    problem = random_problem(seed, num_groups=groups, num_devices=devices, **options)
+    return make_instance(problem, compute_floor=False, execution=run or Execution())
+
+
+def start_of(instance):
+    return (np.arange(instance.problem.num_groups) % instance.problem.num_devices).astype(np.int32)
+
+
+RUNS = [Execution(), Execution(4, "1f1b"), Execution(3, "gpipe"), Execution(5)]
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("layers", [0, 1])
+def test_the_best_plan_has_the_best_score(make_network, number, layers):
+    """Against the simulator; also where nothing fits at first."""
+    instance = instance_of(number, RUNS[number], unlike=number % 2 == 1, memory_factor=(None, 1.6, 2.0, 1.2)[number])
+    search = Search(instance, make_network(layers=layers), start_of(instance), seed=number)
+    simulator = Simulator(instance.problem, **instance.execution.arguments)
+    first = Score(*simulator.evaluate(start_of(instance)))
+    assert search.best.step_time_s == math.inf and search.calls == 0
+    search.run(calls=1)
+    assert search.best == first and search.calls == 1
+    last = first
+    for calls in (1, 7, 40, 100):
+        search.run(calls=calls)
+        assert search.best == Score(*simulator.evaluate(search.best_plan))
+        assert search.best.rank <= last.rank
+        last = search.best
+    assert search.calls == 149 and last.rank < first.rank
+    assert instance.allowed[np.arange(16), search.best_plan].all()
+
+
+def test_rollouts_keep_the_best_plan_and_the_mask(make_network):
+    instance = instance_of(1, memory_factor=1.4)
+    search = Search(instance, make_network(), start_of(instance), seed=0)
+    simulator = Simulator(instance.problem)
+    bests = []
+    for number in range(3):
+        search.roll_out(start_of(instance), 8, number)
+        assert search.calls == search._guide.simulator.calls <= 8 * (number + 1)
+        assert search.best == Score(*simulator.evaluate(search.best_plan))
+        bests.append(search.best.rank)
+    assert bests == sorted(bests, reverse=True)
+    again = Search(instance, make_network(), start_of(instance), seed=7)
+    again.roll_out(start_of(instance), 8, 0)
+    assert again.best.rank >= bests[0]
+    before = search.calls
+    search.roll_out(start_of(instance), 8, 3, deadline_s=0.0)
+    assert search.calls == before
+
+
+def test_another_plan_to_go_on_from(make_network):
+    instance = instance_of(2)
+    search = Search(instance, make_network(), np.zeros(16, dtype=np.int32), seed=0)
+    search.run(calls=1)
+    alone = search.best
+    search.set_plan(start_of(instance))
+    search.run(calls=1)
+    other = Score(*Simulator(instance.problem).evaluate(start_of(instance)))
+    assert search.best.rank == min(alone.rank, other.rank)
+    search.run(calls=50)
+    assert search.best.rank < min(alone.rank, other.rank)
+
+
+def test_equal_for_a_seed(make_network):
+    instance = instance_of(3)
+    paths = []
+    for seed in (4, 4, 5):
+        search = Search(instance, make_network(), start_of(instance), seed=seed)
+        search.run(calls=60)
+        paths.append((search.best_plan.tolist(), search.best, search._plan.tolist(), search._counts.tolist()))
+    assert paths[0] == paths[1] != paths[2]
+
+
+def test_the_network_guides_it():
+    """With the heuristic's signs reversed the same budget ends worse."""
+    found = {1.0: [], -1.0: []}
+    for sign, results in found.items():
+        network = PlacerNetwork(features=FEATURES)
+        network.linear.weight.data *= sign
+        for seed in range(6):
+            instance = instance_of(seed, groups=40, devices=4, shape="branchy")
+            search = Search(instance, network, start_of(instance), seed=0)
+            search.run(calls=60)
+            results.append(math.log(search.best.step_time_s))
+    assert np.mean(found[1.0]) < np.mean(found[-1.0]) - 0.02
+
+
+def test_it_ends_where_nothing_is_left_to_try(make_network):
+    """One group may move, to one other device."""
+    instance = instance_of(0, groups=2, devices=2, training=False)
+    allowed = instance.problem.group_allowed
+    assert allowed.all()
+    search = Search(instance, make_network(), np.zeros(2, dtype=np.int32), seed=0)
+    search.run(calls=200)
+    assert search.calls <= 200
+    best = min(simulate(instance.problem, [a, b]).step_time_s for a in (0, 1) for b in (0, 1))
+    assert search.best.step_time_s == best
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_hostile_weights_do_no_harm(make_network):
+    """Whatever scores come out, plans are simulated: infinities and values that are no numbers, too."""
+    instance = instance_of(1, memory_factor=1.6)
+    for value in (3e38, float("nan")):
+        network = make_network()
+        network.residual.weight.data.fill_(value)
+        search = Search(instance, network, start_of(instance), seed=0)
+        search.roll_out(start_of(instance), 4, 0)
+        search.run(calls=30)
+        assert search.calls <= 34
+        assert search.best == Score(*Simulator(instance.problem).evaluate(search.best_plan))
+
+
+@pytest.mark.slow
+def test_calls_are_counted_where_they_are_made(make_network, monkeypatch):
+    """Compiles the loop anew around a simulator that tells every call to Python."""
+    made = [0]
+
+    @ctypes.CFUNCTYPE(None)
+    def told():
+        made[0] += 1
+
+    simulate_plans = guided.simulate_plans
+
+    @njit
+    def counted(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s):
+        told()
+        return simulate_plans(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s)
+
+    monkeypatch.setattr(guided, "simulate_plans", counted)
+    monkeypatch.setattr(guided, "search", njit(guided.search.py_func))
+    for seed, calls in ((0, 1), (1, 2), (2, 30), (3, 300)):
+        instance = instance_of(seed, memory_factor=(None, 1.3)[seed % 2])
+        search = Search(instance, make_network(), start_of(instance), seed=seed)
+        made[0] = 0
+        search.run(calls=calls)
+        assert made[0] == search.calls == calls

@@ -26,6 +26,7 @@ from rlplace.planners.common.moves import MoveMaker
 _CHUNK = 256  # simulations between two looks at the clock
 _CHUNK_S = 0.02
 _SEEN = 1 << 18  # plans that are remembered
+_IDLE = 20  # chunks in a row that end for want of untried moves: where all plans can be remembered, all are known then
 _KICK = 3
 PINNED = FEATURES.index("pinned_target")
 
@@ -157,12 +158,15 @@ class Search:
         limit = math.inf if calls is None else calls
         chunk = _CHUNK if deadline_s == math.inf else 1
         progress, slope = 0.0, 0.0 if budget is None and calls is None else 1.0 / max(1.0, float(budget or calls or 1))
+        few = float(np.prod(self.instance.allowed.sum(axis=1, dtype=np.float64))) <= _SEEN
+        idle = 0
         while progress < 1.0:
-            left = limit - (self.calls - first)
+            asked = int(min(chunk, limit - (self.calls - first)))
             now_s = time.monotonic()
-            used = self._chunk(int(min(chunk, left)), progress, slope)
+            used = self._chunk(asked, progress, slope)
             self.calls += used
-            if used == 0:
+            idle = idle + 1 if used < asked else 0
+            if used == 0 or (few and idle >= _IDLE):
                 return
             done = (self.calls - first) / limit
             if deadline_s != math.inf:

@@ -17,8 +17,7 @@ from rlplace.problem.toys import TOYS, memory_tight_pair, random_problem
 from rlplace.simulator import simulate
 
 
-@pytest.mark.parametrize("name", ["refinement", "graph"])
-@pytest.mark.parametrize("execution", [{}, {"microbatches": 3, "schedule": "1f1b"}])
+@pytest.mark.parametrize("name, execution", [("refinement", {"microbatches": 3, "schedule": "1f1b"}), ("graph", {})])
 def test_never_worse_than_the_floor(agents, name, execution):
     problem = random_problem(3, num_groups=24, num_devices=4, memory_factor=1.8)
     agent = agents[name]

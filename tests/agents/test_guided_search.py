@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rlplace.envs import make_instance
 from rlplace.envs.guide.features import FEATURES
 from rlplace.planners.common.evaluate import Execution, Score
 from rlplace.problem.toys import random_problem
-from rlplace.simulator import Simulator, simulate
+from rlplace.simulator import Simulator
 
 
 def instance_of(seed, run=None, *, groups=16, devices=3, **options):
@@ -106,16 +107,18 @@ def test_the_network_guides_it():
     assert np.mean(found[1.0]) < np.mean(found[-1.0]) - 0.02
 
 
-def test_it_ends_where_nothing_is_left_to_try(make_network):
-    """One group may move, to one other device."""
-    instance = instance_of(0, groups=2, devices=2, training=False)
-    allowed = instance.problem.group_allowed
-    assert allowed.all()
-    search = Search(instance, make_network(), np.zeros(2, dtype=np.int32), seed=0)
-    search.run(calls=200)
-    assert search.calls <= 200
-    best = min(simulate(instance.problem, [a, b]).step_time_s for a in (0, 1) for b in (0, 1))
-    assert search.best.step_time_s == best
+@pytest.mark.parametrize("groups, devices", [(2, 2), (5, 2), (4, 3)])
+def test_it_ends_where_nothing_is_left_to_try(make_network, groups, devices):
+    """With the best of all plans."""
+    instance = instance_of(0, groups=groups, devices=devices, training=False, memory_factor=1.6)
+    search = Search(instance, make_network(), np.zeros(groups, dtype=np.int32), seed=0)
+    search.run(calls=100_000)
+    assert search.calls < 5_000
+    everything = np.stack(np.meshgrid(*[np.arange(devices)] * groups), axis=-1).reshape(-1, groups).astype(np.int32)
+    step, overflow = Simulator(instance.problem).evaluate_many(everything)
+    assert search.best.rank == min(Score(*pair).rank for pair in zip(step, overflow, strict=True))
+    search.run(calls=100_000, deadline_s=time.monotonic() + 600.0)
+    assert search.calls < 10_000
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")

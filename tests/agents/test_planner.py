@@ -54,8 +54,8 @@ def test_never_worse_than_best_and_feasible(agents, name, seed):
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 13, 100])
-@pytest.mark.parametrize("samples", [None, 0, 1, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("samples", [None, 1, 3])
+@pytest.mark.parametrize("name", ["refinement", "placement"])
 def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls, samples):
     """Counted where the calls are made, not by what the search says about itself."""
     made, looks = [], []
@@ -119,7 +119,7 @@ def test_finds_the_optimum_of_toys(agents, name, toy):
     plan = agents[name].place(problem, calls=200)
     assert plan.predicted["step_time_s"] == pytest.approx(optimum)
     start = np.zeros(problem.num_groups, dtype=np.int32)
-    plan = agents[name].place(problem, calls=500, start=start)
+    plan = agents[name].place(problem, calls=400, start=start)
     assert plan.predicted["step_time_s"] == pytest.approx(optimum)
 
 

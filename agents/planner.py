@@ -121,7 +121,7 @@ class Agent:
             Evaluator(problem, run).count(told["search_calls"])
             if runner.best.rank < score.rank:
                 best, score = runner.plan, runner.best
-        priority = base.priority if np.array_equal(best, base.plan) else None
+        priority = base.priority if base.plan is not None and np.array_equal(best, base.plan) else None
         timeline = simulate(problem, best, priority=priority, **run.arguments)
         if not timeline.feasible:
             raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")

@@ -17,9 +17,11 @@ Departures: none from a fixed algorithm; this is rlplace's own combination.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from rlplace.errors import InputError, show
 from rlplace.plan import PlacementPlan
 from rlplace.planners.common.bottleneck import propose
 from rlplace.planners.common.evaluate import Execution
@@ -28,11 +30,31 @@ from rlplace.planners.common.moves import MoveMaker
 from rlplace.planners.common.search import Search, Start
 from rlplace.problem import Problem
 
-TRIES = 24
-"""Guided moves tried from one assignment before random ones are."""
 
-RANDOM_TRIES = 24
-"""Random moves tried from one assignment before a kick."""
+@dataclass(frozen=True)
+class Settings:
+    """Parameters of the search, tuned on the validation split; see docs/planners/local_search.md.
+
+    Attributes:
+        tries: Guided moves tried from one assignment before random ones are.
+        random_tries: Random moves tried from one assignment before a kick.
+        kick: Most random moves of a kick.
+        kick_worse: By how much a kick may worsen the step time, relative to the best one: the descent would not find back from
+            more within a budget.
+    """
+
+    tries: int = 24
+    random_tries: int = 24
+    kick: int = 3
+    kick_worse: float = 0.03
+
+    def __post_init__(self) -> None:
+        for name in ("tries", "random_tries", "kick"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"local_search: {name} must be a whole number from 1 up, found {show(value)}")
+        if not 0.0 <= self.kick_worse < math.inf:
+            raise InputError(f"local_search: kick_worse must not be negative, found {show(self.kick_worse)}")
 
 
 def local_search(
@@ -42,6 +64,10 @@ def local_search(
     time_limit_s: float | None = None,
     calls: int | None = None,
     start: Start = None,
+    tries: int = Settings.tries,
+    random_tries: int = Settings.random_tries,
+    kick: int = Settings.kick,
+    kick_worse: float = Settings.kick_worse,
     **execution: Any,
 ) -> PlacementPlan:
     """Bottleneck-guided descent with kicks.
@@ -52,6 +78,10 @@ def local_search(
         time_limit_s: Seconds, floor included.
         calls: Simulator calls after the floor; default 4096 when there is no time limit.
         start: Plan or assignment to start from; default the floor, `best`.
+        tries: See `Settings`, and so the following.
+        random_tries: Random moves.
+        kick: Random moves.
+        kick_worse: Relative increase of step time.
         **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
@@ -59,27 +89,27 @@ def local_search(
     """
     run = Execution(**execution)
     search = Search(problem, "local_search", start, run, calls=calls, time_limit_s=time_limit_s)
-    run_local_search(search, MoveMaker(problem, seed), Random(seed))
+    settings = Settings(tries, random_tries, kick, kick_worse)
+    run_local_search(search, MoveMaker(problem, seed), Random(seed), settings)
     return finish(problem, search.answer(), run, planner="local_search", seed=seed)
 
 
-def run_local_search(search: Search, moves: MoveMaker, rng: Random) -> None:
+def run_local_search(search: Search, moves: MoveMaker, rng: Random, settings: Settings) -> None:
     """Spends the search's budget."""
     explored: set[tuple[int, ...]] = set()
     while moves.movable and search.progress() < 1.0:
-        _descend(search, moves, explored)
+        _descend(search, moves, explored, settings)
         if search.score.rank > search.best_score.rank:
             search.restart()
-        for _ in range(rng.randint(1, 3)):
+        for _ in range(rng.randint(1, settings.kick)):
             kick = moves.draw(search.assignment)
             if kick and search.progress() < 1.0:
                 score = search.evaluate(kick)
-                # A kick may cost a few percent, not more: the descent would not find back within a budget.
-                if score.penalized_s <= 1.03 * search.best_score.penalized_s:
+                if score.penalized_s <= (1.0 + settings.kick_worse) * search.best_score.penalized_s:
                     search.accept(kick, score)
 
 
-def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]]) -> None:
+def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]], settings: Settings) -> None:
     """Improves until neither guided nor random moves do, or the budget is spent.
 
     Guided moves are the same whenever the search comes back to an assignment, so they are tried there only once.
@@ -88,9 +118,9 @@ def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]]) -
     while found and search.progress() < 1.0:
         found = False
         here = tuple(search.devices)
-        guided = propose(search.evaluator, search.devices, limit=TRIES) if here not in explored else []
+        guided = propose(search.evaluator, search.devices, limit=settings.tries) if here not in explored else []
         explored.add(here)
-        for index in range(len(guided) + RANDOM_TRIES):
+        for index in range(len(guided) + settings.random_tries):
             if search.progress() >= 1.0:
                 return
             move = guided[index] if index < len(guided) else moves.draw(search.assignment)

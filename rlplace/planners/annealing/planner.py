@@ -8,8 +8,8 @@ time, so that one setting serves all problems.
 Paper: Kirkpatrick, Gelatt, Vecchi, "Optimization by simulated annealing", Science 220, 1983. FlexFlow (Jia, Zaharia, Aiken,
 2019) searches parallel strategies this way.
 
-Departures: starts from `best` instead of at random and therefore cool; the fewer calls, the cooler. The answer is the best
-assignment seen, never worse than the start.
+Departures: starts from `best` instead of at random and therefore cool; the fewer calls a group, the cooler. A few times, spread
+evenly over the budget, the search goes back to the best assignment seen. That is also the answer, never worse than the start.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from rlplace.errors import InputError, show
 from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Execution, Score, uncounted
 from rlplace.planners.common.floor import finish
@@ -71,6 +72,12 @@ def annealing(
         InfeasibleError: Neither the floor nor the search found a plan that fits.
     """
     run = Execution(**execution)
+    if start_temperature is not None and not 0.0 <= start_temperature < math.inf:
+        raise InputError(f"annealing: start_temperature must not be negative, found {show(start_temperature)}")
+    if not 0.0 < cooling <= 1.0:
+        raise InputError(f"annealing: cooling must be above 0 and at most 1, found {show(cooling)}")
+    if isinstance(returns, bool) or not isinstance(returns, int) or returns < 0:
+        raise InputError(f"annealing: returns must be a whole number from 0 up, found {show(returns)}")
     warm_up()
     search = Search(problem, "annealing", start, run, calls=calls, time_limit_s=time_limit_s)
     run_annealing(search, MoveMaker(problem, seed), start_temperature, cooling, returns)

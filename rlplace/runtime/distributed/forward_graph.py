@@ -137,6 +137,8 @@ def forward_graph(
         value = parameters.get(name, buffers.get(name))
         if value is None:
             value = aliases.get_attr(traced.module, name)
+            if isinstance(value, torch._subclasses.FakeTensor) and value.constant is not None:
+                value = value.constant  # export now and then keeps a small literal as a fake that knows its value
             if isinstance(value, torch._subclasses.FakeTensor):
                 raise InputError(
                     f"distribute: the model keeps a tensor outside its parameters and buffers ({name}); register it"

@@ -43,9 +43,9 @@ class Settings:
             more within a budget.
     """
 
-    tries: int = 24
-    random_tries: int = 24
-    kick: int = 3
+    tries: int = 12
+    random_tries: int = 12
+    kick: int = 6
     kick_worse: float = 0.03
 
     def __post_init__(self) -> None:

@@ -23,8 +23,11 @@ def blind_view(guide: Guide, plan: NDArray[np.int32]) -> None:
     view.load[:] = np.bincount(plan, weights=facts.group_s[groups, plan], minlength=devices)
     view.pinned[:] = view.peak[:] = np.bincount(plan, weights=facts.pinned, minlength=devices)
     view.tightness[:] = 1.0
-    view.gap[:] = np.inf  # no transfer is known to be urgent
-    for unknown in (view.channel, view.idle, view.wait, view.chain, view.saved, view.sent, view.total):
+    view.gap[:] = view.margin[:] = np.inf  # no transfer is known to be urgent
+    for unknown in (
+        view.channel, view.idle, view.clash, view.crowd, view.strict_clash, view.strict_crowd, view.urgent, view.queue, view.slack, view.wait, view.chain, view.saved, view.blocked, view.sent, view.hurried,
+        view.total,
+    ):  # fmt: skip
         unknown[:] = 0.0
     view.total[analysis.STEP] = guide.instance.reference_step_time_s
     view.total[analysis.WORK], view.total[analysis.BUSIEST] = view.load.sum(), view.load.max()

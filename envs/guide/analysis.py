@@ -17,6 +17,7 @@ from rlplace.envs.guide.facts import Facts, stamp_of
 
 KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 BINS = 64
+_QUEUE = 8  # tasks that a waiting task is looked for behind
 
 # Entries of `View.total`.
 STEP, BUSIEST, WORK, CHANNEL, CHAIN_WORK, CHAIN_WAIT, CHAIN_SENT, OVERFLOW = range(8)
@@ -31,16 +32,28 @@ class View(NamedTuple):
     channel: Any  # float64 [C], how long each channel is held
     idle: Any  # float64 [G, D], share of the time of a group's tasks in which a device idles
     tightness: Any  # float64 [G], 1 where a delay would lengthen the step, falling with slack
+    clash: Any  # float64 [G, D], share of the time of a group's tasks in which a device runs work without slack
+    crowd: Any  # float64 [G], devices that run work without slack during the group's tasks, its own left out
+    strict_clash: Any  # float64 [G, D], like `clash`, counting less slack
+    strict_crowd: Any  # float64 [G], like `crowd`, counting less slack
+    urgent: Any  # float64 [G], time of the group's tasks that have no slack
+    queue: Any  # float64 [G], how long tasks without slack wait for the device while the group runs
+    slack: Any  # float64 [G], least slack of the group's tasks
     wait: Any  # float64 [G], how long tasks waited for their device
     chain: Any  # float64 [G], time of the group's tasks on the critical chain
     saved: Any  # float64 [G, D], delays on the critical chain that the group would take away on the device
+    blocked: Any  # float64 [G], waits for devices on the critical chain, of the group or behind it
+    margin: Any  # float64 [M], least time between the end of a producer and the latest start of its consumer
     gap: Any  # float64 [M], least time between the end of a producer and the start of its consumer
     sent: Any  # float64 [M], transfer time on the critical chain
+    hurried: Any  # float64 [M], longest transfer without slack
     total: Any  # float64 [8], see STEP to OVERFLOW
     arrival: Any  # float64 [V * D], buffer, -1 everywhere between calls
     late: Any  # float64 [K], buffer
     before: Any  # int64 [K], buffer
     bins: Any  # float64 [D, BINS], buffer
+    tight_bins: Any  # float64 [D, BINS], buffer
+    strict_bins: Any  # float64 [D, BINS], buffer
 
 
 def make_view(facts: Facts, num_channels: int) -> View:
@@ -49,10 +62,11 @@ def make_view(facts: Facts, num_channels: int) -> View:
     tasks, values, edges = len(facts.task_group), len(facts.consumer_ptr) - 1, len(facts.edge_bytes)
     return View(
         load=np.zeros(devices), peak=np.zeros(devices), pinned=np.zeros(devices), channel=np.zeros(max(num_channels, 1)),
-        idle=np.zeros((groups, devices)), tightness=np.zeros(groups), wait=np.zeros(groups), chain=np.zeros(groups),
-        saved=np.zeros((groups, devices)), gap=np.zeros(edges), sent=np.zeros(edges), total=np.zeros(8),
+        idle=np.zeros((groups, devices)), tightness=np.zeros(groups), clash=np.zeros((groups, devices)), crowd=np.zeros(groups), strict_clash=np.zeros((groups, devices)),
+        strict_crowd=np.zeros(groups), urgent=np.zeros(groups), queue=np.zeros(groups),        slack=np.zeros(groups), wait=np.zeros(groups), chain=np.zeros(groups),
+        saved=np.zeros((groups, devices)), blocked=np.zeros(groups), margin=np.zeros(edges), gap=np.zeros(edges), sent=np.zeros(edges), hurried=np.zeros(edges), total=np.zeros(8),
         arrival=np.full(values * devices, -1.0), late=np.zeros(tasks), before=np.zeros(tasks, dtype=np.int64),
-        bins=np.zeros((devices, BINS)),
+        bins=np.zeros((devices, BINS)), tight_bins=np.zeros((devices, BINS)), strict_bins=np.zeros((devices, BINS)),
     )  # fmt: skip
 
 
@@ -89,12 +103,24 @@ def _idleness(f, v, plan, start, end, step):
     devices = len(v.load)
     width = max(step, 1e-30) / BINS
     v.bins[:] = 1.0
+    v.tight_bins[:] = 0.0
+    v.strict_bins[:] = 0.0
     v.idle[:] = 0.0
+    v.clash[:] = 0.0
+    v.crowd[:] = 0.0
+    v.strict_clash[:] = 0.0
+    v.strict_crowd[:] = 0.0
+    v.urgent[:] = 0.0
     for t in range(len(start)):
         d = plan[f.task_group[t]]
+        tight, strict = _tightness(v.late[t] - end[t], step, 20.0), _tightness(v.late[t] - end[t], step, 200.0)
+        v.urgent[f.task_group[t]] += (end[t] - start[t]) * strict
         low, high = min(int(start[t] / width), BINS - 1), min(int(end[t] / width), BINS - 1)
         for b in range(low, high + 1):
-            v.bins[d, b] -= max(min(end[t], (b + 1) * width) - max(start[t], b * width), 0.0) / width
+            share = max(min(end[t], (b + 1) * width) - max(start[t], b * width), 0.0) / width
+            v.bins[d, b] -= share
+            v.tight_bins[d, b] += share * tight
+            v.strict_bins[d, b] += share * strict
     for t in range(len(start)):
         g = f.task_group[t]
         low, high = min(int(start[t] / width), BINS - 1), min(int(end[t] / width), BINS - 1)
@@ -102,10 +128,23 @@ def _idleness(f, v, plan, start, end, step):
         for d in range(devices):
             for b in range(low, high + 1):
                 v.idle[g, d] += share * max(v.bins[d, b], 0.0)
+                v.clash[g, d] += share * v.tight_bins[d, b]
+                v.strict_clash[g, d] += share * v.strict_bins[d, b]
     for g in range(len(plan)):
         own = f.group_s[g, plan[g]]
         for d in range(devices):
             v.idle[g, d] = v.idle[g, d] / own if own > 0 else 0.0
+            v.clash[g, d] = v.clash[g, d] / own if own > 0 else 0.0
+            v.strict_clash[g, d] = v.strict_clash[g, d] / own if own > 0 else 0.0
+            if d != plan[g]:
+                v.crowd[g] += v.clash[g, d]
+                v.strict_crowd[g] += v.strict_clash[g, d]
+
+
+@njit(**INNER)
+def _tightness(slack, step, sharpness):
+    """1 without slack, falling with it."""
+    return 1.0 / (1.0 + sharpness * max(slack, 0.0) / max(step, 1e-30))
 
 
 @njit(**INNER)
@@ -114,7 +153,11 @@ def _slack(f, v, plan, start, end, step, by_start):
     following = np.full(devices, step)
     v.tightness[:] = 0.0
     v.wait[:] = 0.0
+    v.queue[:] = 0.0
+    v.hurried[:] = 0.0
     v.gap[:] = np.inf
+    v.margin[:] = np.inf
+    v.slack[:] = np.inf
     for i in range(len(start) - 1, -1, -1):
         t = by_start[i]
         g = f.task_group[t]
@@ -132,18 +175,31 @@ def _slack(f, v, plan, start, end, step, by_start):
                 edge = f.edge_of[c]
                 if edge >= 0:
                     v.gap[edge] = min(v.gap[edge], start[reader] - end[t])
+                    latest = v.late[reader] - (end[reader] - start[reader])
+                    v.margin[edge] = min(v.margin[edge], latest - end[t])
+                    v.hurried[edge] = max(v.hurried[edge], lag * _tightness(latest - end[t] - lag, step, 200.0))
         v.late[t] = late
         following[d] = min(following[d], late - (end[t] - start[t]))
-        v.tightness[g] = max(v.tightness[g], 1.0 / (1.0 + 20.0 * max(late - end[t], 0.0) / max(step, 1e-30)))
+        v.tightness[g] = max(v.tightness[g], _tightness(late - end[t], step, 20.0))
+        v.slack[g] = min(v.slack[g], max(late - end[t], 0.0))
         ready = 0.0
         for k in range(f.input_ptr[t], f.input_ptr[t + 1]):
             ready = max(ready, _ready(f, v, plan, end, f.inputs[k], d))
         v.wait[g] += max(start[t] - ready, 0.0)
+        strict, previous = _tightness(late - end[t], step, 200.0), v.before[t]
+        for _ in range(_QUEUE):
+            if previous < 0 or end[previous] <= ready:
+                break
+            if f.task_group[previous] != g:
+                v.queue[f.task_group[previous]] += strict * (min(end[previous], start[t]) - max(start[previous], ready))
+            previous = v.before[previous]
     for value in range(len(f.owner)):
         if f.owner[value] >= 0:  # a parameter is there from the beginning
             for c in range(f.consumer_ptr[value], f.consumer_ptr[value + 1]):
                 if f.edge_of[c] >= 0:
-                    v.gap[f.edge_of[c]] = min(v.gap[f.edge_of[c]], start[f.consumers[c]])
+                    edge, reader = f.edge_of[c], f.consumers[c]
+                    v.gap[edge] = min(v.gap[edge], start[reader])
+                    v.margin[edge] = min(v.margin[edge], v.late[reader] - (end[reader] - start[reader]))
 
 
 @njit(**INNER)
@@ -164,6 +220,7 @@ def _chain(f, v, plan, start, end, final, limit):
     devices = len(v.load)
     v.chain[:] = 0.0
     v.saved[:] = 0.0
+    v.blocked[:] = 0.0
     v.sent[:] = 0.0
     idlest = np.argsort(v.load)
     t = final
@@ -187,6 +244,8 @@ def _chain(f, v, plan, start, end, final, limit):
             v.total[CHAIN_WAIT] += start[t] - ready
             other = f.task_group[previous]
             if other != g:
+                v.blocked[g] += start[t] - ready
+                v.blocked[other] += start[t] - ready
                 tried = 0
                 for i in range(devices):
                     if idlest[i] != d and tried < 2:
@@ -241,8 +300,8 @@ def _compile(stamp):
             latest[d] = t
             if end[t] > end[final]:
                 final = t
-        _idleness(f, v, plan, start, end, step)
         _slack(f, v, plan, start, end, step, by_start)
+        _idleness(f, v, plan, start, end, step)
         _chain(f, v, plan, start, end, final, tasks)
         for i in range(len(transfer)):
             v.arrival[transfer[i].value * devices + transfer[i].destination] = -1.0

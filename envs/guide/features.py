@@ -44,6 +44,17 @@ MOVE_FEATURES = (
     "moved",  # log2 of the number of moved groups, over 8
     "depth",  # where in the step the first moved group starts
     "criticality",  # static: longest path through a moved group over the longest path
+    "clash_target",  # devices' share of work without slack that runs on the target in the groups' time
+    "crowd",  # other devices that run work without slack in the groups' time: shortening one chain of several gains nothing
+    "blocked",  # waits on the critical chain of or behind the moved groups
+    "overdue_worst",  # largest transfer that the move makes necessary beyond the gap and the slack behind it
+    "overdue_sum",  # all of them
+    "excess",  # how much longer than the step the longest path through the moved groups gets, by gaps and slack
+    "strict_clash_target",  # like `clash_target`, counting less slack
+    "strict_crowd",  # like `crowd`, counting less slack
+    "urgent",  # time of the moved groups that has no slack
+    "queue",  # how long tasks without slack wait behind the moved groups
+    "hurried_joined",  # transfers without slack that the move makes local
     "is_run",
     "is_cluster",
     "is_swap",
@@ -102,6 +113,8 @@ def _compile(stamp):
             load[:], arriving[:], pinned[:], touched[:] = 0.0, 0.0, 0.0, False
             before_s, after_s, work = 0.0, 0.0, 0.0
             chain, tight, wait, idle, crit, saved = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+            clash, crowd, blocked, slack = 0.0, 0.0, 0.0, np.inf
+            strict_clash, strict_crowd, urgent, queue, hurried = 0.0, 0.0, 0.0, 0.0, 0.0
             for i in range(begin, stop):
                 g, d = groups[i], targets[i]
                 source = plan[g]
@@ -121,8 +134,17 @@ def _compile(stamp):
                 tight, crit = max(tight, v.tightness[g]), max(crit, f.criticality[g])
                 wait += v.wait[g]
                 idle += v.idle[g, d] * f.mean_s[g]
+                clash += v.clash[g, d] * f.mean_s[g]
+                crowd += v.crowd[g] * f.mean_s[g]
+                strict_clash += v.strict_clash[g, d] * f.mean_s[g]
+                strict_crowd += v.strict_crowd[g] * f.mean_s[g]
+                urgent += v.urgent[g]
+                queue += v.queue[g]
+                blocked += v.blocked[g]
+                slack = min(slack, v.slack[g])
             sent, near_before, near_after, total_bytes = 0.0, 0.0, 0.0, 0.0
             joined, worst, delays, won, num_pairs = 0.0, 0.0, 0.0, 0.0, 0
+            late_in, late_out, overdue, all_overdue = 0.0, 0.0, 0.0, 0.0
             for i in range(begin, stop):
                 g = groups[i]
                 for n in range(f.neighbor_ptr[g], f.neighbor_ptr[g + 1]):
@@ -167,12 +189,21 @@ def _compile(stamp):
                         if late > 0.0:
                             worst = max(worst, late)
                             delays += late
+                            if not inside and f.neighbor_out[n]:
+                                late_out = max(late_out, late)
+                            elif not inside:
+                                late_in = max(late_in, late)
+                        late = (now_s - was_s) / microbatches - max(v.margin[e] - was_s / microbatches, 0.0)
+                        if late > 0.0:
+                            overdue = max(overdue, late)
+                            all_overdue += late
                         sent += now_s - was_s
                     else:
                         near_after += f.edge_bytes[e]
                         sent -= was_s
                         if old_a != old_b:
                             joined += v.sent[e]
+                            hurried += v.hurried[e]
                             won = max(won, min(v.gap[e], was_s))
             congested, top_before, top_after, num_held = 0.0, 0.0, 0.0, 0
             for p in range(num_pairs):
@@ -235,8 +266,19 @@ def _compile(stamp):
             row[24] = np.log2(float(stop - begin)) / 8.0
             row[25] = f.depth[groups[begin]]
             row[26] = crit
+            row[27] = clash / work if work > 0 else 0.0
+            row[28] = crowd / work if work > 0 else 0.0
+            row[29] = blocked / step
+            row[30] = overdue / step
+            row[31] = all_overdue / step
+            row[32] = (late_in + late_out + (after_s - before_s) / microbatches - slack) / step
+            row[33] = strict_clash / work if work > 0 else 0.0
+            row[34] = strict_crowd / work if work > 0 else 0.0
+            row[35] = urgent / step
+            row[36] = queue / step
+            row[37] = hurried / step
             if kinds[k] > 0:
-                row[26 + min(kinds[k], 4)] = 1.0
+                row[37 + min(kinds[k], 4)] = 1.0
             row[first] = v.total[a.BUSIEST] / step
             row[first + 1] = v.total[a.WORK] / (step * devices)
             row[first + 2] = v.total[a.CHANNEL] / step

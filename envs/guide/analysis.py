@@ -47,6 +47,8 @@ class View(NamedTuple):
     gap: Any  # float64 [M], least time between the end of a producer and the start of its consumer
     sent: Any  # float64 [M], transfer time on the critical chain
     hurried: Any  # float64 [M], longest transfer without slack
+    shared: Any  # float64 [M, D], share of the bytes that other readers bring to a device anyway
+    part: Any  # float64 [M], share of the bytes when those that are sent for several readers are divided among them
     total: Any  # float64 [8], see STEP to OVERFLOW
     arrival: Any  # float64 [V * D], buffer, -1 everywhere between calls
     late: Any  # float64 [K], buffer
@@ -64,7 +66,8 @@ def make_view(facts: Facts, num_channels: int) -> View:
         load=np.zeros(devices), peak=np.zeros(devices), pinned=np.zeros(devices), channel=np.zeros(max(num_channels, 1)),
         idle=np.zeros((groups, devices)), tightness=np.zeros(groups), clash=np.zeros((groups, devices)), crowd=np.zeros(groups), strict_clash=np.zeros((groups, devices)),
         strict_crowd=np.zeros(groups), urgent=np.zeros(groups), queue=np.zeros(groups),        slack=np.zeros(groups), wait=np.zeros(groups), chain=np.zeros(groups),
-        saved=np.zeros((groups, devices)), blocked=np.zeros(groups), margin=np.zeros(edges), gap=np.zeros(edges), sent=np.zeros(edges), hurried=np.zeros(edges), total=np.zeros(8),
+        saved=np.zeros((groups, devices)), blocked=np.zeros(groups), margin=np.zeros(edges), gap=np.zeros(edges), sent=np.zeros(edges), hurried=np.zeros(edges), shared=np.zeros((edges, devices)),
+        part=np.ones(edges), total=np.zeros(8),
         arrival=np.full(values * devices, -1.0), late=np.zeros(tasks), before=np.zeros(tasks, dtype=np.int64),
         bins=np.zeros((devices, BINS)), tight_bins=np.zeros((devices, BINS)), strict_bins=np.zeros((devices, BINS)),
     )  # fmt: skip
@@ -215,6 +218,25 @@ def _ready(f, v, plan, end, value, device):
 
 
 @njit(**INNER)
+def _sharing(f, v, plan):
+    """What readers of the same tensors on the same device share: a value is sent there once."""
+    devices = len(v.load)
+    v.shared[:] = 0.0
+    v.part[:] = 1.0
+    readers = np.zeros(devices)
+    for t in range(len(f.reader_ptr) - 1):
+        readers[:] = 0.0
+        for i in range(f.reader_ptr[t], f.reader_ptr[t + 1]):
+            readers[plan[f.reader_group[i]]] += 1.0
+        for i in range(f.reader_ptr[t], f.reader_ptr[t + 1]):
+            edge, here, share = f.reader_edge[i], plan[f.reader_group[i]], f.reader_share[i]
+            v.part[edge] -= share * (1.0 - 1.0 / readers[here])
+            for d in range(devices):
+                if readers[d] > (1.0 if d == here else 0.0):
+                    v.shared[edge, d] += share
+
+
+@njit(**INNER)
 def _chain(f, v, plan, start, end, final, limit):
     """Walks the chain of events that ends the step back to its beginning."""
     devices = len(v.load)
@@ -303,6 +325,7 @@ def _compile(stamp):
         _slack(f, v, plan, start, end, step, by_start)
         _idleness(f, v, plan, start, end, step)
         _chain(f, v, plan, start, end, final, tasks)
+        _sharing(f, v, plan)
         for i in range(len(transfer)):
             v.arrival[transfer[i].value * devices + transfer[i].destination] = -1.0
 

@@ -43,6 +43,10 @@ class Facts(NamedTuple):
     edge_bytes: Any  # float64 [M]
     edge_count: Any  # float64 [M], values that cross
     edge_fixed_s: Any  # float64 [M], seconds of values with their own transfer times
+    reader_ptr: Any  # int64 [T + 1], for the tensors that several groups read from another group
+    reader_edge: Any  # int32, merged edge of each of their readers
+    reader_group: Any  # int32, the group that reads
+    reader_share: Any  # float64, share of the edge's bytes that the tensor is
     latency: Any  # float64 [D, D] seconds
     inverse: Any  # float64 [D, D] seconds per byte
     channel_ptr: Any  # int64 [D * D + 1], channels of every ordered pair
@@ -77,7 +81,7 @@ def make_facts(instance: Instance) -> Facts:
     finite = np.isfinite(group_s)
     latency, inverse = finite_links(problem)
     arrays = op_arrays(problem)
-    size, count, fixed, edge_of = _edges(problem, tasks, task_group, instance)
+    size, count, fixed, edge_of, readers = _edges(problem, tasks, task_group, instance)
     fields = Facts(
         group_s=group_s,
         mean_s=np.where(finite, group_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1),
@@ -97,6 +101,7 @@ def make_facts(instance: Instance) -> Facts:
         edge_bytes=size,
         edge_count=count,
         edge_fixed_s=fixed,
+        **readers,
         latency=latency,
         inverse=inverse,
         channel_ptr=arrays.channel_ptr,
@@ -121,8 +126,8 @@ def _lists(name: str, ptr: NDArray[np.int64], entries: NDArray[np.int32], count:
 
 def _edges(
     problem: Problem, tasks: TaskGraph, task_group: NDArray[np.int32], instance: Instance
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
-    """Bytes, values and fixed seconds of every merged edge in a step, and the edge of every consumer of a value.
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], dict[str, Any]]:
+    """Bytes, values and fixed seconds of every merged edge in a step, the edge of every consumer of a value, and readers.
 
     A value is sent once to a device, however many tasks of a group read it there.
     """
@@ -149,7 +154,22 @@ def _edges(
     edges = len(graph.source)
     # Without any edge bincount gives whole numbers, and with them the kernels another signature.
     sums = [np.bincount(edge, weights=weights, minlength=edges).astype(np.float64) for weights in (size, count, fixed)]
-    return sums[0], sums[1], sums[2], edge_of
+    return sums[0], sums[1], sums[2], edge_of, _readers(graph.target, edge, tensor, problem.tensor_bytes)
+
+
+def _readers(
+    target: NDArray[np.int32], edge: NDArray[np.int32], tensor: NDArray[np.int32], size: NDArray[np.int64]
+) -> dict[str, Any]:
+    """The readers of tensors that several groups read; rows (edge, tensor) may repeat, a micro-batch each."""
+    rows = np.unique(np.stack([tensor, edge], axis=1).astype(np.int64), axis=0)
+    tensors, edges = rows[:, 0], rows[:, 1]
+    weight = np.maximum(size[tensors].astype(np.float64), 1.0)
+    share = weight / np.maximum(np.bincount(edges, weights=weight, minlength=len(target)), 1.0)[edges]
+    _, number, readers = np.unique(tensors, return_inverse=True, return_counts=True)
+    several = readers[number] > 1 if len(number) else np.zeros(0, dtype=bool)
+    ptr = np.concatenate([[0], np.cumsum(readers[readers > 1])])
+    edges = edges[several]
+    return {"reader_ptr": ptr, "reader_edge": edges, "reader_group": target[edges], "reader_share": share[several]}
 
 
 _WIDE = ("_ptr", "position")

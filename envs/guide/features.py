@@ -157,6 +157,10 @@ def _compile(stamp):
                     if not f.neighbor_out[n]:
                         old_a, old_b, new_a, new_b = old_b, old_a, new_b, new_a
                     total_bytes += f.edge_bytes[e]
+                    # A value is sent once to a device, however many groups read it there.
+                    share_was = share_now = v.part[e]
+                    if not inside and not f.neighbor_out[n]:
+                        share_was, share_now = 1.0 - v.shared[e, old_b], 1.0 - v.shared[e, new_b]
                     was_s = 0.0
                     if old_a != old_b:
                         was_s = (
@@ -169,7 +173,7 @@ def _compile(stamp):
                             listed[pair] = True
                             pairs[num_pairs] = pair
                             num_pairs += 1
-                        pair_s[pair] -= was_s
+                        pair_s[pair] -= share_was * was_s
                     else:
                         near_before += f.edge_bytes[e]
                     if new_a != new_b:
@@ -183,7 +187,10 @@ def _compile(stamp):
                             listed[pair] = True
                             pairs[num_pairs] = pair
                             num_pairs += 1
-                        pair_s[pair] += now_s
+                        pair_s[pair] += share_now * now_s
+                        sent += share_now * now_s - share_was * was_s
+                        if not inside and not f.neighbor_out[n]:
+                            now_s *= share_now  # what others read there arrives anyway
                         # One transfer of the edge takes about its share of all micro-batches.
                         late = (now_s - was_s) / microbatches - max(v.gap[e] - was_s / microbatches, 0.0)
                         if late > 0.0:
@@ -197,10 +204,9 @@ def _compile(stamp):
                         if late > 0.0:
                             overdue = max(overdue, late)
                             all_overdue += late
-                        sent += now_s - was_s
                     else:
                         near_after += f.edge_bytes[e]
-                        sent -= was_s
+                        sent -= share_was * was_s
                         if old_a != old_b:
                             joined += v.sent[e]
                             hurried += v.hurried[e]

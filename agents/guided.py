@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rlplace.envs.guide import analysis, draw, facts, features
-from rlplace.envs.guide.analysis import INNER, analyse
+from rlplace.envs.guide import analysis, draw, facts, features, pressure, view
+from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import draw_moves
-from rlplace.envs.guide.facts import stamp_of
+from rlplace.envs.guide.facts import INNER, stamp_of
 from rlplace.envs.guide.features import move_features
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
@@ -265,5 +265,5 @@ def _compile(stamp):
     return search
 
 
-_MODULES = (analysis, draw, facts, features, fast, movekernels, evaluate, r)
+_MODULES = (analysis, draw, facts, features, pressure, view, fast, movekernels, evaluate, r)
 search = _compile(stamp_of(*_MODULES) ^ STAMP)

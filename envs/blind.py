@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.guide import analysis
+from rlplace.envs.guide import view as view_of
 from rlplace.envs.guide.guide import Guide
 
 
@@ -20,14 +20,12 @@ def blind_view(guide: Guide, plan: NDArray[np.int32]) -> None:
     """
     facts, view = guide.facts, guide.view
     devices, groups = len(view.load), np.arange(len(plan))
+    for name, unknown in view._asdict().items():
+        if name != "arrival":
+            unknown[:] = 0.0
     view.load[:] = np.bincount(plan, weights=facts.group_s[groups, plan], minlength=devices)
     view.pinned[:] = view.peak[:] = np.bincount(plan, weights=facts.pinned, minlength=devices)
-    view.tightness[:] = 1.0
+    view.tightness[:] = view.part[:] = 1.0
     view.gap[:] = view.margin[:] = np.inf  # no transfer is known to be urgent
-    for unknown in (
-        view.channel, view.idle, view.clash, view.crowd, view.strict_clash, view.strict_crowd, view.urgent, view.queue, view.slack, view.wait, view.chain, view.saved, view.blocked, view.sent, view.hurried,
-        view.total,
-    ):  # fmt: skip
-        unknown[:] = 0.0
-    view.total[analysis.STEP] = guide.instance.reference_step_time_s
-    view.total[analysis.WORK], view.total[analysis.BUSIEST] = view.load.sum(), view.load.max()
+    view.total[view_of.STEP] = guide.instance.reference_step_time_s
+    view.total[view_of.WORK], view.total[view_of.BUSIEST] = view.load.sum(), view.load.max()

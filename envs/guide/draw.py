@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rlplace.envs.guide import analysis, facts
-from rlplace.envs.guide.analysis import INNER, KERNEL, View
-from rlplace.envs.guide.facts import Facts, stamp_of
+from rlplace.envs.guide import facts, view
+from rlplace.envs.guide.facts import INNER, KERNEL, Facts, stamp_of
+from rlplace.envs.guide.view import STEP, View
 from rlplace.planners.common import movekernels
 from rlplace.planners.common.movekernels import random
 
@@ -186,7 +186,7 @@ def _compile(stamp):
         if devices < 2:
             return 0
         on_chain = np.cumsum(v.saved.ravel())
-        tight = np.cumsum(v.tightness * v.tightness + v.wait / max(v.total[0], 1e-30) + 1e-3)
+        tight = np.cumsum(v.tightness * v.tightness + v.wait / max(v.total[STEP], 1e-30) + 1e-3)
         mark = np.zeros(num_groups, dtype=np.bool_)
         made, tries = 0, 0
         while made < wanted and tries < 3 * wanted:
@@ -217,4 +217,4 @@ def _compile(stamp):
     return draw_moves
 
 
-draw_moves = _compile(stamp_of(facts, analysis, movekernels))
+draw_moves = _compile(stamp_of(facts, view, movekernels))

@@ -19,6 +19,9 @@ from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.simulator.tasks import TaskGraph, task_graph
 
+KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+
 
 class Facts(NamedTuple):
     """Constants of an instance. Times and bytes are those of a whole step, all micro-batches."""

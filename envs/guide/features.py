@@ -11,10 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rlplace.envs.guide import analysis as a
-from rlplace.envs.guide import facts
-from rlplace.envs.guide.analysis import KERNEL, View
-from rlplace.envs.guide.facts import Facts, stamp_of
+from rlplace.envs.guide import facts, view
+from rlplace.envs.guide.facts import KERNEL, Facts, stamp_of
+from rlplace.envs.guide.view import BUSIEST, CHAIN_SENT, CHAIN_WAIT, CHAIN_WORK, CHANNEL, OVERFLOW, STEP, WORK, View
 
 MOVE_FEATURES = (
     "busiest_change",  # change of the largest load of the devices that the move touches
@@ -95,7 +94,7 @@ def _compile(stamp):
         _ = stamp
         f, v = Facts(*facts), View(*view)
         devices = len(v.load)
-        step = max(v.total[a.STEP], 1e-30)
+        step = max(v.total[STEP], 1e-30)
         load, arriving, pinned = np.zeros(devices), np.zeros(devices), np.zeros(devices)
         touched = np.zeros(devices, dtype=np.bool_)
         pair_s, pairs = np.zeros(devices * devices), np.zeros(devices * devices, dtype=np.int64)
@@ -285,13 +284,13 @@ def _compile(stamp):
             row[37] = hurried / step
             if kinds[k] > 0:
                 row[37 + min(kinds[k], 4)] = 1.0
-            row[first] = v.total[a.BUSIEST] / step
-            row[first + 1] = v.total[a.WORK] / (step * devices)
-            row[first + 2] = v.total[a.CHANNEL] / step
-            row[first + 3] = v.total[a.CHAIN_WORK] / step
-            row[first + 4] = v.total[a.CHAIN_WAIT] / step
-            row[first + 5] = v.total[a.CHAIN_SENT] / step
-            row[first + 6] = v.total[a.OVERFLOW]
+            row[first] = v.total[BUSIEST] / step
+            row[first + 1] = v.total[WORK] / (step * devices)
+            row[first + 2] = v.total[CHANNEL] / step
+            row[first + 3] = v.total[CHAIN_WORK] / step
+            row[first + 4] = v.total[CHAIN_WAIT] / step
+            row[first + 5] = v.total[CHAIN_SENT] / step
+            row[first + 6] = v.total[OVERFLOW]
             row[first + 7] = all_pinned / capacity
             row[first + 8] = devices / 8.0
             row[first + 9] = np.log2(len(plan)) / 8.0
@@ -304,4 +303,4 @@ def _compile(stamp):
     return move_features
 
 
-move_features = _compile(stamp_of(facts, a))
+move_features = _compile(stamp_of(facts, view))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.guide.analysis import analyse, make_view
+from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import SHARES, draw_moves
 from rlplace.envs.guide.facts import make_facts
 from rlplace.envs.guide.features import NUM_FEATURES, move_features
+from rlplace.envs.guide.view import make_view
 from rlplace.envs.instance import Instance
 from rlplace.simulator import Simulator
 from rlplace.simulator import records as r

@@ -7,6 +7,7 @@ from rlplace.envs import make_instance
 from rlplace.envs.guide.draw import CLUSTER, EMPTY, EXCHANGE, RUN, SINGLE, SWAP
 from rlplace.envs.guide.features import FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
+from rlplace.envs.guide.pressure import STRICT, TIGHT
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.problem import BACKWARD, UPDATE, Channels, Links
 from rlplace.problem.toys import TensorSpec, build_problem
@@ -235,3 +236,60 @@ def test_moves_do_what_their_kind_says():
         if kind == EXCHANGE:
             assert len(groups) == np.isin(plan, targets).sum()
     assert seen == {SINGLE, RUN, CLUSTER, SWAP, EMPTY, EXCHANGE}
+
+
+def test_a_queue_on_one_device():
+    # a 0-1, c 1-4, b 4-6, d 6-7 on the first device: nothing has slack.
+    _, (row,) = describe(guide_of(fork()), [0, 0, 0, 0], [(C, 1)])
+    check(
+        row,
+        blocked=3 / 7,  # b, which is ready at 1
+        queue=3 / 7,
+        urgent=3 / 7,
+        overdue_worst=1 / 7,  # from a; the value for d may take 2 s
+        overdue_sum=1 / 7,
+        excess=1 / 7,
+        hurried_joined=0.0,
+        clash_target=0.0,
+        crowd=0.0,
+    )
+
+
+def test_slack_absorbs_a_transfer():
+    # a 0-1, b 1-3, d 6-7 on the first device, c 2-5 on the second: b may end at 6.
+    guide = guide_of(fork())
+    _, (back, other) = describe(guide, [0, 0, 1, 0], [(C, 0)], [(B, 1)])
+    check(
+        other,
+        delay_worst=1 / 7,  # b starts when a ends
+        overdue_worst=0.0,
+        overdue_sum=0.0,
+        excess=(1 - 3) / 7,
+        urgent=2 / 7 / (1 + STRICT * 3 / 7),
+        queue=0.0,
+        blocked=0.0,
+    )
+    # c runs in the second half of b's time, and b in a third of c's; the step is divided into bins.
+    assert other["clash_target"] == other["crowd"] == pytest.approx(1 / 2, abs=0.02)
+    assert other["strict_clash_target"] == other["strict_crowd"] == pytest.approx(1 / 2, abs=0.02)
+    assert back["clash_target"] == pytest.approx(1 / 3 / (1 + TIGHT * 3 / 7), abs=0.005)
+    assert back["strict_crowd"] == pytest.approx(1 / 3 / (1 + STRICT * 3 / 7), abs=0.001)
+    check(back, hurried_joined=2 / 7, excess=0.0, urgent=3 / 7)
+
+
+@pytest.mark.parametrize(
+    "plan, move, change_s",
+    [
+        ([0, 0, 1, 0], (B, 1), 1.0),  # what b reads is there already, for c
+        ([0, 1, 1, 0], (B, 0), -1.0),  # c reads it further on
+        ([0, 1, 1, 0], (A, 1), -1.0),  # one transfer for both
+        ([0, 1, 1, 1], (B, 0), 1.0),
+        ([0, 0, 0, 0], (B, 1), 2.0),
+        ([0, 0, 1, 0], (C, 0), -2.0),
+    ],
+)
+def test_a_value_is_sent_once_to_a_device(plan, move, change_s):
+    hub = [TensorSpec(A, 1, [B, C]), TensorSpec(B, 1, [D]), TensorSpec(C, 1, [D])]
+    problem = build_problem("hub", time_s=[[t, t] for t in (1.0, 2.0, 3.0, 1.0)], tensors=hub, memory_bytes=[None, None])
+    (step, _), (row,) = describe(guide_of(problem), plan, [move])
+    check(row, sent_change=change_s / step)

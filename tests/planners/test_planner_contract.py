@@ -147,5 +147,10 @@ def test_bad_options():
     problem = random_problem(0, 4, 2)
     with pytest.raises(InputError, match="samples"):
         get_planner("random")(problem, samples=0)
-    with pytest.raises(InputError, match="calls"):
-        get_planner("annealing")(problem, calls=-1)
+    for name in ("annealing", "local_search", "brkga"):
+        for calls in (-1, 2.5, True):
+            with pytest.raises(InputError, match=f"{name}: calls"):
+                get_planner(name)(problem, calls=calls)
+        for start in ([0, 1, 2, 0], [0, -1, 0, 0], [0.5, 0, 0, 0]):
+            with pytest.raises(InputError, match="start: devices"):
+                get_planner(name)(problem, calls=1, start=start)

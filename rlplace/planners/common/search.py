@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.plan import PlacementPlan
 from rlplace.planners.best import floor_answers, warm_up
 from rlplace.planners.common.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution, Score
@@ -44,8 +45,8 @@ class Search:
         calls: int | None,
         time_limit_s: float | None,
     ) -> None:
-        if calls is not None and calls < 0:
-            raise InputError(f"{planner}: calls must not be negative, found {calls}")
+        if calls is not None and (isinstance(calls, bool) or not isinstance(calls, Integral) or calls < 0):
+            raise InputError(f"{planner}: calls must be a whole number from 0 up, found {show(calls)}")
         check_possible(problem)
         warm_up()
         self.deadline = Deadline(time_limit_s)
@@ -67,6 +68,8 @@ class Search:
         devices = start.device_of_group if isinstance(start, PlacementPlan) else np.asarray(start)
         if devices.shape != (problem.num_groups,):
             raise InputError(f"start has {devices.shape} entries, the problem {problem.num_groups} groups")
+        if devices.dtype.kind not in "iu" or not ((devices >= 0) & (devices < problem.num_devices)).all():
+            raise InputError(f"start: devices must be whole numbers from 0 to {problem.num_devices - 1}")
         return [self.evaluator.answer(legalize(problem, devices))]
 
     def used(self) -> int:

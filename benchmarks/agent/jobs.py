@@ -94,14 +94,14 @@ def curve(cases: Sequence[Case], runs: str, budgets: str, seeds: int) -> list[As
 
 
 def _trained(folder: Path) -> str:
-    """Steps that a checkpoint was trained, to order a curve by."""
+    """Steps that a checkpoint was trained, those of pre-training and PPO decisions together, to order a curve by."""
     from rlplace.agents.checkpoint import load_checkpoint
 
     training = load_checkpoint(folder).training
-    steps = training.get("steps_done", training.get("steps"))
-    if isinstance(steps, bool) or not isinstance(steps, int):
+    steps = [training.get("steps_done", training.get("steps")), training.get("fitted", 0)]
+    if not all(isinstance(part, int) and not isinstance(part, bool) for part in steps):
         raise InputError(f"{folder / 'config.json'}: training has no number of steps, so that it has no place in a curve")
-    return str(steps)
+    return str(sum(steps))
 
 
 def measure(store: Store, asked: Sequence[Ask], *, cases_in_set: int, processes: int) -> None:

@@ -80,7 +80,7 @@ def how(store: Store) -> str:
 
 
 def curves(store: Store) -> str:
-    """Learning curves: steps of pre-training and PPO decisions against the mean over the runs, with the spread from run to run."""
+    """Learning curves: steps of pre-training and PPO decisions against the mean over the runs, and their spread."""
     rows = list(store.rows.values())
     floors, everything = log_floors(store.cases), list(store.cases)
     names: dict[int, list[str]] = {}

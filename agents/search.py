@@ -158,7 +158,7 @@ class Search:
         limit = math.inf if calls is None else calls
         chunk = _CHUNK if deadline_s == math.inf else 1
         progress, slope = 0.0, 0.0 if budget is None and calls is None else 1.0 / max(1.0, float(budget or calls or 1))
-        few = float(np.prod(self.instance.allowed.sum(axis=1, dtype=np.float64))) <= _SEEN
+        few = float(np.log(self.instance.allowed.sum(axis=1)).sum()) <= math.log(_SEEN) + 1e-9
         idle = 0
         while progress < 1.0:
             asked = int(min(chunk, limit - (self.calls - first)))

@@ -85,7 +85,7 @@ def adapt(
             if learn_s > 0.0:
                 calls += _learn(network, instance, plan, time.monotonic() + learn_s, seed + number)
         Evaluator(problem, run).count(calls)
-    priority = base.priority if base.plan is not None and np.array_equal(plan, base.plan) else None
+    priority = base.priority_of(plan)
     line = simulate(problem, plan, priority=priority, **run.arguments)
     if not line.feasible:
         raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")

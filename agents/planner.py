@@ -121,7 +121,7 @@ class Agent:
             Evaluator(problem, run).count(told["search_calls"])
             if runner.best.rank < score.rank:
                 best, score = runner.plan, runner.best
-        priority = base.priority if base.plan is not None and np.array_equal(best, base.plan) else None
+        priority = base.priority_of(best)
         timeline = simulate(problem, best, priority=priority, **run.arguments)
         if not timeline.feasible:
             raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
@@ -131,7 +131,6 @@ class Agent:
             **told,
             "agent": self.checkpoint.name,
         }
-        priority = base.priority if base.plan is not None and np.array_equal(best, base.plan) else None
         return make_plan(problem, best, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
 
     def adapt(
@@ -192,6 +191,10 @@ class Base:
     def plan(self) -> NDArray[np.int32] | None:
         """int32 [G], None when nothing feasible is known."""
         return self.devices if self.score.feasible else None
+
+    def priority_of(self, devices: NDArray[np.int32]) -> Any:
+        """The priority that comes with a plan: that of the base for the base itself, None for any other."""
+        return self.priority if self.plan is not None and np.array_equal(devices, self.plan) else None
 
 
 def floor_of(problem: Problem, start: Start, run: Execution, *, seed: int, time_limit_s: float | None) -> Base:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rlplace.envs.guide import facts, view
-from rlplace.envs.guide.facts import KERNEL, Facts, stamp_of
+from rlplace.envs.guide import facts, pressure, view
+from rlplace.envs.guide.facts import INNER, KERNEL, Facts, stamp_of
+from rlplace.envs.guide.pressure import STRICT, TIGHT
 from rlplace.envs.guide.view import BUSIEST, CHAIN_SENT, CHAIN_WAIT, CHAIN_WORK, CHANNEL, OVERFLOW, STEP, WORK, View
 
 MOVE_FEATURES = (
@@ -77,6 +78,12 @@ NUM_FEATURES = len(FEATURES)
 CLIP = 8.0
 
 
+@njit(**INNER)
+def _crossing_s(f, edge, a, b):
+    """Seconds that the values of an edge take from one device to another, all micro-batches."""
+    return f.edge_count[edge] * f.latency[a, b] + f.edge_bytes[edge] * f.inverse[a, b] + f.edge_fixed_s[edge]
+
+
 def _compile(stamp):
     @njit(**KERNEL)
     def move_features(facts, view, plan, ptr, groups, targets, kinds, count, microbatches, trial, out):
@@ -133,10 +140,10 @@ def _compile(stamp):
                 tight, crit = max(tight, v.tightness[g]), max(crit, f.criticality[g])
                 wait += v.wait[g]
                 idle += v.idle[g, d] * f.mean_s[g]
-                clash += v.clash[g, d] * f.mean_s[g]
-                crowd += v.crowd[g] * f.mean_s[g]
-                strict_clash += v.strict_clash[g, d] * f.mean_s[g]
-                strict_crowd += v.strict_crowd[g] * f.mean_s[g]
+                clash += v.clash[TIGHT, g, d] * f.mean_s[g]
+                crowd += v.crowd[TIGHT, g] * f.mean_s[g]
+                strict_clash += v.clash[STRICT, g, d] * f.mean_s[g]
+                strict_crowd += v.crowd[STRICT, g] * f.mean_s[g]
                 urgent += v.urgent[g]
                 queue += v.queue[g]
                 blocked += v.blocked[g]
@@ -158,15 +165,12 @@ def _compile(stamp):
                     total_bytes += f.edge_bytes[e]
                     # A value is sent once to a device, however many groups read it there.
                     share_was = share_now = v.part[e]
-                    if not inside and not f.neighbor_out[n]:
+                    reads, sends = not inside and not f.neighbor_out[n], not inside and f.neighbor_out[n]
+                    if reads:
                         share_was, share_now = 1.0 - v.shared[e, old_b], 1.0 - v.shared[e, new_b]
                     was_s = 0.0
                     if old_a != old_b:
-                        was_s = (
-                            f.edge_count[e] * f.latency[old_a, old_b]
-                            + f.edge_bytes[e] * f.inverse[old_a, old_b]
-                            + f.edge_fixed_s[e]
-                        )
+                        was_s = _crossing_s(f, e, old_a, old_b)
                         pair = old_a * devices + old_b
                         if not listed[pair]:
                             listed[pair] = True
@@ -176,11 +180,7 @@ def _compile(stamp):
                     else:
                         near_before += f.edge_bytes[e]
                     if new_a != new_b:
-                        now_s = (
-                            f.edge_count[e] * f.latency[new_a, new_b]
-                            + f.edge_bytes[e] * f.inverse[new_a, new_b]
-                            + f.edge_fixed_s[e]
-                        )
+                        now_s = _crossing_s(f, e, new_a, new_b)
                         pair = new_a * devices + new_b
                         if not listed[pair]:
                             listed[pair] = True
@@ -188,16 +188,16 @@ def _compile(stamp):
                             num_pairs += 1
                         pair_s[pair] += share_now * now_s
                         sent += share_now * now_s - share_was * was_s
-                        if not inside and not f.neighbor_out[n]:
+                        if reads:
                             now_s *= share_now  # what others read there arrives anyway
                         # One transfer of the edge takes about its share of all micro-batches.
                         late = (now_s - was_s) / microbatches - max(v.gap[e] - was_s / microbatches, 0.0)
                         if late > 0.0:
                             worst = max(worst, late)
                             delays += late
-                            if not inside and f.neighbor_out[n]:
+                            if sends:
                                 late_out = max(late_out, late)
-                            elif not inside:
+                            elif reads:
                                 late_in = max(late_in, late)
                         late = (now_s - was_s) / microbatches - max(v.margin[e] - was_s / microbatches, 0.0)
                         if late > 0.0:
@@ -303,4 +303,4 @@ def _compile(stamp):
     return move_features
 
 
-move_features = _compile(stamp_of(facts, view))
+move_features = _compile(stamp_of(facts, pressure, view))

@@ -34,10 +34,8 @@ class View(NamedTuple):
     blocked: Any  # float64 [G], waits for devices on the critical chain, of the group or behind it
     saved: Any  # float64 [G, D], delays on the critical chain that the group would take away on the device
     idle: Any  # float64 [G, D], share of the time of a group's tasks in which a device idles
-    clash: Any  # float64 [G, D], share of the time of a group's tasks in which a device runs work without slack
-    strict_clash: Any  # float64 [G, D], like `clash`, counting less slack
-    crowd: Any  # float64 [G], devices that run work without slack during the group's tasks, its own left out
-    strict_crowd: Any  # float64 [G], like `crowd`, counting less slack
+    clash: Any  # float64 [2, G, D], share of the time of a group's tasks in which a device runs critical work, TIGHT and STRICT
+    crowd: Any  # float64 [2, G], devices that run critical work during the group's tasks, its own left out, TIGHT and STRICT
     # Edges.
     gap: Any  # float64 [M], least time between the end of a producer and the start of its consumer
     margin: Any  # float64 [M], least time between the end of a producer and the latest start of its consumer
@@ -51,9 +49,8 @@ class View(NamedTuple):
     arrival: Any  # float64 [V * D], -1 everywhere between calls
     late: Any  # float64 [K]
     before: Any  # int64 [K]
-    bins: Any  # float64 [D, BINS]
-    tight_bins: Any  # float64 [D, BINS]
-    strict_bins: Any  # float64 [D, BINS]
+    free_bins: Any  # float64 [D, BINS]
+    critical_bins: Any  # float64 [2, D, BINS]
 
 
 def make_view(facts: Facts, num_channels: int) -> View:
@@ -63,11 +60,11 @@ def make_view(facts: Facts, num_channels: int) -> View:
     sizes = {
         "channel": max(num_channels, 1), "total": 8, "arrival": values * devices, "late": tasks, "before": tasks,
         **dict.fromkeys(("load", "peak", "pinned"), devices),
-        **dict.fromkeys(("tightness", "slack", "wait", "queue", "urgent", "chain", "blocked", "crowd", "strict_crowd"), groups),
-        **dict.fromkeys(("saved", "idle", "clash", "strict_clash"), (groups, devices)),
+        **dict.fromkeys(("tightness", "slack", "wait", "queue", "urgent", "chain", "blocked"), groups),
+        **dict.fromkeys(("saved", "idle"), (groups, devices)),
         **dict.fromkeys(("gap", "margin", "sent", "hurried", "part"), edges),
         "shared": (edges, devices),
-        **dict.fromkeys(("bins", "tight_bins", "strict_bins"), (devices, BINS)),
+        "clash": (2, groups, devices), "crowd": (2, groups), "free_bins": (devices, BINS), "critical_bins": (2, devices, BINS),
     }  # fmt: skip
     view = View(**{name: np.zeros(size, dtype=np.int64 if name == "before" else np.float64) for name, size in sizes.items()})
     view.arrival[:] = -1.0

@@ -7,7 +7,7 @@ from rlplace.envs import make_instance
 from rlplace.envs.guide.draw import CLUSTER, EMPTY, EXCHANGE, RUN, SINGLE, SWAP
 from rlplace.envs.guide.features import FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
-from rlplace.envs.guide.pressure import STRICT, TIGHT
+from rlplace.envs.guide.pressure import SHARPNESS, STRICT, TIGHT
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.problem import BACKWARD, UPDATE, Channels, Links
 from rlplace.problem.toys import TensorSpec, build_problem
@@ -265,15 +265,15 @@ def test_slack_absorbs_a_transfer():
         overdue_worst=0.0,
         overdue_sum=0.0,
         excess=(1 - 3) / 7,
-        urgent=2 / 7 / (1 + STRICT * 3 / 7),
+        urgent=2 / 7 / (1 + SHARPNESS[STRICT] * 3 / 7),
         queue=0.0,
         blocked=0.0,
     )
     # c runs in the second half of b's time, and b in a third of c's; the step is divided into bins.
     assert other["clash_target"] == other["crowd"] == pytest.approx(1 / 2, abs=0.02)
     assert other["strict_clash_target"] == other["strict_crowd"] == pytest.approx(1 / 2, abs=0.02)
-    assert back["clash_target"] == pytest.approx(1 / 3 / (1 + TIGHT * 3 / 7), abs=0.005)
-    assert back["strict_crowd"] == pytest.approx(1 / 3 / (1 + STRICT * 3 / 7), abs=0.001)
+    assert back["clash_target"] == pytest.approx(1 / 3 / (1 + SHARPNESS[TIGHT] * 3 / 7), abs=0.005)
+    assert back["strict_crowd"] == pytest.approx(1 / 3 / (1 + SHARPNESS[STRICT] * 3 / 7), abs=0.001)
     check(back, hurried_joined=2 / 7, excess=0.0, urgent=3 / 7)
 
 

@@ -16,6 +16,7 @@ from rlplace.planners.common.evaluate import PLAIN, Answer, Assignment, Deadline
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
+from rlplace.simulator.inputs import check_devices
 
 CALLS = 4096
 """Simulations of a search without any other limit."""
@@ -68,8 +69,10 @@ class Search:
         devices = start.device_of_group if isinstance(start, PlacementPlan) else np.asarray(start)
         if devices.shape != (problem.num_groups,):
             raise InputError(f"start has {devices.shape} entries, the problem {problem.num_groups} groups")
-        if devices.dtype.kind not in "iu" or not ((devices >= 0) & (devices < problem.num_devices)).all():
-            raise InputError(f"start: devices must be whole numbers from 0 to {problem.num_devices - 1}")
+        try:
+            devices = check_devices(devices, (problem.num_groups,), problem)
+        except InputError as error:
+            raise InputError(f"start: devices of groups: {error}") from None
         return [self.evaluator.answer(legalize(problem, devices))]
 
     def used(self) -> int:

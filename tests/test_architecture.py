@@ -21,14 +21,15 @@ LEVEL = {
     "simulator": 5,
     "cost": 6,
     "planners": 6,
-    "envs": 7,
-    "runtime": 7,
-    "placing": 8,
-    "agents": 8,
-    "checkpoints": 8,
-    "comparing": 9,
-    "cli": 10,
-    "__main__": 11,
+    "measured": 7,
+    "envs": 8,
+    "runtime": 8,
+    "placing": 9,
+    "agents": 9,
+    "checkpoints": 9,
+    "comparing": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 # Conveniences on records that reach up at call time only, inside a function or for type checkers.
 LATE = {("problem", "cluster")}

@@ -1,0 +1,73 @@
+"""`Trial`: one attempt to run a plan on a real cluster, whether it worked or not."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+from rlplace.cost.timings import PlaceTiming
+
+STATUSES = ("done", "dropped", "out_of_memory", "crashed", "refused", "running")
+"""How a trial ended. `dropped`: it was clear after few steps that the plan is slower than the best one, so its times are few.
+`refused`: no engine runs the plan. `running`: it has not ended, or the job ended with it."""
+
+FAILED = ("out_of_memory", "crashed", "refused")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The timed steps of one plan.
+
+    Attributes:
+        problem: Fingerprint of the problem that the plan was made for.
+        site: Fingerprint of the cluster and its software, see `rlplace.measured.site.Site`.
+        device_of_group: The plan, a device number per group.
+        microbatches: Of the step.
+        schedule: Of the step.
+        status: One of `STATUSES`.
+        step_s: Seconds of every timed step, the slowest process of each; empty when it failed.
+        places: What every process did in the median step.
+        predicted_s: Simulated step time of the problem as it was priced; None where unknown.
+        engine: What ran it.
+        mode: ``"computed"`` or ``"replayed"``, see `rlplace.cost.timings`.
+        priority: Of ops, where the plan has one of its own.
+        setup_s: From the plan to the first step.
+        began_at: Seconds since 1970.
+        reason: Why it failed, one line.
+        run: Name of the tuning run that made it, for people.
+        anchor: A repeated run of a known plan, which shows whether the cluster itself has changed.
+    """
+
+    problem: str
+    site: str
+    device_of_group: tuple[int, ...]
+    microbatches: int
+    schedule: str
+    status: str
+    step_s: tuple[float, ...] = ()
+    places: tuple[PlaceTiming, ...] = ()
+    predicted_s: float | None = None
+    engine: str = ""
+    mode: str = "computed"
+    priority: tuple[float, ...] | None = None
+    setup_s: float = 0.0
+    began_at: float = 0.0
+    reason: str = ""
+    run: str = ""
+    anchor: bool = field(default=False)
+
+    @property
+    def timed(self) -> bool:
+        """Whether there are step times."""
+        return bool(self.step_s)
+
+    @property
+    def median_s(self) -> float:
+        """Median step time; inf when the plan failed."""
+        return statistics.median(self.step_s) if self.step_s else math.inf
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...], int, str, str, tuple[float, ...] | None]:
+        """What has to agree for two trials to be of the same plan under the same conditions."""
+        return (self.problem, self.site, self.device_of_group, self.microbatches, self.schedule, self.mode, self.priority)

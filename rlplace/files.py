@@ -64,14 +64,17 @@ def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any
     Raises:
         InputError: The file is missing, malformed, of another format or of a newer version.
     """
-    text = read_text(path)
+    return check_header(parse_json(read_text(path), where=str(path)), format_name, version, where=str(path))
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Parses JSON text without leniency: duplicate keys, NaN and deep nesting are refused."""
     try:
-        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
     except RecursionError:
-        raise InputError(f"{path}: JSON is nested too deeply") from None
+        raise InputError(f"{where}: JSON is nested too deeply") from None
     except ValueError as error:
-        raise InputError(f"{path}: not valid JSON: {error}") from None
-    return check_header(data, format_name, version, where=str(path))
+        raise InputError(f"{where}: not valid JSON: {error}") from None
 
 
 def read_record(path: str | Path, format_name: str, version: int, parse: Callable[[dict[str, Any]], Record]) -> Record:

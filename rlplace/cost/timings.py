@@ -146,7 +146,7 @@ def _plan(item: Any, where: str) -> PlanTiming:
     steps = tuple(_seconds(value, f"{where}.step_s") for value in item["step_s"])
     if min(steps) <= 0:
         raise InputError(f"{where}.step_s: a step takes more than no time")
-    places = tuple(_place(place, f"{where}.places[{index}]") for index, place in enumerate(item["places"]))
+    places = tuple(place_from_dict(place, f"{where}.places[{index}]") for index, place in enumerate(item["places"]))
     predicted = item.get("predicted_s")
     return PlanTiming(
         **{key: item[key] for key in ("name", "plan", "problem", "planner", "engine", "mode")},
@@ -160,7 +160,8 @@ def _plan(item: Any, where: str) -> PlanTiming:
 _OPTIONAL = {"peak_memory_bytes", "predicted_busy_s", "predicted_peak_bytes"}
 
 
-def _place(item: Any, where: str) -> PlaceTiming:
+def place_from_dict(item: Any, where: str) -> PlaceTiming:
+    """Builds a `PlaceTiming` from parsed JSON, with the checks of a timings file."""
     _record(item, {f.name for f in fields(PlaceTiming)} - _OPTIONAL, _OPTIONAL, where)
     if isinstance(item["rank"], bool) or not isinstance(item["rank"], int) or item["rank"] < 0:
         raise InputError(f"{where}.rank must be a whole number from 0 up")

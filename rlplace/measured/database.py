@@ -1,0 +1,173 @@
+"""The SQLite file of a trial store: opening, schema, locking, and its errors as one line each."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlplace.errors import InputError, show
+from rlplace.files import check_output
+
+APPLICATION_ID = 0x726C7054  # "rlpT"
+VERSION = 1
+BUSY_S = 60.0
+"""How long a process waits for another one's transaction, which takes milliseconds."""
+
+MAX_VALUE_BYTES = 1 << 27
+"""Longer texts and blobs are refused by SQLite itself, before they are read."""
+
+# `plan_key` is a digest of `Trial.key`. `uid` is drawn when a trial is first written: the same trial in two files has the same.
+SCHEMA = (
+    "CREATE TABLE sites (fingerprint TEXT PRIMARY KEY NOT NULL, name TEXT NOT NULL, facts TEXT NOT NULL)",
+    "CREATE TABLE problems (fingerprint TEXT PRIMARY KEY NOT NULL, name TEXT NOT NULL, num_devices INTEGER NOT NULL, "
+    "num_groups INTEGER NOT NULL, num_ops INTEGER NOT NULL, json BLOB NOT NULL)",
+    "CREATE TABLE trials (id INTEGER PRIMARY KEY AUTOINCREMENT, uid BLOB NOT NULL UNIQUE, plan_key TEXT NOT NULL, "
+    "problem TEXT NOT NULL, site TEXT NOT NULL, run TEXT NOT NULL, anchor INTEGER NOT NULL, status TEXT NOT NULL, "
+    "microbatches INTEGER NOT NULL, schedule TEXT NOT NULL, mode TEXT NOT NULL, engine TEXT NOT NULL, "
+    "began_at REAL NOT NULL, setup_s REAL NOT NULL, predicted_s REAL, device_of_group TEXT NOT NULL, priority TEXT, "
+    "step_s TEXT NOT NULL, places TEXT NOT NULL, reason TEXT NOT NULL)",
+    "CREATE INDEX trials_by_key ON trials (plan_key)",
+    "CREATE INDEX trials_by_problem ON trials (problem, site)",
+    "CREATE INDEX trials_by_run ON trials (run)",
+)
+
+
+def open_database(path: str | Path | None, *, create: bool) -> sqlite3.Connection:
+    """Opens a store's database and checks all of its structure.
+
+    The journal is SQLite's default, the rollback journal, not a write-ahead log: a trial takes seconds and its transaction
+    milliseconds, so nothing is won by a log, which needs memory shared between the processes (network file systems have
+    none), keeps the latest trials in a second file that is easily left behind when the first is copied, and cannot be read
+    where the folder is read-only. Either survives SIGKILL between any two instructions: the next one to open the file rolls
+    back what was not committed.
+
+    Args:
+        path: The file; None: in memory.
+        create: Make it where there is none.
+
+    Raises:
+        InputError: Not a store, a damaged one, one of a newer version, or not to be opened at all.
+    """
+    where = _name(path)
+    with reported(where):
+        connection = sqlite3.connect(
+            ":memory:" if path is None else _uri(Path(path), create),
+            uri=path is not None,
+            timeout=BUSY_S,
+            isolation_level=None,  # transactions are begun and ended here, see `writing`
+            check_same_thread=False,  # the store has a lock of its own
+        )
+        try:
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("PRAGMA cell_size_check = ON")
+            connection.execute("PRAGMA synchronous = FULL")
+            if _empty(connection):
+                _create(connection)
+            _check(connection, where)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+@contextlib.contextmanager
+def writing(connection: sqlite3.Connection) -> Iterator[None]:
+    """A transaction that takes the write lock at once: two readers that both wait to write would wait for each other."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+        raise
+
+
+@contextlib.contextmanager
+def reported(where: str) -> Iterator[None]:
+    """Turns what SQLite raises into an `InputError` of one line."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise InputError(f"{where}: {_explained(error)}") from None
+    except OSError as error:
+        raise InputError(f"{where}: cannot be opened: {error.strerror or error}") from None
+    except UnicodeError:
+        raise InputError(f"{where}: holds text that is not valid") from None
+
+
+def _explained(error: sqlite3.Error) -> str:
+    text = str(error).lower()
+    for part, meaning in (
+        ("not a database", "not a SQLite database"),
+        ("malformed", "the database is damaged; restore a copy of it, or try `sqlite3 FILE .recover`"),
+        ("readonly", "the file or its folder is read-only"),
+        ("disk is full", "the disk is full; what was finished before is kept"),
+        ("disk i/o error", "the disk does not take or give the data; what was finished before is kept"),
+        ("locked", f"another process has kept it locked for {BUSY_S:g} seconds"),
+        ("unable to open", "cannot be opened"),
+        ("closed database", "the store is closed"),
+    ):
+        if part in text:
+            return meaning
+    return f"SQLite says {show(str(error))}"
+
+
+def _name(path: str | Path | None) -> str:
+    return "trials in memory" if path is None else str(path)
+
+
+def _uri(path: Path, create: bool) -> str:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        if not create:
+            raise InputError(f"{path}: there is no such file") from None
+        check_output(path)
+    except ValueError as error:  # a null character in the path
+        raise InputError(f"{show(str(path))}: cannot be opened: {error}") from None
+    else:
+        if stat.S_ISDIR(found.st_mode):
+            raise InputError(f"{path}: is a folder; name a file such as {path / 'trials.sqlite'}")
+        if not stat.S_ISREG(found.st_mode):
+            raise InputError(f"{path}: is not a regular file")
+    return f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
+
+
+def _empty(connection: sqlite3.Connection) -> bool:
+    known = connection.execute("PRAGMA application_id").fetchone()[0], connection.execute("PRAGMA user_version").fetchone()[0]
+    return known == (0, 0) and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    with writing(connection):
+        if not _empty(connection):  # another process was faster
+            return
+        for statement in SCHEMA:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def _check(connection: sqlite3.Connection, where: str) -> None:
+    if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+        raise InputError(f"{where}: a SQLite database, but not one of trials")
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > VERSION:
+        raise InputError(f"{where}: written as trials version {version}, this rlplace reads up to {VERSION}; upgrade rlplace")
+    # Other tables than these are refused: a view or a trigger of the same name would run code of whoever made the file.
+    found = {sql for name, sql in connection.execute("SELECT name, sql FROM sqlite_master") if not _internal(name)}
+    if version < 1 or found != set(SCHEMA):
+        raise InputError(f"{where}: its tables are not those of a store of trials")
+    faults = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if faults is None or faults[0] != "ok":
+        raise InputError(f"{where}: the database is damaged; restore a copy of it, or try `sqlite3 FILE .recover`")
+
+
+def _internal(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("sqlite_")

@@ -1,0 +1,186 @@
+"""Trials as rows of a database, checked the same way when written and when read."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rlplace.cost.timings import MODES, place_from_dict
+from rlplace.errors import InputError, show, unknown_name
+from rlplace.files import canonical_json, finite_number, parse_json
+from rlplace.measured.trial import STATUSES, Trial
+
+COLUMNS = (
+    "problem", "site", "run", "anchor", "status", "microbatches", "schedule", "mode", "engine", "began_at", "setup_s",
+    "predicted_s", "device_of_group", "priority", "step_s", "places", "reason",
+)  # fmt: skip
+"""Of the table `trials`, in the order of the values of `trial_to_row`."""
+
+MAX_GROUPS = 1 << 20
+MAX_OPS = 1 << 21
+MAX_STEPS = 1 << 20
+MAX_PLACES = 4096
+MAX_DEVICES = 4096
+MAX_MICROBATCHES = 1 << 31
+MAX_NAME = 1000
+MAX_REASON = 4000
+_MAX_SECONDS = 1e18
+_MAX_PLACES_TEXT = 1 << 22
+
+
+def trial_to_row(trial: Trial) -> tuple[tuple[Any, ...], Trial]:
+    """The values of `COLUMNS` for a trial, and the trial as it will be read.
+
+    Numbers of numpy become plain ones. The reason is cut to `MAX_REASON` characters on one line: a measurement is not lost
+    for what its message looks like.
+
+    Raises:
+        InputError: A value is of a wrong type or out of range.
+    """
+    if not isinstance(trial, Trial):
+        raise InputError(f"trial: expected a Trial, found {type(trial).__name__}")
+    try:
+        places = [{key: value for key, value in asdict(place).items() if value is not None} for place in trial.places]
+        values = asdict_shallow(trial) | {
+            "anchor": int(trial.anchor),
+            "microbatches": operator.index(trial.microbatches),
+            "began_at": _plain(trial.began_at),
+            "setup_s": _plain(trial.setup_s),
+            "predicted_s": None if trial.predicted_s is None else _plain(trial.predicted_s),
+            "device_of_group": canonical_json([operator.index(device) for device in trial.device_of_group]),
+            "priority": None if trial.priority is None else canonical_json([_plain(p) for p in trial.priority]),
+            "step_s": canonical_json([_plain(step) for step in trial.step_s]),
+            "places": canonical_json(places),
+            "reason": _one_line(trial.reason),
+        }
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InputError(f"trial: a value is not of the right type: {show(str(error))}") from None
+    row = tuple(values[column] for column in COLUMNS)
+    return row, trial_from_row(row, "trial")
+
+
+def trial_from_row(row: Iterable[Any], where: str) -> Trial:
+    """Builds a trial from the values of `COLUMNS`.
+
+    Args:
+        row: As the database gives them: anything.
+        where: For messages.
+
+    Raises:
+        InputError: A value is of a wrong type or out of range.
+    """
+    value: Mapping[str, Any] = dict(zip(COLUMNS, row, strict=True))
+    texts = {key: check_text(value[key], f"{where}.{key}") for key in ("run", "status", "schedule", "mode", "engine")}
+    for key, known in (("status", STATUSES), ("mode", MODES)):
+        if texts[key] not in known:
+            raise InputError(f"{where}: {unknown_name(key, texts[key], known)}")
+    steps = _numbers(value["step_s"], MAX_STEPS, f"{where}.step_s")
+    if steps and not (0 < min(steps) and max(steps) < _MAX_SECONDS):
+        raise InputError(f"{where}.step_s: a step takes more than no time and less than {_MAX_SECONDS:g} seconds")
+    timed = texts["status"] in ("done", "dropped")
+    if bool(steps) != timed:
+        raise InputError(f"{where}: a trial that is {texts['status']} has {'' if timed else 'no '}step times")
+    priority = value["priority"]
+    return Trial(
+        problem=check_fingerprint(value["problem"], f"{where}.problem"),
+        site=check_fingerprint(value["site"], f"{where}.site") if value["site"] != "" else "",
+        device_of_group=_devices(value["device_of_group"], f"{where}.device_of_group"),
+        microbatches=whole(value["microbatches"], 1, MAX_MICROBATCHES, f"{where}.microbatches"),
+        step_s=steps,
+        places=_places(value["places"], f"{where}.places"),
+        predicted_s=None if value["predicted_s"] is None else _seconds(value["predicted_s"], f"{where}.predicted_s"),
+        priority=None if priority is None else _numbers(priority, MAX_OPS, f"{where}.priority"),
+        setup_s=_seconds(value["setup_s"], f"{where}.setup_s"),
+        began_at=_seconds(value["began_at"], f"{where}.began_at"),
+        reason=check_text(value["reason"], f"{where}.reason", MAX_REASON),
+        anchor=bool(whole(value["anchor"], 0, 1, f"{where}.anchor")),
+        **texts,
+    )
+
+
+def plan_key(key: tuple[Any, ...]) -> str:
+    """Digest of `Trial.key`, which an index can find."""
+    return hashlib.sha256(canonical_json(key).encode()).hexdigest()
+
+
+def asdict_shallow(trial: Trial) -> dict[str, Any]:
+    """The fields of a trial by name."""
+    return {column: getattr(trial, column) for column in COLUMNS}
+
+
+def check_text(value: Any, where: str, limit: int = MAX_NAME) -> str:
+    """Text of at most `limit` characters that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise InputError(f"{where}: expected text, found {show(value)}")
+    if len(value) > limit:
+        raise InputError(f"{where}: text of {len(value)} characters, the limit is {limit}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: {show(value)} cannot be written as UTF-8") from None
+    return value
+
+
+def check_fingerprint(value: Any, where: str) -> str:
+    """A SHA-256 in lower-case hexadecimal digits."""
+    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
+        raise InputError(f"{where}: {show(value)} is not a fingerprint")
+    return value
+
+
+def whole(value: Any, low: int, high: int, where: str) -> int:
+    """A whole number in low..high."""
+    if type(value) is not int or not low <= value <= high:
+        raise InputError(f"{where}: {show(value)} is not a whole number in {low}..{high}")
+    return value
+
+
+def _seconds(value: Any, where: str) -> float:
+    number = finite_number(value, where)
+    if not 0 <= number < _MAX_SECONDS:
+        raise InputError(f"{where}: {number:g} is outside 0..{_MAX_SECONDS:g} seconds")
+    return number
+
+
+def _devices(text: Any, where: str) -> tuple[int, ...]:
+    values = _flat(text, MAX_GROUPS, where)
+    if not all(type(value) is int for value in values) or (values and not 0 <= min(values) <= max(values) < MAX_DEVICES):
+        raise InputError(f"{where}: expected device numbers in 0..{MAX_DEVICES - 1}")
+    return tuple(values)
+
+
+def _numbers(text: Any, limit: int, where: str) -> tuple[float, ...]:
+    return tuple(finite_number(value, where) for value in _flat(text, limit, where))
+
+
+def _flat(text: Any, limit: int, where: str) -> list[Any]:
+    """A JSON list of numbers; what is nested or too long is refused before it takes memory."""
+    if not isinstance(text, str) or not text.startswith("[") or text.count("[") > 1 or "{" in text or '"' in text:
+        raise InputError(f"{where}: expected a list of numbers as JSON text")
+    if text.count(",") >= limit:
+        raise InputError(f"{where}: more than {limit} numbers")
+    found: list[Any] = parse_json(text, where)
+    return found
+
+
+def _places(text: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(text, str) or len(text) > _MAX_PLACES_TEXT:
+        raise InputError(f"{where}: expected a list as JSON text")
+    items = parse_json(text, where)
+    if not isinstance(items, list) or len(items) > MAX_PLACES:
+        raise InputError(f"{where}: expected a list of at most {MAX_PLACES} places")
+    return tuple(place_from_dict(item, f"{where}[{index}]") for index, item in enumerate(items))
+
+
+def _plain(value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"expected a number, found {show(value)}")
+    return float(value) + 0.0  # no negative zero, whose text differs from that of zero
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split()) if isinstance(text, str) else str(text)
+    return line.encode("utf-8", "replace").decode()[:MAX_REASON]

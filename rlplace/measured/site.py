@@ -1,0 +1,127 @@
+"""`Site`: the hardware and software that trials ran on, so that times of unlike clusters are never mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rlplace.errors import InputError, show
+from rlplace.files import canonical_json, check_header, check_keys, fingerprint, finite_number
+
+FORMAT = "rlplace.site"
+VERSION = 1
+MAX_FACTS = 256
+MAX_NAME = 200
+MAX_TEXT = 16_384
+MAX_RANKS = 4096
+
+Fact = str | float | int
+
+
+@dataclass(frozen=True)
+class Site:
+    """A cluster as trials see it.
+
+    Attributes:
+        name: For people; not part of the fingerprint.
+        facts: What step times depend on, by name: text, or finite numbers. Kept in alphabetical order, whole numbers as int.
+
+    Raises:
+        InputError: On construction, when a fact is not of that kind.
+    """
+
+    name: str
+    facts: Mapping[str, Fact]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or len(self.name) > MAX_NAME:
+            raise InputError(f"site: name {show(self.name)}: expected text of at most {MAX_NAME} characters")
+        if not isinstance(self.facts, Mapping) or not len(self.facts) <= MAX_FACTS:
+            raise InputError(f"site: facts: expected at most {MAX_FACTS} values by name")
+        for key in self.facts:
+            if not isinstance(key, str) or not 0 < len(key) <= MAX_NAME:
+                raise InputError(f"site: {show(key)} is not a name of a fact")
+        object.__setattr__(self, "facts", {key: _fact(self.facts[key], key) for key in sorted(self.facts)})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical JSON of the facts."""
+        return fingerprint({"facts": dict(self.facts)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {"format": FORMAT, "version": VERSION, "name": self.name, "facts": dict(self.facts)}
+
+    @staticmethod
+    def from_dict(data: Any) -> Site:
+        """Builds a site from parsed JSON.
+
+        Raises:
+            InputError: Another format, a newer version, or a wrong value.
+        """
+        data = check_header(data, FORMAT, VERSION, where="site")
+        check_keys(data, {"facts"}, {"name"}, "site")
+        return Site(data.get("name", ""), data["facts"])
+
+
+def site_of(
+    ranks_facts: Sequence[Mapping[str, Any]], *, name: str = "", label: str = "", details: Mapping[str, Fact] | None = None
+) -> Site:
+    """The site of a job, from what its processes say about themselves.
+
+    A fact that all processes agree on stands as it is; one that differs becomes the JSON text of ``[count, value]`` pairs in
+    the order of the ranks, because plans number devices by rank. The facts `host` only say which processes share a machine:
+    hosts get renamed.
+
+    Args:
+        ranks_facts: Per rank, such as `rlplace.runtime.site.local_facts` gives.
+        name: For people.
+        label: Tells clusters apart whose facts are the same, such as two of a kind of which one has a slow link.
+        details: More facts, of the job as a whole, such as its backend.
+    """
+    if not 1 <= len(ranks_facts) <= MAX_RANKS:
+        raise InputError(f"site: {len(ranks_facts)} processes; a job has 1 to {MAX_RANKS}")
+    for rank, facts in enumerate(ranks_facts):
+        if not isinstance(facts, Mapping):
+            raise InputError(f"site: rank {rank}: expected facts by name, found {type(facts).__name__}")
+    hosts = [str(facts.get("host", "")) for facts in ranks_facts]
+    number = {host: index for index, host in enumerate(dict.fromkeys(hosts))}
+    merged: dict[str, Fact] = {"processes": len(hosts), "hosts": len(number)}
+    if len(number) > 1:
+        merged["host_of_process"] = _runs([number[host] for host in hosts])
+    for key in dict.fromkeys(key for facts in ranks_facts for key in facts if key != "host"):
+        values = [None if key not in facts else _fact(facts[key], f"rank {r}: {key}") for r, facts in enumerate(ranks_facts)]
+        merged[key] = _runs(values) if len(set(values)) > 1 else values[0]  # type: ignore[assignment]
+    for more in (details or {}, {"label": label} if label else {}):
+        for key, value in more.items():
+            if key in merged:
+                raise InputError(f"site: fact {show(key)} is given twice")
+            merged[key] = value
+    return Site(name, merged)
+
+
+def _runs(values: Sequence[Fact | None]) -> str:
+    runs: list[list[Any]] = []
+    for value in values:
+        if runs and runs[-1][1] == value:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, value])
+    return canonical_json(runs)
+
+
+def _fact(value: Any, key: str) -> Fact:
+    if isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            raise InputError(f"site: {show(key)}: text of {len(value)} characters, the limit is {MAX_TEXT}")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"site: {show(key)}: {show(value)} cannot be written as UTF-8") from None
+        return value
+    number = finite_number(value, f"site: {show(key)}")
+    if abs(number) >= 1 << 53:
+        raise InputError(f"site: {show(key)}: {show(value)} is too large to be kept exactly")
+    return int(number) if number == int(number) else number

@@ -73,7 +73,7 @@ def read_environment(device: torch.device, device_kind: str) -> Environment:
             },
         )
     return Environment(
-        device=_processor_name(),
+        device=processor_name(),
         device_kind=device_kind,
         device_type=device.type,
         torch=torch.__version__,
@@ -141,7 +141,8 @@ def median_seconds(call: Callable[[], object], device: torch.device, repeats: in
     return statistics.median(samples)
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """The model of this machine's processor, as Linux names it."""
     names = [line.partition(":")[2].strip() for line in _processor_lines("model name")]
     return names[0] if names else "processor"
 

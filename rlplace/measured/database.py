@@ -34,6 +34,9 @@ SCHEMA = (
     "CREATE INDEX trials_by_run ON trials (run)",
 )
 
+_INTERNAL = ("sqlite_sequence", "sqlite_stat1", "sqlite_stat4")
+"""Tables that SQLite makes by itself: of AUTOINCREMENT and ANALYZE."""
+
 
 def open_database(path: str | Path | None, *, create: bool) -> sqlite3.Connection:
     """Opens a store's database and checks all of its structure.
@@ -98,7 +101,9 @@ def reported(where: str) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{where}: cannot be opened: {error.strerror or error}") from None
     except UnicodeError:
-        raise InputError(f"{where}: holds text that is not valid") from None
+        raise InputError(f"{where}: a text is not valid UTF-8") from None
+    except OverflowError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def _explained(error: sqlite3.Error) -> str:
@@ -160,14 +165,10 @@ def _check(connection: sqlite3.Connection, where: str) -> None:
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > VERSION:
         raise InputError(f"{where}: written as trials version {version}, this rlplace reads up to {VERSION}; upgrade rlplace")
-    # Other tables than these are refused: a view or a trigger of the same name would run code of whoever made the file.
-    found = {sql for name, sql in connection.execute("SELECT name, sql FROM sqlite_master") if not _internal(name)}
-    if version < 1 or found != set(SCHEMA):
+    # Anything beside these is refused: a view or a trigger would run statements of whoever made the file.
+    found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT IN (?, ?, ?)", _INTERNAL)
+    if version < 1 or sorted(str(sql) for (sql,) in found) != sorted(SCHEMA):
         raise InputError(f"{where}: its tables are not those of a store of trials")
     faults = connection.execute("PRAGMA quick_check(1)").fetchone()
     if faults is None or faults[0] != "ok":
         raise InputError(f"{where}: the database is damaged; restore a copy of it, or try `sqlite3 FILE .recover`")
-
-
-def _internal(name: object) -> bool:
-    return isinstance(name, str) and name.startswith("sqlite_")

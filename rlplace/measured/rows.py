@@ -34,8 +34,8 @@ _MAX_PLACES_TEXT = 1 << 22
 def trial_to_row(trial: Trial) -> tuple[tuple[Any, ...], Trial]:
     """The values of `COLUMNS` for a trial, and the trial as it will be read.
 
-    Numbers of numpy become plain ones. The reason is cut to `MAX_REASON` characters on one line: a measurement is not lost
-    for what its message looks like.
+    Numbers of numpy become plain ones. Engine and reason, which are for people, become one line of limited length: a
+    measurement is not lost for what its message looks like.
 
     Raises:
         InputError: A value is of a wrong type or out of range.
@@ -43,8 +43,8 @@ def trial_to_row(trial: Trial) -> tuple[tuple[Any, ...], Trial]:
     if not isinstance(trial, Trial):
         raise InputError(f"trial: expected a Trial, found {type(trial).__name__}")
     try:
-        places = [{key: value for key, value in asdict(place).items() if value is not None} for place in trial.places]
-        values = asdict_shallow(trial) | {
+        places = [{key: _item(value) for key, value in asdict(place).items() if value is not None} for place in trial.places]
+        values = {column: getattr(trial, column) for column in COLUMNS} | {
             "anchor": int(trial.anchor),
             "microbatches": operator.index(trial.microbatches),
             "began_at": _plain(trial.began_at),
@@ -54,9 +54,10 @@ def trial_to_row(trial: Trial) -> tuple[tuple[Any, ...], Trial]:
             "priority": None if trial.priority is None else canonical_json([_plain(p) for p in trial.priority]),
             "step_s": canonical_json([_plain(step) for step in trial.step_s]),
             "places": canonical_json(places),
-            "reason": _one_line(trial.reason),
+            "engine": _one_line(trial.engine, MAX_NAME),
+            "reason": _one_line(trial.reason, MAX_REASON),
         }
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(f"trial: a value is not of the right type: {show(str(error))}") from None
     row = tuple(values[column] for column in COLUMNS)
     return row, trial_from_row(row, "trial")
@@ -104,11 +105,6 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
 def plan_key(key: tuple[Any, ...]) -> str:
     """Digest of `Trial.key`, which an index can find."""
     return hashlib.sha256(canonical_json(key).encode()).hexdigest()
-
-
-def asdict_shallow(trial: Trial) -> dict[str, Any]:
-    """The fields of a trial by name."""
-    return {column: getattr(trial, column) for column in COLUMNS}
 
 
 def check_text(value: Any, where: str, limit: int = MAX_NAME) -> str:
@@ -181,6 +177,9 @@ def _plain(value: Any) -> float:
     return float(value) + 0.0  # no negative zero, whose text differs from that of zero
 
 
-def _one_line(text: str) -> str:
-    line = " ".join(text.split()) if isinstance(text, str) else str(text)
-    return line.encode("utf-8", "replace").decode()[:MAX_REASON]
+def _item(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def _one_line(text: str, limit: int) -> str:
+    return " ".join(text.split()).encode("utf-8", "replace").decode()[:limit]

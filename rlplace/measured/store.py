@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sqlite3
 import threading
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from rlplace.measured.rows import (
     plan_key,
     trial_from_row,
     trial_to_row,
+    whole,
 )
 from rlplace.measured.site import Site
 from rlplace.measured.trial import Trial
@@ -124,22 +126,18 @@ class TrialStore:
 
     def begin(self, trial: Trial) -> int:
         """Notes that a trial is about to run; returns the number to `finish` it with."""
-        if trial.status != "running":
-            raise InputError(f"begin: the trial is {show(trial.status)}; expected 'running'")
-        return self._add(trial)
+        return self._add(trial, running=True)
 
     def finish(self, number: int, trial: Trial) -> None:
         """Replaces a running trial by what came of it; the plan and its conditions must be the same."""
-        if trial.status == "running":
-            raise InputError("finish: the trial is still 'running'")
-        row, trial = trial_to_row(trial)
+        row, trial = _checked(trial, running=False)
         with self._writing() as database:
             found = database.execute("SELECT plan_key, status FROM trials WHERE id = ?", (number,)).fetchone()
             if found is None or found[1] != "running":
-                raise InputError(f"{self._where}: trial {show(number)} is {'not known' if found is None else found[1]}")
+                raise InputError(f"{self._where}: trial {show(number)} is {'not known' if found is None else show(found[1])}")
             if found[0] != plan_key(trial.key):
                 raise InputError(f"{self._where}: trial {number} began with another plan, or under other conditions")
-            database.execute(f"UPDATE trials SET {', '.join(f'{name} = ?' for name in COLUMNS)} WHERE id = ?", (*row, number))
+            _replace(database, number, row)
 
     def discard(self, number: int) -> None:
         """Forgets a trial that is still running, as if it had never begun."""
@@ -149,9 +147,7 @@ class TrialStore:
 
     def add(self, trial: Trial) -> int:
         """Stores a trial that has ended; returns its number."""
-        if trial.status == "running":
-            raise InputError("add: the trial is still 'running'; use begin")
-        return self._add(trial)
+        return self._add(trial, running=False)
 
     def trials(
         self,
@@ -168,9 +164,15 @@ class TrialStore:
             run: Only those of this run.
             include_running: Also those that have not ended.
         """
-        conditions = {"problem = ?": problem, "site = ?": site, "run = ?": run}
-        found = self._select({text: value for text, value in conditions.items() if value is not None}, include_running)
-        return [trial for _, _, trial in found]
+        given = {"problem": problem, "site": site, "run": run}
+        conditions = {f"{key} = ?": check_text(value, f"trials: {key}") for key, value in given.items() if value is not None}
+        where = " AND ".join(_conditions(conditions, include_running))
+        count = self._rows(f"SELECT count(*) FROM trials WHERE {where}", *conditions.values())[0][0]
+        if count > MAX_TRIALS:
+            raise InputError(
+                f"{self._where}: {count} trials, the limit is {MAX_TRIALS}; ask for those of one problem, cluster or run"
+            )
+        return [trial for _, _, trial in self._select(conditions, include_running)]
 
     def lookup(
         self,
@@ -204,7 +206,8 @@ class TrialStore:
 
     def interrupted(self, run: str) -> list[tuple[int, Trial]]:
         """Numbers and trials of a run that have begun and not ended."""
-        found = self._select({"run = ?": run, "status = ?": "running"}, include_running=True)
+        conditions = {"run = ?": check_text(run, "interrupted: run"), "status = ?": "running"}
+        found = self._select(conditions, include_running=True)
         return [(number, trial) for number, _, trial in found]
 
     def merge(self, other_path: str | Path) -> int:
@@ -223,33 +226,38 @@ class TrialStore:
         with TrialStore(other_path, create=False) as other:
             for _ in other._select({}):
                 pass
-            problems = [other.problem(fingerprint) for fingerprint in other.problems()]
+            for fingerprint in other.problems():
+                other.problem(fingerprint)
             for site in other.sites():
                 self.add_site(site)
-            for problem in problems:
-                self.add_problem(problem)
-            return sum(self._take(uid, trial) for _, uid, trial in other._select({}))
+            for fingerprint in other.problems():
+                self.add_problem(other.problem(fingerprint))
+            found, count = other._select({}), 0
+            while part := list(itertools.islice(found, _CHUNK)):
+                with self._writing() as database:
+                    count += sum(self._take(database, uid, trial) for _, uid, trial in part)
+            return count
 
     # Rows
 
-    def _add(self, trial: Trial) -> int:
-        row, trial = trial_to_row(trial)
+    def _add(self, trial: Trial, *, running: bool) -> int:
+        row, trial = _checked(trial, running=running)
         with self._writing() as database:
             return self._insert_trial(database, uuid.uuid4().bytes, row, trial)
 
-    def _take(self, uid: bytes, trial: Trial) -> int:
-        row, trial = trial_to_row(trial)
-        with self._writing() as database:
-            same = database.execute("SELECT id, status FROM trials WHERE uid = ?", (uid,)).fetchone()
-            if same is not None and same[1] != "running":
-                return 0
-            if same is not None:
-                database.execute("DELETE FROM trials WHERE id = ?", (same[0],))
+    def _take(self, database: sqlite3.Connection, uid: bytes, trial: Trial) -> bool:
+        row, trial = _checked(trial, running=False)
+        same = database.execute("SELECT id, status, plan_key FROM trials WHERE uid = ?", (uid,)).fetchone()
+        if same is None:
             self._insert_trial(database, uid, row, trial)
-            return 1
+        elif same[1:] == ("running", plan_key(trial.key)):
+            _replace(database, same[0], row)
+        else:
+            return False
+        return True
 
     def _insert_trial(self, database: sqlite3.Connection, uid: bytes, row: tuple[Any, ...], trial: Trial) -> int:
-        self._check_known(database, trial, self._where)
+        _check_sizes(trial, self._sizes(database, trial.problem, trial.site, self._where), self._where)
         columns = ("uid", "plan_key", *COLUMNS)
         done = database.execute(
             f"INSERT INTO trials ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
@@ -257,42 +265,37 @@ class TrialStore:
         )
         return int(done.lastrowid or 0)
 
-    def _check_known(self, database: sqlite3.Connection, trial: Trial, where: str) -> None:
-        sizes = database.execute(
-            "SELECT num_devices, num_groups, num_ops FROM problems WHERE fingerprint = ?", (trial.problem,)
-        ).fetchone()
+    def _sizes(self, database: sqlite3.Connection, problem: str, site: str, where: str) -> tuple[int, int, int]:
+        """Devices, groups and ops of a problem; refuses a problem or cluster that the store does not know."""
+        text = "SELECT num_devices, num_groups, num_ops FROM problems WHERE fingerprint = ?"
+        sizes = database.execute(text, (problem,)).fetchone()
         if sizes is None:
-            raise InputError(f"{where}: problem {show(trial.problem)} is not in the store; add it first")
-        known = trial.site == "" or database.execute("SELECT 1 FROM sites WHERE fingerprint = ?", (trial.site,)).fetchone()
-        if not known:
-            raise InputError(f"{where}: cluster {show(trial.site)} is not in the store; add it first")
-        num_devices, num_groups, num_ops = sizes
-        if len(trial.device_of_group) != num_groups or max(trial.device_of_group, default=-1) >= num_devices:
-            raise InputError(f"{where}: the plan is not for a problem of {num_groups} groups on {num_devices} devices")
-        if trial.priority is not None and len(trial.priority) != num_ops:
-            raise InputError(f"{where}: {len(trial.priority)} priorities, the problem has {num_ops} ops")
+            raise InputError(f"{where}: problem {show(problem)} is not in the store; add it first")
+        if site != "" and not database.execute("SELECT 1 FROM sites WHERE fingerprint = ?", (site,)).fetchone():
+            raise InputError(f"{where}: cluster {show(site)} is not in the store; add it first")
+        devices, groups, ops = (whole(size, 0, 1 << 31, f"{where}: problem {show(problem)}") for size in sizes)
+        return devices, groups, ops
 
     def _select(self, conditions: dict[str, Any], include_running: bool = False) -> Iterator[tuple[int, bytes, Trial]]:
-        """Checked trials in the order of adding; in parts, so that no writer waits for a long read."""
-        texts = [*conditions, *(() if include_running else ("status != 'running'",))]
-        last, read = 0, 0
-        while True:
-            where = " AND ".join((*texts, "id > ?"))
-            rows = self._rows(f"{_SELECT} WHERE {where} ORDER BY id LIMIT {_CHUNK}", *conditions.values(), last)
+        """Checked trials in the order of adding; read in parts, so that no writer waits for a long read."""
+        where = " AND ".join((*_conditions(conditions, include_running), "id > ?"))
+        known: dict[tuple[str, str], tuple[int, int, int]] = {}
+        last = -1 << 63
+        while rows := self._rows(f"{_SELECT} WHERE {where} ORDER BY id LIMIT {_CHUNK}", *conditions.values(), last):
             for number, uid, key, *row in rows:
                 at = f"{self._where}: trial {show(number)}"
                 trial = trial_from_row(row, at)
-                with self._reading() as database:
-                    self._check_known(database, trial, at)
+                place = trial.problem, trial.site
+                if place not in known:
+                    with self._reading() as database:
+                        known[place] = self._sizes(database, *place, at)
+                _check_sizes(trial, known[place], at)
                 if key != plan_key(trial.key) or not isinstance(uid, bytes) or len(uid) != 16:
                     raise InputError(f"{at}: its key does not fit its plan; the row was changed")
-                yield number, uid, trial
+                if number <= last:
+                    raise InputError(f"{at}: not in order; the database is damaged")
                 last = number
-            read += len(rows)
-            if len(rows) < _CHUNK:
-                return
-            if read >= MAX_TRIALS:
-                raise InputError(f"{self._where}: more than {MAX_TRIALS} trials; ask for those of one problem, cluster or run")
+                yield number, uid, trial
 
     def _site(self, row: Sequence[Any]) -> Site:
         fingerprint, name, facts = row
@@ -319,6 +322,30 @@ class TrialStore:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock, reported(self._where), writing(self._database):
             yield self._database
+
+
+def _checked(trial: Trial, *, running: bool) -> tuple[tuple[Any, ...], Trial]:
+    row, trial = trial_to_row(trial)
+    if (trial.status == "running") != running:
+        what = "expected 'running'; use `add` for one that has ended" if running else "it has not ended; use `begin`"
+        raise InputError(f"trial: its status is {trial.status!r}: {what}")
+    return row, trial
+
+
+def _check_sizes(trial: Trial, sizes: tuple[int, int, int], where: str) -> None:
+    num_devices, num_groups, num_ops = sizes
+    if len(trial.device_of_group) != num_groups or max(trial.device_of_group, default=-1) >= num_devices:
+        raise InputError(f"{where}: the plan is not for its problem, which has {num_groups} groups and {num_devices} devices")
+    if trial.priority is not None and len(trial.priority) != num_ops:
+        raise InputError(f"{where}: {len(trial.priority)} priorities, the problem has {num_ops} ops")
+
+
+def _conditions(conditions: Iterable[str], include_running: bool) -> tuple[str, ...]:
+    return (*conditions, "1" if include_running else "status != 'running'")
+
+
+def _replace(database: sqlite3.Connection, number: int, row: tuple[Any, ...]) -> None:
+    database.execute(f"UPDATE trials SET {', '.join(f'{name} = ?' for name in COLUMNS)} WHERE id = ?", (*row, number))
 
 
 def _inflate(blob: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from rlplace.cost.timings import MODES, place_from_dict
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import canonical_json, finite_number, parse_json
+from rlplace.measured.checks import MAX_NAME, check_fingerprint, check_text, whole
 from rlplace.measured.trial import STATUSES, Trial
 
 COLUMNS = (
@@ -25,7 +26,6 @@ MAX_STEPS = 1 << 20
 MAX_PLACES = 4096
 MAX_DEVICES = 4096
 MAX_MICROBATCHES = 1 << 31
-MAX_NAME = 1000
 MAX_REASON = 4000
 _MAX_SECONDS = 1e18
 _MAX_PLACES_TEXT = 1 << 22
@@ -105,33 +105,6 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
 def plan_key(key: tuple[Any, ...]) -> str:
     """Digest of `Trial.key`, which an index can find."""
     return hashlib.sha256(canonical_json(key).encode()).hexdigest()
-
-
-def check_text(value: Any, where: str, limit: int = MAX_NAME) -> str:
-    """Text of at most `limit` characters that UTF-8 can hold."""
-    if not isinstance(value, str):
-        raise InputError(f"{where}: expected text, found {show(value)}")
-    if len(value) > limit:
-        raise InputError(f"{where}: text of {len(value)} characters, the limit is {limit}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{where}: {show(value)} cannot be written as UTF-8") from None
-    return value
-
-
-def check_fingerprint(value: Any, where: str) -> str:
-    """A SHA-256 in lower-case hexadecimal digits."""
-    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-        raise InputError(f"{where}: {show(value)} is not a fingerprint")
-    return value
-
-
-def whole(value: Any, low: int, high: int, where: str) -> int:
-    """A whole number in low..high."""
-    if type(value) is not int or not low <= value <= high:
-        raise InputError(f"{where}: {show(value)} is not a whole number in {low}..{high}")
-    return value
 
 
 def _seconds(value: Any, where: str) -> float:

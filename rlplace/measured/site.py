@@ -9,11 +9,11 @@ from typing import Any
 
 from rlplace.errors import InputError, show
 from rlplace.files import canonical_json, check_header, check_keys, fingerprint, finite_number
+from rlplace.measured.checks import check_text
 
 FORMAT = "rlplace.site"
 VERSION = 1
 MAX_FACTS = 256
-MAX_NAME = 200
 MAX_TEXT = 16_384
 MAX_RANKS = 4096
 
@@ -36,13 +36,12 @@ class Site:
     facts: Mapping[str, Fact]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or len(self.name) > MAX_NAME:
-            raise InputError(f"site: name {show(self.name)}: expected text of at most {MAX_NAME} characters")
+        check_text(self.name, "site: name")
         if not isinstance(self.facts, Mapping) or not len(self.facts) <= MAX_FACTS:
             raise InputError(f"site: facts: expected at most {MAX_FACTS} values by name")
         for key in self.facts:
-            if not isinstance(key, str) or not 0 < len(key) <= MAX_NAME:
-                raise InputError(f"site: {show(key)} is not a name of a fact")
+            if not check_text(key, "site: name of a fact"):
+                raise InputError("site: a fact needs a name")
         object.__setattr__(self, "facts", {key: _fact(self.facts[key], key) for key in sorted(self.facts)})
 
     @cached_property
@@ -114,13 +113,7 @@ def _runs(values: Sequence[Fact | None]) -> str:
 
 def _fact(value: Any, key: str) -> Fact:
     if isinstance(value, str):
-        if len(value) > MAX_TEXT:
-            raise InputError(f"site: {show(key)}: text of {len(value)} characters, the limit is {MAX_TEXT}")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"site: {show(key)}: {show(value)} cannot be written as UTF-8") from None
-        return value
+        return check_text(value, f"site: {show(key)}", MAX_TEXT)
     number = finite_number(value, f"site: {show(key)}")
     if abs(number) >= 1 << 53:
         raise InputError(f"site: {show(key)}: {show(value)} is too large to be kept exactly")

@@ -16,16 +16,14 @@ from typing import Any
 
 from rlplace.errors import InputError, show
 from rlplace.files import canonical_json, parse_json
+from rlplace.measured.checks import check_fingerprint, check_text, whole
 from rlplace.measured.database import open_database, reported, writing
 from rlplace.measured.rows import (
     COLUMNS,
     MAX_GROUPS,
-    check_fingerprint,
-    check_text,
     plan_key,
     trial_from_row,
     trial_to_row,
-    whole,
 )
 from rlplace.measured.site import Site
 from rlplace.measured.trial import Trial

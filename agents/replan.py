@@ -2,7 +2,8 @@
 
 Where the time went is either measured, as the busy seconds of every device, or it is not known: then every explanation by a
 single cause is tried in turn (one device, one link, everything), each with the factor that makes the simulated step as long as
-the measured one. The agent plans for each; what is proposed is the plan with the largest mean gain over the explanations, each with the weight of `weights_of`.
+the measured one. The agent plans for each. Proposed is the plan with the largest gain in the mean over the explanations, by
+their weights.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rlplace.runtime.distributed.checkpoint import load_checkpoint, save_checkpoint
     from rlplace.runtime.distributed.distribute import distribute
     from rlplace.runtime.distributed.trainer import distribute_trainer
+    from rlplace.runtime.step_watch import StepWatch
     from rlplace.simulator import expand, simulate, simulate_many
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ _PUBLIC = {
     "PlacementPlan": "rlplace.plan.plan",
     "Problem": "rlplace.problem",
     "RlplaceError": "rlplace.errors",
+    "StepWatch": "rlplace.runtime.step_watch",
     "apply": "rlplace.runtime.apply",
     "capture": "rlplace.graph.capture",
     "distribute": "rlplace.runtime.distributed.distribute",
@@ -73,6 +75,7 @@ __all__ = [
     "PlacementPlan",
     "Problem",
     "RlplaceError",
+    "StepWatch",
     "__version__",
     "apply",
     "capture",

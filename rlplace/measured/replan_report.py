@@ -111,6 +111,9 @@ class ReplanReport:
             f"moving: {self.moved_groups} groups, {self.migration_bytes / 1e9:.3g} GB, {sending}, and {self.restart_s:.3g} s "
             f"assumed for the restart; {even}"
         )
+        if self.worst_gain < 0:
+            worst = min(self.hypotheses, key=lambda h: h.gain)
+            lines.append(f"measure before you move: it would be {_gain(worst.gain)} if it is {worst.name}")
         if self.note:
             lines.append(self.note)
         lines.append("the running job is left as it is")

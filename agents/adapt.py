@@ -11,14 +11,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rlplace.agents.arguments import check_counts, check_limit
 from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import floor_of
 from rlplace.agents.search import Search, warm_up
+from rlplace.agents.tuning.learn import fit_moves, price_moves
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError
@@ -32,9 +31,6 @@ from rlplace.simulator import simulate
 _ROUNDS = 6  # of learning
 _LEARN = 0.15  # share of the time that goes to pricing and fitting
 _STEPS = 60  # of Adam in a round
-_BATCH = 16
-_MOVES = 96  # priced from each plan
-_RATE = 3e-4
 
 
 def adapt(
@@ -112,38 +108,7 @@ def _warm_up() -> None:
 
 def _learn(network: PlacerNetwork, instance: Instance, plan: np.ndarray, deadline_s: float, seed: int) -> int:
     """Prices moves around a plan for half of the time and fits the network to them for the other half; returns the calls."""
-    from rlplace.agents.labels import walk
-    from rlplace.agents.pretrain import ranking_loss
-    from rlplace.envs.guide.guide import Guide
-
     half_s = (time.monotonic() + deadline_s) / 2.0
-    guide, rng = Guide(instance, _MOVES, seed), np.random.default_rng(seed)
-    rows: list[tuple[np.ndarray, ...]] = []
-    while time.monotonic() < half_s:
-        rows += walk(guide, plan, 6, rng)
-    if len(rows) < 2:
-        return guide.simulator.calls
-    features, change, group = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
-    embed = _embedding(network, instance)
-    optimizer = torch.optim.Adam(network.parameters(), lr=_RATE)
-    for _ in range(_STEPS):
-        if time.monotonic() > deadline_s:
-            break
-        chosen = torch.from_numpy(rng.choice(len(rows), min(_BATCH, len(rows)), replace=False))
-        of_group = None if embed is None else embed[group[chosen].long().clamp(min=0)]
-        loss = ranking_loss(network.scores(features[chosen].float(), of_group)[0], change[chosen])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-    return guide.simulator.calls
-
-
-def _embedding(network: PlacerNetwork, instance: Instance) -> Tensor | None:
-    """What the graph adds; it is not fine-tuned."""
-    from rlplace.agents.bank import graph_tensors
-
-    if not network.config.layers:
-        return None
-    with torch.no_grad():
-        return network.encode(graph_tensors(instance))
+    lesson = price_moves(network, instance, [plan], deadline_s=half_s, seed=seed)
+    fit_moves(network, [lesson], steps=_STEPS, deadline_s=deadline_s, seed=seed)
+    return lesson.calls

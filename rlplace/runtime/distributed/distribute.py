@@ -39,6 +39,7 @@ def distribute(
     seed: int = 0,
     problem: Problem | None = None,
     engine: str | None = None,
+    replayed: Problem | None = None,
     graphs: Graphs | None = None,
 ) -> DistributedModel:
     """Returns this process's part of a distributed model; every process of the job calls it with the same arguments.
@@ -59,6 +60,7 @@ def distribute(
         problem: What the plan was made for; its times then decide the order in which a device runs what is ready, as the
             simulator does. Without it the order is decided by the sizes of values.
         engine: Name of an engine (`rlplace.runtime.distributed.engines.ENGINES`); None takes the one that fits the plan best.
+        replayed: For the engine ``"replay"``: the problem whose times are slept, default `problem`.
         graphs: Keeps what was traced, for callers that distribute one model by many plans.
 
     Raises:
@@ -77,7 +79,7 @@ def distribute(
     trace = graphs or Graphs()
     first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
     check_same_ops(first, planned_spots(plan))
-    made = choose_engine(Setup(model, plan, first, ranks, problem), engine)
+    made = choose_engine(Setup(model, plan, first, ranks, problem, replayed), engine)
 
     def engine_for(
         shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -32,6 +33,7 @@ class Setup:
         graph: Its forward graph for the example inputs.
         ranks: The processes.
         problem: What the plan was made for, where the caller has it.
+        replayed: The problem whose times a replay sleeps; None: `problem`.
     """
 
     model: nn.Module
@@ -39,6 +41,7 @@ class Setup:
     graph: ForwardGraph
     ranks: Ranks
     problem: Problem | None
+    replayed: Problem | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,8 @@ def make_stage_graph(setup: Setup, *, replay: bool = False) -> Made:
     own = own_tensors(setup.model, first.owners, source.constants, ranks.place, ranks.device)
     places = {name: who[0] for name, who in own.owners.items()}
     expected = None if setup.problem is None else expected_of(setup.problem)
-    kind = ReplayEngine if replay else StageGraphEngine
+    slept = expected if setup.replayed is None else expected_of(setup.replayed)
+    kind = partial(ReplayEngine, slept) if replay else StageGraphEngine
 
     def engine_for(graph: ForwardGraph) -> Engine:
         assignment = assigned if graph is source else assign(graph, planned, places, groups)

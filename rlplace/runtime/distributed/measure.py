@@ -50,6 +50,7 @@ class PlanTimer:
         device: Where this process computes.
         optimizer: Called with the parameters of this process.
         replay: Sleep as long as predicted instead of computing.
+        replayed: The problem whose times are slept, where it is not the plan's own: a cluster that differs from what is known.
         warmup: Steps before timing.
         repeats: Timed steps.
     """
@@ -60,6 +61,7 @@ class PlanTimer:
     device: torch.device
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.Adam
     replay: bool = False
+    replayed: Problem | None = None
     warmup: int = 2
     repeats: int = 5
 
@@ -67,8 +69,17 @@ class PlanTimer:
         if self.warmup < 1 or self.repeats < 1:
             raise InputError("measure: it needs at least one warm-up step and one repeat")
         self._graphs = Graphs()
+        self._settled = False
 
-    def __call__(self, plan: PlacementPlan, problem: Problem | None, name: str = "", engine: str | None = None) -> Timed:
+    def __call__(
+        self,
+        plan: PlacementPlan,
+        problem: Problem | None,
+        name: str = "",
+        engine: str | None = None,
+        *,
+        over: Callable[[Sequence[float]], bool] | None = None,
+    ) -> Timed:
         """Runs a plan's steps and times them.
 
         Args:
@@ -76,6 +87,8 @@ class PlanTimer:
             problem: What it was made for; needed for predictions and for replay.
             name: For people.
             engine: As in `rlplace.distribute`.
+            over: Called after every timed step with the seconds so far, which are the same on every process; no further step
+                is made once it says True. Default: after `repeats` steps.
 
         Returns:
             The same on every process.
@@ -85,7 +98,8 @@ class PlanTimer:
         """
         begin = time.perf_counter()
         samples = 1 if problem is None else problem.samples_per_microbatch
-        values = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        # Replay changes no value, and copying all of them would take longer than its steps.
+        values = {} if self.replay else {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         placed = distribute(
             self.model,
             plan,
@@ -94,6 +108,7 @@ class PlanTimer:
             device=self.device,
             problem=problem,
             engine="replay" if self.replay else engine,
+            replayed=self.replayed,
             graphs=self._graphs,
         )
         batch = self.inputs(samples * plan.microbatches * len(plan.replicas or [0]))
@@ -104,18 +119,27 @@ class PlanTimer:
         events: list[list[Event]] = []
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        for step in range(self.warmup + self.repeats):
-            if step == 1:
+        for step in range(self.warmup):
+            self._step(placed, batch, optimizer, recorder)
+            if step == 0:
                 setup = time.perf_counter() - begin
+        while not (over(seconds) if over is not None and seconds else len(seconds) >= self.repeats):
             took, what = self._step(placed, batch, optimizer, recorder)
-            if step >= self.warmup:
-                seconds.append(took)
-                events.append(what)
-        self.model.load_state_dict(values)
+            seconds.append(took)
+            events.append(what)
+        if values:
+            self.model.load_state_dict(values)
         timing = self._collect(plan, problem, name, placed, seconds, events, setup)
         del placed, optimizer
-        gc.collect()
+        self._collect_garbage()
         return timing
+
+    def _collect_garbage(self) -> None:
+        """Frees what a plan has left in cycles. What stays for good is not looked at again: that took longer than a plan."""
+        gc.collect()
+        if not self._settled:
+            gc.freeze()
+            self._settled = True
 
     def _step(
         self, placed: DistributedModel, batch: Any, optimizer: torch.optim.Optimizer | None, recorder: Recorder

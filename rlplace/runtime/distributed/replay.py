@@ -12,20 +12,24 @@ import torch
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.cut import Segment
-from rlplace.runtime.distributed.order import segment_seconds
+from rlplace.runtime.distributed.order import Expected, segment_seconds
 from rlplace.runtime.distributed.stage_graph import StageGraphEngine
 
 _WAKE_S = 1e-4  # a sleeping process wakes up about so late
 
 
 class ReplayEngine(StageGraphEngine):
-    """The stage-graph engine without arithmetic: values and gradients are of the right size and hold nothing."""
+    """The stage-graph engine without arithmetic: values and gradients are of the right size and hold nothing.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    The order of segments follows the times of the plan's problem, as in any engine; how long they sleep follows `slept`.
+    """
+
+    def __init__(self, slept: Expected | None, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.expected is None:
+        if slept is None:
             raise InputError("replay: there are no times to replay; give the problem that the plan was made for")
-        self._seconds = segment_seconds(self.cut, self.expected)
+        self._slept = slept
+        self._seconds = segment_seconds(self.cut, slept)
 
     def _forward(self, state: Any, segment: Segment, number: int, training: bool) -> None:
         end = time.perf_counter() + self._seconds[segment.index][0]
@@ -50,11 +54,11 @@ class ReplayEngine(StageGraphEngine):
 
     def update_seconds(self) -> float:
         """What the optimizer takes on this rank."""
-        place, expected = self.ranks.place, self.expected
-        if place is None or expected is None:
+        place = self.ranks.place
+        if place is None:
             return 0.0
         shares = [share for segment in self._mine.values() for share in segment.groups.items() if share[0] >= 0]
-        return float(sum(expected.update_s[group, place] * share for group, share in shares))
+        return float(sum(self._slept.update_s[group, place] * share for group, share in shares))
 
 
 def sleep_until(end_s: float) -> None:

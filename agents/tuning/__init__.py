@@ -1,0 +1,1 @@
+"""Fine-tuning on measured timings; docs/finetune.md."""

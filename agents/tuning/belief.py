@@ -1,0 +1,89 @@
+"""What is believed about a cluster after some measurements, and how a next plan is proposed from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.measured.calibrate import Fit, fit_correction
+from rlplace.measured.campaign import Campaign
+from rlplace.measured.correction import corrected
+from rlplace.measured.trial import Trial
+from rlplace.planners.common.evaluate import Execution
+from rlplace.problem import Problem
+from rlplace.simulator import Simulator
+
+
+@dataclass(frozen=True, eq=False)
+class Belief:
+    """The corrected problem and the plans that were measured.
+
+    Axes: P plans, G groups.
+
+    Attributes:
+        problem: Corrected.
+        execution: Micro-batches and schedule.
+        fit: How it was corrected.
+        plans: int32 [P, G], distinct plans with times.
+        seconds: float64 [P], their measured step times, freed of drift.
+        noise: float64 [P], relative standard deviation of each.
+        best: Number of the fastest plan that stayed in its race.
+        known: All plans that were tried, failures included.
+    """
+
+    problem: Problem
+    execution: Execution
+    fit: Fit
+    plans: NDArray[np.int32]
+    seconds: NDArray[np.float64]
+    noise: NDArray[np.float64]
+    best: int
+    known: frozenset[tuple[int, ...]]
+
+    @property
+    def incumbent(self) -> NDArray[np.int32]:
+        """int32 [G], the fastest plan."""
+        return self.plans[self.best]
+
+    def simulator(self) -> Simulator:
+        """Of the corrected problem."""
+        return Simulator(self.problem, **self.execution.arguments)
+
+
+class Proposer(Protocol):
+    """Says which plan to measure next."""
+
+    def propose(self, belief: Belief, *, calls: int, number: int) -> NDArray[np.int32] | None:
+        """A plan int32 [G] that is not known yet and fits the memory; None when none is left.
+
+        Args:
+            belief: What is known.
+            calls: Simulations that it may cost.
+            number: Of the proposal, from 0, for seeds.
+        """
+        ...
+
+
+def believe(campaign: Campaign, before: Belief | None = None) -> Belief | None:
+    """Calibrates to all trials of a campaign; None while no plan has worked."""
+    best = campaign.best()
+    if best is None:
+        return None
+    trials: list[Trial] = [trial for trial in campaign.trials if trial.timed and not trial.anchor]
+    seconds = [campaign.seconds(trial) for trial in trials]
+    start = None if before is None else before.fit.correction
+    fit = fit_correction(campaign.problem, trials, execution=campaign.execution, seconds=seconds, start=start)
+    noise = campaign.noise / np.sqrt([len(trial.step_s) for trial in trials])
+    return Belief(
+        problem=corrected(campaign.problem, fit.correction),
+        execution=campaign.execution,
+        fit=fit,
+        plans=np.array([trial.device_of_group for trial in trials], dtype=np.int32),
+        seconds=np.array(seconds),
+        noise=noise,
+        best=next(n for n, trial in enumerate(trials) if trial.device_of_group == best.device_of_group),
+        known=frozenset(trial.device_of_group for trial in campaign.trials),
+    )

@@ -1,0 +1,66 @@
+"""The first plans that are measured: good ones by what is known, that between them use every device and link."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.planners.best import floor_answers
+from rlplace.planners.common.evaluate import Deadline, Evaluator, Execution
+from rlplace.planners.random_plans import candidates
+from rlplace.problem import Problem
+from rlplace.simulator import Simulator
+
+_RANDOM = 48
+_SLOWEST = 4.0  # plans that are predicted to take longer than so many times the best are not worth their time
+
+
+def first_plans(
+    problem: Problem, count: int, *, execution: Execution, first: NDArray[np.int32] | None = None, seed: int = 0
+) -> list[NDArray[np.int32]]:
+    """Distinct plans that fit, as many as there are up to `count`.
+
+    Args:
+        problem: As it was priced.
+        count: How many.
+        execution: Micro-batches and schedule of the step.
+        first: int32 [G], a plan to begin with, such as the agent's.
+        seed: Of the random ones among the candidates.
+    """
+    answers = [a.devices for _, a in floor_answers(problem, Evaluator(problem, execution), Deadline(None)) if a.score.feasible]
+    options = np.array([*answers, *candidates(problem, seed, samples=_RANDOM)], dtype=np.int32)
+    step, overflow = Simulator(problem, **execution.arguments).evaluate_many(options)
+    fits = np.isfinite(step) & (overflow == 0.0)
+    options, step = options[fits], step[fits]
+    chosen = [] if first is None else [np.asarray(first, dtype=np.int32)]
+    covered: set[tuple[int, int]] = set()
+    for plan in chosen:
+        covered |= _used(problem, plan)
+    if len(step) and not chosen:
+        chosen.append(options[int(step.argmin())])
+        covered |= _used(problem, chosen[0])
+    options, step = options[step <= _SLOWEST * step.min(initial=np.inf)], step[step <= _SLOWEST * step.min(initial=np.inf)]
+    links = [_used(problem, plan) for plan in options]
+    while len(chosen) < count:
+        best = None
+        for number, plan in enumerate(options):
+            apart = min(float((plan != other).mean()) for other in chosen)
+            if apart == 0.0:
+                continue
+            news = len(links[number] - covered) + 2.0 * apart
+            value = (1.0 + news) / (step[number] / step.min())
+            if best is None or value > best[0]:
+                best = (value, number)
+        if best is None:
+            break
+        chosen.append(options[best[1]])
+        covered |= links[best[1]]
+    return chosen[:count]
+
+
+def _used(problem: Problem, plan: NDArray[np.int32]) -> set[tuple[int, int]]:
+    """Ordered pairs of devices that a plan sends between, and (d, d) for devices that it computes on."""
+    producer = problem.tensor_producer[problem.edge_tensor]
+    source = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], problem.tensor_owner[problem.edge_tensor])
+    pairs = np.stack([plan[source], plan[problem.op_group[problem.consumers]]], axis=1)
+    return {(int(i), int(j)) for i, j in np.unique(pairs, axis=0)} | {(int(d), int(d)) for d in np.unique(plan)}

@@ -1,0 +1,136 @@
+"""A network learns from moves that are priced around given plans: the step that all fine-tuning shares."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlplace.agents.network import PlacerNetwork
+from rlplace.envs.instance import Instance
+
+BATCH = 16
+MOVES = 96
+"""Moves that are priced from each plan."""
+RATE = 3e-4
+
+Rows = list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int32]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """Priced moves of one instance.
+
+    Attributes:
+        rows: (features, change, group) of each state, see `rlplace.agents.labels.walk`.
+        embed: float32 [G, H], what the graph adds to the network; None without message passing. It is not fine-tuned.
+        calls: Simulations that it took.
+    """
+
+    rows: Rows
+    embed: Tensor | None
+    calls: int
+
+
+def price_moves(
+    network: PlacerNetwork,
+    instance: Instance,
+    plans: Sequence[NDArray[np.int32]],
+    *,
+    states: int | None = None,
+    deadline_s: float = float("inf"),
+    seed: int = 0,
+    rng: Generator | None = None,
+) -> Lesson:
+    """Prices moves along descents from some plans.
+
+    Args:
+        network: Whose graph part describes the groups.
+        instance: The problem.
+        plans: Where descents begin, in turn.
+        states: States in all; None: until the deadline.
+        deadline_s: On the monotonic clock.
+        seed: Of the moves.
+        rng: Of the descents; default one of `seed`.
+    """
+    from rlplace.agents.labels import walk
+    from rlplace.envs.guide.guide import Guide
+
+    guide, draw = Guide(instance, MOVES, seed), rng or np.random.default_rng(seed)
+    rows: Rows = []
+    turn = 0
+    while time.monotonic() < deadline_s and (states is None or len(rows) < states) and turn < 10_000:
+        found = walk(guide, plans[turn % len(plans)], 6 if states is None else min(6, states - len(rows)), draw)
+        turn += 1
+        if not found and turn >= len(plans) and not rows:
+            break
+        rows += found
+    return Lesson(rows, _embedding(network, instance), guide.simulator.calls)
+
+
+def fit_moves(
+    network: PlacerNetwork,
+    lessons: Sequence[Lesson],
+    *,
+    steps: int,
+    deadline_s: float = float("inf"),
+    seed: int = 0,
+    rate: float = RATE,
+    keep: float = 0.0,
+) -> float:
+    """Fits the network to priced moves; returns the mean loss of the last quarter of the steps.
+
+    Args:
+        network: Changed.
+        lessons: Each batch is drawn from one of them.
+        steps: Of Adam.
+        deadline_s: On the monotonic clock.
+        seed: Of the batches.
+        rate: Learning rate.
+        keep: Weight of the squared distance to the weights at the start, which keeps old skills (L2-SP; Li et al. 2018).
+    """
+    from rlplace.agents.pretrain import ranking_loss
+
+    useful = [lesson for lesson in lessons if len(lesson.rows) >= 2]
+    if not useful:
+        return float("nan")
+    rng = np.random.default_rng([seed, 7])
+    tables = [[torch.from_numpy(np.stack(column)) for column in zip(*lesson.rows, strict=True)] for lesson in useful]
+    start = [parameter.detach().clone() for parameter in network.parameters()]
+    optimizer = torch.optim.Adam(network.parameters(), lr=rate)
+    losses = []
+    network.train()
+    for _ in range(steps):
+        if time.monotonic() > deadline_s:
+            break
+        which = int(rng.integers(len(useful)))
+        features, change, group = tables[which]
+        embed = useful[which].embed
+        chosen = torch.from_numpy(rng.choice(len(features), min(BATCH, len(features)), replace=False))
+        of_group = None if embed is None else embed[group[chosen].long().clamp(min=0)]
+        loss = ranking_loss(network.scores(features[chosen].float(), of_group)[0], change[chosen])
+        losses.append(loss.item())
+        if keep:
+            moved = sum(((now - then) ** 2).sum() for now, then in zip(network.parameters(), start, strict=True))
+            loss = loss + keep * moved
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+    network.eval()
+    return float(np.mean(losses[-max(1, len(losses) // 4) :])) if losses else float("nan")
+
+
+def _embedding(network: PlacerNetwork, instance: Instance) -> Tensor | None:
+    from rlplace.agents.bank import graph_tensors
+
+    if not network.config.layers:
+        return None
+    with torch.no_grad():
+        return network.encode(graph_tensors(instance))

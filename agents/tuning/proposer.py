@@ -1,0 +1,101 @@
+"""The agent proposes what to measure: its search in the corrected simulator, by a network that learns there meanwhile."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.agents.checkpoint import Checkpoint
+from rlplace.agents.search import Search, warm_up
+from rlplace.agents.tuning.belief import Belief
+from rlplace.agents.tuning.learn import MOVES, fit_moves, price_moves
+from rlplace.agents.tuning.pool import Pool
+from rlplace.agents.tuning.residual import Residual
+from rlplace.envs.guide.guide import Guide
+from rlplace.envs.instance import Instance, make_instance
+
+_LEARN_EVERY = 6  # proposals
+_LEARN_SHARE = 0.25  # of the calls of a proposal, saved up from one learning to the next
+_LOOK_SHARE = 0.2  # of the calls: neighbours of the plans that were found
+_STEPS = 120
+_CURIOSITY = 0.5
+"""How many standard deviations of the residual a plan is forgiven: unlike plans are measured a little more readily."""
+
+
+class AgentProposer:
+    """See the module.
+
+    Attributes:
+        network: As it is by now; a copy of the checkpoint's.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, learn: bool = True, residual: bool = True, seed: int = 0) -> None:
+        """Prepares.
+
+        Args:
+            checkpoint: Of Refinement-v0.
+            learn: Whether the network is fine-tuned in the corrected simulator.
+            residual: Whether to learn what the corrected simulator gets wrong.
+            seed: Of everything random.
+        """
+        warm_up()
+        self.network = copy.deepcopy(checkpoint.network)
+        self._learns, self._corrects, self._seed = learn, residual, seed
+        self._saved = 0
+
+    def propose(self, belief: Belief, *, calls: int, number: int) -> NDArray[np.int32] | None:
+        """See `rlplace.agents.tuning.belief.Proposer`."""
+        instance = make_instance(belief.problem, floor=belief.incumbent, compute_floor=False, execution=belief.execution)
+        calls -= self._learn(instance, belief, calls, number) if self._learns else 0
+        pool = Pool(belief)
+        look = int(_LOOK_SHARE * calls)
+        search = Search(instance, self.network, self._start(belief, number), seed=self._seed + 1000 * number)
+        search.run(calls=max(1, calls - look))
+        found = search.best_plan
+        if search.best.feasible:
+            pool.add(found[None])
+            _add_neighbours(pool, instance, found, look, self._seed + number)
+        pool.fill(np.random.default_rng([self._seed, number]), 0)
+        return self._choose(pool, belief)
+
+    def _start(self, belief: Belief, number: int) -> NDArray[np.int32]:
+        """The fastest plan, and in turn others of the fastest ones."""
+        order = np.argsort(belief.seconds)
+        return belief.plans[order[min(number % 3, len(order) - 1)]] if number % 2 else belief.incumbent
+
+    def _learn(self, instance: Instance, belief: Belief, calls: int, number: int) -> int:
+        """Fine-tunes now and then; returns what this proposal pays for it in calls."""
+        share = int(_LEARN_SHARE * calls)
+        self._saved += share
+        if number % _LEARN_EVERY == 0 and self._saved >= MOVES:
+            plans = [belief.plans[n] for n in np.argsort(belief.seconds)[:4]]
+            states = max(2, self._saved // MOVES)
+            lesson = price_moves(self.network, instance, plans, states=states, seed=self._seed + number)
+            fit_moves(self.network, [lesson], steps=_STEPS, seed=self._seed + number)
+            self._saved -= lesson.calls
+        return share
+
+    def _choose(self, pool: Pool, belief: Belief) -> NDArray[np.int32] | None:
+        if not len(pool) or not self._corrects:
+            return pool.fastest()
+        plans, step_s = pool.table()
+        residual = Residual(belief.plans, np.log(belief.seconds / belief.fit.predicted_s), belief.noise)
+        mean, spread = residual.at(plans)
+        return plans[int(np.argmin(np.log(step_s) + mean - _CURIOSITY * spread))]
+
+
+def _add_neighbours(pool: Pool, instance: Instance, plan: NDArray[np.int32], count: int, seed: int) -> None:
+    """Plans that are one move away."""
+    if count < 1:
+        return
+    guide = Guide(instance, count, seed)
+    guide.look(plan)
+    found = []
+    for k in range(guide.draw(plan)):
+        moved, part = plan.copy(), slice(guide.ptr[k], guide.ptr[k + 1])
+        moved[guide.groups[part]] = guide.targets[part]
+        found.append(moved)
+    if found:
+        pool.add(np.array(found, dtype=np.int32))

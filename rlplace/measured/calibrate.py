@@ -1,0 +1,278 @@
+"""From trials to a `Correction`: where the cost model is wrong on this cluster, by all that was measured.
+
+Two steps, both maximum a posteriori estimates with independent normal priors around "the cost model is right":
+
+* Ops, from how long each device was busy: a device's seconds are the sum of its groups' predicted seconds times
+  (device factor + group's own deviation + deviation of this group on this device). That is linear, so it is solved in closed
+  form (Gaussian process regression with a linear kernel; Rasmussen and Williams 2006, section 2.1).
+* Links, latency and what is left over, from whole steps: the simulator runs every plan with the corrected op times, and the
+  factors of channels and pairs are those that bring its step times nearest to the measured ones (least squares on logs with a
+  soft loss, by finite differences).
+
+What no plan has used stays as it was. The spreads of the priors are stated below; they were chosen on clusters and models that
+are not in the published comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.measured.correction import Correction, corrected, no_correction
+from rlplace.measured.trial import Trial
+from rlplace.planners.common.evaluate import PLAIN, Execution
+from rlplace.problem import Problem
+from rlplace.problem.problem import UPDATE
+from rlplace.simulator import Simulator
+
+_DEVICE_SPREAD, _GROUP_SPREAD, _LOCAL_SPREAD = 0.5, 0.1, 0.1
+"""Prior standard deviations: of a device's factor, of a group's on all devices, of a group's on one device."""
+
+_BUSY_NOISE, _STEP_NOISE = 0.03, 0.03
+"""Relative errors that are expected of a device's busy seconds and of a step time."""
+
+_CHANNEL_SPREAD, _PAIR_SPREAD, _STEP_SPREAD = 0.15, 0.1, 0.02
+"""Prior standard deviations of the logs of slowdowns and of the step factor."""
+
+_LATENCY_SPREAD_S = 5e-4
+_SLOPE_STEP = 0.05
+_ROUNDS = 15
+_SCANS = 4
+_CHANGES = (-0.4, 0.4, 1.0)
+_MOST = 4.0  # log of the largest slowdown that is believed
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A correction and how well it explains the trials.
+
+    Attributes:
+        correction: For the problem.
+        predicted_s: float64 [P], corrected step times of the trials that have times, in their order.
+        measured_s: float64 [P].
+        priced_s: float64 [P], step times of the problem as it was priced.
+    """
+
+    correction: Correction
+    predicted_s: NDArray[np.float64]
+    measured_s: NDArray[np.float64]
+    priced_s: NDArray[np.float64]
+
+    @property
+    def error_before(self) -> float:
+        """Mean of |priced / measured - 1|."""
+        return float(np.abs(self.priced_s / self.measured_s - 1.0).mean())
+
+    @property
+    def error_after(self) -> float:
+        """Mean of |corrected / measured - 1|."""
+        return float(np.abs(self.predicted_s / self.measured_s - 1.0).mean())
+
+
+def fit_correction(
+    problem: Problem,
+    trials: Sequence[Trial],
+    *,
+    execution: Execution = PLAIN,
+    seconds: Sequence[float] | None = None,
+    start: Correction | None = None,
+) -> Fit:
+    """Fits a correction.
+
+    Args:
+        problem: As it was priced.
+        trials: Of this problem on one cluster; those without times are left out.
+        execution: Micro-batches and schedule of the step.
+        seconds: Step time of every trial, where it is known better than by the trial's own median.
+        start: Slowdowns to begin the search at, such as the last fit's.
+
+    Raises:
+        InputError: No trial has times, or one is of another problem.
+    """
+    given = [t.median_s for t in trials] if seconds is None else list(seconds)
+    used = [(trial, value) for trial, value in zip(trials, given, strict=True) if trial.timed]
+    if not used:
+        raise InputError("calibrate: no trial has step times; measure plans first")
+    for trial, _ in used:
+        if trial.problem != problem.fingerprint:
+            raise InputError("calibrate: a trial is of another problem")
+    plans = np.array([trial.device_of_group for trial, _ in used], dtype=np.int32)
+    measured = np.array([value for _, value in used])
+    weight = np.sqrt(np.array([min(len(trial.step_s), 5) / 5.0 for trial, _ in used]))
+    base = _fit_ops(problem, [trial for trial, _ in used], plans, execution)
+    correction = _fit_links(problem, base, plans, measured, weight, execution, start)
+    return Fit(
+        correction=correction,
+        predicted_s=predict(problem, correction, plans, execution),
+        measured_s=measured,
+        priced_s=predict(problem, no_correction(problem), plans, execution),
+    )
+
+
+def predict(
+    problem: Problem, correction: Correction, plans: NDArray[np.int32], execution: Execution = PLAIN
+) -> NDArray[np.float64]:
+    """float64 [P], corrected step times of plans int32 [P, G]; inf where a step cannot complete."""
+    step, _ = Simulator(corrected(problem, correction), **execution.arguments).evaluate_many(np.ascontiguousarray(plans))
+    return np.asarray(step, dtype=np.float64) * correction.step_factor
+
+
+def group_seconds(problem: Problem, execution: Execution = PLAIN) -> NDArray[np.float64]:
+    """float64 [G, D], busy seconds of a whole step that each group asks of each device."""
+    passes = np.where(problem.op_phase == UPDATE, 1.0, float(execution.microbatches))
+    total = np.zeros((problem.num_groups, problem.num_devices))
+    np.add.at(total, problem.op_group, np.nan_to_num(problem.time_s) * passes[:, None])
+    return total
+
+
+def _fit_ops(problem: Problem, trials: Sequence[Trial], plans: NDArray[np.int32], execution: Execution) -> Correction:
+    """Device and group factors by busy seconds; device factors of 1 where no trial tells them."""
+    groups, devices = problem.num_groups, problem.num_devices
+    expected = group_seconds(problem, execution)
+    rows, busy = [], []
+    for trial, plan in zip(trials, plans, strict=True):
+        for place in trial.places:
+            on = np.flatnonzero(plan == place.rank)
+            seconds = place.busy_s + place.update_s
+            if len(on) and expected[on, place.rank].sum() > 0 and seconds > 0:
+                rows.append((place.rank, on))
+                busy.append(seconds)
+    nothing = no_correction(problem)
+    if not rows:
+        return nothing
+    # A row holds what each factor contributes, relative to the measured seconds, so that all rows weigh the same.
+    device, local = np.zeros((len(rows), devices)), np.zeros((len(rows), groups * devices))
+    shared = np.zeros((len(rows), groups))
+    for number, ((rank, on), seconds) in enumerate(zip(rows, busy, strict=True)):
+        share = expected[on, rank] / seconds
+        device[number, rank] = share.sum()
+        shared[number, on] = share
+        local[number, on * devices + rank] = share
+    scale = float(np.median(1.0 / device.sum(axis=1)))  # a cost model that is wrong by a constant is no surprise
+    device, shared, local = scale * device, scale * shared, scale * local
+    weights = (_DEVICE_SPREAD**2, _GROUP_SPREAD**2, _LOCAL_SPREAD**2)
+    parts = (device, shared, local)
+    cover = sum(w * a @ a.T for w, a in zip(weights, parts, strict=True)) + _BUSY_NOISE**2 * np.eye(len(rows))
+    rest = np.linalg.solve(cover, 1.0 - device.sum(axis=1))
+    of_device, of_group, of_local = (w * a.T @ rest for w, a in zip(weights, parts, strict=True))
+    factor = scale * np.maximum(1.0 + of_device, 0.05)
+    total = scale * (1.0 + of_device[None] + of_group[:, None] + of_local.reshape(groups, devices))
+    return dataclasses.replace(nothing, device_factor=factor, group_factor=np.clip(total / factor[None], 0.2, 5.0))
+
+
+def _fit_links(
+    problem: Problem,
+    base: Correction,
+    plans: NDArray[np.int32],
+    measured: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    execution: Execution,
+    start: Correction | None,
+) -> Correction:
+    """Slowdowns of channels and pairs, latency and step factor by whole steps."""
+    from scipy.optimize import least_squares
+
+    shape = _Shape(problem, plans)
+    first = shape.pack(base if start is None else start)
+    spread = shape.spread()
+
+    def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        step = predict(problem, shape.unpack(values, base), plans, execution)
+        wrong = np.log(np.maximum(step, 1e-9) / measured) * weight / _STEP_NOISE
+        known = np.where(np.isfinite(step), wrong, 0.0)
+        return np.concatenate([_soft(known, 3.0), _soft(values / spread, 1.0)])
+
+    def slopes(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        # Step times are piecewise linear in transfer times: a step over several kinks tells more than the exact slope.
+        here = residuals(values)
+        columns = []
+        for number in range(len(values)):
+            moved = values.copy()
+            moved[number] += _SLOPE_STEP
+            columns.append((residuals(moved) - here) / _SLOPE_STEP)
+        return np.stack(columns, axis=1)
+
+    starts = [first, _scan(residuals, np.zeros_like(first))]
+    found = [least_squares(residuals, start, slopes, x_scale=spread, max_nfev=_ROUNDS) for start in starts]
+    return shape.unpack(min(found, key=lambda result: result.cost).x, base)
+
+
+def _scan(residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A start for the fit: the few single slowdowns that explain most, one after the other.
+
+    The slower of two channels decides, so the slope of the faster one is zero and a descent alone would not find it.
+    """
+    best = float((residuals(values) ** 2).sum())
+    for _ in range(_SCANS):
+        tried = []
+        for number in range(len(values) - 1):
+            for change in _CHANGES:
+                moved = values.copy()
+                moved[number] += change
+                tried.append((float((residuals(moved) ** 2).sum()), moved))
+        cost, moved = min(tried, key=lambda pair: pair[0])
+        if cost >= best:
+            break
+        best, values = cost, moved
+    return values
+
+
+def _soft(values: NDArray[np.float64], width: float) -> NDArray[np.float64]:
+    """Residuals whose squares are the pseudo-Huber loss: quadratic within the width, linear beyond.
+
+    Of measured steps, so that disturbed ones count for little; of slowdowns, so that one large one is likelier than many small.
+    """
+    return np.sign(values) * width * np.sqrt(2.0 * (np.sqrt(1.0 + (values / width) ** 2) - 1.0))
+
+
+class _Shape:
+    """Which slowdowns are fitted: those of channels and pairs that some plan sends over; the vector that holds them."""
+
+    def __init__(self, problem: Problem, plans: NDArray[np.int32]) -> None:
+        self._devices = problem.num_devices
+        producer = problem.tensor_producer[problem.edge_tensor]
+        owner = problem.tensor_owner[problem.edge_tensor]
+        source = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], owner)
+        reader = problem.op_group[problem.consumers]
+        used = np.zeros((self._devices, self._devices), dtype=bool)
+        for plan in plans:
+            used[plan[source], plan[reader]] = True
+        np.fill_diagonal(used, False)
+        self.pairs = [(int(i), int(j)) for i, j in np.argwhere(used)]
+        channels = problem.links.effective_channels
+        by_channel: dict[int, int] = {}
+        for i, j in self.pairs:
+            for c in channels[i][j]:
+                by_channel[c] = by_channel.get(c, 0) + 1
+        # A channel that serves a single pair is that pair.
+        self.channels = sorted(c for c, count in by_channel.items() if count > 1)
+        self.private = [not any(c in self.channels for c in channels[i][j]) for i, j in self.pairs]
+
+    def spread(self) -> NDArray[np.float64]:
+        pairs = [_CHANNEL_SPREAD if private else _PAIR_SPREAD for private in self.private]
+        return np.array([_CHANNEL_SPREAD] * len(self.channels) + pairs + [1.0, _STEP_SPREAD])
+
+    def pack(self, correction: Correction) -> NDArray[np.float64]:
+        channel = [np.log(correction.channel_slowdown[c]) for c in self.channels]
+        pair = [np.log(correction.pair_slowdown[i, j]) for i, j in self.pairs]
+        off = correction.latency_s[~np.eye(self._devices, dtype=bool)]
+        latency = float(off.max(initial=0.0)) / _LATENCY_SPREAD_S
+        return np.array([*channel, *pair, latency, np.log(correction.step_factor)])
+
+    def unpack(self, values: NDArray[np.float64], base: Correction) -> Correction:
+        values = np.clip(values, -_MOST, _MOST)
+        channel, pair = np.ones_like(base.channel_slowdown), np.ones_like(base.pair_slowdown)
+        count = len(self.channels)
+        channel[self.channels] = np.exp(values[:count])
+        for (i, j), value in zip(self.pairs, values[count:-2], strict=True):
+            pair[i, j] = np.exp(value)
+        latency = np.full_like(base.latency_s, max(0.0, values[-2]) * _LATENCY_SPREAD_S)
+        np.fill_diagonal(latency, 0.0)
+        return dataclasses.replace(
+            base, channel_slowdown=channel, pair_slowdown=pair, latency_s=latency, step_factor=float(np.exp(values[-1]))
+        )

@@ -1,0 +1,310 @@
+"""A campaign: plans of one problem, run for real on one cluster, each at most once, within a budget.
+
+Every trial is in the store before it begins, so that a plan that takes the whole job down is known when the job comes back: it
+counts as crashed and is not tried again. What was measured is never measured twice, except the best plan, which is timed again
+now and then: if it has become slower or faster, so has the cluster, and the other times are read relative to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cost.timings import PlanTiming
+from rlplace.errors import InputError, RlplaceError
+from rlplace.measured.race import FIRST_NOISE, Race, Z, pooled_noise, upper_bound
+from rlplace.measured.store import TrialStore
+from rlplace.measured.trial import FAILED, Trial
+from rlplace.plan.plan import PlacementPlan, make_plan
+from rlplace.planners.common.evaluate import PLAIN, Execution
+from rlplace.problem import Problem
+
+Timer = Callable[[PlacementPlan, Race], PlanTiming]
+"""Runs steps of a plan until the race is over; raises `PlanFailed` when the plan cannot run."""
+
+
+class PlanFailed(RlplaceError):
+    """A plan that did not run.
+
+    Attributes:
+        status: One of `rlplace.measured.trial.FAILED`.
+    """
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        if status not in FAILED:
+            raise ValueError(status)
+        self.status = status
+
+
+class BudgetSpent(Exception):
+    """The campaign may measure nothing more."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a campaign may cost; None: no limit.
+
+    Attributes:
+        plans: Plans measured, failures included; timing a known plan again is not counted.
+        steps: Timed steps, repeated timings included.
+        minutes: Of measuring: set-up and steps, as the trials say.
+    """
+
+    plans: int | None = 60
+    steps: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("plans", "steps", "minutes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not value > 0):
+                raise InputError(f"budget: {name} must be above 0, found {value!r}")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a campaign has cost so far; fields as in `Budget`."""
+
+    plans: int = 0
+    steps: int = 0
+    minutes: float = 0.0
+
+    def share(self, budget: Budget) -> float:
+        """Of the limit that is nearest, from 0 to 1."""
+        pairs = ((getattr(self, name), getattr(budget, name)) for name in ("plans", "steps", "minutes"))
+        return min(1.0, max((done / limit for done, limit in pairs if limit is not None), default=0.0))
+
+
+class Campaign:
+    """Measures plans of one problem.
+
+    Attributes:
+        problem: As it was priced.
+        execution: Micro-batches and schedule of the step.
+        trials: What is known, in the order in which it was measured: the campaign's own trials, and unless it is isolated
+            those of earlier campaigns on the same problem and cluster.
+        on_trial: Called after every trial.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        timer: Timer,
+        *,
+        store: TrialStore | None = None,
+        site: str = "",
+        execution: Execution = PLAIN,
+        budget: Budget | None = None,
+        repeats: int = 5,
+        retime_every: int = 10,
+        mode: str = "computed",
+        run: str = "",
+        isolated: bool = False,
+        on_trial: Callable[[Trial], None] = lambda trial: None,
+    ) -> None:
+        """Opens the campaign; goes on with what the store holds of `run`.
+
+        Args:
+            problem: The problem.
+            timer: Runs plans.
+            store: Where trials are kept; None: in memory.
+            site: Fingerprint of the cluster, known to the store.
+            execution: Micro-batches and schedule of the step.
+            budget: Default 60 plans.
+            repeats: Timed steps of a plan that stays in the race.
+            retime_every: Trials after which the best plan is timed again.
+            mode: ``"computed"`` or ``"replayed"``.
+            run: Name under which the campaign can be resumed.
+            isolated: Do not learn from other campaigns' trials; what they have measured is taken from the store instead of
+                measuring it again and counts as measured. For comparisons.
+            on_trial: Called after every trial.
+        """
+        self.problem, self.execution, self.mode, self.run = problem, execution, mode, run
+        self.on_trial = on_trial
+        self._timer, self._budget, self._isolated = timer, budget or Budget(), isolated
+        self._race, self._retime_every = Race(repeats=repeats), retime_every
+        self._store, self._site = store or TrialStore(None), site
+        self._store.add_problem(problem)
+        for number, trial in self._store.interrupted(run):
+            crashed = dataclasses.replace(trial, status="crashed", reason="the job ended while this plan ran")
+            self._store.finish(number, crashed)
+        known = self._store.trials(problem=problem.fingerprint, site=site, run=run if isolated else None)
+        self.trials = [
+            trial
+            for trial in known
+            if (trial.mode, trial.microbatches, trial.schedule) == (mode, execution.microbatches, execution.schedule)
+        ]
+        self._by_plan = {trial.device_of_group: trial for trial in self.trials if not trial.anchor}
+
+    @property
+    def spent(self) -> Spent:
+        """What this run has cost, earlier parts of it included."""
+        own = [trial for trial in self.trials if trial.run == self.run]
+        return Spent(
+            plans=sum(not trial.anchor for trial in own),
+            steps=sum(len(trial.step_s) for trial in own),
+            minutes=sum(trial.setup_s + sum(trial.step_s) for trial in own) / 60.0,
+        )
+
+    @property
+    def share(self) -> float:
+        """Of the budget that is spent."""
+        return self.spent.share(self._budget)
+
+    @property
+    def noise(self) -> float:
+        """Relative standard deviation of single steps."""
+        return pooled_noise([trial.step_s for trial in self.trials]) if self.trials else FIRST_NOISE
+
+    def known(self, devices: Sequence[int] | NDArray[np.int32]) -> Trial | None:
+        """The trial of a plan, None when it has not been measured."""
+        return self._by_plan.get(_plain(devices))
+
+    def best(self) -> Trial | None:
+        """The fastest plan that stayed in the race, by its time as if measured now; None when none has."""
+        done = [trial for trial in self._by_plan.values() if trial.status == "done"]
+        return min(done, key=self.seconds, default=None)
+
+    def seconds(self, trial: Trial) -> float:
+        """Median step time of a plan over all its trials, freed of the cluster's drift; inf when it failed."""
+        if not trial.timed:
+            return math.inf
+        same = [t for t in self.trials if t.device_of_group == trial.device_of_group and t.timed]
+        steps = [step / self.drift_at(t.began_at) for t in same for step in t.step_s]
+        return float(np.median(steps))
+
+    def drift_at(self, moment: float) -> float:
+        """How much slower the cluster was at a moment than when the campaign began, by plans that were timed again."""
+        ratios = self._ratios()
+        if not ratios:
+            return 1.0
+        at, log_ratio = zip(*ratios, strict=True)
+        return float(np.exp(np.interp(moment, at, log_ratio)))
+
+    def measure(self, devices: Sequence[int] | NDArray[np.int32]) -> Trial:
+        """Runs a plan, unless it is known.
+
+        Args:
+            devices: int [G].
+
+        Raises:
+            BudgetSpent: Nothing more may be measured.
+        """
+        plain = _plain(devices)
+        if plain in self._by_plan:
+            return self._by_plan[plain]
+        if self.share >= 1.0:
+            raise BudgetSpent
+        trial = self._from_store(plain) if self._isolated else None
+        if trial is None:
+            trial = self._run(plain, self._racing())
+        self._by_plan[plain] = trial
+        self._note(trial)
+        own = sum(t.run == self.run and not t.anchor for t in self.trials)
+        if self._retime_every and own % self._retime_every == 0 and self.share < 1.0:
+            self.time_again()
+        return trial
+
+    def time_again(self, trial: Trial | None = None) -> Trial | None:
+        """Times a known plan once more, the best one by default; None when there is none."""
+        best = trial or self.best()
+        if best is None:
+            return None
+        anchor = self._run(best.device_of_group, Race(repeats=self._race.repeats), anchor=True)
+        self._note(anchor)
+        return anchor
+
+    def plan(self, trial: Trial) -> PlacementPlan:
+        """The plan of a trial."""
+        return make_plan(
+            self.problem, np.array(trial.device_of_group, dtype=np.int32), planner="measured", **self.execution.arguments
+        )
+
+    def _racing(self) -> Race:
+        best = self.best()
+        if best is None:
+            return self._race
+        now = self.drift_at(time.time())
+        steps = [step / self.drift_at(best.began_at) * now for step in best.step_s]
+        noise = self.noise
+        return dataclasses.replace(self._race, best_s=upper_bound(steps, noise), noise=noise)
+
+    def _run(self, plain: tuple[int, ...], race: Race, *, anchor: bool = False) -> Trial:
+        trial = Trial(
+            problem=self.problem.fingerprint,
+            site=self._site,
+            device_of_group=plain,
+            microbatches=self.execution.microbatches,
+            schedule=self.execution.schedule,
+            status="running",
+            mode=self.mode,
+            began_at=time.time(),
+            run=self.run,
+            anchor=anchor,
+        )
+        number = self._store.begin(trial)
+        try:
+            timing = self._timer(self.plan(trial), race)
+        except PlanFailed as error:
+            trial = dataclasses.replace(trial, status=error.status, reason=str(error))
+        except KeyboardInterrupt:
+            self._store.discard(number)  # nobody's fault: it may be tried again
+            raise
+        else:
+            trial = dataclasses.replace(
+                trial,
+                status="dropped" if race.lost(timing.step_s) and len(timing.step_s) < race.repeats else "done",
+                step_s=timing.step_s,
+                places=timing.places,
+                predicted_s=timing.predicted_s,
+                engine=timing.engine,
+                setup_s=timing.setup_s,
+            )
+        self._store.finish(number, trial)
+        return trial
+
+    def _from_store(self, plain: tuple[int, ...]) -> Trial | None:
+        found = self._store.lookup(
+            problem=self.problem.fingerprint, site=self._site, device_of_group=plain, mode=self.mode,
+            microbatches=self.execution.microbatches, schedule=self.execution.schedule, priority=None,
+        )  # fmt: skip
+        if found is None:
+            return None
+        found = dataclasses.replace(found, run=self.run)
+        self._store.add(found)
+        return found
+
+    def _note(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self.on_trial(trial)
+
+    def _ratios(self) -> list[tuple[float, float]]:
+        """(moment, log of slowdown since the beginning), by moment, from every plan that was timed again.
+
+        The first timing of a plan stands at the level that the anchors before it had found, so a chain of changing best plans
+        tells the drift of the whole campaign.
+        """
+        found: list[tuple[float, float]] = []
+        for anchor in sorted((t for t in self.trials if t.anchor and t.timed), key=lambda t: t.began_at):
+            first = self._by_plan.get(anchor.device_of_group)
+            if first is None or not first.timed or first.began_at >= anchor.began_at:
+                continue
+            at = [moment for moment, _ in found]
+            level = float(np.interp(first.began_at, at, [value for _, value in found])) if found else 0.0
+            if not found:
+                found.append((first.began_at, 0.0))
+            ratio = math.log(anchor.median_s / first.median_s)
+            doubt = Z * self.noise * math.sqrt(1 / len(anchor.step_s) + 1 / len(first.step_s))
+            found.append((anchor.began_at, level + ratio if abs(ratio) > doubt else level))
+        return found
+
+
+def _plain(devices: Sequence[int] | NDArray[np.int32]) -> tuple[int, ...]:
+    return tuple(int(device) for device in devices)

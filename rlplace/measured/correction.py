@@ -1,0 +1,139 @@
+"""`Correction`: what measurements have changed about a priced problem, and the problem with it applied.
+
+Axes: D devices, G groups, C channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.files import check_keys, finite_number
+from rlplace.problem import Problem
+
+_RANGE = (1e-4, 1e4)
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Factors on a priced problem.
+
+    Attributes:
+        device_factor: float64 [D], on the times of all ops of the device.
+        group_factor: float64 [G, D], further factor of each group there; None where the correction is for a whole cluster.
+        channel_slowdown: float64 [C], on the transfer times of a channel; a transfer is slowed by the slowest of its channels.
+        pair_slowdown: float64 [D, D], further factor of an ordered pair of devices.
+        latency_s: float64 [D, D], added to every transfer.
+        step_factor: On the step time, for what no op and no transfer accounts for.
+    """
+
+    device_factor: NDArray[np.float64]
+    group_factor: NDArray[np.float64] | None
+    channel_slowdown: NDArray[np.float64]
+    pair_slowdown: NDArray[np.float64]
+    latency_s: NDArray[np.float64]
+    step_factor: float = 1.0
+
+    def link_slowdown(self, problem: Problem) -> NDArray[np.float64]:
+        """float64 [D, D], on transfer times between devices, 1 on the diagonal."""
+        slow = np.array(self.pair_slowdown)
+        for i, row in enumerate(problem.links.effective_channels):
+            for j, channels in enumerate(row):
+                if i != j and channels:
+                    slow[i, j] *= max(float(self.channel_slowdown[c]) for c in channels)
+        np.fill_diagonal(slow, 1.0)
+        return slow
+
+    def for_cluster(self) -> Correction:
+        """Without what belongs to the groups of one problem."""
+        return dataclasses.replace(self, group_factor=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in data.items()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Correction:
+        """Reads what `to_dict` gave.
+
+        Raises:
+            InputError: Names what is wrong.
+        """
+        names = {f.name for f in dataclasses.fields(Correction)}
+        check_keys(data, names, set(), "correction")
+        arrays = {
+            name: None if name == "group_factor" and data[name] is None else _array(data[name], name)
+            for name in names - {"step_factor"}
+        }
+        return Correction(step_factor=finite_number(data["step_factor"], "correction.step_factor"), **arrays)  # type: ignore[arg-type]
+
+
+def no_correction(problem: Problem) -> Correction:
+    """The correction that changes nothing."""
+    devices = problem.num_devices
+    return Correction(
+        device_factor=np.ones(devices),
+        group_factor=None,
+        channel_slowdown=np.ones(num_channels(problem)),
+        pair_slowdown=np.ones((devices, devices)),
+        latency_s=np.zeros((devices, devices)),
+    )
+
+
+def num_channels(problem: Problem) -> int:
+    """C: one more than the largest channel number."""
+    return 1 + max((c for row in problem.links.effective_channels for cell in row for c in cell), default=-1)
+
+
+def corrected(problem: Problem, correction: Correction) -> Problem:
+    """The problem as measurements say that it is; a new problem with a fingerprint of its own.
+
+    Fabrics (the times of collectives) stay as they are.
+
+    Raises:
+        InputError: The correction is for other devices or groups.
+    """
+    devices, groups = problem.num_devices, problem.num_groups
+    if correction.device_factor.shape != (devices,) or correction.channel_slowdown.shape != (num_channels(problem),):
+        raise InputError("correction: made for another cluster: it has other devices or channels")
+    if correction.group_factor is not None and correction.group_factor.shape != (groups, devices):
+        raise InputError("correction: made for another problem: it has other groups")
+    slow = correction.link_slowdown(problem)
+    off = ~np.eye(devices, dtype=bool)
+    links = dataclasses.replace(
+        problem.links,
+        bandwidth_bytes_per_s=np.where(off, problem.links.bandwidth_bytes_per_s / slow, problem.links.bandwidth_bytes_per_s),
+        latency_s=np.where(off, problem.links.latency_s * slow + correction.latency_s, problem.links.latency_s),
+    )
+    return dataclasses.replace(
+        problem,
+        name=f"{problem.name}, corrected",
+        time_s=problem.time_s * time_factor(problem, correction),
+        links=links,
+        tensor_transfer_s={t: np.where(off, s * slow, s) for t, s in problem.tensor_transfer_s.items()},
+        source=None,
+    )
+
+
+def time_factor(problem: Problem, correction: Correction) -> NDArray[np.float64]:
+    """float64 [N, D], factors on the times of ops."""
+    factor = np.broadcast_to(correction.device_factor, (problem.num_ops, problem.num_devices))
+    return factor if correction.group_factor is None else factor * correction.group_factor[problem.op_group]
+
+
+def _array(value: Any, name: str) -> NDArray[np.float64]:
+    try:
+        array = np.array(value, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"correction.{name}: expected numbers") from None
+    low, high = (0.0, 1e3) if name == "latency_s" else _RANGE
+    if not (np.isfinite(array).all() and (array >= low).all() and (array <= high).all()):
+        raise InputError(f"correction.{name}: numbers must be from {low:g} to {high:g}")
+    return array

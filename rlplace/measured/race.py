@@ -1,0 +1,86 @@
+"""How often a plan is timed: slow plans are given up as soon as it is clear that they are slow.
+
+Step times scatter by some per cent, and measuring costs real time, so candidates race against the best plan known: after every
+step the lower confidence bound of the candidate's median is compared with the best plan's upper bound (successive elimination;
+Even-Dar, Mannor and Mansour, 2006, with a normal bound on relative noise instead of Hoeffding's, since step times are not
+bounded). A plan that is dropped keeps the times that it has: they still teach the cost model.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlplace.errors import InputError
+
+Z = 2.5
+"""Standard errors of the bounds: a plan that is as fast as the best one is dropped in about one of a hundred comparisons."""
+
+FIRST_NOISE = 0.05
+"""Relative scatter of single steps that is assumed before any was measured."""
+
+_LEAST_NOISE = 0.005
+_MEDIAN_LOSS = 1.2533  # the median of n normal values scatters so much more than their mean: sqrt(pi / 2)
+
+
+@dataclass(frozen=True)
+class Race:
+    """When to stop timing a plan.
+
+    Attributes:
+        repeats: Steps of a plan that is not dropped.
+        best_s: Upper bound of the best plan's median step time; inf when there is none.
+        noise: Relative standard deviation of single steps.
+        z: Standard errors of the bounds.
+    """
+
+    repeats: int = 5
+    best_s: float = math.inf
+    noise: float = FIRST_NOISE
+    z: float = Z
+
+    def __post_init__(self) -> None:
+        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
+            raise InputError(f"race: repeats must be a whole number from 1 up, found {self.repeats!r}")
+        if not self.best_s > 0 or not 0 <= self.noise < 10 or not 0 <= self.z < 100:
+            raise InputError("race: best_s must be positive, noise and z numbers from 0 up")
+
+    def lost(self, step_s: Sequence[float]) -> bool:
+        """Whether these steps are slower than the best plan's beyond doubt."""
+        return bool(step_s) and lower_bound(step_s, self.noise, self.z) > self.best_s
+
+    def over(self, step_s: Sequence[float]) -> bool:
+        """Whether no further step is needed."""
+        return len(step_s) >= self.repeats or self.lost(step_s)
+
+
+def _error(count: int, noise: float, z: float) -> float:
+    return z * noise * (_MEDIAN_LOSS if count > 2 else 1.0) / math.sqrt(count)
+
+
+def lower_bound(step_s: Sequence[float], noise: float, z: float = Z) -> float:
+    """Lower confidence bound of the median step time."""
+    return statistics.median(step_s) * max(0.0, 1.0 - _error(len(step_s), noise, z))
+
+
+def upper_bound(step_s: Sequence[float], noise: float, z: float = Z) -> float:
+    """Upper confidence bound of the median step time."""
+    return statistics.median(step_s) * (1.0 + _error(len(step_s), noise, z))
+
+
+def pooled_noise(timed: Sequence[Sequence[float]]) -> float:
+    """Relative standard deviation of single steps, from several plans' steps; `FIRST_NOISE` where nothing tells.
+
+    Deviations from each plan's median are pooled and their median taken, so that a few disturbed steps count for nothing.
+    """
+    deviations: list[float] = []
+    for steps in timed:
+        if len(steps) > 2:
+            middle = statistics.median(steps)
+            own = sorted(abs(step / middle - 1.0) for step in steps)
+            deviations += own[1:]  # the median step itself deviates by nothing
+    if len(deviations) < 4:
+        return FIRST_NOISE
+    return max(_LEAST_NOISE, 1.4826 * statistics.median(deviations))

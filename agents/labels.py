@@ -77,7 +77,7 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
     problem, rng = case.problem, np.random.default_rng(seed)
     if problem.num_devices < 2:
         return None
-    starts = _starts(case, rng)
+    starts = starting_plans(case, rng)
     if not starts:
         return None
     instance = make_instance(problem, floor=starts[0], compute_floor=False, execution=case.execution)
@@ -94,8 +94,8 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
     return Labels(features, change, group, nodes, edges, values)
 
 
-def _starts(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
-    """The floor; another planner's answer; the floor after random changes; what annealing reaches."""
+def starting_plans(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
+    """Plans to label moves at: the floor; another planner's answer; the floor after random changes; what annealing reaches."""
     problem, run = case.problem, case.execution
     try:
         check_possible(problem)

@@ -71,13 +71,24 @@ def price_moves(
         if not found and turn >= len(plans) and not rows:
             break
         rows += found
-    return Lesson(rows, _embedding(network, instance), guide.simulator.calls)
+    return lesson_of(network, instance, rows, guide.simulator.calls)
+
+
+def lesson_of(network: PlacerNetwork, instance: Instance, rows: Rows, calls: int = 0) -> Lesson:
+    """Labelled moves of an instance as a lesson for a network."""
+    from rlplace.agents.bank import graph_tensors
+
+    if not network.config.layers:
+        return Lesson(rows, None, calls)
+    with torch.no_grad():
+        return Lesson(rows, network.encode(graph_tensors(instance)), calls)
 
 
 def fit_moves(
     network: PlacerNetwork,
     lessons: Sequence[Lesson],
     *,
+    rehearsed: Sequence[Lesson] = (),
     steps: int,
     deadline_s: float = float("inf"),
     seed: int = 0,
@@ -89,6 +100,7 @@ def fit_moves(
     Args:
         network: Changed.
         lessons: Each batch is drawn from one of them.
+        rehearsed: Half of the batches are drawn from one of these, if there are any.
         steps: Of Adam.
         deadline_s: On the monotonic clock.
         seed: Of the batches.
@@ -97,25 +109,24 @@ def fit_moves(
     """
     from rlplace.agents.pretrain import ranking_loss
 
-    useful = [lesson for lesson in lessons if len(lesson.rows) >= 2]
-    if not useful:
+    new, old = _tables(lessons), _tables(rehearsed)
+    if not new:
         return float("nan")
     rng = np.random.default_rng([seed, 7])
-    tables = [[torch.from_numpy(np.stack(column)) for column in zip(*lesson.rows, strict=True)] for lesson in useful]
     start = [parameter.detach().clone() for parameter in network.parameters()]
     optimizer = torch.optim.Adam(network.parameters(), lr=rate)
     losses = []
     network.train()
-    for _ in range(steps):
+    for step in range(steps):
         if time.monotonic() > deadline_s:
             break
-        which = int(rng.integers(len(useful)))
-        features, change, group = tables[which]
-        embed = useful[which].embed
+        source = old if old and step % 2 else new
+        embed, features, change, group = source[int(rng.integers(len(source)))]
         chosen = torch.from_numpy(rng.choice(len(features), min(BATCH, len(features)), replace=False))
         of_group = None if embed is None else embed[group[chosen].long().clamp(min=0)]
         loss = ranking_loss(network.scores(features[chosen].float(), of_group)[0], change[chosen])
-        losses.append(loss.item())
+        if source is new:
+            losses.append(loss.item())
         if keep:
             moved = sum(((now - then) ** 2).sum() for now, then in zip(network.parameters(), start, strict=True))
             loss = loss + keep * moved
@@ -127,10 +138,11 @@ def fit_moves(
     return float(np.mean(losses[-max(1, len(losses) // 4) :])) if losses else float("nan")
 
 
-def _embedding(network: PlacerNetwork, instance: Instance) -> Tensor | None:
-    from rlplace.agents.bank import graph_tensors
-
-    if not network.config.layers:
-        return None
-    with torch.no_grad():
-        return network.encode(graph_tensors(instance))
+def _tables(lessons: Sequence[Lesson]) -> list[tuple[Tensor | None, Tensor, Tensor, Tensor]]:
+    """(embed, features, change, group) of every lesson that has something to rank."""
+    found = []
+    for lesson in lessons:
+        if len(lesson.rows) >= 2:
+            features, change, group = (torch.from_numpy(np.stack(column)) for column in zip(*lesson.rows, strict=True))
+            found.append((lesson.embed, features, change, group))
+    return found

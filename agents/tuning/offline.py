@@ -1,0 +1,208 @@
+"""Fine-tuning from a file of measurements, without a cluster.
+
+* ``corrected``: the cost model is corrected to the measurements of each problem, and the network learns from moves that are
+  priced in the corrected simulator, around the plans that were fastest.
+* ``direct``: the network learns from the log of timings itself (`rlplace.agents.tuning.direct`).
+* ``both``: half of the lessons each.
+
+So that old skills are kept, moves of cases of the training stream are rehearsed along, priced without any correction, and the
+weights are held near those at the start.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.agents.checkpoint import Checkpoint
+from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.search import warm_up
+from rlplace.agents.tuning.direct import log_rows
+from rlplace.agents.tuning.learn import Lesson, fit_moves, lesson_of, price_moves
+from rlplace.envs.instance import Instance, make_instance
+from rlplace.errors import InputError
+from rlplace.measured.calibrate import Fit, fit_correction
+from rlplace.measured.correction import corrected
+from rlplace.measured.store import TrialStore
+from rlplace.measured.trial import Trial
+from rlplace.planners.common.evaluate import Execution
+from rlplace.problem import Problem
+
+METHODS = ("corrected", "direct", "both")
+_STATES = 60  # priced of every set of measurements
+_FASTEST = 6  # plans that descents start from
+_KEEP = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class Measurements:
+    """Trials of one problem on one cluster under one schedule.
+
+    Attributes:
+        problem: As it was priced.
+        execution: Micro-batches and schedule.
+        site: Fingerprint of the cluster.
+        mode: Computed or replayed.
+        trials: Those with times, one for each plan.
+    """
+
+    problem: Problem
+    execution: Execution
+    site: str
+    mode: str
+    trials: tuple[Trial, ...]
+
+    @property
+    def plans(self) -> NDArray[np.int32]:
+        """int32 [P, G]."""
+        return np.array([trial.device_of_group for trial in self.trials], dtype=np.int32)
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """float64 [P], median step times."""
+        return np.array([trial.median_s for trial in self.trials])
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What fine-tuning has given.
+
+    Attributes:
+        network: Fine-tuned.
+        fits: Per set of measurements, how the cost model was corrected.
+        facts: For the card.
+    """
+
+    network: PlacerNetwork
+    fits: tuple[Fit, ...]
+    facts: dict[str, Any]
+
+
+def measurements_of(store: TrialStore, *, site: str | None = None) -> list[Measurements]:
+    """What a store holds, by problem, cluster, schedule and mode; a plan that was timed often counts once, by all its steps.
+
+    Raises:
+        InputError: Nothing in it has times.
+    """
+    sets: dict[tuple[str, str, int, str, str], dict[tuple[int, ...], Trial]] = {}
+    for trial in store.trials(site=site):
+        if not trial.timed or trial.priority is not None:
+            continue
+        key = (trial.problem, trial.site, trial.microbatches, trial.schedule, trial.mode)
+        plans = sets.setdefault(key, {})
+        known = plans.get(trial.device_of_group)
+        plans[trial.device_of_group] = trial if known is None else _joined(known, trial)
+    if not sets:
+        raise InputError(
+            "finetune: the file holds no plan with times; measure some with: torchrun ... -m rlplace finetune MODEL"
+        )
+    return [
+        Measurements(store.problem(problem), Execution(microbatches, schedule), where, mode, tuple(plans.values()))
+        for (problem, where, microbatches, schedule, mode), plans in sets.items()
+    ]
+
+
+def finetune_offline(
+    checkpoint: Checkpoint,
+    sets: Sequence[Measurements],
+    *,
+    method: str = "corrected",
+    steps: int = 600,
+    rehearse: int = 16,
+    seed: int = 0,
+    report: Callable[[str], None] = lambda line: None,
+) -> Learned:
+    """Fine-tunes a copy of an agent's network.
+
+    Args:
+        checkpoint: Of Refinement-v0.
+        sets: The measurements.
+        method: One of `METHODS`.
+        steps: Of Adam.
+        rehearse: Cases of the training stream whose moves are learned along.
+        seed: Of everything random.
+        report: Called with lines that tell what happens.
+
+    Raises:
+        InputError: A set is too small, or the method is unknown.
+    """
+    if checkpoint.environment != "rlplace/Refinement-v0":
+        raise InputError(f"agent {checkpoint.name}: fine-tuning on measurements needs an agent of rlplace/Refinement-v0")
+    if method not in METHODS:
+        raise InputError(f"finetune: method {method!r} is not one of {', '.join(METHODS)}")
+    warm_up()
+    network, rng = copy.deepcopy(checkpoint.network), np.random.default_rng(seed)
+    lessons: list[Lesson] = []
+    fits: list[Fit] = []
+    for number, found in enumerate(sets):
+        fit = fit_correction(found.problem, found.trials, execution=found.execution)
+        fits.append(fit)
+        report(
+            f"{found.problem.name}: {len(found.trials)} plans, error of predicted step times "
+            f"{100 * fit.error_before:.1f} % before, {100 * fit.error_after:.1f} % after calibration"
+        )
+        if method in ("corrected", "both"):
+            lessons.append(_corrected_lesson(network, found, fit, seed + number))
+        if method in ("direct", "both"):
+            instance = _instance(found.problem, found)
+            rows = log_rows(instance, found.plans, found.seconds, states=_STATES, rng=rng)
+            lessons.append(lesson_of(network, instance, rows))
+    old = _rehearsal(network, rehearse, seed, report)
+    report(f"learning from {sum(len(lesson.rows) for lesson in lessons)} measured states and {len(old)} rehearsed cases")
+    loss = fit_moves(network, lessons, rehearsed=old, steps=steps, seed=seed, keep=_KEEP)
+    facts = {
+        "plans": sum(len(found.trials) for found in sets),
+        "problems": [found.problem.name for found in sets],
+        "clusters": sorted({found.site for found in sets}),
+        "modes": sorted({found.mode for found in sets}),
+        "prediction_error_before": [round(fit.error_before, 4) for fit in fits],
+        "prediction_error_after": [round(fit.error_after, 4) for fit in fits],
+        "steps": steps,
+        "rehearsed_cases": len(old),
+        "loss": round(loss, 5) if np.isfinite(loss) else None,
+        "seed": seed,
+    }
+    return Learned(network, tuple(fits), facts)
+
+
+def _corrected_lesson(network: PlacerNetwork, found: Measurements, fit: Fit, seed: int) -> Lesson:
+    instance = _instance(corrected(found.problem, fit.correction), found)
+    order = np.argsort(found.seconds)[:_FASTEST]
+    return price_moves(network, instance, list(found.plans[order]), states=_STATES, seed=seed)
+
+
+def _instance(problem: Problem, found: Measurements) -> Instance:
+    fastest = found.plans[int(found.seconds.argmin())]
+    return make_instance(problem, floor=fastest, compute_floor=False, execution=found.execution)
+
+
+def _rehearsal(network: PlacerNetwork, count: int, seed: int, report: Callable[[str], None]) -> list[Lesson]:
+    """Moves of cases like those that agents are trained on."""
+    from rlplace.agents.labels import starting_plans
+    from rlplace.agents.problems import cases_of
+
+    if count == 0:
+        return []
+    report(f"pricing moves of {count} cases to rehearse")
+    source = cases_of([], seed=10_000 + seed)
+    lessons: list[Lesson] = []
+    for number in range(2 * count):
+        if len(lessons) == count:
+            break
+        case = source.case(number)
+        starts = starting_plans(case, np.random.default_rng([seed, number])) if case.problem.num_devices > 1 else []
+        if starts:
+            instance = make_instance(case.problem, floor=starts[0], compute_floor=False, execution=case.execution)
+            lessons.append(price_moves(network, instance, starts, states=24, seed=seed + number))
+    return lessons
+
+
+def _joined(first: Trial, second: Trial) -> Trial:
+    status = "done" if "done" in (first.status, second.status) else first.status
+    return dataclasses.replace(first, step_s=(*first.step_s, *second.step_s), status=status)

@@ -14,7 +14,9 @@ from rlplace.measured.checks import check_text
 FORMAT = "rlplace.site"
 VERSION = 1
 MAX_FACTS = 256
-MAX_TEXT = 16_384
+MAX_TEXT = 1 << 16
+MAX_FACTS_TEXT = 1 << 20
+"""Of all facts as JSON."""
 MAX_RANKS = 4096
 
 Fact = str | float | int
@@ -43,6 +45,8 @@ class Site:
             if not check_text(key, "site: name of a fact"):
                 raise InputError("site: a fact needs a name")
         object.__setattr__(self, "facts", {key: _fact(self.facts[key], key) for key in sorted(self.facts)})
+        if len(canonical_json(dict(self.facts))) > MAX_FACTS_TEXT:
+            raise InputError(f"site: facts: more than {MAX_FACTS_TEXT} characters as JSON")
 
     @cached_property
     def fingerprint(self) -> str:

@@ -25,7 +25,7 @@ from rlplace.measured.rows import (
     trial_from_row,
     trial_to_row,
 )
-from rlplace.measured.site import Site
+from rlplace.measured.site import MAX_FACTS_TEXT, Site
 from rlplace.measured.trial import Trial
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 
@@ -298,7 +298,7 @@ class TrialStore:
     def _site(self, row: Sequence[Any]) -> Site:
         fingerprint, name, facts = row
         where = f"{self._where}: cluster {show(fingerprint)}"
-        site = Site(check_text(name, where), parse_json(check_text(facts, where, 1 << 20), where))
+        site = Site(check_text(name, where), parse_json(check_text(facts, where, MAX_FACTS_TEXT), where))
         if site.fingerprint != fingerprint:
             raise InputError(f"{where}: what is stored has another fingerprint")
         return site

@@ -1,0 +1,419 @@
+"""The store of trials: what goes in comes out, what is looked up, what is refused, and how stores are merged."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trial_store_helpers import OTHER_PROBLEM, OTHER_SITE, PLACE, PROBLEM, SITE, begun, done, new_store, plan_number
+
+from rlplace.cost.timings import MODES, PlaceTiming
+from rlplace.errors import InputError
+from rlplace.measured import database
+from rlplace.measured import store as store_module
+from rlplace.measured.rows import MAX_REASON
+from rlplace.measured.site import Site
+from rlplace.measured.store import TrialStore
+from rlplace.measured.trial import FAILED, STATUSES, Trial
+from rlplace.problem import problem_to_dict
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+SECONDS = st.floats(0, 1e17, allow_nan=False)
+STEP = st.floats(1e-12, 1e9, exclude_min=True)
+SIZE = st.none() | st.integers(0, 1 << 50)
+PLACES = st.builds(PlaceTiming, st.integers(0, 4000), TEXT, SECONDS, SECONDS, SECONDS, SECONDS, SIZE, st.none() | SECONDS, SIZE)
+
+
+@st.composite
+def trials(draw):
+    status = draw(st.sampled_from(STATUSES))
+    timed = status in ("done", "dropped")
+    return Trial(
+        problem=PROBLEM.fingerprint,
+        site=draw(st.sampled_from([SITE.fingerprint, OTHER_SITE.fingerprint, ""])),
+        device_of_group=tuple(draw(st.lists(st.integers(0, 1), min_size=PROBLEM.num_groups, max_size=PROBLEM.num_groups))),
+        microbatches=draw(st.integers(1, 1 << 20)),
+        schedule=draw(TEXT),
+        status=status,
+        step_s=tuple(draw(st.lists(STEP, min_size=1, max_size=5))) if timed else (),
+        places=tuple(draw(st.lists(PLACES, max_size=3))),
+        predicted_s=draw(st.none() | SECONDS),
+        engine=" ".join(draw(TEXT).split()),
+        mode=draw(st.sampled_from(MODES)),
+        priority=draw(st.none() | st.just(tuple(draw(st.lists(SECONDS, min_size=PROBLEM.num_ops, max_size=PROBLEM.num_ops))))),
+        setup_s=draw(SECONDS),
+        began_at=draw(SECONDS),
+        reason=" ".join(draw(TEXT).split()),
+        run=draw(TEXT),
+        anchor=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(trials(), min_size=1, max_size=4))
+def test_what_goes_in_comes_out(given_trials):
+    with new_store() as store:
+        for trial in given_trials:
+            (store.begin if trial.status == "running" else store.add)(trial)
+        assert store.trials(include_running=True) == given_trials
+        assert store.trials() == [trial for trial in given_trials if trial.status != "running"]
+        for trial in given_trials:
+            found = store.lookup(*trial.key)
+            same = [t for t in given_trials if t.key == trial.key and t.status != "running" and not t.anchor]
+            latest = max(t.began_at for t in same) if same else None
+            assert (None if found is None else found.began_at) == latest
+            assert found is None or found in same
+
+
+def test_a_file_keeps_everything(tmp_path):
+    with new_store(tmp_path / "t.sqlite") as store:
+        store.add(done(0))
+        number = store.begin(begun(1))
+    with TrialStore(tmp_path / "t.sqlite") as store:
+        assert store.trials() == [done(0)]
+        assert store.interrupted("first") == [(number, begun(1))]
+        assert store.sites() == [SITE, OTHER_SITE]
+        assert store.site(SITE.fingerprint) == SITE
+        assert store.problems() == {p.fingerprint: p.name for p in (PROBLEM, OTHER_PROBLEM)}
+        for problem in (PROBLEM, OTHER_PROBLEM):
+            assert problem_to_dict(store.problem(problem.fingerprint)) == problem_to_dict(problem)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.sqlite"]
+
+
+def test_known_sites_and_problems_are_kept_as_they_are():
+    with new_store() as store:
+        assert store.add_site(Site("renamed", SITE.facts)) == SITE.fingerprint
+        assert store.add_problem(dataclasses.replace(PROBLEM, name="renamed")) == PROBLEM.fingerprint
+        assert [site.name for site in store.sites()] == ["lab", "attic"]
+        assert store.problem(PROBLEM.fingerprint).name == PROBLEM.name
+
+
+def test_begin_and_finish():
+    with new_store() as store:
+        first, second = store.begin(begun(0)), store.begin(begun(1))
+        assert [number for number, _ in store.interrupted("first")] == [first, second]
+        store.finish(second, done(1))
+        store.finish(first, done(0, status="crashed", step_s=(), places=(), reason="it\n fell  over"))
+        assert store.interrupted("first") == []
+        assert [trial.status for trial in store.trials()] == ["crashed", "done"]
+        assert store.trials()[0].reason == "it fell over"
+
+
+def test_a_trial_is_finished_once_as_what_it_began():
+    with new_store() as store:
+        number = store.begin(begun(0))
+        with pytest.raises(InputError, match="another plan"):
+            store.finish(number, done(1))
+        with pytest.raises(InputError, match="another plan"):
+            store.finish(number, done(0, mode="replayed"))
+        with pytest.raises(InputError, match="has not ended"):
+            store.finish(number, begun(0))
+        with pytest.raises(InputError, match="not known"):
+            store.finish(number + 1, done(0))
+        store.finish(number, done(0))
+        with pytest.raises(InputError, match="'done'"):
+            store.finish(number, done(0))
+        assert store.trials() == [done(0)]
+
+
+def test_discarded_trials_are_gone_and_their_numbers_stay_free():
+    with new_store() as store:
+        number = store.begin(begun(0))
+        store.discard(number)
+        assert store.trials(include_running=True) == []
+        assert store.begin(begun(0)) > number
+        for wrong in (number, store.add(done(1)), "x", 1 << 70):
+            with pytest.raises(InputError):
+                store.discard(wrong)
+        assert len(store.trials(include_running=True)) == 2
+
+
+def test_filters():
+    with new_store() as store:
+        other = done(0, problem=OTHER_PROBLEM.fingerprint, device_of_group=(0,) * OTHER_PROBLEM.num_groups)
+        given_trials = [done(0), done(1, site=OTHER_SITE.fingerprint), done(2, run="second"), other, done(3, site="")]
+        for trial in given_trials:
+            store.add(trial)
+        assert store.trials() == given_trials
+        assert store.trials(problem=OTHER_PROBLEM.fingerprint) == [other]
+        assert store.trials(problem=PROBLEM.fingerprint, site=SITE.fingerprint) == [given_trials[0], given_trials[2]]
+        assert store.trials(site="") == [given_trials[4]]
+        assert store.trials(run="second") == [given_trials[2]]
+        assert store.trials(run="third") == []
+        for wrong in (PROBLEM, 3, b"x", "\ud800"):
+            with pytest.raises(InputError):
+                store.trials(problem=wrong)
+
+
+def test_lookup_takes_the_latest_that_ended_and_is_no_anchor():
+    with new_store() as store:
+        assert store.lookup(*done().key) is None
+        store.begin(begun(0, began_at=9000.0))
+        store.add(done(0, anchor=True, began_at=8000.0))
+        assert store.lookup(*done().key) is None
+        newest = done(0, began_at=3000.0, step_s=(0.3,))
+        for trial in (done(0), newest, done(0, began_at=2000.0)):
+            store.add(trial)
+        assert store.lookup(*done().key) == newest
+        failed = done(0, began_at=3000.0, status="crashed", step_s=())  # as late, added later
+        store.add(failed)
+        assert store.lookup(*done().key) == failed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"site": ""},
+        {"site": OTHER_SITE.fingerprint},
+        {"device_of_group": plan_number(5)},
+        {"microbatches": 3},
+        {"schedule": "gpipe"},
+        {"mode": "replayed"},
+        {"priority": (1.0,) * PROBLEM.num_ops},
+    ],
+)
+def test_lookup_tells_conditions_apart(change):
+    with new_store() as store:
+        store.add(done(0))
+        assert store.lookup(*done(0, **change).key) is None
+        store.add(done(0, **change))
+        assert store.lookup(*done(0, **change).key) == done(0, **change)
+        assert store.lookup(*done(0).key) == done(0)
+
+
+def test_lookup_does_not_mind_the_type_of_numbers():
+    with new_store() as store:
+        priority = tuple(float(op) for op in range(PROBLEM.num_ops))
+        trial = done(3, priority=priority)
+        devices = np.array(plan_number(3), dtype=np.int32)
+        store.add(dataclasses.replace(trial, device_of_group=tuple(devices), microbatches=np.int64(2)))
+        found = store.lookup(
+            problem=PROBLEM.fingerprint,
+            site=SITE.fingerprint,
+            device_of_group=devices.astype(np.int8),
+            microbatches=np.int64(2),
+            schedule="1f1b",
+            priority=[-0.0, *range(1, PROBLEM.num_ops)],
+        )
+        assert found == trial
+        assert all(type(device) is int for device in found.device_of_group)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step_s": (math.nan,)}, "not JSON compliant|not right|right type"),
+        ({"step_s": (math.inf,)}, "right type"),
+        ({"step_s": (0.0,)}, "more than no time"),
+        ({"step_s": (-1.0,)}, "more than no time"),
+        ({"step_s": (1e18,)}, "less than"),
+        ({"step_s": ("1",)}, "right type"),
+        ({"step_s": ()}, "is done has no step times|is done has"),
+        ({"step_s": None}, "right type"),
+        ({"status": "crashed"}, "crashed has no step times"),
+        ({"status": "finished"}, "unknown status"),
+        ({"status": "running"}, "running has no step times"),
+        ({"mode": "guessed"}, "unknown mode"),
+        ({"setup_s": math.nan}, "finite"),
+        ({"setup_s": -1.0}, "outside"),
+        ({"began_at": math.inf}, "finite"),
+        ({"began_at": "now"}, "right type"),
+        ({"predicted_s": math.inf}, "finite"),
+        ({"microbatches": 0}, "microbatches"),
+        ({"microbatches": 10**30}, "microbatches"),
+        ({"microbatches": 1.5}, "right type"),
+        ({"device_of_group": ()}, "is not for its problem"),
+        ({"device_of_group": (2,) * PROBLEM.num_groups}, "is not for its problem"),
+        ({"device_of_group": (-1,) * PROBLEM.num_groups}, "device numbers"),
+        ({"device_of_group": (0.5,) * PROBLEM.num_groups}, "right type"),
+        ({"device_of_group": "0000"}, "right type"),
+        ({"priority": (1.0,)}, "priorities"),
+        ({"priority": (math.nan,) * PROBLEM.num_ops}, "right type"),
+        ({"priority": 3}, "right type"),
+        ({"places": (dataclasses.replace(PLACE, busy_s=-1.0),)}, "busy_s"),
+        ({"places": (dataclasses.replace(PLACE, wait_s=math.nan),)}, "right type"),
+        ({"places": (3,)}, "right type"),
+        ({"problem": "x"}, "not a fingerprint"),
+        ({"problem": "0" * 64}, "not in the store"),
+        ({"site": "0" * 64}, "not in the store"),
+        ({"site": None}, "not a fingerprint"),
+        ({"run": "\ud800"}, "UTF-8"),
+        ({"run": "x" * 2000}, "the limit is"),
+        ({"run": None}, "expected text"),
+        ({"schedule": 3}, "expected text"),
+        ({"anchor": "yes"}, "right type"),
+        ({"reason": None}, "right type"),
+    ],
+)
+def test_refused_trials(change, message):
+    with new_store() as store:
+        with pytest.raises(InputError, match=message) as caught:
+            store.add(done(0, **change))
+        assert "\n" not in str(caught.value)
+        assert store.trials(include_running=True) == []
+
+
+def test_what_is_no_trial_is_refused():
+    with new_store() as store:
+        for wrong in (None, 3, {"status": "done"}):
+            for call in (store.add, store.begin, lambda trial: store.finish(1, trial)):
+                with pytest.raises(InputError, match="expected a Trial"):
+                    call(wrong)
+        with pytest.raises(InputError, match="use `add`"):
+            store.begin(done(0))
+        with pytest.raises(InputError, match="use `begin`"):
+            store.add(begun(0))
+
+
+def test_a_measurement_is_not_lost_for_its_message():
+    with new_store() as store:
+        store.add(done(0, status=FAILED[0], step_s=(), reason="out\nof \ud800 memory " + "x" * 10_000, engine="a\nb"))
+        (found,) = store.trials()
+        assert found.reason.startswith("out of ? memory xxx")
+        assert len(found.reason) == MAX_REASON
+        assert found.engine == "a b"
+
+
+def test_numbers_of_numpy_are_kept():
+    with new_store() as store:
+        place = dataclasses.replace(PLACE, busy_s=np.float32(0.5), predicted_peak_bytes=np.int64(7))
+        steps = tuple(np.array([0.5, 0.25], dtype=np.float32))
+        store.add(done(0, places=(place,), step_s=steps, anchor=np.bool_(True)))
+        place = dataclasses.replace(PLACE, busy_s=0.5, predicted_peak_bytes=7)
+        assert store.trials() == [done(0, places=(place,), step_s=(0.5, 0.25), anchor=True)]
+
+
+def test_unknown_fingerprints_are_named():
+    with new_store() as store:
+        with pytest.raises(InputError, match="there is no cluster 'aaa'"):
+            store.site("aaa")
+        with pytest.raises(InputError, match="'aaa': not known"):
+            store.problem("aaa")
+        with pytest.raises(InputError):
+            store.problem(object())
+
+
+def test_more_trials_than_one_call_reads(monkeypatch):
+    monkeypatch.setattr(store_module, "MAX_TRIALS", 7)
+    monkeypatch.setattr(store_module, "_CHUNK", 2)
+    with new_store() as store:
+        for number in range(7):
+            store.add(done(number))
+        assert store.trials() == [done(number) for number in range(7)]
+        store.add(done(8, run="second"))
+        with pytest.raises(InputError, match="8 trials, the limit is 7"):
+            store.trials()
+        assert store.trials(run="second") == [done(8, run="second")]
+
+
+def test_a_problem_that_is_too_large(monkeypatch):
+    monkeypatch.setattr(store_module, "MAX_PROBLEM_BYTES", 100)
+    with TrialStore(None) as store, pytest.raises(InputError, match="the limits are 100"):
+        store.add_problem(PROBLEM)
+
+
+def test_a_closed_store_says_so(tmp_path):
+    store = new_store(tmp_path / "t.sqlite")
+    store.close()
+    store.close()
+    for call in (store.trials, store.sites, store.problems, lambda: store.add(done(0))):
+        with pytest.raises(InputError, match="the store is closed"):
+            call()
+
+
+def test_threads_share_a_store(tmp_path):
+    with new_store(tmp_path / "t.sqlite") as store:
+
+        def work(first):
+            for number in range(first, first + 10):
+                store.finish(store.begin(begun(number)), done(number))
+
+        threads = [threading.Thread(target=work, args=(10 * index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(trial.began_at for trial in store.trials()) == [1000.0 + number for number in range(40)]
+
+
+def test_another_process_that_holds_the_file_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(database, "BUSY_S", 0.05)
+    with new_store(tmp_path / "t.sqlite") as store, TrialStore(tmp_path / "t.sqlite") as other:
+        with database.writing(other._database), pytest.raises(InputError, match="locked"):
+            store.add(done(0))
+        store.add(done(0))
+        assert other.trials() == [done(0)]
+
+
+# Merging
+
+
+def test_merge_copies_what_is_missing(tmp_path):
+    with new_store(tmp_path / "a.sqlite") as first:
+        first.add(done(0))
+    with TrialStore(tmp_path / "b.sqlite") as second:
+        assert second.merge(tmp_path / "a.sqlite") == 1
+        second.add(done(1))
+        second.add(done(0))  # measured again: another trial
+        second.begin(begun(2))
+    with TrialStore(tmp_path / "a.sqlite") as first:
+        assert first.merge(tmp_path / "b.sqlite") == 2
+        assert first.merge(tmp_path / "b.sqlite") == 0
+        assert first.merge(tmp_path / "a.sqlite") == 0
+        assert first.trials(include_running=True) == [done(0), done(1), done(0)]
+        assert first.sites() == [SITE, OTHER_SITE]
+    with TrialStore(tmp_path / "b.sqlite") as second:
+        assert second.merge(tmp_path / "a.sqlite") == 0
+        assert second.trials() == [done(0), done(1), done(0)]
+        assert second.problem(PROBLEM.fingerprint).fingerprint == PROBLEM.fingerprint
+
+
+def test_merge_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_CHUNK", 3)
+    with new_store(tmp_path / "a.sqlite") as first:
+        for number in range(8):
+            first.add(done(number))
+    with TrialStore(None) as second:
+        assert second.merge(tmp_path / "a.sqlite") == 8
+        assert second.trials() == [done(number) for number in range(8)]
+
+
+def test_merge_finishes_what_a_copy_took_while_it_ran(tmp_path):
+    with new_store(tmp_path / "a.sqlite") as first:
+        numbers = [first.begin(begun(number)) for number in range(2)]
+    shutil.copy(tmp_path / "a.sqlite", tmp_path / "copy.sqlite")
+    with TrialStore(tmp_path / "a.sqlite") as first:
+        for number, trial in zip(numbers, (done(0), done(1)), strict=True):
+            first.finish(number, trial)
+    with TrialStore(tmp_path / "copy.sqlite") as copy:
+        mine = done(1, status="crashed", step_s=(), places=(), reason="mine")
+        copy.finish(numbers[1], mine)
+        assert copy.merge(tmp_path / "a.sqlite") == 1
+        assert copy.trials(include_running=True) == [done(0), mine]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("missing.sqlite", "no such file"), ("text.sqlite", "not a SQLite database"), (".", "is a folder")]
+)
+def test_merge_of_nothing(tmp_path, name, message):
+    (tmp_path / "text.sqlite").write_text("no database at all, but long enough to be looked at" * 20)
+    with TrialStore(None) as store, pytest.raises(InputError, match=message):
+        store.merge(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.sqlite"]
+
+
+def test_merge_of_a_damaged_store_changes_nothing(tmp_path):
+    with new_store(tmp_path / "a.sqlite") as first:
+        for number in range(3):
+            first.add(done(number))
+        first._database.execute("UPDATE trials SET step_s = '[-1]' WHERE id = 3")
+    with TrialStore(None) as store:
+        with pytest.raises(InputError, match="trial 3"):
+            store.merge(tmp_path / "a.sqlite")
+        assert (store.trials(), store.sites(), store.problems()) == ([], [], {})

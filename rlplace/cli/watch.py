@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
+import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +19,7 @@ from rlplace.errors import InputError
 if TYPE_CHECKING:
     from rlplace.measured.drift import Drift, DriftDetector
     from rlplace.measured.replan_report import ReplanReport
+    from rlplace.measured.steps_file import StepsReader
     from rlplace.plan.plan import PlacementPlan
 
 EXAMPLE = "example: rlplace finetune --watch run.steps.jsonl --plan gpt2.plan.json --follow"
@@ -81,8 +85,10 @@ class _Run:
                     f"{self.path}: written with plan {item.plan[:12]}, {self.options.plan} is {self.plan.fingerprint[:12]}; "
                     "give the plan that the run uses"
                 )
-            reference = item.predicted_s if self.options.reference == "predicted" else None
-            if self.options.reference == "predicted" and reference is None:
+            if item.continued and self.detector is not None:
+                return None
+            reference = item.predicted_s if self.options.reference == "predicted" else item.reference_s
+            if self.options.reference == "predicted" and item.predicted_s is None:
                 raise InputError(f"{self.path}: the run's plan predicts no step time; take --reference first")
             self.detector = DriftDetector(reference, least=self.options.least)
             self.drifts, self.steps, self.busy = [], 0, []
@@ -102,20 +108,29 @@ class _Run:
     def replan(self, drift: Drift) -> ReplanReport | None:
         """Plans again, unless the steps are as they were; writes plan and report."""
         from rlplace.agents.replan import replan_files
+        from rlplace.measured.drift import WARMUP
 
         if abs(math.log(drift.of_reference)) < math.log1p(self.options.least):
             return None
         name = self.path.name.removesuffix(".jsonl").removesuffix(".steps")
         out = Path(self.options.out or self.path.with_name(f"{name}.step{drift.step}.plan.json"))
         report = out.with_name(f"{out.name.removesuffix('.json').removesuffix('.plan')}.replan.json")
-        before = [busy for step, busy in self.busy if step < self.drifts[0].began]
+        before = [busy for step, busy in self.busy if WARMUP <= step < self.drifts[0].began]
         since = [busy for step, busy in self.busy if step >= drift.began]
         held = self.options.reference == "predicted"
         request = argparse.Namespace(
-            plan=self.options.plan, problem=self.options.problem, ratio=drift.of_reference, measured_s=drift.after_s,
-            busy_s=_medians(since), busy_before_s=None if held else _medians(before), out=str(out), report=str(report),
-            time_limit_s=self.options.time_limit, restart_s=self.options.restart_s, seed=self.options.seed,
-        )  # fmt: skip
+            plan=self.options.plan,
+            problem=self.options.problem,
+            ratio=drift.of_reference,
+            measured_s=drift.after_s,
+            busy_s=_medians(since) if before or held else None,
+            busy_before_s=None if held else _medians(before),
+            out=str(out),
+            report=str(report),
+            time_limit_s=self.options.time_limit,
+            restart_s=self.options.restart_s,
+            seed=self.options.seed,
+        )
         return replan_files(request)
 
 
@@ -129,7 +144,8 @@ def run_watch(options: argparse.Namespace) -> int:
     run = _Run(PlacementPlan.load(options.plan), Path(options.watch), options)
     reader = StepsReader(options.watch)
     if options.follow:
-        _follow(run, reader, options)
+        with contextlib.suppress(KeyboardInterrupt):  # how it ends
+            _follow(run, reader, options)
         return 0
     for item in reader.read():
         run.take(item)
@@ -153,7 +169,7 @@ def run_watch(options: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(run: _Run, reader: Any, options: argparse.Namespace) -> None:
+def _follow(run: _Run, reader: StepsReader, options: argparse.Namespace) -> None:
     """Until interrupted; only the latest drift of what was read at once is planned for."""
     say(f"following {options.watch}; Ctrl-C ends it, the run is left as it is")
     while True:
@@ -171,12 +187,11 @@ def _follow(run: _Run, reader: Any, options: argparse.Namespace) -> None:
             print_json({"report": report.to_dict()})
         elif report is not None:
             print("\n".join(report.lines()), flush=True)
+        sys.stdout.flush()
         time.sleep(_POLL_S)
 
 
 def _medians(rows: list[tuple[float, ...]]) -> list[float] | None:
-    import statistics
-
     if not rows or len({len(row) for row in rows}) > 1:
         return None
     return [statistics.median(column) for column in zip(*rows, strict=True)]

@@ -12,6 +12,7 @@ A two-sided CUSUM test on the logarithms of step times. What makes it fit for tr
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from dataclasses import dataclass
 
@@ -19,13 +20,17 @@ import numpy as np
 
 from rlplace.errors import InputError, show
 
-CLIP = 3.0
+CLIP = 2.0
 """Largest score of one step, in units of the noise."""
+
+WARMUP = 10
+"""Steps at the start that do not count, by default."""
 
 MIN_STEPS = 10
 """A change shorter than half of that is a hiccup."""
 
 _KEPT = 512
+_SPLIT = 128  # steps among which the beginning of a change is looked for
 _RECALIBRATE = (40, 70, 100)
 _OVERSHOOT = 1.166  # of a normal random walk over a boundary (Siegmund 1985, section 2.3)
 
@@ -86,7 +91,7 @@ class DriftDetector:
         self,
         reference_s: float | None = None,
         *,
-        warmup: int = 10,
+        warmup: int = WARMUP,
         window: int = 20,
         least: float = 0.05,
         false_alarm_steps: float = 100_000.0,
@@ -150,9 +155,9 @@ class DriftDetector:
         if self._settling >= 5:
             return True
         half = len(self._level) // 2
-        parts = np.array(self._level[:half]), np.array(self._level[half:])
-        middles = [float(np.median(part)) for part in parts]
-        noise = 1.4826 * float(np.median(np.abs(np.concatenate([p - m for p, m in zip(parts, middles, strict=True)]))))
+        middles = _median(self._level[:half]), _median(self._level[half:])
+        # Differences of neighbours do not see a single jump.
+        noise = 1.4826 * float(np.median(np.abs(np.diff(self._level)))) / math.sqrt(2)
         if abs(middles[1] - middles[0]) <= max(self._least, 3 * 1.2533 * noise * math.sqrt(2 / half)):
             return True
         self._settling += 1
@@ -213,13 +218,18 @@ class DriftDetector:
         return None
 
     def _confirm(self, side: int, number: int) -> Drift | None:
-        began = self._onset[side]
-        since = list(self._recent)[-(number + 1 - began) :]
-        if len(since) < MIN_STEPS:
+        steps = number + 1 - self._onset[side]
+        if steps < MIN_STEPS or (steps - MIN_STEPS) % 4:  # not at every step: it takes about a millisecond
             return None
-        middle = sorted(since)[len(since) // 2]
-        change = middle - self._middle
-        if (change if side == 0 else -change) < self._least / 2:
+        since = self._since(steps)
+        began = number + 1 - len(since)
+        if len(since) < MIN_STEPS // 2:
+            return None
+        middle = _median(since)
+        sign = 1.0 if side == 0 else -1.0
+        # A burst of slow steps moves neither the median of all steps nor that of the latest ones.
+        change = min(sign * (part - self._middle) for part in (middle, _median(since[len(since) // 2 :])))
+        if change < max(self._least, self._scale) / 2:
             return None
         assert self.reference_s is not None
         drift = Drift(number, began, math.exp(self._middle), math.exp(middle), self.reference_s)
@@ -227,6 +237,19 @@ class DriftDetector:
         self._level, self._settling = since[-_RECALIBRATE[-1] :], 0
         self.level_s = drift.after_s
         return drift
+
+    def _since(self, steps: int) -> list[float]:
+        """The steps since the change: the split that leaves the least absolute deviation from the medians of both sides.
+
+        The sums of the test begin to grow before, if some slow steps happen to come just before it.
+        """
+        recent = list(self._recent)[-min(steps + MIN_STEPS, _SPLIT) :]
+        before = np.concatenate([[0.0], np.cumsum(np.abs(np.array(recent) - self._middle))])
+        costs = []
+        for split in range(len(recent) - 2):
+            tail = np.array(recent[split:])
+            costs.append(before[split] + float(np.abs(tail - np.median(tail)).sum()))
+        return recent[int(np.argmin(costs)) :]
 
     def _grow(self, value: float) -> None:
         """More steps make the level better known, as long as nothing seems to happen."""
@@ -238,6 +261,10 @@ class DriftDetector:
             self._calibrate()
             if len(self._level) >= _RECALIBRATE[-1]:
                 self._level = []
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
 
 
 def _limit(allowance: float, run_length: float) -> float:

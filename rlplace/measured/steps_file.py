@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,20 @@ class StepHeader:
         plan: Fingerprint of its plan.
         problem: Fingerprint of its problem.
         predicted_s: Step time that the plan predicts; None where it does not.
+        continued: The run goes on in this file: the older one was renamed.
+        reference_s: Of a continued run, what its steps are compared with, where it is known.
     """
 
     plan: str
     problem: str
     predicted_s: float | None = None
+    continued: bool = False
+    reference_s: float | None = None
+
+    def line(self) -> str:
+        """As text, with its end."""
+        told = {key: value for key, value in asdict(self).items() if value is not None and value is not False}
+        return json.dumps({"format": FORMAT, "version": VERSION, **told}) + "\n"
 
 
 @dataclass(frozen=True)
@@ -70,22 +79,29 @@ class StepsWriter:
         """
         self.path = Path(path)
         self._max_bytes = max_bytes
-        told = {"plan": header.plan, "problem": header.problem, "predicted_s": header.predicted_s}
-        self._header = json.dumps({"format": FORMAT, "version": VERSION, **told}) + "\n"
+        self._header = header
         _mend(self.path)
-        self.write([])
-        self._append(self._header)
+        if self._full(0):
+            os.replace(self.path, f"{self.path}.1")
+        self._append(header.line())
 
-    def write(self, lines: list[str]) -> None:
-        """Appends lines without their ends.
+    def _full(self, more: int) -> bool:
+        return self.path.is_file() and self.path.stat().st_size + more > self._max_bytes
+
+    def write(self, lines: list[str], reference_s: float | None = None) -> None:
+        """Appends lines.
+
+        Args:
+            lines: Without their ends.
+            reference_s: For the header of a new file, see `StepHeader`.
 
         Raises:
             OSError: The file cannot be written.
         """
         text = "".join(f"{line}\n" for line in lines)
-        if self.path.is_file() and self.path.stat().st_size + len(text) > self._max_bytes:
+        if self._full(len(text)):
             os.replace(self.path, f"{self.path}.1")
-            text = self._header + text
+            text = replace(self._header, continued=True, reference_s=reference_s).line() + text
         if text:
             self._append(text)
 
@@ -182,13 +198,20 @@ class StepsReader:
 
 
 def _header(data: dict[str, Any], where: str) -> StepHeader:
-    check_keys(data, {"plan", "problem"}, {"predicted_s"}, where)
+    check_keys(data, {"plan", "problem"}, {"predicted_s", "continued", "reference_s"}, where)
     if not isinstance(data["plan"], str) or not isinstance(data["problem"], str):
         raise InputError(f"{where}: plan and problem must be fingerprints")
-    predicted = data.get("predicted_s")
-    return StepHeader(
-        data["plan"], data["problem"], None if predicted is None else _seconds(predicted, f"{where}: predicted_s")
-    )
+    if not isinstance(data.get("continued", False), bool):
+        raise InputError(f"{where}: continued must be true or false")
+    times = {key: _positive(data[key], f"{where}: {key}") for key in ("predicted_s", "reference_s") if key in data}
+    return StepHeader(data["plan"], data["problem"], continued=data.get("continued", False), **times)
+
+
+def _positive(value: Any, where: str) -> float:
+    number = _seconds(value, where)
+    if number == 0:
+        raise InputError(f"{where}: it must be positive")
+    return number
 
 
 def _seconds(value: Any, where: str) -> float:

@@ -7,7 +7,6 @@ is up to the person who trains.
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import math
 import os
@@ -17,10 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, show
-from rlplace.measured.drift import Drift, DriftDetector
+from rlplace.measured.drift import WARMUP, Drift, DriftDetector
 from rlplace.measured.migration import RESTART_S
 from rlplace.measured.replan_report import ReplanReport
 from rlplace.measured.steps_file import StepHeader, StepsWriter
@@ -28,8 +27,12 @@ from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.runtime.replan_job import ReplanJob
 
+if TYPE_CHECKING:
+    from rlplace.runtime.distributed.busy_steps import BusySteps
+
 REFERENCES = ("first", "predicted")
 _FLUSH_STEPS, _FLUSH_S = 64, 5.0
+_BUSY_KEPT, _BUSY_NEEDED = 64, 3
 _OFF = 0.25  # share by which a prediction may be wrong before it is mentioned
 
 
@@ -63,7 +66,7 @@ class StepWatch:
         reference: str | None = None,
         replan: bool = True,
         report: Callable[[str], Any] | None = None,
-        warmup: int = 10,
+        warmup: int = WARMUP,
         least: float = 0.05,
         rank: int | None = None,
         synchronize: Callable[[], Any] | None = None,
@@ -71,6 +74,8 @@ class StepWatch:
         restart_s: float = RESTART_S,
         pause_s: float = 300.0,
         seed: int = 0,
+        model: Any = None,
+        busy_every: int = 16,
     ) -> None:
         """Starts a watch.
 
@@ -91,6 +96,10 @@ class StepWatch:
             restart_s: Assumed to stop and start the job.
             pause_s: Least time from one background process to the next.
             seed: Of planning.
+            model: What `rlplace.distribute` returned; given on every process, one step in `busy_every` notes how long each
+                device computes, which needs one small collective after it, and drifts can be located. Every process must
+                then make the same calls to the watch.
+            busy_every: See `model`.
 
         Raises:
             InputError: An argument is out of its range, or the plan is not for the problem.
@@ -98,6 +107,14 @@ class StepWatch:
         self.drifts: list[Drift] = []
         self.reports: list[ReplanReport] = []
         self._step = _Step(self)
+        self._probe: BusySteps | None = None
+        if model is not None:
+            from rlplace.runtime.distributed.busy_steps import BusySteps
+
+            if reference == "predicted":
+                raise InputError("StepWatch: model= compares devices with the first steps; leave reference out")
+            self._probe = BusySteps(model, busy_every)
+        self._synchronize, self._last_s = synchronize, math.nan
         self._pid = os.getpid() if (_rank() if rank is None else rank) == 0 else -1
         if self._pid < 0:
             return
@@ -119,15 +136,15 @@ class StepWatch:
         self._problem = problem if problem is None or isinstance(problem, Problem) else Path(problem)
         self._held = reference == "predicted"
         self._detector = DriftDetector(self._predicted_s if self._held else None, warmup=warmup, least=least)
-        self._least, self._report, self._synchronize = math.log1p(least), report or _print, synchronize
+        self._least, self._report, self._warmup = math.log1p(least), report or _print, warmup
         self._settings = {"time_limit_s": time_limit_s, "restart_s": restart_s, "seed": seed}
         self._pause_s, self._replan = pause_s, replan
         self._lines: list[str] = []
-        self._busy_first: list[tuple[float, ...]] = []
-        self._busy: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=64)
+        self._busy_first: list[tuple[int, tuple[float, ...]]] = []
+        self._busy: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_BUSY_KEPT)
         self._job: ReplanJob | None = None
         self._pending: Drift | None = None
-        self._started_s, self._flushed_s, self._last_s = -math.inf, time.monotonic(), math.nan
+        self._started_s, self._flushed_s = -math.inf, time.monotonic()
         self._mentioned = False
         self._out = Path(out)
         self._writer: StepsWriter | None = None
@@ -154,20 +171,24 @@ class StepWatch:
             seconds: Of the step; None takes the time since the last call.
             busy_s: Per device of the cluster the seconds that it computed, where they are known: then a drift can be located.
         """
-        if self._pid != os.getpid():
-            return
         if seconds is None:
             now = time.perf_counter()
             seconds, self._last_s = now - self._last_s, now
-            if seconds != seconds:
-                return  # the first call starts the clock
+        probe = self._probe
+        if probe is not None:
+            busy_s = probe.end() or busy_s
+            probe.begin()
+        if self._pid == os.getpid() and seconds == seconds:  # the first call without seconds starts the clock
             self._take(seconds, busy_s)
+        if self._last_s == self._last_s:
             self._last_s = time.perf_counter()  # what the watch itself took is not the next step's
-        else:
-            self._take(seconds, busy_s)
 
     def close(self) -> None:
-        """Writes what is left and ends the background process; the watch does nothing from then on."""
+        """Writes what is left and ends the background process; the watch does nothing from then on.
+
+        It happens by itself when the interpreter exits. With `model`, every process calls it after the same step, or none does.
+        """
+        self._probe = None
         if self._pid != os.getpid():
             return
         self._flush()
@@ -205,8 +226,8 @@ class StepWatch:
         told = ", ".join(f"{value:.9g}" for value in busy)
         self._lines.append(f'{{"step": {number}, "s": {seconds:.9g}, "at": {time.time():.3f}, "busy_s": [{told}]}}')
         self._busy.append((number, busy))
-        if self._detector.level_s is None and len(self._busy_first) < _FLUSH_STEPS:
-            self._busy_first.append(busy)
+        if number >= self._warmup and not self.drifts and len(self._busy_first) < _BUSY_KEPT:
+            self._busy_first.append((number, busy))
 
     def _mention(self) -> None:
         self._mentioned = True
@@ -231,8 +252,9 @@ class StepWatch:
         """Starts a background process that is due, takes the result of one that is finished, ends one that hangs."""
         now = time.monotonic()
         if self._job is None:
-            if self._pending is not None and now - self._started_s >= self._pause_s:
-                self._start(self._pending, now)
+            drift = self._pending
+            if drift is not None and now - self._started_s >= self._pause_s and not self._awaits_busy(drift):
+                self._start(drift, now)
             return
         result = self._job.poll()
         if result is None and now - self._started_s > self._job.most_s:
@@ -250,9 +272,16 @@ class StepWatch:
         for line in result.lines():
             self._say(line)
 
+    def _awaits_busy(self, drift: Drift) -> bool:
+        """Whether it is worth waiting for steps that tell where the drift is."""
+        if self._probe is None or self._detector.count - drift.step > 2 * _BUSY_NEEDED * self._probe.every:
+            return False
+        return sum(number >= drift.began for number, _ in self._busy) < _BUSY_NEEDED
+
     def _start(self, drift: Drift, now: float) -> None:
         self._pending, self._started_s = None, now
         since = [busy for number, busy in self._busy if number >= drift.began]
+        before = [busy for number, busy in self._busy_first if number < self.drifts[0].began]
         base = self._out.absolute().with_name(
             f"{self._out.name.removesuffix('.jsonl').removesuffix('.steps')}.step{drift.step}"
         )
@@ -263,8 +292,8 @@ class StepWatch:
                 drift,
                 plan_path=base.with_name(f"{base.name}.plan.json"),
                 report_path=base.with_name(f"{base.name}.replan.json"),
-                busy_s=_medians(since),
-                busy_before_s=None if self._held else _medians(self._busy_first),
+                busy_s=_medians(since) if before or self._held else None,
+                busy_before_s=None if self._held else _medians(before),
                 **self._settings,  # type: ignore[arg-type]
             )
         except (OSError, InputError) as error:
@@ -281,7 +310,7 @@ class StepWatch:
         if self._writer is None or not lines:
             return
         try:
-            self._writer.write(lines)
+            self._writer.write(lines, self._detector.reference_s)
         except OSError as error:
             self._writer = None
             self._say(f"{self._out}: cannot be written any more ({error.strerror}); steps are watched, but not recorded")
@@ -306,13 +335,23 @@ class _Step:
         self._begin_s = 0.0
 
     def __enter__(self) -> _Step:
-        if self._watch._pid > 0:
+        watch = self._watch
+        if watch._probe is not None:
+            watch._probe.begin()
+        if watch._pid > 0:
             self._begin_s = self._now()
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if self._watch._pid > 0 and kind is None:
-            self._watch.step_done(self._now() - self._begin_s)
+        watch = self._watch
+        if kind is not None:
+            if watch._probe is not None:
+                watch._probe.drop()
+            return
+        end_s = self._now() if watch._pid > 0 else 0.0
+        busy_s = watch._probe.end() if watch._probe is not None else None
+        if watch._pid > 0 and watch._pid == os.getpid():
+            watch._take(end_s - self._begin_s, busy_s)
 
     def _now(self) -> float:
         synchronize = self._watch._synchronize
@@ -339,33 +378,6 @@ def _medians(rows: Sequence[tuple[float, ...]]) -> list[float] | None:
 def _passive() -> StepWatch:
     """What a watch is in another process."""
     watch = StepWatch.__new__(StepWatch)
-    watch.drifts, watch.reports, watch._step, watch._pid = [], [], _Step(watch), -1
+    watch.drifts, watch.reports, watch._step, watch._probe, watch._pid = [], [], _Step(watch), None, -1
+    watch._last_s = math.nan
     return watch
-
-
-@functools.cache
-def _callback() -> type:
-    from transformers import TrainerCallback
-
-    class StepWatchCallback(TrainerCallback):
-        """Has a `StepWatch` time the steps of a transformers `Trainer`, from the start of forward to the end of the update."""
-
-        def __init__(self, watch: StepWatch) -> None:
-            self._watch = watch
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._watch.step().__enter__()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._watch.step().__exit__(None)
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._watch.close()
-
-    return StepWatchCallback
-
-
-def __getattr__(name: str) -> Any:
-    if name == "StepWatchCallback":  # made when it is asked for: transformers is optional
-        return _callback()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,6 +19,9 @@ BUSY_S = 60.0
 MAX_VALUE_BYTES = 1 << 27
 """Longer texts and blobs are refused by SQLite itself, before they are read."""
 
+_LEAST_BYTES = 512
+"""Of a database: its smallest page."""
+
 # `plan_key` is a digest of `Trial.key`. `uid` is drawn when a trial is first written: the same trial in two files has the same.
 SCHEMA = (
     "CREATE TABLE sites (fingerprint TEXT PRIMARY KEY NOT NULL, name TEXT NOT NULL, facts TEXT NOT NULL)",
@@ -33,9 +36,6 @@ SCHEMA = (
     "CREATE INDEX trials_by_problem ON trials (problem, site)",
     "CREATE INDEX trials_by_run ON trials (run)",
 )
-
-_INTERNAL = ("sqlite_sequence", "sqlite_stat1", "sqlite_stat4")
-"""Tables that SQLite makes by itself: of AUTOINCREMENT and ANALYZE."""
 
 
 def open_database(path: str | Path | None, *, create: bool) -> sqlite3.Connection:
@@ -141,6 +141,8 @@ def _uri(path: Path, create: bool) -> str:
             raise InputError(f"{path}: is a folder; name a file such as {path / 'trials.sqlite'}")
         if not stat.S_ISREG(found.st_mode):
             raise InputError(f"{path}: is not a regular file")
+        if 0 < found.st_size < _LEAST_BYTES:  # SQLite takes a file of one byte for an empty one, and writes over it
+            raise InputError(f"{path}: not a SQLite database")
     return f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
 
 
@@ -165,10 +167,15 @@ def _check(connection: sqlite3.Connection, where: str) -> None:
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > VERSION:
         raise InputError(f"{where}: written as trials version {version}, this rlplace reads up to {VERSION}; upgrade rlplace")
-    # Anything beside these is refused: a view or a trigger would run statements of whoever made the file.
-    found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT IN (?, ?, ?)", _INTERNAL)
+    # Anything beside these and what AUTOINCREMENT and ANALYZE make is refused: a view or a trigger would run statements of
+    # whoever made the file.
+    own = (
+        "type = 'table' AND name IN ('sqlite_sequence', 'sqlite_stat1', 'sqlite_stat4') AND sql LIKE 'CREATE TABLE sqlite_%(%'"
+    )
+    found = connection.execute(f"SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND NOT ({own})")
     if version < 1 or sorted(str(sql) for (sql,) in found) != sorted(SCHEMA):
         raise InputError(f"{where}: its tables are not those of a store of trials")
-    faults = connection.execute("PRAGMA quick_check(1)").fetchone()
+    # The whole check, indexes included: with one that has lost an entry a known plan would be measured again, unnoticed.
+    faults = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if faults is None or faults[0] != "ok":
         raise InputError(f"{where}: the database is damaged; restore a copy of it, or try `sqlite3 FILE .recover`")

@@ -290,7 +290,7 @@ class TrialStore:
                 _check_sizes(trial, known[place], at)
                 if key != plan_key(trial.key) or not isinstance(uid, bytes) or len(uid) != 16:
                     raise InputError(f"{at}: its key does not fit its plan; the row was changed")
-                if number <= last:
+                if whole(number, 1, (1 << 63) - 1, f"{at}: id") <= last:
                     raise InputError(f"{at}: not in order; the database is damaged")
                 last = number
                 yield number, uid, trial

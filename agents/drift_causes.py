@@ -84,7 +84,7 @@ def causes_of(
     if step_s >= (1 - _UNEXPLAINED) * target_s:
         return [Cause(name, base)], True, []
     links, notes = _links(problem, plan, line, base, target_s, MOST_CAUSES)
-    links = [replace(link, name=f"{name}; {link.name}") for link in links]
+    links = [replace(link, name=f"{name}, {link.name}") for link in links]
     if not links:
         rest = f"the devices account for {step_s / target_s:.0%} of the step, and no link alone for the rest"
         return [Cause(name, base)], True, [rest]
@@ -110,9 +110,9 @@ def _by_busy(
     factor[~used] = float(np.median(factor[used]))
     changed = [d for d in np.flatnonzero(used) if abs(math.log(factor[d])) > 0.05]
     changed.sort(key=lambda d: -abs(math.log(factor[d])))
-    told = [f"{problem.devices[d].name} {_times(float(factor[d]))}" for d in changed[:4]]
+    told = [f"device {problem.devices[d].name} {_times(float(factor[d]))}" for d in changed[:4]]
     more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-    name = "devices as measured: " + (", ".join(told) + more if told else "as fast as before")
+    name = ", ".join(told) + more if told else "devices as before"
     return replace(no_correction(problem), device_factor=factor), name
 
 

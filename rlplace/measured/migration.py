@@ -8,7 +8,7 @@ Transfers that share a channel run one after the other.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
@@ -79,7 +79,6 @@ class _Bundle:
 
     size_bytes: int = 0
     messages: int = 0
-    groups: set[int] = field(default_factory=set)
 
 
 def migration(problem: Problem, old: PlacementPlan, new: PlacementPlan, *, restart_s: float = RESTART_S) -> Migration:
@@ -110,19 +109,21 @@ def migration(problem: Problem, old: PlacementPlan, new: PlacementPlan, *, resta
     weights = np.where(known, problem.weight_bytes, problem.resident_bytes)
     states = np.where(known, problem.optimizer_bytes, 0)
     pieces = lcm(_shares(old), _shares(new))
+    moved: set[int] = set()
     rows_old, rows_new = _rows(old, problem.num_devices), _rows(new, problem.num_devices)
     for group in range(problem.num_groups):
         have = [row[old.device_of_group[group]] for row in rows_old]
         want = [row[new.device_of_group[group]] for row in rows_new]
-        _send(bundles, problem, group, int(weights[group]), have, want)
+        if set(want) - set(have):
+            moved.add(group)  # also one without weights
+        _send(bundles, problem, int(weights[group]), have, want)
         whole = int(states[group])
         for piece in range(pieces):
             size = whole * (piece + 1) // pieces - whole * piece // pieces
             holders = [have[piece * len(have) // pieces]] if _shares(old) > 1 else have
             getters = [want[piece * len(want) // pieces]] if _shares(new) > 1 else want
-            _send(bundles, problem, group, size, holders, getters)
+            _send(bundles, problem, size, holders, getters)
     loads = tuple(_load(problem, pair, bundles[pair]) for pair in sorted(bundles))
-    moved = set().union(*(bundle.groups for bundle in bundles.values())) if bundles else set()
     same = not loads and old.fingerprint == new.fingerprint
     return Migration(len(moved), loads, _makespan(problem, loads), 0.0 if same else restart_s)
 
@@ -138,9 +139,7 @@ def _rows(plan: PlacementPlan, num_devices: int) -> list[list[int]]:
     return [[int(device) for device in row] for row in plan.replicas]
 
 
-def _send(
-    bundles: dict[tuple[int, int], _Bundle], problem: Problem, group: int, size_bytes: int, have: list[int], want: list[int]
-) -> None:
+def _send(bundles: dict[tuple[int, int], _Bundle], problem: Problem, size_bytes: int, have: list[int], want: list[int]) -> None:
     if size_bytes <= 0:
         return
     for destination in sorted(set(want) - set(have)):
@@ -148,7 +147,6 @@ def _send(
         bundle = bundles.setdefault((source, destination), _Bundle())
         bundle.size_bytes += size_bytes
         bundle.messages += 1
-        bundle.groups.add(group)
 
 
 def _load(problem: Problem, pair: tuple[int, int], bundle: _Bundle) -> LinkLoad:

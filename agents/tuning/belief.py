@@ -16,6 +16,8 @@ from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator
 
+_FRESH = 10  # so many trials after the last time, calibration begins without the last one, which may be a local optimum
+
 
 @dataclass(frozen=True, eq=False)
 class Belief:
@@ -74,7 +76,7 @@ def believe(campaign: Campaign, before: Belief | None = None) -> Belief | None:
         return None
     trials: list[Trial] = [trial for trial in campaign.trials if trial.timed and not trial.anchor]
     seconds = [campaign.seconds(trial) for trial in trials]
-    start = None if before is None else before.fit.correction
+    start = None if before is None or len(trials) % _FRESH == 0 else before.fit.correction
     fit = fit_correction(campaign.problem, trials, execution=campaign.execution, seconds=seconds, start=start)
     noise = campaign.noise / np.sqrt([len(trial.step_s) for trial in trials])
     return Belief(

@@ -46,7 +46,7 @@ class LogModel:
         """
         if len(plans) < _LEAST:
             raise InputError(
-                f"finetune: {len(plans)} plans with times are too few to learn from directly; {_LEAST} is the least, 30 is useful"
+                f"finetune: {len(plans)} plans with times are too few to learn from directly; measure at least {_LEAST}"
             )
         count, groups = plans.shape
         one_hot = np.zeros((count, groups * devices))

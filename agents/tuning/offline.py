@@ -99,9 +99,7 @@ def measurements_of(store: TrialStore, *, site: str | None = None) -> list[Measu
         known = plans.get(trial.device_of_group)
         plans[trial.device_of_group] = trial if known is None else _joined(known, trial)
     if not sets:
-        raise InputError(
-            "finetune: the file holds no plan with times; measure some with: torchrun ... -m rlplace finetune MODEL"
-        )
+        raise InputError("finetune: the file holds no plan with times; measure some: torchrun ... -m rlplace finetune MODEL")
     return [
         Measurements(store.problem(problem), Execution(microbatches, schedule), where, mode, tuple(plans.values()))
         for (problem, where, microbatches, schedule, mode), plans in sets.items()

@@ -1,4 +1,4 @@
-"""What the fine-tuned agent is compared with: proposers that get the same trials, the same corrected simulator and as many calls.
+"""What the fine-tuned agent is compared with: proposers with the same first trials, calibration and simulator calls.
 
 * `random`: the best of so many random plans by the corrected simulator.
 * `annealing`: annealing in the corrected simulator, from the best plan measured.

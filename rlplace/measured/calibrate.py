@@ -89,7 +89,7 @@ def fit_correction(
         trials: Of this problem on one cluster; those without times are left out.
         execution: Micro-batches and schedule of the step.
         seconds: Step time of every trial, where it is known better than by the trial's own median.
-        start: Slowdowns to begin the search at, such as the last fit's.
+        start: Slowdowns to begin the search at, such as the last fit's, which is quicker; None looks for the place to begin.
 
     Raises:
         InputError: No trial has times, or one is of another problem.
@@ -197,8 +197,8 @@ def _fit_links(
             columns.append((residuals(moved) - here) / _SLOPE_STEP)
         return np.stack(columns, axis=1)
 
-    starts = [first, _scan(residuals, np.zeros_like(first))]
-    found = [least_squares(residuals, start, slopes, x_scale=spread, max_nfev=_ROUNDS) for start in starts]
+    begins = [first] if start is not None else [first, _scan(residuals, first)]
+    found = [least_squares(residuals, begin, slopes, x_scale=spread, max_nfev=_ROUNDS, ftol=1e-4) for begin in begins]
     return shape.unpack(min(found, key=lambda result: result.cost).x, base)
 
 

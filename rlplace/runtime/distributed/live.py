@@ -64,8 +64,8 @@ def open_service(
     assert problem is not None
     if dist.get_world_size() != problem.num_devices:
         raise InputError(
-            f"finetune: the cluster has {problem.num_devices} devices, the job {dist.get_world_size()} processes; start one for "
-            "every device"
+            f"finetune: the cluster has {problem.num_devices} devices, the job {dist.get_world_size()} processes; "
+            "start one for every device"
         )
     if slept is not None and slept.time_s.shape != problem.time_s.shape:
         raise InputError("finetune: what is replayed has other ops or devices than the problem; price the same model for it")

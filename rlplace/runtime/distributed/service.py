@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlplace.cost.timings import PlanTiming
-from rlplace.errors import InputError, RlplaceError
+from rlplace.errors import InputError
 from rlplace.files import check_header
 from rlplace.measured.campaign import PlanFailed
 from rlplace.measured.race import Race
@@ -41,17 +41,14 @@ class PlanService:
             engine: Which engine runs the plans; None: the one that fits each best.
         """
         self._timer, self._problem, self._device, self._engine = timer, problem, device, engine
-        self._open = True
 
     def __call__(self, plan: PlacementPlan, race: Race) -> PlanTiming:
         """Times a plan; see `rlplace.measured.campaign.Timer`."""
-        if not self._open:
-            raise RlplaceError("measure: the processes that time plans have been let go")
         broadcast_text(json.dumps({"plan": plan.to_dict(), "race": _race_data(race)}), self._device)
         return self._run(plan, race)
 
     def serve(self) -> None:
-        """On ranks other than 0: times what rank 0 asks for, until it calls `close`."""
+        """On ranks other than 0: times what rank 0 asks for, until it calls `release`."""
         while True:
             asked = json.loads(broadcast_text(None, self._device))
             if "plan" not in asked:
@@ -62,11 +59,9 @@ class PlanService:
             except PlanFailed:  # rank 0 knows the same
                 continue
 
-    def close(self) -> None:
-        """On rank 0: lets the others go."""
-        if self._open:
-            self._open = False
-            broadcast_text("{}", self._device)
+    def release(self) -> None:
+        """On rank 0: lets the others return from `serve`."""
+        broadcast_text("{}", self._device)
 
     def _run(self, plan: PlacementPlan, race: Race) -> PlanTiming:
         failure = ""

@@ -1,0 +1,81 @@
+"""Fine-tuning on measured plans, on emulated clusters that differ from their description.
+
+    sudo python -m benchmarks.finetune --out DIR                      all cells, resumable cell by cell; then the tables
+    python -m benchmarks.finetune --out DIR --report                  only the tables of what is there
+
+A cell is a cluster, a model and a seed. In it every method measures at most --plans plans: they share the first ones (the
+un-tuned agent's answer and others that are good by the description), the calibration and the simulator calls of a proposal, and
+differ in how they propose. `calibrated` is the control: the agent as shipped, in the calibrated simulator. All answers are then
+timed in turn, in an order that changes from round to round; the tables are made of those times. A plan that one method has
+measured is not measured again for another, but counts for both. Needs root; other programs on the machine disturb it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from benchmarks.finetune.clusters import CLUSTERS, MODELS, TUNED_ON
+from benchmarks.finetune.rank import read_rows
+from benchmarks.finetune.report import report
+from rlplace.runtime.hosts import emulated_hosts, launch
+
+METHODS = ("finetuned", "calibrated", "annealing", "random", "bayes")
+REPORTED = ("slow_host", "slow_link", "contended_link", "unlike_speeds")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of results")
+    add("--clusters", nargs="+", default=list(REPORTED), choices=CLUSTERS)
+    add("--models", nargs="+", default=list(MODELS), choices=[*MODELS, *TUNED_ON])
+    add("--methods", nargs="+", default=list(METHODS))
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--plans", type=int, default=60)
+    add("--repeats", type=int, default=3, help="timed steps of a plan that stays in its race")
+    add("--calls", type=int, default=1024, help="simulations of a proposal")
+    add("--agent", default="default")
+    add("--report", action="store_true", help="only the tables")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.report:
+        for seed in args.seeds:  # so that a part of the cells is a smaller experiment, not a part of the clusters
+            for name in args.clusters:
+                _run(name, seed, args)
+    report(read_rows(args.out))
+
+
+def _run(name: str, seed: int, args: argparse.Namespace) -> None:
+    done = {row["model"] for row in read_rows(args.out) if (row["cluster"], row["seed"]) == (name, seed)}
+    models = [model for model in args.models if model not in done]
+    if not models:
+        return
+    settings = {
+        "cluster": name,
+        "seeds": [seed],
+        "models": models,
+        "out": str(args.out.resolve()),
+        **{key: getattr(args, key) for key in ("methods", "plans", "repeats", "calls", "agent")},
+    }
+    cluster = CLUSTERS[name]
+    with emulated_hosts(cluster.spec) as hosts, cluster.busy(hosts):
+        command = [sys.executable, "-m", "benchmarks.finetune.rank", json.dumps(settings)]
+        with launch(hosts, command, sink=_pass_on) as job:
+            job.wait()
+            job.check()
+
+
+def _pass_on(rank: int, host: int, stream: int, line: str) -> None:
+    if rank == 0 and stream == 2:
+        print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""``rlplace finetune MODEL``: under torchrun, measures plans on the processes of the job and learns from them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from rlplace.cli.common import load, milliseconds, print_json, say
+from rlplace.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlplace.agents.tuning.belief import Belief
+    from rlplace.agents.tuning.tune import Tuned
+    from rlplace.measured.campaign import Campaign
+    from rlplace.measured.site import Site
+    from rlplace.measured.trial import Trial
+    from rlplace.planners.common.evaluate import Execution
+    from rlplace.problem import Problem
+    from rlplace.runtime.distributed.service import PlanService
+
+_FIRST_SHARE, _FIRST_MOST = 5, 10  # of the plans, one of so many is measured before anything is learned
+
+
+def run(options: argparse.Namespace, path: str) -> int:
+    """Runs on this rank; rank 0 leads, the others time plans.
+
+    Args:
+        options: Of the command line.
+        path: File that measurements go to.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from rlplace.files import check_output
+    from rlplace.planners.common.evaluate import Execution
+    from rlplace.runtime.distributed import faults, job
+    from rlplace.runtime.environment import check_device
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if options.cluster is None:
+        raise InputError("finetune: --cluster C describes the devices of the job")
+    if not options.out:
+        raise InputError("finetune: --out DIR names the folder of the new agent")
+    for output in (path, options.best_plan, options.report):
+        if output:
+            check_output(output)
+    execution = Execution(options.microbatches, options.schedule)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = job.start(job.JobOptions(device=check_device(options.device).type))
+    with faults.guard(timeout_s=options.timeout, debug=options.debug):
+        problem, service = _open(options, device)
+        site = _site(options, device)
+        if dist.get_rank() == 0:
+            assert problem is not None
+            try:
+                _lead(options, path, problem, service, site, execution)
+            finally:
+                service.release()
+        else:
+            service.serve()
+        dist.barrier()
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+    return 0
+
+
+def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | None, PlanService]:
+    """The priced problem on rank 0, and the service on every rank."""
+    import torch.distributed as dist
+
+    from rlplace.runtime.distributed.live import LiveOptions, open_service
+    from rlplace.zoo import load_model
+
+    problem = slept = None
+    if dist.get_rank() == 0:
+        problem = load(options.model, options.cluster, options).problem
+        if options.replay:
+            slept = load(options.model, options.replay, options).problem
+    loaded = load_model(options.model, batch=options.batch, seq=options.seq, dtype=options.dtype)
+    live = LiveOptions(optimizer=options.optimizer, replay=options.replay is not None, engine=options.engine)
+    return problem, open_service(loaded, problem, device, live, slept=slept)
+
+
+def _site(options: argparse.Namespace, device: torch.device) -> Site:
+    from rlplace.runtime.distributed.live import job_site
+
+    label = options.label
+    if options.replay is not None:  # what is slept is part of what the cluster is
+        label = f"{label} replay of {options.replay or options.cluster}".strip()
+    return job_site(device, name=options.cluster, label=label)
+
+
+def _lead(
+    options: argparse.Namespace, path: str, problem: Problem, service: PlanService, site: Site, execution: Execution
+) -> None:
+    import torch
+
+    from rlplace.agents.checkpoint import load_checkpoint
+    from rlplace.agents.planner import Agent
+    from rlplace.agents.tuning.design import first_plans
+    from rlplace.agents.tuning.proposer import AgentProposer
+    from rlplace.agents.tuning.tune import tune
+    from rlplace.cli.finetune import check_new
+    from rlplace.measured.campaign import Budget, Campaign
+    from rlplace.measured.store import TrialStore
+
+    checkpoint = load_checkpoint(options.agent)
+    check_new(options.out, options.agent)
+    threads = torch.get_num_threads()
+    with TrialStore(path) as store:
+        watcher = _Progress(options.plans)
+        campaign = Campaign(
+            problem,
+            service,
+            store=store,
+            site=store.add_site(site),
+            execution=execution,
+            budget=Budget(options.plans, options.max_steps, options.minutes),
+            repeats=options.repeats,
+            mode="computed" if options.replay is None else "replayed",
+            run=options.run or f"{options.model} on {options.cluster}",
+            on_trial=watcher.trial,
+        )
+        watcher.begin(campaign)
+        untuned = Agent(checkpoint).place(problem, time_limit_s=5.0, seed=options.seed, **execution.arguments)
+        count = min(_FIRST_MOST, max(2, options.plans // _FIRST_SHARE))
+        first = first_plans(problem, count, execution=execution, first=untuned.device_of_group, seed=options.seed)
+        try:
+            tuned = tune(
+                campaign, AgentProposer(checkpoint, seed=options.seed), first, calls=options.calls, on_belief=watcher.belief
+            )
+        except KeyboardInterrupt:
+            say(f"interrupted; {path} holds every plan that was measured, the same command goes on from there")
+            raise
+        torch.set_num_threads(threads)
+        _finish(options, campaign, tuned, campaign.known(untuned.device_of_group), store, site)
+
+
+def _finish(
+    options: argparse.Namespace, campaign: Campaign, tuned: Tuned, untuned: Trial | None, store: Any, site: Site
+) -> None:
+    from rlplace.agents.checkpoint import load_checkpoint
+    from rlplace.agents.tuning.offline import finetune_offline, measurements_of
+    from rlplace.agents.tuning.report import report_of, report_text
+    from rlplace.agents.tuning.save import save_tuned
+    from rlplace.cli.finetune import compare
+    from rlplace.files import write_text
+
+    checkpoint = load_checkpoint(options.agent)
+    sets = [
+        found
+        for found in measurements_of(store, site=site.fingerprint)
+        if found.problem.fingerprint == campaign.problem.fingerprint
+    ]
+    learned = finetune_offline(
+        checkpoint, sets, method=options.method, steps=options.fit_steps, rehearse=options.rehearse, seed=options.seed,
+        report=say,
+    )  # fmt: skip
+    facts = dict(learned.facts)
+    skills = compare(checkpoint, dataclasses.replace(checkpoint, network=learned.network), options.skills)
+    if skills is not None:
+        facts["skills"] = dataclasses.asdict(skills)
+    save_tuned(options.out, learned.network, checkpoint, method=options.method, learned=facts)
+    say(f"saved the agent in {options.out}")
+    found = report_of(campaign, tuned, untuned, facts)
+    if options.best_plan:
+        campaign.plan(tuned.best).with_predicted(
+            {"step_time_s": tuned.seconds, "feasible": True, "executor": campaign.mode}
+        ).save(options.best_plan)
+        say(f"wrote {options.best_plan}")
+    text = report_text(found)
+    if options.report:
+        write_text(options.report, text)
+        say(f"wrote {options.report}")
+    if options.json:
+        print_json(found)
+    else:
+        print(text)
+
+
+class _Progress:
+    """Lines about what is measured, with the time that is left."""
+
+    def __init__(self, plans: int) -> None:
+        self._plans = plans
+        self._campaign: Campaign | None = None
+        self._begin_s, self._known = time.monotonic(), 0
+
+    def begin(self, campaign: Campaign) -> None:
+        """Says what is there already."""
+        self._campaign, self._known = campaign, campaign.spent.plans
+        others = len([trial for trial in campaign.trials if trial.run != campaign.run])
+        if campaign.trials:
+            say(f"going on: {self._known} plans of this run are measured, {others} of others on the same cluster")
+
+    def trial(self, trial: Trial) -> None:
+        """One line a trial."""
+        assert self._campaign is not None
+        spent, best = self._campaign.spent, self._campaign.best()
+        new = max(1, spent.plans - self._known)
+        left_s = (time.monotonic() - self._begin_s) / new * max(0, self._plans - spent.plans)
+        what = f"{milliseconds(trial.median_s)} ms" if math.isfinite(trial.median_s) else f"{trial.status}: {trial.reason[:80]}"
+        told = {"done": "", "dropped": ", given up"}.get(trial.status, "")
+        again = ", again" if trial.anchor else ""
+        at_best = "-" if best is None else f"{milliseconds(self._campaign.seconds(best))} ms"
+        say(f"{spent.plans}/{self._plans} plans: {what}{told}{again}; best {at_best}; about {left_s:.0f} s left")
+
+    def belief(self, belief: Belief) -> None:
+        """Nothing: errors of predictions are in the report."""

@@ -74,7 +74,7 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
         InputError: A value is of a wrong type or out of range.
     """
     value: Mapping[str, Any] = dict(zip(COLUMNS, row, strict=True))
-    texts = {key: check_text(value[key], f"{where}.{key}") for key in ("run", "status", "schedule", "mode", "engine")}
+    texts = {key: check_text(value[key], f"{where}.{key}") for key in ("run", "status", "schedule", "mode")}
     for key, known in (("status", STATUSES), ("mode", MODES)):
         if texts[key] not in known:
             raise InputError(f"{where}: {unknown_name(key, texts[key], known)}")
@@ -96,7 +96,8 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
         priority=None if priority is None else _numbers(priority, MAX_OPS, f"{where}.priority"),
         setup_s=_seconds(value["setup_s"], f"{where}.setup_s"),
         began_at=_seconds(value["began_at"], f"{where}.began_at"),
-        reason=check_text(value["reason"], f"{where}.reason", MAX_REASON),
+        engine=_one_line(check_text(value["engine"], f"{where}.engine"), MAX_NAME),
+        reason=_one_line(check_text(value["reason"], f"{where}.reason", MAX_REASON), MAX_REASON),
         anchor=bool(whole(value["anchor"], 0, 1, f"{where}.anchor")),
         **texts,
     )
@@ -155,4 +156,5 @@ def _item(value: Any) -> Any:
 
 
 def _one_line(text: str, limit: int) -> str:
-    return " ".join(text.split()).encode("utf-8", "replace").decode()[:limit]
+    """Text as a terminal can show it; lone halves of surrogate pairs are not printable either."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:limit].rstrip()

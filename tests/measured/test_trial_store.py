@@ -24,6 +24,7 @@ from rlplace.measured.trial import FAILED, STATUSES, Trial
 from rlplace.problem import problem_to_dict
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+LINE = st.text("abc ;:é√", max_size=20).map(lambda text: " ".join(text.split()))
 SECONDS = st.floats(0, 1e17, allow_nan=False)
 STEP = st.floats(1e-12, 1e9, exclude_min=True)
 SIZE = st.none() | st.integers(0, 1 << 50)
@@ -44,12 +45,12 @@ def trials(draw):
         step_s=tuple(draw(st.lists(STEP, min_size=1, max_size=5))) if timed else (),
         places=tuple(draw(st.lists(PLACES, max_size=3))),
         predicted_s=draw(st.none() | SECONDS),
-        engine=" ".join(draw(TEXT).split()),
+        engine=draw(LINE),
         mode=draw(st.sampled_from(MODES)),
         priority=draw(st.none() | st.just(tuple(draw(st.lists(SECONDS, min_size=PROBLEM.num_ops, max_size=PROBLEM.num_ops))))),
         setup_s=draw(SECONDS),
         began_at=draw(SECONDS),
-        reason=" ".join(draw(TEXT).split()),
+        reason=draw(LINE),
         run=draw(TEXT),
         anchor=draw(st.booleans()),
     )
@@ -273,9 +274,9 @@ def test_what_is_no_trial_is_refused():
 
 def test_a_measurement_is_not_lost_for_its_message():
     with new_store() as store:
-        store.add(done(0, status=FAILED[0], step_s=(), reason="out\nof \ud800 memory " + "x" * 10_000, engine="a\nb"))
+        store.add(done(0, status=FAILED[0], step_s=(), reason="out\nof \x1b\ud800 memory " + "x" * 10_000, engine="a\nb"))
         (found,) = store.trials()
-        assert found.reason.startswith("out of ? memory xxx")
+        assert found.reason.startswith("out of memory xxx")
         assert len(found.reason) == MAX_REASON
         assert found.engine == "a b"
 

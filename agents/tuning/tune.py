@@ -10,8 +10,7 @@ The loop knows nothing of how plans are proposed, so that agents and searches ca
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +54,6 @@ def tune(
     first: Sequence[NDArray[np.int32]],
     *,
     calls: int = CALLS,
-    on_belief: Callable[[Belief], None] = lambda belief: None,
 ) -> Tuned:
     """Spends a campaign's budget.
 
@@ -64,7 +62,6 @@ def tune(
         proposer: Says what to measure next.
         first: Plans to measure first.
         calls: Simulations that a proposal may cost.
-        on_belief: Called after every calibration.
 
     Raises:
         InfeasibleError: No plan that was measured has worked.
@@ -78,7 +75,6 @@ def tune(
             belief = believe(campaign, belief)
             if belief is None:
                 raise _nothing_worked(campaign)
-            on_belief(belief)
             plan_next = proposer.propose(belief, calls=calls, number=number)
             if plan_next is None:
                 break
@@ -117,17 +113,3 @@ def _nothing_worked(campaign: Campaign) -> InfeasibleError:
     reasons = [trial.reason for trial in campaign.trials if trial.reason]
     why = f"; the last one: {reasons[-1]}" if reasons else ""
     return InfeasibleError(f"finetune: none of {len(campaign.trials)} measured plans worked{why}")
-
-
-def left_s(campaign: Campaign, plans: int | None, since_s: float) -> float:
-    """Seconds that a campaign will still take, by what it took so far; inf without a limit on plans.
-
-    Args:
-        campaign: The campaign.
-        plans: Its budget.
-        since_s: Seconds that its plans have taken, thinking included.
-    """
-    done = campaign.spent.plans
-    if plans is None or not done:
-        return math.inf
-    return max(0, plans - done) * since_s / done

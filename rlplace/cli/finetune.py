@@ -68,7 +68,7 @@ def _add_live(parser: argparse.ArgumentParser) -> None:
     add("--engine", metavar="NAME", help="which engine runs the plans (the one that fits each best)")
     add("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
     add("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")
-    add("--run", metavar="NAME", help="name of the run, to resume it and to tell runs apart (made of model and cluster)")
+    add("--run", dest="run_name", metavar="NAME", help="name of the run, to resume it and to tell runs apart (made of model and cluster)")
     add("--label", default="", metavar="TEXT", help="tells clusters apart that look alike")
     add("--best-plan", metavar="P.plan.json", help="where the fastest plan goes")
     add("--report", metavar="R.md", help="where the report goes")
@@ -166,7 +166,7 @@ def show(out: str, facts: dict[str, Any]) -> None:
     if skills:
         print(
             f"old skills, {skills['cases']} unseen cases at {skills['calls']} calls, step time over best: "
-            f"{skills['before']:.4f} before, {skills['after']:.4f} after; {skills['worse']} worse and {skills['better']} better "
-            f"by 1 %, worst {skills['worst']:.3f}"
+            f"{skills['before']:.4f} before, {skills['after']:.4f} after; {skills['worse']} worse and "
+            f"{skills['better']} better by 1 %, worst {skills['worst']:.3f}"
         )
     print(f"use it with: rlplace place MODEL --cluster C --agent {out}")

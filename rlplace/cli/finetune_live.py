@@ -16,8 +16,8 @@ from rlplace.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from rlplace.agents.tuning.belief import Belief
     from rlplace.agents.tuning.tune import Tuned
+    from rlplace.graph.opgraph import OpGraph
     from rlplace.measured.campaign import Campaign
     from rlplace.measured.site import Site
     from rlplace.measured.trial import Trial
@@ -81,12 +81,27 @@ def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | 
 
     problem = slept = None
     if dist.get_rank() == 0:
-        problem = load(options.model, options.cluster, options).problem
+        found = load(options.model, options.cluster, options)
+        problem = found.problem
         if options.replay:
-            slept = load(options.model, options.replay, options).problem
+            slept = _priced_alike(found.graph, options)
     loaded = load_model(options.model, batch=options.batch, seq=options.seq, dtype=options.dtype)
     live = LiveOptions(optimizer=options.optimizer, replay=options.replay is not None, engine=options.engine)
     return problem, open_service(loaded, problem, device, live, slept=slept)
+
+
+def _priced_alike(graph: OpGraph | None, options: argparse.Namespace) -> Problem:
+    """The same groups, priced for the cluster that is replayed."""
+    from rlplace.cluster.parse import parse
+    from rlplace.cost.price import device_times, price
+    from rlplace.graph.coarsen import coarsen
+
+    if graph is None:
+        raise InputError("finetune: a problem file has no model to run; name the model instead")
+    pricing = {"costs": options.costs, "host": options.host_mode}
+    seconds = device_times(graph, parse(options.cluster), **pricing)
+    grouping = coarsen(graph, options.granularity, cost=seconds.mean(axis=1))
+    return price(graph, parse(options.replay), groups=grouping, weight_gradients=options.weight_gradients, **pricing)
 
 
 def _site(options: argparse.Namespace, device: torch.device) -> Site:
@@ -126,7 +141,7 @@ def _lead(
             budget=Budget(options.plans, options.max_steps, options.minutes),
             repeats=options.repeats,
             mode="computed" if options.replay is None else "replayed",
-            run=options.run or f"{options.model} on {options.cluster}",
+            run=options.run_name or f"{options.model} on {options.cluster}",
             on_trial=watcher.trial,
         )
         watcher.begin(campaign)
@@ -134,9 +149,7 @@ def _lead(
         count = min(_FIRST_MOST, max(2, options.plans // _FIRST_SHARE))
         first = first_plans(problem, count, execution=execution, first=untuned.device_of_group, seed=options.seed)
         try:
-            tuned = tune(
-                campaign, AgentProposer(checkpoint, seed=options.seed), first, calls=options.calls, on_belief=watcher.belief
-            )
+            tuned = tune(campaign, AgentProposer(checkpoint, seed=options.seed), first, calls=options.calls)
         except KeyboardInterrupt:
             say(f"interrupted; {path} holds every plan that was measured, the same command goes on from there")
             raise
@@ -212,6 +225,3 @@ class _Progress:
         again = ", again" if trial.anchor else ""
         at_best = "-" if best is None else f"{milliseconds(self._campaign.seconds(best))} ms"
         say(f"{spent.plans}/{self._plans} plans: {what}{told}{again}; best {at_best}; about {left_s:.0f} s left")
-
-    def belief(self, belief: Belief) -> None:
-        """Nothing: errors of predictions are in the report."""

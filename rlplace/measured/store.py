@@ -16,7 +16,7 @@ from typing import Any
 
 from rlplace.errors import InputError, show
 from rlplace.files import canonical_json, parse_json
-from rlplace.measured.checks import check_fingerprint, check_text, whole
+from rlplace.measured.checks import MAX_NAME, check_fingerprint, check_text, whole
 from rlplace.measured.database import open_database, reported, writing
 from rlplace.measured.rows import (
     COLUMNS,
@@ -35,7 +35,8 @@ MAX_TRIALS = 1_000_000
 MAX_PROBLEM_BYTES = 1 << 26
 """Size of a problem as JSON text."""
 
-_CHUNK = 500
+_CHUNK = 100
+"""Rows in memory at once: each may hold a number per op."""
 _SELECT = f"SELECT id, uid, plan_key, {', '.join(COLUMNS)} FROM trials"
 
 
@@ -97,7 +98,7 @@ class TrialStore:
                 f"the limits are {MAX_PROBLEM_BYTES} and {MAX_GROUPS}"
             )
         sizes = problem.num_devices, problem.num_groups, problem.num_ops
-        self._insert("problems", (problem.fingerprint, problem.name, *sizes, zlib.compress(text, 6)))
+        self._insert("problems", (problem.fingerprint, problem.name[:MAX_NAME], *sizes, zlib.compress(text, 6)))
         return problem.fingerprint
 
     def problems(self) -> dict[str, str]:

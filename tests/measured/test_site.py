@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,10 +155,6 @@ def test_details_do_not_overwrite_facts(details):
 
 
 def test_facts_of_this_process():
-    import torch
-
-    from rlplace.runtime.site import local_facts
-
     facts = local_facts(torch.device("cpu"))
     assert facts == local_facts(torch.device("cpu"))
     assert {"host", "device", "device_type", "device_memory_gib", "cores", "threads", "torch", "python"} <= set(facts)
@@ -169,11 +166,8 @@ def test_facts_of_this_process():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_facts_of_a_cuda_device():
-    import torch
-
-    from rlplace.runtime.site import local_facts
-
     facts = local_facts(torch.device("cuda", 0))
     assert facts["device"] == torch.cuda.get_device_name(0)
     assert facts["device_memory_gib"] > 0

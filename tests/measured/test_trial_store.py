@@ -319,6 +319,13 @@ def test_a_problem_that_is_too_large(monkeypatch):
         store.add_problem(PROBLEM)
 
 
+def test_a_problem_with_a_long_name(tmp_path):
+    with TrialStore(tmp_path / "t.sqlite") as store:
+        name = store.add_problem(dataclasses.replace(PROBLEM, name="n" * 5000))
+        assert store.problems() == {name: "n" * 1000}
+        assert store.problem(name).name == "n" * 5000
+
+
 def test_a_closed_store_says_so(tmp_path):
     store = new_store(tmp_path / "t.sqlite")
     store.close()

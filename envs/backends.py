@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
+from rlplace.errors import InputError
+from rlplace.measured.campaign import Campaign
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.simulator import Simulator
 
@@ -73,26 +75,57 @@ class SimulatedBackend:
 
 
 class MeasuredBackend(SimulatedBackend):
-    """Real step times as reward; memory is still checked in the simulator first, so that no plan known not to fit is run.
+    """Real step times as reward.
 
-    Args:
-        measure: Runs a plan and returns its median step time in seconds; raises `MemoryError` (or
-            ``torch.OutOfMemoryError``) when it does not fit. `rlplace.runtime.measure.step_timer` makes one.
+    Memory is checked in the simulator first, so that no plan known not to fit is run. A plan that fails for real gets the
+    reward of one that needs twice a device's memory: bad, but finite.
     """
 
-    def __init__(self, measure: Callable[[PlacementPlan], float]) -> None:
+    def __init__(self, source: Campaign | Sequence[Campaign] | Callable[[PlacementPlan], float]) -> None:
+        """Says how plans are measured.
+
+        Args:
+            source: A campaign, or one for each problem: they race and remember plans, re-time the best one and keep a budget,
+                after which `evaluate` raises `rlplace.measured.campaign.BudgetSpent`. Or a function that runs a plan and
+                returns its step time in seconds, called every time (`rlplace.runtime.measure.step_timer` makes one); it
+                raises `MemoryError` or ``torch.OutOfMemoryError`` when the plan does not fit.
+        """
         super().__init__()
-        self._measure = measure
+        self._measure: Callable[[PlacementPlan], float] | None = None
+        self._campaigns: dict[str, Campaign] = {}
+        if callable(source):
+            self._measure = source
+            return
+        for campaign in [source] if isinstance(source, Campaign) else source:
+            self._campaigns[campaign.problem.fingerprint] = campaign
 
     def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
-        """Measures one plan; a plan that runs out of memory counts as overflowing by all of one device."""
+        """Measures one plan, unless the simulator says that it does not fit.
+
+        Raises:
+            InputError: There is no campaign for the problem, or it is for another schedule.
+            BudgetSpent: The campaign may measure nothing more.
+        """
         simulated = super().evaluate(instance, device_of_group)
         if not simulated.feasible:
             return simulated
+        seconds = self._seconds(instance, device_of_group)
+        return Evaluation(simulated.step_time_s, 1.0) if seconds == math.inf else Evaluation(seconds, 0.0)
+
+    def _seconds(self, instance: Instance, device_of_group: NDArray[np.int32]) -> float:
+        """Measured step time; inf when the plan failed."""
+        if self._measure is None:
+            campaign = self._campaigns.get(instance.problem.fingerprint)
+            if campaign is None or campaign.execution != instance.execution:
+                raise InputError(
+                    f"MeasuredBackend: no campaign measures {instance.problem.name!r} with {instance.execution.microbatches} "
+                    f"micro-batches under schedule {instance.execution.schedule!r}; give it one"
+                )
+            return campaign.seconds(campaign.measure(device_of_group))
         plan = make_plan(instance.problem, device_of_group, planner="measured", **instance.execution.arguments)
         try:
-            return Evaluation(float(self._measure(plan)), 0.0)
+            return float(self._measure(plan))
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-                return Evaluation(simulated.step_time_s, 1.0)
+                return math.inf
             raise

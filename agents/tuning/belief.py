@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.errors import InfeasibleError
 from rlplace.measured.calibrate import Fit, fit_correction
 from rlplace.measured.campaign import Campaign
 from rlplace.measured.correction import corrected
 from rlplace.measured.trial import Trial
+from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator
@@ -49,6 +52,14 @@ class Belief:
     def incumbent(self) -> NDArray[np.int32]:
         """int32 [G], the fastest plan."""
         return self.plans[self.best]
+
+    @cached_property
+    def floor(self) -> NDArray[np.int32]:
+        """int32 [G], the best classical plan of the corrected problem; the incumbent where none fits."""
+        try:
+            return get_planner("best")(self.problem, **self.execution.arguments).device_of_group
+        except InfeasibleError:
+            return self.incumbent
 
     def simulator(self) -> Simulator:
         """Of the corrected problem."""

@@ -21,6 +21,10 @@ from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.planners.random_plans import candidates
 
+FLOOR_EVERY = 6
+"""Proposals after which annealing and Bayesian optimisation begin at the best classical plan of the corrected problem, as the
+agent does; otherwise at the fastest plans measured."""
+
 
 class RandomProposer:
     """See the module."""
@@ -45,10 +49,9 @@ class AnnealingProposer:
         pool, rng = Pool(belief), np.random.default_rng([self._seed, number])
         keep = calls // 10  # for neighbours, where annealing finds a plan that is known
         try:
-            found = get_planner("annealing")(
-                belief.problem, start=belief.incumbent, calls=calls - keep, seed=self._seed + 1000 * number,
-                **belief.execution.arguments,
-            )  # fmt: skip
+            start = belief.floor if number % FLOOR_EVERY == 0 else belief.incumbent
+            seed, run = self._seed + 1000 * number, belief.execution.arguments
+            found = get_planner("annealing")(belief.problem, start=start, calls=calls - keep, seed=seed, **run)
         except InfeasibleError:
             pass
         else:
@@ -84,9 +87,9 @@ class BayesProposer:
         batch, used = 128, 0
         while used < calls:
             size = min(batch, calls - used)
-            parents = belief.plans[np.argsort(belief.seconds)[:8]] if not len(found) else np.concatenate(
-                [found, belief.plans[np.argsort(belief.seconds)[:2]]]
-            )  # fmt: skip
+            known = belief.plans[np.argsort(belief.seconds)[: 2 if len(found) else 8]]
+            floor = belief.floor[None] if number % FLOOR_EVERY == 0 else known[:0]
+            parents = np.concatenate([found, known, floor])
             made = _changed(belief, parents, size, rng)
             used += size
             found, values = np.concatenate([found, made]), np.concatenate([values, improvement(made)])

@@ -22,13 +22,13 @@ with new_store(sys.argv[1]) as store:
 
 
 def test_processes_that_make_and_write_one_file(tmp_path):
-    writers = [spawn(WRITE, tmp_path / "t.sqlite", first, first + 40) for first in (0, 100, 200)]
+    writers = [spawn(WRITE, tmp_path / "t.sqlite", first, first + 25) for first in (0, 100)]
     for writer in writers:
         output(writer)
     with TrialStore(tmp_path / "t.sqlite") as store:
-        for first in (0, 100, 200):
-            assert store.trials(run=str(first)) == [done(n, run=str(first)) for n in range(first, first + 40)]
-        assert len(store.trials(include_running=True)) == 120
+        for first in (0, 100):
+            assert store.trials(run=str(first)) == [done(n, run=str(first)) for n in range(first, first + 25)]
+        assert len(store.trials(include_running=True)) == 50
         assert len(store.sites()) == len(store.problems()) == 2
 
 
@@ -55,7 +55,7 @@ with new_store(sys.argv[1]) as store:
 
 def test_kills_at_any_moment(tmp_path):
     draw = random.Random(7)
-    writers = [(tmp_path / f"{index}.sqlite", spawn(WRITE, tmp_path / f"{index}.sqlite", 0, 10**6)) for index in range(4)]
+    writers = [(tmp_path / f"{index}.sqlite", spawn(WRITE, tmp_path / f"{index}.sqlite", 0, 10**6)) for index in range(3)]
     for path, writer in writers:
         writer.stdout.readline()
         time.sleep(draw.uniform(0.0, 0.15))

@@ -44,6 +44,8 @@ class Race:
     def __post_init__(self) -> None:
         if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
             raise InputError(f"race: repeats must be a whole number from 1 up, found {self.repeats!r}")
+        if not all(isinstance(value, (int, float)) for value in (self.best_s, self.noise, self.z)):
+            raise InputError("race: best_s, noise and z must be numbers")
         if not self.best_s > 0 or not 0 <= self.noise < 10 or not 0 <= self.z < 100:
             raise InputError("race: best_s must be positive, noise and z numbers from 0 up")
 

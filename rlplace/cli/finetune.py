@@ -68,7 +68,7 @@ def _add_live(parser: argparse.ArgumentParser) -> None:
     add("--engine", metavar="NAME", help="which engine runs the plans (the one that fits each best)")
     add("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
     add("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")
-    add("--run", dest="run_name", metavar="NAME", help="name of the run, to resume it and to tell runs apart (made of model and cluster)")
+    add("--run", dest="run_name", metavar="NAME", help="name of the run, to go on with it (model and cluster)")
     add("--label", default="", metavar="TEXT", help="tells clusters apart that look alike")
     add("--best-plan", metavar="P.plan.json", help="where the fastest plan goes")
     add("--report", metavar="R.md", help="where the report goes")

@@ -74,6 +74,7 @@ def run(options: argparse.Namespace, path: str) -> int:
 
 def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | None, PlanService]:
     """The priced problem on rank 0, and the service on every rank."""
+    import torch
     import torch.distributed as dist
 
     from rlplace.runtime.distributed.live import LiveOptions, open_service
@@ -85,7 +86,10 @@ def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | 
         problem = found.problem
         if options.replay:
             slept = _priced_alike(found.graph, options)
-    loaded = load_model(options.model, batch=options.batch, seq=options.seq, dtype=options.dtype)
+    where = "cpu" if options.replay is None else "meta"  # what only sleeps needs no values
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        loaded = load_model(options.model, batch=options.batch, seq=options.seq, dtype=options.dtype, device=where)
     live = LiveOptions(optimizer=options.optimizer, replay=options.replay is not None, engine=options.engine)
     return problem, open_service(loaded, problem, device, live, slept=slept)
 

@@ -257,6 +257,12 @@ class Campaign:
         except KeyboardInterrupt:
             self._store.discard(number)  # nobody's fault: it may be tried again
             raise
+        except Exception as error:  # the job ends with it; when it comes back, this plan is not tried again
+            memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            status = "out_of_memory" if memory else "crashed"
+            self._store.finish(number, dataclasses.replace(trial, status=status, reason=reason))
+            raise
         else:
             trial = dataclasses.replace(
                 trial,

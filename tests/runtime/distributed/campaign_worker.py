@@ -1,0 +1,136 @@
+"""A campaign on the ranks of a job; rank 1 is killed when a certain plan runs. Arguments: store, how often it may be killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rlplace
+from rlplace.measured.campaign import Budget, Campaign, PlanFailed
+from rlplace.measured.race import Race
+from rlplace.measured.store import TrialStore
+from rlplace.plan.plan import make_plan
+from rlplace.runtime.distributed import faults, job
+from rlplace.runtime.distributed.live import LiveOptions, job_site, open_service
+from rlplace.runtime.distributed.measure import PlanTimer
+from rlplace.zoo import LoadedModel
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def forward(self, x):
+        return (self.layers(x) ** 2).mean()
+
+
+def loss_of(output):
+    return output
+
+
+def loaded():
+    torch.manual_seed(0)
+    return LoadedModel(module=Net(), example_inputs={"x": torch.randn(4, 16)}, loss=loss_of, name="net")
+
+
+def problem_of(model):
+    graph = rlplace.capture(model.module, model.example_inputs, loss=model.loss)
+    return rlplace.price(graph, "cpu:2", groups=4)
+
+
+DEADLY = 1
+
+
+def deadly(plan):
+    """The plan that puts everything on device 1."""
+    return bool((np.asarray(plan.device_of_group) == DEADLY).all())
+
+
+class Dangerous(PlanTimer):
+    """Rank 1 dies of one plan."""
+
+    def __call__(self, plan, *args, **options):
+        if deadly(plan) and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(plan, *args, **options)
+
+
+def plans(groups):
+    alternating = np.arange(groups, dtype=np.int32) % 2
+    return [np.zeros(groups, dtype=np.int32), np.ones(groups, dtype=np.int32), alternating, 1 - alternating]
+
+
+def serve_all(path):
+    """What rank 0 saw of: computed and replayed plans, a race that is lost, a plan that no engine runs, two campaigns."""
+    device = torch.device("cpu")
+    model = loaded()
+    problem = problem_of(model) if dist.get_rank() == 0 else None
+    slow = None if problem is None else _slower(problem, 50.0)
+    computed = open_service(model, problem, device, LiveOptions())
+    replayed = open_service(model, problem, device, LiveOptions(replay=True), slept=slow)
+    chained = open_service(model, problem, device, LiveOptions(engine="pipeline"))
+    site = job_site(device, label="a test")
+    if dist.get_rank() != 0:
+        computed.serve()
+        replayed.serve()
+        chained.serve()
+        computed.serve()  # a service that was released may be entered again
+        return site.fingerprint
+    found = {"site": site.fingerprint}
+    chain = np.arange(problem.num_groups, dtype=np.int32) * 2 // problem.num_groups
+    found["computed"] = computed(make_plan(problem, chain, planner="t"), Race(repeats=3))
+    found["lost"] = computed(make_plan(problem, chain, planner="t"), Race(repeats=5, best_s=1e-9))
+    computed.release()
+    found["replayed"] = replayed(make_plan(problem, chain, planner="t"), Race(repeats=2))
+    found["slept_s"] = float(slow.time_s[:, 0].sum())
+    replayed.release()
+    try:
+        chained(make_plan(problem, plans(problem.num_groups)[2], planner="t", schedule="1f1b"), Race(repeats=1))
+    except PlanFailed as error:
+        found["refused"] = (error.status, str(error))
+    found["after"] = chained(make_plan(problem, chain, planner="t", microbatches=2, schedule="1f1b"), Race(repeats=1))
+    chained.release()
+    with TrialStore(path) as store:
+        campaign = Campaign(problem, computed, store=store, site=store.add_site(site), budget=Budget(plans=3), repeats=2)
+        found["trials"] = [campaign.measure(plan).status for plan in plans(problem.num_groups)[:3]]
+    computed.release()
+    return found
+
+
+def _slower(problem, factor):
+    return dataclasses.replace(problem, time_s=problem.time_s * factor)
+
+
+def main(path):
+    torch.set_num_threads(1)
+    device = job.start(job.JobOptions(device="cpu"))
+    model = loaded()
+    with faults.guard(timeout_s=60):
+        problem = problem_of(model) if dist.get_rank() == 0 else None
+        service = open_service(model, problem, device, LiveOptions(warmup=1))
+        site = job_site(device, label="test")
+        service._timer.__class__ = Dangerous
+        if dist.get_rank() == 0:
+            with TrialStore(path) as store:
+                campaign = Campaign(
+                    problem, service, store=store, site=store.add_site(site), budget=Budget(plans=10), repeats=2, run="it"
+                )
+                for plan in plans(problem.num_groups):
+                    campaign.measure(plan)
+            service.release()
+        else:
+            service.serve()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

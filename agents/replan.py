@@ -138,7 +138,7 @@ def _candidates(
 
     placer = load_agent(agent)
     schedule = running.schedule if running.schedule in FREE_SCHEDULES else "1f1b"
-    execution = {"microbatches": running.microbatches, "schedule": schedule}
+    execution: dict[str, Any] = {"microbatches": running.microbatches, "schedule": schedule}
     uneven = [number for number, cause in enumerate(causes) if not cause.even]
     end_s = time.monotonic() + time_limit_s
     seen: set[tuple[int, ...]] = set()
@@ -228,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--time-limit-s", type=float, default=20.0)
     parser.add_argument("--restart-s", type=float, default=RESTART_S)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--agent", default="default")
     parser.add_argument("--parent", type=int)
     options = parser.parse_args(arguments)
     if options.parent is not None:
@@ -259,6 +260,7 @@ def replan_files(options: Any) -> ReplanReport:
         time_limit_s=options.time_limit_s,
         seed=options.seed,
         restart_s=options.restart_s,
+        agent=options.agent,
     )
     if proposed is not None:
         proposed.save(options.out)

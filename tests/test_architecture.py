@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVEL = {
     "errors": 0,
     "files": 1,
+    "interrupts": 1,
     "problem": 2,
     "graph": 3,
     "cluster": 3,

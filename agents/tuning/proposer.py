@@ -19,6 +19,7 @@ from rlplace.envs.instance import Instance, make_instance
 _LEARN_EVERY = 6  # proposals
 _LEARN_SHARE = 0.25  # of the calls of a proposal, saved up from one learning to the next
 _FLOOR_EVERY = 6
+_PARENTS = 6  # fastest plans that are crossed
 _LOOK_SHARE = 0.2  # of the calls: neighbours of the plans that were found
 _STEPS = 120
 _CURIOSITY = 0.5
@@ -62,11 +63,14 @@ class AgentProposer:
         return self._choose(pool, belief)
 
     def _start(self, belief: Belief, number: int) -> NDArray[np.int32]:
-        """The fastest plan, others of the fastest, and now and then what classical planners make of the corrected costs."""
+        """Where to search from: in turn the fastest plan, crossings of fast plans, and the classical plan of corrected costs."""
         if number % _FLOOR_EVERY == 0:
             return belief.floor
-        order = np.argsort(belief.seconds)
-        return belief.plans[order[min(number % 3, len(order) - 1)]] if number % 2 else belief.incumbent
+        if number % 2:
+            return belief.incumbent
+        rng = np.random.default_rng([self._seed, number, 1])
+        first, second = (belief.plans[n] for n in rng.choice(np.argsort(belief.seconds)[:_PARENTS], 2))
+        return np.where(rng.random(len(first)) < 0.5, first, second).astype(np.int32)
 
     def _learn(self, instance: Instance, belief: Belief, calls: int, number: int) -> int:
         """Fine-tunes now and then; returns what this proposal pays for it in calls."""

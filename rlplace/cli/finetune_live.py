@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import math
 import os
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import load, milliseconds, print_json, say
-from rlplace.errors import InputError
+from rlplace.errors import InputError, RlplaceError
 
 if TYPE_CHECKING:
     import torch
@@ -62,11 +63,13 @@ def run(options: argparse.Namespace, path: str) -> int:
             assert problem is not None
             try:
                 _lead(options, path, problem, service, site, execution)
-            finally:
+            except (KeyboardInterrupt, RlplaceError):  # between two plans: the others wait to be asked
                 service.release()
+                raise
+            service.release()
         else:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends the job, after the plan that runs
             service.serve()
-        dist.barrier()
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
     return 0

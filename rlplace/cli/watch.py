@@ -130,6 +130,7 @@ class _Run:
             time_limit_s=self.options.time_limit,
             restart_s=self.options.restart_s,
             seed=self.options.seed,
+            agent=getattr(self.options, "agent", "default"),
         )
         return replan_files(request)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from rlplace.cost.timings import PlanTiming
 from rlplace.errors import InputError, RlplaceError
+from rlplace.interrupts import deferred_signals
 from rlplace.measured.race import FIRST_NOISE, Race, Z, pooled_noise, upper_bound
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import FAILED, Trial
@@ -54,7 +56,7 @@ class Budget:
     Attributes:
         plans: Plans measured, failures included; timing a known plan again is not counted.
         steps: Timed steps, repeated timings included.
-        minutes: Of measuring: set-up and steps, as the trials say.
+        minutes: Of measuring: set-up and steps, as the trials say; of a plan that failed all that it took.
     """
 
     plans: int | None = 60
@@ -64,7 +66,8 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("plans", "steps", "minutes"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not value > 0):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and value > 0):
                 raise InputError(f"budget: {name} must be above 0, found {value!r}")
 
 
@@ -133,14 +136,12 @@ class Campaign:
         self._store, self._site = store or TrialStore(None), site
         self._store.add_problem(problem)
         for number, trial in self._store.interrupted(run):
+            if not self._mine(trial):
+                continue  # another cluster's job of the same name may be running it now
             crashed = dataclasses.replace(trial, status="crashed", reason="the job ended while this plan ran")
             self._store.finish(number, crashed)
         known = self._store.trials(problem=problem.fingerprint, site=site, run=run if isolated else None)
-        self.trials = [
-            trial
-            for trial in known
-            if (trial.mode, trial.microbatches, trial.schedule) == (mode, execution.microbatches, execution.schedule)
-        ]
+        self.trials = [trial for trial in known if self._mine(trial)]
         self._by_plan = {trial.device_of_group: trial for trial in self.trials if not trial.anchor}
 
     @property
@@ -202,11 +203,7 @@ class Campaign:
             return self._by_plan[plain]
         if self.share >= 1.0:
             raise BudgetSpent
-        trial = self._from_store(plain) if self._isolated else None
-        if trial is None:
-            trial = self._run(plain, self._racing())
-        self._by_plan[plain] = trial
-        self._note(trial)
+        trial = (self._from_store(plain) if self._isolated else None) or self._run(plain, self._racing())
         own = sum(t.run == self.run and not t.anchor for t in self.trials)
         if self._retime_every and own % self._retime_every == 0 and self.share < 1.0:
             self.time_again()
@@ -217,15 +214,18 @@ class Campaign:
         best = trial or self.best()
         if best is None:
             return None
-        anchor = self._run(best.device_of_group, Race(repeats=self._race.repeats), anchor=True)
-        self._note(anchor)
-        return anchor
+        return self._run(best.device_of_group, Race(repeats=self._race.repeats), anchor=True)
 
     def plan(self, trial: Trial) -> PlacementPlan:
         """The plan of a trial."""
         return make_plan(
             self.problem, np.array(trial.device_of_group, dtype=np.int32), planner="measured", **self.execution.arguments
         )
+
+    def _mine(self, trial: Trial) -> bool:
+        """Whether a trial was made under the campaign's conditions."""
+        conditions = (self.problem.fingerprint, self._site, self.mode, self.execution.microbatches, self.execution.schedule)
+        return (trial.problem, trial.site, trial.mode, trial.microbatches, trial.schedule) == conditions
 
     def _racing(self) -> Race:
         best = self.best()
@@ -249,11 +249,20 @@ class Campaign:
             run=self.run,
             anchor=anchor,
         )
-        number = self._store.begin(trial)
+        # An interrupt in the middle of a step would leave the other processes waiting, and lose the measurement.
+        with deferred_signals([signal.SIGINT]):
+            number = self._store.begin(trial)
+            trial = self._timed(number, trial, race)
+            self._store.finish(number, trial)
+            self._note(trial)
+        return trial
+
+    def _timed(self, number: int, trial: Trial, race: Race) -> Trial:
+        """The trial with what became of it."""
         try:
             timing = self._timer(self.plan(trial), race)
         except PlanFailed as error:
-            trial = dataclasses.replace(trial, status=error.status, reason=str(error))
+            return dataclasses.replace(trial, status=error.status, reason=str(error))
         except KeyboardInterrupt:
             self._store.discard(number)  # nobody's fault: it may be tried again
             raise
@@ -263,18 +272,16 @@ class Campaign:
             status = "out_of_memory" if memory else "crashed"
             self._store.finish(number, dataclasses.replace(trial, status=status, reason=reason))
             raise
-        else:
-            trial = dataclasses.replace(
-                trial,
-                status="dropped" if race.lost(timing.step_s) and len(timing.step_s) < race.repeats else "done",
-                step_s=timing.step_s,
-                places=timing.places,
-                predicted_s=timing.predicted_s,
-                engine=timing.engine,
-                setup_s=timing.setup_s,
-            )
-        self._store.finish(number, trial)
-        return trial
+        lost = race.lost(timing.step_s) and len(timing.step_s) < race.repeats
+        return dataclasses.replace(
+            trial,
+            status="dropped" if lost else "done",
+            step_s=timing.step_s,
+            places=timing.places,
+            predicted_s=timing.predicted_s,
+            engine=timing.engine,
+            setup_s=timing.setup_s,
+        )
 
     def _from_store(self, plain: tuple[int, ...]) -> Trial | None:
         found = self._store.lookup(
@@ -285,10 +292,13 @@ class Campaign:
             return None
         found = dataclasses.replace(found, run=self.run)
         self._store.add(found)
+        self._note(found)
         return found
 
     def _note(self, trial: Trial) -> None:
         self.trials.append(trial)
+        if not trial.anchor:
+            self._by_plan[trial.device_of_group] = trial
         self.on_trial(trial)
 
     def _ratios(self) -> list[tuple[float, float]]:

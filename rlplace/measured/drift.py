@@ -114,7 +114,8 @@ class DriftDetector:
         if reference_s is not None and not 0 < reference_s < math.inf:
             raise InputError(f"drift: the reference must be a positive number of seconds, found {show(reference_s)}")
         self.count = self.ignored = 0
-        self.reference_s, self.level_s = reference_s, None
+        self.reference_s: float | None = reference_s
+        self.level_s: float | None = None
         self._held = reference_s is not None  # the present level is the reference, whatever the steps say
         self._warmup, self._window, self._false_alarm_steps = warmup, window, float(false_alarm_steps)
         self._least = math.log1p(least)

@@ -137,32 +137,30 @@ def _gain(share: float) -> str:
     return f"{100 * share:.1f} % faster" if share >= 0 else f"{-100 * share:.1f} % slower"
 
 
-_NUMBERS = ("ratio", "measured_s", "restart_s")
-_TEXTS = ("plan", "note")
-
-
 def _parse(data: dict[str, Any]) -> ReplanReport:
     names = {f.name for f in fields(ReplanReport)}
     check_keys(data, names, set(), "report")
-    numbers = {key: finite_number(data[key], key) for key in _NUMBERS}
-    for key in _TEXTS:
+    for key in ("plan", "note"):
         if not isinstance(data[key], str):
             raise InputError(f"{key} must be text")
-    counts = {key: _count(data[key], key) for key in ("moved_groups", "migration_bytes")}
     even, transfer, proposal = data["break_even_steps"], data["transfer_s"], data["proposal"]
     if not isinstance(data["located"], bool) or not isinstance(data["hypotheses"], list):
         raise InputError("located must be true or false, hypotheses a list")
     if proposal is not None and not isinstance(proposal, str):
         raise InputError("proposal must be a file name or null")
     return ReplanReport(
-        **numbers,
-        **{key: data[key] for key in _TEXTS},
-        **counts,
+        plan=data["plan"],
+        ratio=finite_number(data["ratio"], "ratio"),
+        measured_s=finite_number(data["measured_s"], "measured_s"),
         located=data["located"],
         hypotheses=tuple(_hypothesis(item, f"hypotheses[{n}]") for n, item in enumerate(data["hypotheses"])),
         proposal=proposal,
+        moved_groups=_count(data["moved_groups"], "moved_groups"),
+        migration_bytes=_count(data["migration_bytes"], "migration_bytes"),
         transfer_s=None if transfer is None else finite_number(transfer, "transfer_s"),
+        restart_s=finite_number(data["restart_s"], "restart_s"),
         break_even_steps=None if even is None else _count(even, "break_even_steps"),
+        note=data["note"],
     )
 
 

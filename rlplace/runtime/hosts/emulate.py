@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlplace.errors import InputError
+from rlplace.interrupts import deferred_signals, ending_signals
 from rlplace.runtime.hosts import cgroups, network
 from rlplace.runtime.hosts.commands import check_machine
-from rlplace.runtime.hosts.interrupts import deferred_signals, ending_signals
 from rlplace.runtime.hosts.names import new_prefix
 from rlplace.runtime.hosts.spec import HostsSpec
 

@@ -1,11 +1,11 @@
-"""Signals while hosts exist: ending signals become exceptions, and making or removing hosts is not cut short."""
+"""Signals where they would do harm: ending signals become exceptions, and what must not be cut short is not."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -32,8 +32,12 @@ def ending_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Signals that arrive inside are delivered at the end."""
+def deferred_signals(numbers: Sequence[int] = _ALL) -> Iterator[None]:
+    """Signals that arrive inside are delivered at the end; outside the main thread this does nothing.
+
+    Args:
+        numbers: Which; default SIGINT, SIGTERM and SIGHUP.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -43,7 +47,7 @@ def deferred_signals() -> Iterator[None]:
         arrived.append(number)
 
     before = {}
-    for number in _ALL:
+    for number in numbers:
         handler = signal.getsignal(number)
         if handler is not None and handler is not signal.SIG_IGN:  # None: not set from Python
             before[number] = signal.signal(number, note)

@@ -16,7 +16,8 @@ except ImportError:
 class StepWatchCallback(TrainerCallback):
     """Times the steps of a Trainer, from the start of forward to the end of the update.
 
-    Give it to the Trainer, ``callbacks=[StepWatchCallback(watch)]``. With gradient accumulation, all passes of an update are one step.
+    Give it to the Trainer, ``callbacks=[StepWatchCallback(watch)]``. With gradient accumulation, all passes of an update are
+    one step.
     """
 
     def __init__(self, watch: StepWatch) -> None:

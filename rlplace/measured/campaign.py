@@ -1,12 +1,13 @@
 """A campaign: plans of one problem, run for real on one cluster, each at most once, within a budget.
 
 Every trial is in the store before it begins, so that a plan that takes the whole job down is known when the job comes back: it
-counts as crashed and is not tried again. What was measured is never measured twice, except the best plan, which is timed again
+counts as crashed and is not tried again. What was measured is never measured twice, except a good plan, which is timed again
 now and then: if it has become slower or faster, so has the cluster, and the other times are read relative to it.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import signal
@@ -122,7 +123,7 @@ class Campaign:
             execution: Micro-batches and schedule of the step.
             budget: Default 60 plans.
             repeats: Timed steps of a plan that stays in the race.
-            retime_every: Trials after which the best plan is timed again.
+            retime_every: Trials after which the best of the plans that were known at the last such time is timed again.
             mode: ``"computed"`` or ``"replayed"``.
             run: Name under which the campaign can be resumed.
             isolated: Do not learn from other campaigns' trials; what they have measured is taken from the store instead of
@@ -143,6 +144,7 @@ class Campaign:
         known = self._store.trials(problem=problem.fingerprint, site=site, run=run if isolated else None)
         self.trials = [trial for trial in known if self._mine(trial)]
         self._by_plan = {trial.device_of_group: trial for trial in self.trials if not trial.anchor}
+        self._known_levels: tuple[int, list[tuple[float, float]]] | None = None
 
     @property
     def spent(self) -> Spent:
@@ -183,7 +185,7 @@ class Campaign:
 
     def drift_at(self, moment: float) -> float:
         """How much slower the cluster was at a moment than when the campaign began, by plans that were timed again."""
-        ratios = self._ratios()
+        ratios = self._levels()
         if not ratios:
             return 1.0
         at, log_ratio = zip(*ratios, strict=True)
@@ -206,7 +208,7 @@ class Campaign:
         trial = (self._from_store(plain) if self._isolated else None) or self._run(plain, self._racing())
         own = sum(t.run == self.run and not t.anchor for t in self.trials)
         if self._retime_every and own % self._retime_every == 0 and self.share < 1.0:
-            self.time_again()
+            self.time_again(self._reference())
         return trial
 
     def time_again(self, trial: Trial | None = None) -> Trial | None:
@@ -221,6 +223,21 @@ class Campaign:
         return make_plan(
             self.problem, np.array(trial.device_of_group, dtype=np.int32), planner="measured", **self.execution.arguments
         )
+
+    def _reference(self) -> Trial | None:
+        """The plan that tells whether the cluster has changed; None while any will do.
+
+        The fastest of those that were known at the last anchor: one that was measured since may owe its time to the change, and
+        would never show it.
+        """
+        last = max((trial.began_at for trial in self.trials if trial.anchor), default=math.inf)
+        levels, noise = self._levels(), self.noise
+        done = [
+            trial
+            for trial in self._by_plan.values()
+            if trial.status == "done" and trial.began_at <= last and _settled(levels, trial.began_at, noise)
+        ]
+        return min(done, key=self.seconds, default=None)
 
     def _mine(self, trial: Trial) -> bool:
         """Whether a trial was made under the campaign's conditions."""
@@ -262,7 +279,7 @@ class Campaign:
         try:
             timing = self._timer(self.plan(trial), race)
         except PlanFailed as error:
-            return dataclasses.replace(trial, status=error.status, reason=str(error))
+            return dataclasses.replace(trial, status=error.status, reason=str(error), setup_s=self._since(trial))
         except KeyboardInterrupt:
             self._store.discard(number)  # nobody's fault: it may be tried again
             raise
@@ -270,7 +287,7 @@ class Campaign:
             memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             status = "out_of_memory" if memory else "crashed"
-            self._store.finish(number, dataclasses.replace(trial, status=status, reason=reason))
+            self._store.finish(number, dataclasses.replace(trial, status=status, reason=reason, setup_s=self._since(trial)))
             raise
         lost = race.lost(timing.step_s) and len(timing.step_s) < race.repeats
         return dataclasses.replace(
@@ -282,6 +299,11 @@ class Campaign:
             engine=timing.engine,
             setup_s=timing.setup_s,
         )
+
+    @staticmethod
+    def _since(trial: Trial) -> float:
+        """Seconds since a trial began: what a failure costs."""
+        return max(0.0, time.time() - trial.began_at)
 
     def _from_store(self, plain: tuple[int, ...]) -> Trial | None:
         found = self._store.lookup(
@@ -301,25 +323,41 @@ class Campaign:
             self._by_plan[trial.device_of_group] = trial
         self.on_trial(trial)
 
+    def _levels(self) -> list[tuple[float, float]]:
+        """What `_ratios` finds, remembered until there is another trial."""
+        if self._known_levels is None or self._known_levels[0] != len(self.trials):
+            self._known_levels = len(self.trials), self._ratios()
+        return self._known_levels[1]
+
     def _ratios(self) -> list[tuple[float, float]]:
         """(moment, log of slowdown since the beginning), by moment, from every plan that was timed again.
 
         The first timing of a plan stands at the level that the anchors before it had found, so a chain of changing best plans
-        tells the drift of the whole campaign.
+        tells the drift of the whole campaign. Plans that were first timed while the cluster changed tell nothing: nobody knows
+        whether that was before the change or after it.
         """
+        noise = self.noise
         found: list[tuple[float, float]] = []
         for anchor in sorted((t for t in self.trials if t.anchor and t.timed), key=lambda t: t.began_at):
             first = self._by_plan.get(anchor.device_of_group)
             if first is None or not first.timed or first.began_at >= anchor.began_at:
+                continue
+            if not _settled(found, first.began_at, noise):
                 continue
             at = [moment for moment, _ in found]
             level = float(np.interp(first.began_at, at, [value for _, value in found])) if found else 0.0
             if not found:
                 found.append((first.began_at, 0.0))
             ratio = math.log(anchor.median_s / first.median_s)
-            doubt = Z * self.noise * math.sqrt(1 / len(anchor.step_s) + 1 / len(first.step_s))
+            doubt = Z * noise * math.sqrt(1 / len(anchor.step_s) + 1 / len(first.step_s))
             found.append((anchor.began_at, level + ratio if abs(ratio) > doubt else level))
         return found
+
+
+def _settled(levels: list[tuple[float, float]], moment: float, noise: float) -> bool:
+    """Whether the cluster was as fast at the anchor before a moment as at the one after it."""
+    later = bisect.bisect_left(levels, (moment,))
+    return later in (0, len(levels)) or abs(levels[later][1] - levels[later - 1][1]) <= Z * noise
 
 
 def _plain(devices: Sequence[int] | NDArray[np.int32]) -> tuple[int, ...]:

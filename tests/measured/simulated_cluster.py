@@ -1,4 +1,4 @@
-"""A cluster that is simulated: it times plans by a problem of its own, with noise, failures and drift, on a clock of its own."""
+"""A simulated cluster: it times plans by a problem of its own, with noise, failures and drift, on a clock of its own."""
 
 from __future__ import annotations
 

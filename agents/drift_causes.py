@@ -18,7 +18,8 @@ from rlplace.simulator import Timeline, simulate
 MOST_CAUSES = 12
 _MOST = 64.0  # largest factor that is tried
 _EXACT = 0.003  # of the step time that a factor has to bring about
-_UNEXPLAINED = 0.05  # share of the step time that busy seconds may leave open before links are looked at
+_RANGE = (1e-4, 1e4)  # of factors of devices, which may hold a cost model that is far off
+_UNEXPLAINED = 0.1  # share of the step time that busy seconds may leave open before links are looked at
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +76,15 @@ def causes_of(
     if busy_s is None:
         causes, notes = _guesses(problem, plan, line, no_correction(problem), line.step_time_s * ratio)
         return causes, False, notes
-    if busy_before_s is None:
-        ratio = measured_s / line.step_time_s
+    # Both times with devices as they were measured, so that what matters to the step is not what the cost model thinks.
+    now = _per_device(busy_s, problem)
     before = line.busy_s if busy_before_s is None else _per_device(busy_before_s, problem)
-    base, name = _by_busy(problem, line, _per_device(busy_s, problem), before)
+    base, past = _by_busy(problem, line, now), _by_busy(problem, line, before)
+    name = _changes(problem, line, now, before)
     step_s = run_plan(corrected(problem, base), plan).step_time_s or math.inf
-    target_s = line.step_time_s * ratio
+    target_s = measured_s
+    if busy_before_s is not None:
+        target_s = ratio * (run_plan(corrected(problem, past), plan).step_time_s or math.inf)
     if step_s >= (1 - _UNEXPLAINED) * target_s:
         return [Cause(name, base)], True, []
     links, notes = _links(problem, plan, line, base, target_s, MOST_CAUSES)
@@ -98,22 +102,25 @@ def _per_device(values: Sequence[float], problem: Problem) -> NDArray[np.float64
     return array
 
 
-def _by_busy(
-    problem: Problem, line: Timeline, busy: NDArray[np.float64], before: NDArray[np.float64]
-) -> tuple[Correction, str]:
-    """Every device by what it takes for the same work; one without work changes as the others do in the median."""
-    used = (line.busy_s > 0) & (busy > 0) & (before > 0)
+def _by_busy(problem: Problem, line: Timeline, busy: NDArray[np.float64]) -> Correction:
+    """Every device by what it takes for what it is given; one that is given nothing is as far off as the others' median."""
+    used = (line.busy_s > 0) & (busy > 0)
     if not used.any():
         raise InputError("replan: no device that the plan uses has busy seconds")
     factor = np.ones(problem.num_devices)
-    factor[used] = np.clip(busy[used] / before[used], 1 / _MOST, _MOST)
+    factor[used] = np.clip(busy[used] / line.busy_s[used], *_RANGE)
     factor[~used] = float(np.median(factor[used]))
-    changed = [d for d in np.flatnonzero(used) if abs(math.log(factor[d])) > 0.05]
-    changed.sort(key=lambda d: -abs(math.log(factor[d])))
-    told = [f"device {problem.devices[d].name} {_times(float(factor[d]))}" for d in changed[:4]]
+    return replace(no_correction(problem), device_factor=factor)
+
+
+def _changes(problem: Problem, line: Timeline, now: NDArray[np.float64], before: NDArray[np.float64]) -> str:
+    """Which devices have changed, for people."""
+    used = np.flatnonzero((line.busy_s > 0) & (now > 0) & (before > 0))
+    log = {int(d): math.log(now[d] / before[d]) for d in used}
+    changed = sorted((d for d in log if abs(log[d]) > 0.05), key=lambda d: -abs(log[d]))
+    told = [f"device {problem.devices[d].name} {_times(math.exp(log[d]))}" for d in changed[:4]]
     more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-    name = ", ".join(told) + more if told else "devices as before"
-    return replace(no_correction(problem), device_factor=factor), name
+    return ", ".join(told) + more if told else "devices as before"
 
 
 def _guesses(

@@ -38,12 +38,13 @@ def measured(drifted):
 
 
 def test_with_busy_seconds_the_slow_device_is_found(drifted):
-    problem, plan, true = drifted
-    before, after, told = measured(drifted)
+    problem, plan, _ = drifted
+    off = with_devices(problem, [1.1] * 4)  # the cost model was wrong by 10 % before anything happened
+    true = with_devices(problem, [1.1, 1.1 * SLOW, 1.1, 1.1])
+    before, after = run_plan(off, plan), run_plan(true, plan)
+    told = {"ratio": after.step_time_s / before.step_time_s, "measured_s": 1.3 * after.step_time_s}
     kept = copy.deepcopy(plan.to_dict())
-    report, better = replan(
-        problem, plan, **told, busy_s=1.1 * after.busy_s, busy_before_s=1.1 * before.busy_s, time_limit_s=1.0
-    )
+    report, better = replan(problem, plan, **told, busy_s=after.busy_s, busy_before_s=before.busy_s, time_limit_s=1.0)
     assert report.located
     (only,) = report.hypotheses
     assert "gpu1 2 times slower" in only.name

@@ -72,7 +72,16 @@ class Correction:
             name: None if name == "group_factor" and data[name] is None else _array(data[name], name)
             for name in names - {"step_factor"}
         }
-        return Correction(step_factor=finite_number(data["step_factor"], "correction.step_factor"), **arrays)  # type: ignore[arg-type]
+        devices = np.shape(arrays["device_factor"])
+        groups = np.shape(arrays["group_factor"])[:1]
+        expected = {"pair_slowdown": 2 * devices, "latency_s": 2 * devices, "group_factor": groups + devices}
+        for name, array in arrays.items():
+            if array is not None and (array.shape != expected.get(name, array.shape) or array.ndim != 1 + (name in expected)):
+                raise InputError(f"correction.{name}: it is of shape {array.shape}, which does not fit the other parts")
+        factor = finite_number(data["step_factor"], "correction.step_factor")
+        if not _RANGE[0] <= factor <= _RANGE[1]:
+            raise InputError(f"correction.step_factor: numbers must be from {_RANGE[0]:g} to {_RANGE[1]:g}")
+        return Correction(step_factor=factor, **arrays)  # type: ignore[arg-type]
 
 
 def no_correction(problem: Problem) -> Correction:
@@ -103,6 +112,8 @@ def corrected(problem: Problem, correction: Correction) -> Problem:
     devices, groups = problem.num_devices, problem.num_groups
     if correction.device_factor.shape != (devices,) or correction.channel_slowdown.shape != (num_channels(problem),):
         raise InputError("correction: made for another cluster: it has other devices or channels")
+    if correction.pair_slowdown.shape != (devices, devices) or correction.latency_s.shape != (devices, devices):
+        raise InputError("correction: made for another cluster: it has other pairs of devices")
     if correction.group_factor is not None and correction.group_factor.shape != (groups, devices):
         raise InputError("correction: made for another problem: it has other groups")
     slow = correction.link_slowdown(problem)
@@ -117,7 +128,7 @@ def corrected(problem: Problem, correction: Correction) -> Problem:
         name=f"{problem.name}, corrected",
         time_s=problem.time_s * time_factor(problem, correction),
         links=links,
-        tensor_transfer_s={t: np.where(off, s * slow, s) for t, s in problem.tensor_transfer_s.items()},
+        tensor_transfer_s={t: np.where(off, s * slow + correction.latency_s, s) for t, s in problem.tensor_transfer_s.items()},
         source=None,
     )
 
@@ -130,7 +141,10 @@ def time_factor(problem: Problem, correction: Correction) -> NDArray[np.float64]
 
 def _array(value: Any, name: str) -> NDArray[np.float64]:
     try:
-        array = np.array(value, dtype=np.float64)
+        given = np.array(value)
+        if given.dtype.kind not in "iuf":
+            raise ValueError
+        array = given.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"correction.{name}: expected numbers") from None
     low, high = (0.0, 1e3) if name == "latency_s" else _RANGE

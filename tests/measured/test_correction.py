@@ -1,0 +1,306 @@
+"""Corrections: what each of their parts does to a problem, their files, and what is refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlplace.errors import InputError
+from rlplace.measured.calibrate import group_seconds, predict
+from rlplace.measured.correction import Correction, corrected, no_correction, num_channels, time_factor
+from rlplace.planners.common.evaluate import Execution
+from rlplace.problem import Links
+from rlplace.problem.generate import random_problem
+from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.simulator import simulate
+
+CARDS = tuple(tuple(() if i == j else (i, 3 + j) for j in range(3)) for i in range(3))
+"""Channels 0..2 send, 3..5 receive."""
+
+
+def with_cards(problem):
+    return dataclasses.replace(problem, links=dataclasses.replace(problem.links, channels=CARDS))
+
+
+RANDOM = with_cards(random_problem(4, 12, 3, comm_ratio=1.0, null_fraction=0.2, shared_parameters=2))
+
+
+def by_hand(*, time_s=(2.0, 3.0, 5.0), bandwidth=10.0, latency_s=0.25, table_s=None, channels=CARDS):
+    """Three ops in a chain, one a group, 20 bytes between the first two and 40 between the last two, on three devices."""
+    times = np.tile(np.array(time_s)[:, None], 3) if np.ndim(time_s) == 1 else time_s
+    links = Links(np.broadcast_to(bandwidth, (3, 3)).copy(), np.broadcast_to(latency_s, (3, 3)).copy(), channels)
+    problem = build_problem(
+        "by hand", time_s=np.asarray(times).tolist(), memory_bytes=[None] * 3, links=links,
+        tensors=[TensorSpec(0, 20, [1]), TensorSpec(1, 40, [2])],
+    )  # fmt: skip
+    return problem if table_s is None else dataclasses.replace(problem, tensor_transfer_s={0: table_s})
+
+
+def change(problem, **parts):
+    """The correction that only changes what is given."""
+    return dataclasses.replace(no_correction(problem), **parts)
+
+
+def step_s(problem, plan, **execution):
+    return simulate(problem, np.array(plan, dtype=np.int32), **execution).step_time_s
+
+
+CHAIN = [0, 1, 2]
+PLANS = [[0, 0, 0], [0, 1, 1], [0, 1, 2], [0, 1, 0], [2, 1, 0], [1, 1, 2]]
+
+
+def test_the_chain_by_hand():
+    assert step_s(by_hand(), CHAIN) == pytest.approx(2 + (0.25 + 2) + 3 + (0.25 + 4) + 5)
+
+
+# Identity
+
+
+@pytest.mark.parametrize("execution", [Execution(), Execution(3, "1f1b"), Execution(2, "gpipe")], ids=str)
+def test_the_identity_changes_no_step_time(execution):
+    rng = np.random.default_rng(0)
+    same = corrected(RANDOM, no_correction(RANDOM))
+    for _ in range(20):
+        plan = np.array([rng.choice(np.flatnonzero(allowed)) for allowed in RANDOM.group_allowed], dtype=np.int32)
+        before, after = (simulate(p, plan, **execution.arguments) for p in (RANDOM, same))
+        assert before.step_time_s == after.step_time_s is not None
+        assert np.array_equal(before.peak_memory_bytes, after.peak_memory_bytes)
+    assert same.fingerprint == RANDOM.fingerprint, "what is priced alike is the same problem"
+    assert same.name != RANDOM.name
+
+
+def test_only_prices_change():
+    changed = corrected(RANDOM, change(RANDOM, device_factor=np.array([1.0, 2.0, 3.0])))
+    assert changed.fingerprint != RANDOM.fingerprint and changed.source is None
+    for name in ("resident_bytes", "temporary_bytes", "tensor_bytes", "consumers", "op_group", "group_device"):
+        assert np.array_equal(getattr(changed, name), getattr(RANDOM, name))
+    assert np.array_equal(np.isnan(changed.time_s), np.isnan(RANDOM.time_s)), "where an op cannot run stays so"
+    assert (changed.devices, changed.links.effective_channels) == (RANDOM.devices, RANDOM.links.effective_channels)
+
+
+# Each part does what it says
+
+
+def test_device_factor():
+    problem = by_hand()
+    changed = corrected(problem, change(problem, device_factor=np.array([1.0, 2.0, 0.5])))
+    expected = by_hand(time_s=np.array([[2.0, 4.0, 1.0], [3.0, 6.0, 1.5], [5.0, 10.0, 2.5]]))
+    assert changed.fingerprint == expected.fingerprint != problem.fingerprint
+    assert step_s(changed, CHAIN) == pytest.approx(2 + 2.25 + 6 + 4.25 + 2.5)
+
+
+def test_group_factor_is_a_further_factor():
+    problem = by_hand()
+    factor = np.array([[1.0, 1.0, 1.0], [1.0, 3.0, 1.0], [2.0, 1.0, 1.0]])
+    correction = change(problem, device_factor=np.array([1.0, 2.0, 1.0]), group_factor=factor)
+    expected = by_hand(time_s=np.array([[2.0, 4.0, 2.0], [3.0, 18.0, 3.0], [10.0, 10.0, 5.0]]))
+    assert corrected(problem, correction).fingerprint == expected.fingerprint
+    whole = correction.for_cluster()
+    assert whole.group_factor is None and np.array_equal(whole.device_factor, correction.device_factor)
+    assert corrected(problem, whole).fingerprint != expected.fingerprint
+
+
+def test_group_factor_holds_for_all_ops_of_a_group():
+    rng = np.random.default_rng(1)
+    factor = rng.uniform(0.5, 2.0, (RANDOM.num_groups, 3))
+    correction = change(RANDOM, group_factor=factor, device_factor=np.array([1.0, 2.0, 3.0]))
+    expected = RANDOM.time_s * factor[RANDOM.op_group] * [1.0, 2.0, 3.0]
+    assert np.allclose(corrected(RANDOM, correction).time_s, expected, equal_nan=True)
+    assert np.allclose(time_factor(RANDOM, correction), factor[RANDOM.op_group] * [1.0, 2.0, 3.0])
+    seconds = group_seconds(corrected(RANDOM, correction))
+    assert np.allclose(seconds, group_seconds(RANDOM) * factor * [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("slow", "chain_s"),
+    [
+        ({0: 3.0}, 2 + 3 * 2.25 + 3 + 4.25 + 5),  # device 0 sends
+        ({4: 3.0}, 2 + 3 * 2.25 + 3 + 4.25 + 5),  # device 1 receives
+        ({0: 3.0, 4: 2.0}, 2 + 3 * 2.25 + 3 + 4.25 + 5),  # the slower of both
+        ({0: 0.5, 4: 0.25}, 2 + 0.5 * 2.25 + 3 + 4.25 + 5),  # faster ones too
+        ({5: 2.0, 1: 1.5}, 2 + 2.25 + 3 + 2 * 4.25 + 5),
+        ({2: 9.0, 3: 9.0}, 2 + 2.25 + 3 + 4.25 + 5),  # not on the way
+    ],
+)
+def test_channel_slowdown_is_that_of_the_slowest_channel(slow, chain_s):
+    problem = by_hand()
+    factors = np.ones(6)
+    factors[list(slow)] = list(slow.values())
+    changed = corrected(problem, change(problem, channel_slowdown=factors))
+    assert step_s(changed, CHAIN) == pytest.approx(chain_s)
+    assert step_s(changed, [1, 1, 1]) == pytest.approx(10.0)
+
+
+def test_pair_slowdown_is_ordered_and_multiplies():
+    problem = by_hand()
+    pair = np.ones((3, 3))
+    pair[0, 1] = 4.0
+    correction = change(problem, pair_slowdown=pair)
+    changed = corrected(problem, correction)
+    assert step_s(changed, CHAIN) == pytest.approx(2 + 4 * 2.25 + 3 + 4.25 + 5)
+    assert step_s(changed, [1, 0, 2]) == pytest.approx(2 + 2.25 + 3 + 4.25 + 5), "the other direction stays"
+    factors = np.ones(6)
+    factors[0] = 3.0
+    both = dataclasses.replace(correction, channel_slowdown=factors)
+    assert step_s(corrected(problem, both), CHAIN) == pytest.approx(2 + 12 * 2.25 + 3 + 4.25 + 5)
+    assert both.link_slowdown(problem).tolist() == [[1, 12, 3], [1, 1, 1], [1, 1, 1]]
+
+
+def test_the_diagonal_means_nothing():
+    problem = by_hand()
+    wild = change(problem, pair_slowdown=np.where(np.eye(3, dtype=bool), 50.0, 1.0), latency_s=7.0 * np.eye(3))
+    assert corrected(problem, wild).fingerprint == problem.fingerprint
+
+
+def test_latency_is_added_to_every_transfer():
+    problem = by_hand()
+    latency = np.full((3, 3), 0.5)
+    assert step_s(corrected(problem, change(problem, latency_s=latency)), CHAIN) == pytest.approx(2 + 2.75 + 3 + 4.75 + 5)
+    slow = change(problem, latency_s=latency, pair_slowdown=np.full((3, 3), 2.0))
+    assert step_s(corrected(problem, slow), CHAIN) == pytest.approx(2 + 5.0 + 3 + 9.0 + 5), "it is not slowed down itself"
+
+
+def test_transfers_with_times_of_their_own_are_changed_like_others():
+    table = np.where(np.eye(3, dtype=bool), 0.0, 1.5)
+    problem = by_hand(table_s=table)
+    assert step_s(problem, CHAIN) == pytest.approx(2 + 1.5 + 3 + 4.25 + 5)
+    slow = change(problem, pair_slowdown=np.full((3, 3), 2.0))
+    assert step_s(corrected(problem, slow), CHAIN) == pytest.approx(2 + 3.0 + 3 + 8.5 + 5)
+    late = change(problem, latency_s=np.full((3, 3), 0.5))
+    assert step_s(corrected(problem, late), CHAIN) == pytest.approx(2 + 2.0 + 3 + 4.75 + 5)
+
+
+def test_missing_links_stay_missing():
+    bandwidth = np.full((3, 3), 10.0)
+    bandwidth[0, 1] = 0.0
+    problem = by_hand(bandwidth=bandwidth)
+    changed = corrected(problem, change(problem, pair_slowdown=np.full((3, 3), 0.5), latency_s=np.full((3, 3), 0.1)))
+    assert not np.isfinite(predict(problem, no_correction(problem), np.array([CHAIN], dtype=np.int32)))[0]
+    assert changed.links.bandwidth_bytes_per_s[0, 1] == 0.0
+    assert np.isfinite(step_s(changed, [1, 0, 2]))
+
+
+def test_private_channels_are_those_of_pairs():
+    problem = by_hand(channels=None)
+    assert num_channels(problem) == 8  # 3 * 2 + 1 is the last pair
+    factors = np.ones(8)
+    factors[0 * 3 + 1] = 5.0
+    changed = corrected(problem, change(problem, channel_slowdown=factors))
+    assert step_s(changed, CHAIN) == pytest.approx(2 + 5 * 2.25 + 3 + 4.25 + 5)
+
+
+def test_step_factor_is_on_predicted_step_times_alone():
+    problem = by_hand()
+    correction = change(problem, step_factor=1.5)
+    assert corrected(problem, correction).fingerprint == problem.fingerprint
+    plans = np.array(PLANS, dtype=np.int32)
+    assert np.allclose(predict(problem, correction, plans), [1.5 * step_s(problem, plan) for plan in PLANS])
+
+
+def test_channel_slowdown_of_a_shared_channel_slows_the_queue():
+    """Two transfers into device 2 share its receiving side: one waits for the other, and both take twice as long."""
+    links = Links(np.full((3, 3), 10.0), np.zeros((3, 3)), CARDS)
+    problem = build_problem(
+        "join", time_s=[[1.0] * 3] * 3, memory_bytes=[None] * 3, links=links,
+        tensors=[TensorSpec(0, 20, [2]), TensorSpec(1, 20, [2])],
+    )  # fmt: skip
+    assert step_s(problem, CHAIN) == pytest.approx(1 + 2 + 2 + 1)
+    factors = np.ones(6)
+    factors[5] = 2.0
+    assert step_s(corrected(problem, change(problem, channel_slowdown=factors)), CHAIN) == pytest.approx(1 + 4 + 4 + 1)
+
+
+# Files
+
+
+def test_round_trip():
+    rng = np.random.default_rng(2)
+    for groups in (None, rng.uniform(0.5, 2.0, (RANDOM.num_groups, 3))):
+        correction = Correction(
+            rng.uniform(0.5, 2, 3),
+            groups,
+            rng.uniform(0.5, 2, 6),
+            rng.uniform(0.5, 2, (3, 3)),
+            rng.uniform(0, 1e-3, (3, 3)),
+            1.1,
+        )
+        again = Correction.from_dict(json.loads(json.dumps(correction.to_dict())))
+        for field in dataclasses.fields(Correction):
+            before, after = getattr(correction, field.name), getattr(again, field.name)
+            assert before is after is None or (type(before) is type(after) and np.array_equal(before, after))
+        assert corrected(RANDOM, again).fingerprint == corrected(RANDOM, correction).fingerprint
+
+
+def test_a_correction_of_one_device_and_no_channel():
+    problem = random_problem(1, 4, 1)
+    again = Correction.from_dict(json.loads(json.dumps(no_correction(problem).to_dict())))
+    assert corrected(problem, again).fingerprint == problem.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device_factor", [1.0, 1.0]), ("device_factor", [[1.0, 1.0, 1.0]]), ("device_factor", 1.0), ("device_factor", []),
+        ("device_factor", None), ("device_factor", "1"), ("device_factor", ["1", "1", "1"]), ("device_factor", [True] * 3),
+        ("device_factor", [1.0, 0.0, 1.0]), ("device_factor", [1.0, -1.0, 1.0]), ("device_factor", [1.0, float("nan"), 1.0]),
+        ("device_factor", [1.0, float("inf"), 1.0]), ("device_factor", [10**400, 1, 1]), ("device_factor", [1.0, [1.0], 1.0]),
+        ("device_factor", {"0": 1.0}), ("channel_slowdown", [1.0]), ("channel_slowdown", [[1.0] * 6]),
+        ("pair_slowdown", [1.0] * 3), ("pair_slowdown", [[1.0] * 2] * 2), ("pair_slowdown", [[1.0] * 3]),
+        ("pair_slowdown", 2.0), ("pair_slowdown", [[[1.0] * 3] * 3]), ("latency_s", 0.0),
+        ("latency_s", [0.0] * 3), ("latency_s", [[-1e-6] * 3] * 3),
+        ("latency_s", [[1e9] * 3] * 3), ("group_factor", [[1.0] * 3] * 5), ("group_factor", [1.0] * 12), ("group_factor", 3.0),
+        ("group_factor", [[1.0] * 2] * 12), ("step_factor", 0.0), ("step_factor", -1.0), ("step_factor", float("nan")),
+        ("step_factor", 1e9), ("step_factor", None), ("step_factor", True), ("step_factor", [1.0]), ("step_factor", "1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hostile_values(name, value):
+    data = no_correction(RANDOM).to_dict() | {name: value}
+    with pytest.raises(InputError, match="correction"):
+        corrected(RANDOM, Correction.from_dict(data))
+
+
+@pytest.mark.parametrize(
+    "data", [None, [], "x", 3, {}, {"device_factor": [1.0]}, no_correction(RANDOM).to_dict() | {"more": 1}]
+)
+def test_hostile_records(data):
+    with pytest.raises(InputError, match="correction"):
+        Correction.from_dict(data)
+
+
+_numbers = st.one_of(st.floats(), st.integers(), st.none(), st.booleans(), st.text(max_size=3), st.floats(0.5, 2.0))
+_lists = st.lists(_numbers, max_size=6)
+_nested = st.one_of(_numbers, _lists, st.lists(_lists, max_size=4), st.dictionaries(st.text(max_size=2), _numbers, max_size=2))
+_GOOD = no_correction(RANDOM).to_dict()
+
+
+@given(
+    st.dictionaries(st.sampled_from(sorted(_GOOD)), _nested, max_size=3), st.sets(st.sampled_from(sorted(_GOOD)), max_size=1)
+)
+def test_hostile_data_is_refused_or_works(changes, missing):
+    data = {key: value for key, value in (_GOOD | changes).items() if key not in missing}
+    try:
+        problem = corrected(RANDOM, Correction.from_dict(data))
+    except InputError:
+        return
+    factor = problem.time_s / RANDOM.time_s
+    assert (factor[~np.isnan(factor)] > 0).all()
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(_GOOD)), st.lists(st.lists(st.floats(0.5, 2.0), max_size=4), max_size=4))
+def test_wrong_shapes_are_refused(name, value):
+    try:
+        corrected(RANDOM, Correction.from_dict(_GOOD | {name: value}))
+    except InputError:
+        return
+    assert np.shape(value) == np.shape(_GOOD[name])
+
+
+def test_a_correction_of_another_problem():
+    for other in (random_problem(1, 12, 3), random_problem(1, 12, 2), with_cards(random_problem(1, 9, 3))):
+        with pytest.raises(InputError, match="made for another"):
+            corrected(other, change(RANDOM, group_factor=np.ones((12, 3))) if other.num_groups != 12 else no_correction(RANDOM))

@@ -1,0 +1,205 @@
+"""Calibration by trials: known truths are found again, and what it does with little, wrong or disturbed data."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from simulated_cluster import SimulatedCluster, random_plans
+
+from rlplace.errors import InputError
+from rlplace.measured.calibrate import fit_correction, predict
+from rlplace.measured.correction import corrected, no_correction
+from rlplace.planners import get_planner
+from rlplace.planners.common.evaluate import PLAIN, Execution
+from rlplace.problem.generate import random_problem
+
+DEVICES, TRIALS, HELD_OUT = 4, 24, 30
+CARDS = tuple(tuple(() if i == j else (i, DEVICES + j) for j in range(DEVICES)) for i in range(DEVICES))
+"""Channels 0..3 send, 4..7 receive."""
+
+
+def make_problem(seed=3, groups=16):
+    problem = random_problem(seed, groups, DEVICES, comm_ratio=0.7)
+    return dataclasses.replace(problem, links=dataclasses.replace(problem.links, channels=CARDS))
+
+
+PROBLEM = make_problem()
+BASE = get_planner("best")(PROBLEM).device_of_group
+
+
+def ones(count, at, factor):
+    values = np.ones(count)
+    values[at] = factor
+    return values
+
+
+def change(**parts):
+    return corrected(PROBLEM, dataclasses.replace(no_correction(PROBLEM), **parts))
+
+
+def slow_pair():
+    pair = np.ones((DEVICES, DEVICES))
+    pair[0, 1] = 4.0
+    return pair
+
+
+def group_factors():
+    rng = np.random.default_rng(9)
+    groups = rng.normal(size=(PROBLEM.num_groups, 1)), rng.normal(size=(PROBLEM.num_groups, DEVICES))
+    return np.exp(0.3 * groups[0] + 0.1 * groups[1])
+
+
+TRUTHS = {
+    "slow device": change(device_factor=ones(DEVICES, 2, 1.8)),
+    "unlike devices": change(device_factor=np.array([1.0, 1.3, 0.8, 1.6])),
+    "slow channels": change(channel_slowdown=ones(2 * DEVICES, [3, 7], 3.0)),
+    "slow pair": change(pair_slowdown=slow_pair()),
+    "mispriced groups": change(group_factor=group_factors()),
+    "ops are wrong by 7": change(device_factor=np.full(DEVICES, 7.0)),
+    "all is wrong by 7": change(device_factor=np.full(DEVICES, 7.0), pair_slowdown=np.full((DEVICES, DEVICES), 7.0)),
+    "device and channel": change(device_factor=ones(DEVICES, 1, 1.5), channel_slowdown=ones(2 * DEVICES, 0, 2.5)),
+}
+
+
+def fit(truth, *, execution=PLAIN, trials=TRIALS, seed=0, busy=True, noise=0.02):
+    """The fit, and the mean relative errors on plans that it has not seen: before and after."""
+    plans = random_plans(PROBLEM, trials + HELD_OUT, seed=seed, around=BASE)
+    cluster = SimulatedCluster(truth, execution=execution, noise=noise, seed=seed)
+    found = fit_correction(PROBLEM, [cluster.trial(PROBLEM, p, busy=busy) for p in plans[:trials]], execution=execution)
+    held_out = np.array(plans[trials:])
+    true_s = np.array([cluster.true_s(plan) for plan in held_out])
+    errors = [
+        float(np.abs(predict(PROBLEM, correction, held_out, execution) / true_s - 1.0).mean())
+        for correction in (no_correction(PROBLEM), found.correction)
+    ]
+    return found, errors[0], errors[1]
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_known_truths_are_found_again(name):
+    found, before, after = fit(TRUTHS[name])
+    assert after < 0.5 * before and after < 0.07
+    assert found.error_after < 0.5 * found.error_before
+    assert len(found.predicted_s) == len(found.measured_s) == len(found.priced_s) == TRIALS
+
+
+def test_the_right_thing_is_blamed():
+    device = fit(TRUTHS["slow device"])[0].correction
+    assert device.device_factor == pytest.approx([1.0, 1.0, 1.8, 1.0], rel=0.08)
+    assert device.link_slowdown(PROBLEM) == pytest.approx(np.ones((DEVICES, DEVICES)), rel=0.25)
+    channel = fit(TRUTHS["slow channels"])[0].correction
+    assert channel.device_factor == pytest.approx(np.ones(DEVICES), rel=0.05)
+    slow = channel.link_slowdown(PROBLEM)
+    concerned = np.zeros((DEVICES, DEVICES), dtype=bool)
+    concerned[3, :3] = concerned[:3, 3] = True
+    assert slow[concerned].min() > 1.8 and np.median(slow[concerned]) == pytest.approx(3.0, rel=0.25)
+    others = ~concerned & ~np.eye(DEVICES, dtype=bool)
+    assert slow[others] == pytest.approx(np.ones(others.sum()), rel=0.25)
+    pair = fit(TRUTHS["slow pair"])[0].correction.link_slowdown(PROBLEM)
+    assert pair[0, 1] == pair.max() > 2.5 and np.sort(pair.ravel())[-2] < 2.0
+
+
+def test_mispriced_groups_are_told_apart():
+    truth = group_factors()
+    found = fit(TRUTHS["mispriced groups"], trials=60)[0].correction
+    total = found.device_factor[None] * found.group_factor
+    plans = np.array(random_plans(PROBLEM, 60, around=BASE))
+    used = np.array([[(plans[:, g] == d).sum() >= 8 for d in range(DEVICES)] for g in range(PROBLEM.num_groups)])
+    assert used.sum() > 20
+    assert np.corrcoef(np.log(total[used]), np.log(truth[used]))[0, 1] > 0.6
+
+
+@pytest.mark.parametrize("execution", [PLAIN, Execution(4, "1f1b")], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_cost_model_that_is_right_stays(execution, seed):
+    found, before, after = fit(PROBLEM, execution=execution, seed=seed)
+    assert before < 1e-9 and after < 0.02
+    assert found.correction.device_factor == pytest.approx(np.ones(DEVICES), rel=0.03)
+    assert found.correction.step_factor == pytest.approx(1.0, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["slow device", "slow channels", "all is wrong by 7"])
+def test_micro_batches(name):
+    execution = Execution(4, "1f1b")
+    found, before, after = fit(TRUTHS[name], execution=execution)
+    assert after < 0.5 * before and after < 0.1
+    if name == "slow device":
+        assert found.correction.device_factor == pytest.approx([1.0, 1.0, 1.8, 1.0], rel=0.08)
+
+
+@pytest.mark.parametrize("name", ["slow device", "slow channels"])
+def test_one_disturbed_trial_spoils_nothing(name):
+    plans = random_plans(PROBLEM, TRIALS + HELD_OUT, around=BASE)
+    cluster = SimulatedCluster(TRUTHS[name])
+    trials = [cluster.trial(PROBLEM, plan) for plan in plans[:TRIALS]]
+    held_out = np.array(plans[TRIALS:])
+    true_s = np.array([cluster.true_s(plan) for plan in held_out])
+
+    def error(trials):
+        return np.abs(predict(PROBLEM, fit_correction(PROBLEM, trials).correction, held_out) / true_s - 1.0).mean()
+
+    clean = error(trials)
+    for wrong in (0, TRIALS // 2):
+        one_step = list(trials)
+        one_step[wrong] = dataclasses.replace(trials[wrong], step_s=(*trials[wrong].step_s[:2], 10 * trials[wrong].step_s[2]))
+        assert error(one_step) < clean + 0.01
+        whole = list(trials)
+        whole[wrong] = dataclasses.replace(trials[wrong], step_s=tuple(10 * step for step in trials[wrong].step_s))
+        assert error(whole) < clean + 0.02
+
+
+def test_a_single_trial_works():
+    cluster = SimulatedCluster(TRUTHS["slow device"], noise=0.0)
+    for plan in (BASE, np.zeros(16, dtype=np.int32), np.full(16, 2, dtype=np.int32)):
+        trial = cluster.trial(PROBLEM, plan, steps=1)
+        found = fit_correction(PROBLEM, [trial])
+        assert found.predicted_s == pytest.approx([trial.median_s], rel=0.05)
+        unused = np.setdiff1d(np.arange(DEVICES), plan)
+        factor = found.correction.device_factor
+        assert np.isfinite(factor).all() and (factor > 0).all()
+        if len(np.unique(plan)) > 1:
+            assert factor[unused] == pytest.approx(1.0, rel=0.15)
+
+
+def test_trials_without_busy_seconds_still_teach():
+    _, before, after = fit(TRUTHS["all is wrong by 7"], busy=False)
+    assert after < 0.5 * before
+    _, before, after = fit(TRUTHS["slow channels"], busy=False)
+    assert after < 0.5 * before
+
+
+def test_failures_are_left_out_and_better_times_are_believed():
+    cluster = SimulatedCluster(TRUTHS["slow device"])
+    trials = [cluster.trial(PROBLEM, plan) for plan in random_plans(PROBLEM, 10, around=BASE)]
+    failed = [dataclasses.replace(trial, status="crashed", step_s=(), places=()) for trial in trials[:3]]
+    found, plain = fit_correction(PROBLEM, [*failed, *trials]), fit_correction(PROBLEM, trials)
+    assert np.array_equal(found.measured_s, plain.measured_s) and np.array_equal(found.predicted_s, plain.predicted_s)
+    seconds = [cluster.true_s(trial.device_of_group) for trial in trials]
+    assert fit_correction(PROBLEM, trials, seconds=seconds).measured_s.tolist() == seconds
+
+
+def test_going_on_from_the_last_fit():
+    plans = random_plans(PROBLEM, TRIALS, around=BASE)
+    cluster = SimulatedCluster(TRUTHS["slow channels"])
+    trials = [cluster.trial(PROBLEM, plan) for plan in plans]
+    first = fit_correction(PROBLEM, trials[:-1])
+    again = fit_correction(PROBLEM, trials, start=first.correction)
+    assert again.error_after < 1.2 * first.error_after + 0.005
+
+
+def test_equal_trials_give_equal_fits():
+    first, second = (fit(TRUTHS["slow pair"], trials=8)[0].correction.to_dict() for _ in range(2))
+    assert first == second
+
+
+def test_nothing_to_learn_from():
+    trial = SimulatedCluster(PROBLEM).trial(PROBLEM, BASE)
+    for trials in ([], [dataclasses.replace(trial, status="crashed", step_s=(), places=())]):
+        with pytest.raises(InputError, match="no trial has step times"):
+            fit_correction(PROBLEM, trials)
+
+
+def test_trials_of_another_problem():
+    trial = SimulatedCluster(PROBLEM).trial(PROBLEM, BASE)
+    with pytest.raises(InputError, match="another problem"):
+        fit_correction(make_problem(seed=4), [trial])

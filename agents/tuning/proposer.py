@@ -63,7 +63,7 @@ class AgentProposer:
         return self._choose(pool, belief)
 
     def _start(self, belief: Belief, number: int) -> NDArray[np.int32]:
-        """Where to search from: in turn the fastest plan, crossings of fast plans, and the classical plan of corrected costs."""
+        """Where to search from: in turn the fastest plan, crossings of fast plans, the classical plan of corrected costs."""
         if number % _FLOOR_EVERY == 0:
             return belief.floor
         if number % 2:

@@ -1,6 +1,7 @@
 """Calibration by trials: known truths are found again, and what it does with little, wrong or disturbed data."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
 
-DEVICES, TRIALS, HELD_OUT = 4, 24, 30
+DEVICES, TRIALS, HELD_OUT = 3, 20, 30
 CARDS = tuple(tuple(() if i == j else (i, DEVICES + j) for j in range(DEVICES)) for i in range(DEVICES))
-"""Channels 0..3 send, 4..7 receive."""
+"""Channels 0..2 send, 3..5 receive."""
 
 
-def make_problem(seed=3, groups=16):
+def make_problem(seed=3, groups=14):
     problem = random_problem(seed, groups, DEVICES, comm_ratio=0.7)
     return dataclasses.replace(problem, links=dataclasses.replace(problem.links, channels=CARDS))
 
@@ -50,9 +51,10 @@ def group_factors():
 
 
 TRUTHS = {
+    "as believed": PROBLEM,
     "slow device": change(device_factor=ones(DEVICES, 2, 1.8)),
-    "unlike devices": change(device_factor=np.array([1.0, 1.3, 0.8, 1.6])),
-    "slow channels": change(channel_slowdown=ones(2 * DEVICES, [3, 7], 3.0)),
+    "unlike devices": change(device_factor=np.array([1.3, 0.8, 1.6])),
+    "slow channels": change(channel_slowdown=ones(2 * DEVICES, [2, 5], 3.0)),
     "slow pair": change(pair_slowdown=slow_pair()),
     "mispriced groups": change(group_factor=group_factors()),
     "ops are wrong by 7": change(device_factor=np.full(DEVICES, 7.0)),
@@ -61,10 +63,11 @@ TRUTHS = {
 }
 
 
-def fit(truth, *, execution=PLAIN, trials=TRIALS, seed=0, busy=True, noise=0.02):
+@functools.cache
+def fit(name, *, execution=PLAIN, trials=TRIALS, seed=0, busy=True, noise=0.02):
     """The fit, and the mean relative errors on plans that it has not seen: before and after."""
     plans = random_plans(PROBLEM, trials + HELD_OUT, seed=seed, around=BASE)
-    cluster = SimulatedCluster(truth, execution=execution, noise=noise, seed=seed)
+    cluster = SimulatedCluster(TRUTHS[name], execution=execution, noise=noise, seed=seed)
     found = fit_correction(PROBLEM, [cluster.trial(PROBLEM, p, busy=busy) for p in plans[:trials]], execution=execution)
     held_out = np.array(plans[trials:])
     true_s = np.array([cluster.true_s(plan) for plan in held_out])
@@ -75,33 +78,33 @@ def fit(truth, *, execution=PLAIN, trials=TRIALS, seed=0, busy=True, noise=0.02)
     return found, errors[0], errors[1]
 
 
-@pytest.mark.parametrize("name", TRUTHS)
+@pytest.mark.parametrize("name", [name for name in TRUTHS if name != "as believed"])
 def test_known_truths_are_found_again(name):
-    found, before, after = fit(TRUTHS[name])
+    found, before, after = fit(name)
     assert after < 0.5 * before and after < 0.07
     assert found.error_after < 0.5 * found.error_before
     assert len(found.predicted_s) == len(found.measured_s) == len(found.priced_s) == TRIALS
 
 
 def test_the_right_thing_is_blamed():
-    device = fit(TRUTHS["slow device"])[0].correction
-    assert device.device_factor == pytest.approx([1.0, 1.0, 1.8, 1.0], rel=0.08)
+    device = fit("slow device")[0].correction
+    assert device.device_factor == pytest.approx([1.0, 1.0, 1.8], rel=0.08)
     assert device.link_slowdown(PROBLEM) == pytest.approx(np.ones((DEVICES, DEVICES)), rel=0.25)
-    channel = fit(TRUTHS["slow channels"])[0].correction
+    channel = fit("slow channels")[0].correction
     assert channel.device_factor == pytest.approx(np.ones(DEVICES), rel=0.05)
     slow = channel.link_slowdown(PROBLEM)
     concerned = np.zeros((DEVICES, DEVICES), dtype=bool)
-    concerned[3, :3] = concerned[:3, 3] = True
+    concerned[2, :2] = concerned[:2, 2] = True
     assert slow[concerned].min() > 1.8 and np.median(slow[concerned]) == pytest.approx(3.0, rel=0.25)
     others = ~concerned & ~np.eye(DEVICES, dtype=bool)
     assert slow[others] == pytest.approx(np.ones(others.sum()), rel=0.25)
-    pair = fit(TRUTHS["slow pair"])[0].correction.link_slowdown(PROBLEM)
+    pair = fit("slow pair")[0].correction.link_slowdown(PROBLEM)
     assert pair[0, 1] == pair.max() > 2.5 and np.sort(pair.ravel())[-2] < 2.0
 
 
 def test_mispriced_groups_are_told_apart():
     truth = group_factors()
-    found = fit(TRUTHS["mispriced groups"], trials=60)[0].correction
+    found = fit("mispriced groups", trials=50)[0].correction
     total = found.device_factor[None] * found.group_factor
     plans = np.array(random_plans(PROBLEM, 60, around=BASE))
     used = np.array([[(plans[:, g] == d).sum() >= 8 for d in range(DEVICES)] for g in range(PROBLEM.num_groups)])
@@ -109,10 +112,9 @@ def test_mispriced_groups_are_told_apart():
     assert np.corrcoef(np.log(total[used]), np.log(truth[used]))[0, 1] > 0.6
 
 
-@pytest.mark.parametrize("execution", [PLAIN, Execution(4, "1f1b")], ids=str)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("execution", "seed"), [(PLAIN, 0), (PLAIN, 1), (Execution(4, "1f1b"), 0)], ids=str)
 def test_a_cost_model_that_is_right_stays(execution, seed):
-    found, before, after = fit(PROBLEM, execution=execution, seed=seed)
+    found, before, after = fit("as believed", execution=execution, seed=seed)
     assert before < 1e-9 and after < 0.02
     assert found.correction.device_factor == pytest.approx(np.ones(DEVICES), rel=0.03)
     assert found.correction.step_factor == pytest.approx(1.0, rel=0.03)
@@ -121,36 +123,29 @@ def test_a_cost_model_that_is_right_stays(execution, seed):
 @pytest.mark.parametrize("name", ["slow device", "slow channels", "all is wrong by 7"])
 def test_micro_batches(name):
     execution = Execution(4, "1f1b")
-    found, before, after = fit(TRUTHS[name], execution=execution)
+    found, before, after = fit(name, execution=execution)
     assert after < 0.5 * before and after < 0.1
     if name == "slow device":
-        assert found.correction.device_factor == pytest.approx([1.0, 1.0, 1.8, 1.0], rel=0.08)
+        assert found.correction.device_factor == pytest.approx([1.0, 1.0, 1.8], rel=0.08)
 
 
-@pytest.mark.parametrize("name", ["slow device", "slow channels"])
-def test_one_disturbed_trial_spoils_nothing(name):
+@pytest.mark.parametrize("steps", [1, 3], ids=lambda steps: f"{steps} of 3 steps")
+def test_one_disturbed_trial_spoils_nothing(steps):
     plans = random_plans(PROBLEM, TRIALS + HELD_OUT, around=BASE)
-    cluster = SimulatedCluster(TRUTHS[name])
+    cluster = SimulatedCluster(TRUTHS["slow channels"])
     trials = [cluster.trial(PROBLEM, plan) for plan in plans[:TRIALS]]
+    wrong = trials[TRIALS // 2]
+    slow = tuple(10.0 * step if number < steps else step for number, step in enumerate(wrong.step_s))
+    trials[TRIALS // 2] = dataclasses.replace(wrong, step_s=slow)
     held_out = np.array(plans[TRIALS:])
     true_s = np.array([cluster.true_s(plan) for plan in held_out])
-
-    def error(trials):
-        return np.abs(predict(PROBLEM, fit_correction(PROBLEM, trials).correction, held_out) / true_s - 1.0).mean()
-
-    clean = error(trials)
-    for wrong in (0, TRIALS // 2):
-        one_step = list(trials)
-        one_step[wrong] = dataclasses.replace(trials[wrong], step_s=(*trials[wrong].step_s[:2], 10 * trials[wrong].step_s[2]))
-        assert error(one_step) < clean + 0.01
-        whole = list(trials)
-        whole[wrong] = dataclasses.replace(trials[wrong], step_s=tuple(10 * step for step in trials[wrong].step_s))
-        assert error(whole) < clean + 0.02
+    error = np.abs(predict(PROBLEM, fit_correction(PROBLEM, trials).correction, held_out) / true_s - 1.0).mean()
+    assert error < fit("slow channels")[2] + 0.02
 
 
 def test_a_single_trial_works():
     cluster = SimulatedCluster(TRUTHS["slow device"], noise=0.0)
-    for plan in (BASE, np.zeros(16, dtype=np.int32), np.full(16, 2, dtype=np.int32)):
+    for plan in (BASE, np.zeros(14, dtype=np.int32), np.full(14, 2, dtype=np.int32)):
         trial = cluster.trial(PROBLEM, plan, steps=1)
         found = fit_correction(PROBLEM, [trial])
         assert found.predicted_s == pytest.approx([trial.median_s], rel=0.05)
@@ -162,15 +157,15 @@ def test_a_single_trial_works():
 
 
 def test_trials_without_busy_seconds_still_teach():
-    _, before, after = fit(TRUTHS["all is wrong by 7"], busy=False)
+    _, before, after = fit("all is wrong by 7", busy=False)
     assert after < 0.5 * before
-    _, before, after = fit(TRUTHS["slow channels"], busy=False)
+    _, before, after = fit("slow channels", busy=False)
     assert after < 0.5 * before
 
 
 def test_failures_are_left_out_and_better_times_are_believed():
     cluster = SimulatedCluster(TRUTHS["slow device"])
-    trials = [cluster.trial(PROBLEM, plan) for plan in random_plans(PROBLEM, 10, around=BASE)]
+    trials = [cluster.trial(PROBLEM, plan) for plan in random_plans(PROBLEM, 4, around=BASE)]
     failed = [dataclasses.replace(trial, status="crashed", step_s=(), places=()) for trial in trials[:3]]
     found, plain = fit_correction(PROBLEM, [*failed, *trials]), fit_correction(PROBLEM, trials)
     assert np.array_equal(found.measured_s, plain.measured_s) and np.array_equal(found.predicted_s, plain.predicted_s)
@@ -188,7 +183,7 @@ def test_going_on_from_the_last_fit():
 
 
 def test_equal_trials_give_equal_fits():
-    first, second = (fit(TRUTHS["slow pair"], trials=8)[0].correction.to_dict() for _ in range(2))
+    first, second = (fit.__wrapped__("slow pair", trials=6)[0].correction.to_dict() for _ in range(2))
     assert first == second
 
 

@@ -47,7 +47,7 @@ class Pool:
         order = np.argsort(belief.seconds)[:4]
         done = self.calls + calls
         for _ in range(_TRIES):
-            if self.calls >= done or (calls == 0 and self._plans):
+            if self._plans and self.calls >= done:
                 return
             plan = belief.plans[rng.choice(order)].copy()
             for group in rng.choice(len(plan), min(len(plan), int(rng.integers(1, 4))), replace=False):

@@ -76,12 +76,17 @@ def price_moves(
 
 def lesson_of(network: PlacerNetwork, instance: Instance, rows: Rows, calls: int = 0) -> Lesson:
     """Labelled moves of an instance as a lesson for a network."""
+    return Lesson(rows, graph_part(network, instance), calls)
+
+
+def graph_part(network: PlacerNetwork, instance: Instance) -> Tensor | None:
+    """float32 [G, H], what the graph adds to the network; None without message passing."""
     from rlplace.agents.bank import graph_tensors
 
     if not network.config.layers:
-        return Lesson(rows, None, calls)
+        return None
     with torch.no_grad():
-        return Lesson(rows, network.encode(graph_tensors(instance)), calls)
+        return network.encode(graph_tensors(instance))
 
 
 def fit_moves(

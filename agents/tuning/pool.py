@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
+import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.tuning.belief import Belief
+from rlplace.agents.tuning.learn import graph_part
+from rlplace.envs.guide.guide import Guide
+from rlplace.envs.instance import Instance
 from rlplace.simulator import Simulator
 
+Value = Callable[[NDArray[np.int32], NDArray[np.float64]], NDArray[np.float64]]
+"""float64 [K] of plans int32 [K, G] and their simulated step times float64 [K]; small is good."""
+
 _TRIES = 64
+_DRAWN, _TRIED = 128, 24  # moves that are drawn from a plan, and those of them that are simulated
 
 
 class Pool:
@@ -58,8 +69,63 @@ class Pool:
         """int32 [K, G] and float64 [K], plans and simulated step times."""
         return np.array(list(self._plans), dtype=np.int32), np.array(list(self._plans.values()))
 
-    def fastest(self) -> NDArray[np.int32] | None:
-        """The plan that is simulated to be fastest."""
+    def least(self, value: Value) -> NDArray[np.int32] | None:
+        """The plan whose value is least; None when there is none."""
         if not self._plans:
             return None
-        return np.array(min(self._plans, key=self._plans.__getitem__), dtype=np.int32)
+        plans, step_s = self.table()
+        return plans[int(value(plans, step_s).argmin())]
+
+
+def refine(
+    pool: Pool,
+    instance: Instance,
+    network: PlacerNetwork,
+    begin: Sequence[NDArray[np.int32]],
+    value: Value,
+    *,
+    calls: int,
+    seed: int,
+) -> None:
+    """Adds plans that are better by a value which the compiled search does not know: best-first, over the network's moves.
+
+    Args:
+        pool: Filled.
+        instance: The corrected problem.
+        network: Chooses the moves from a plan that are simulated.
+        begin: Plans to change first.
+        value: What is to become small.
+        calls: Simulations that it may cost.
+        seed: Of the moves.
+    """
+    guide, done = Guide(instance, _DRAWN, seed), pool.calls + calls
+    embed = graph_part(network, instance)
+    open_plans = [np.asarray(plan, dtype=np.int32) for plan in begin]
+    seen: set[tuple[int, ...]] = set()
+    while pool.calls + _TRIED <= done:
+        if not open_plans:
+            plans, step_s = pool.table()
+            order = [n for n in np.argsort(value(plans, step_s)) if tuple(plans[n].tolist()) not in seen] if len(pool) else []
+            if not order:
+                return
+            open_plans = [plans[order[0]]]
+        plan = open_plans.pop(0)
+        seen.add(tuple(plan.tolist()))
+        done -= 1
+        try:
+            guide.look(plan)
+        except ValueError:  # it cannot complete
+            continue
+        count = guide.draw(plan)
+        first = torch.from_numpy(guide.groups[guide.ptr[:count]].astype(np.int64))
+        with torch.no_grad():
+            logits = network.scores(torch.from_numpy(guide.table[None, :count]), None if embed is None else embed[first][None])[
+                0
+            ][0]
+        found = []
+        for k in np.argsort(-logits.numpy())[:_TRIED]:
+            moved, part = plan.copy(), slice(guide.ptr[k], guide.ptr[k + 1])
+            moved[guide.groups[part]] = guide.targets[part]
+            found.append(moved)
+        if found:
+            pool.add(np.array(found, dtype=np.int32))

@@ -11,16 +11,15 @@ from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.search import Search, warm_up
 from rlplace.agents.tuning.belief import Belief
 from rlplace.agents.tuning.learn import MOVES, fit_moves, price_moves
-from rlplace.agents.tuning.pool import Pool
+from rlplace.agents.tuning.pool import Pool, Value, refine
 from rlplace.agents.tuning.residual import Residual
-from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance, make_instance
 
 _LEARN_EVERY = 6  # proposals
 _LEARN_SHARE = 0.25  # of the calls of a proposal, saved up from one learning to the next
 _FLOOR_EVERY = 6
 _PARENTS = 6  # fastest plans that are crossed
-_LOOK_SHARE = 0.2  # of the calls: neighbours of the plans that were found
+_REFINE_SHARE = 0.4  # of the calls: changes of the plans that were found, judged with the residual
 _STEPS = 120
 _CURIOSITY = 0.5
 """How many standard deviations of the residual a plan is forgiven: unlike plans are measured a little more readily."""
@@ -51,16 +50,17 @@ class AgentProposer:
         """See `rlplace.agents.tuning.belief.Proposer`."""
         instance = make_instance(belief.problem, floor=belief.incumbent, compute_floor=False, execution=belief.execution)
         calls -= self._learn(instance, belief, calls, number) if self._learns else 0
+        seed = self._seed + 1000 * number
+        search = Search(instance, self.network, self._start(belief, number), seed=seed)
+        search.run(calls=max(1, int(calls * (1.0 - _REFINE_SHARE))))
         pool = Pool(belief)
-        look = int(_LOOK_SHARE * calls)
-        search = Search(instance, self.network, self._start(belief, number), seed=self._seed + 1000 * number)
-        search.run(calls=max(1, calls - look))
-        found = search.best_plan
+        begin = [belief.incumbent]
         if search.best.feasible:
-            pool.add(found[None])
-            _add_neighbours(pool, instance, found, look, self._seed + number)
+            pool.add(search.best_plan[None])
+            begin.append(search.best_plan)
+        refine(pool, instance, self.network, begin, self._value(belief), calls=int(calls * _REFINE_SHARE), seed=seed)
         pool.fill(np.random.default_rng([self._seed, number]), 0)
-        return self._choose(pool, belief)
+        return pool.least(self._value(belief))
 
     def _start(self, belief: Belief, number: int) -> NDArray[np.int32]:
         """Where to search from: in turn the fastest plan, crossings of fast plans, the classical plan of corrected costs."""
@@ -84,25 +84,15 @@ class AgentProposer:
             self._saved -= lesson.calls
         return share
 
-    def _choose(self, pool: Pool, belief: Belief) -> NDArray[np.int32] | None:
-        if not len(pool) or not self._corrects:
-            return pool.fastest()
-        plans, step_s = pool.table()
+    def _value(self, belief: Belief) -> Value:
+        """What is least where a measurement pays most: the logarithm of a cautious guess at the step time."""
+        if not self._corrects:
+            return lambda plans, step_s: np.log(step_s)
         residual = Residual(belief.plans, np.log(belief.seconds / belief.fit.predicted_s), belief.noise)
-        mean, spread = residual.at(plans)
-        return plans[int(np.argmin(np.log(step_s) + mean - _CURIOSITY * spread))]
 
+        def value(plans: NDArray[np.int32], step_s: NDArray[np.float64]) -> NDArray[np.float64]:
+            mean, spread = residual.at(plans)
+            guess: NDArray[np.float64] = np.log(step_s) + mean - _CURIOSITY * spread
+            return guess
 
-def _add_neighbours(pool: Pool, instance: Instance, plan: NDArray[np.int32], count: int, seed: int) -> None:
-    """Plans that are one move away."""
-    if count < 1:
-        return
-    guide = Guide(instance, count, seed)
-    guide.look(plan)
-    found = []
-    for k in range(guide.draw(plan)):
-        moved, part = plan.copy(), slice(guide.ptr[k], guide.ptr[k + 1])
-        moved[guide.groups[part]] = guide.targets[part]
-        found.append(moved)
-    if found:
-        pool.add(np.array(found, dtype=np.int32))
+        return value

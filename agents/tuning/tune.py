@@ -71,7 +71,7 @@ def tune(
     try:
         for plan in first:
             campaign.measure(plan)
-        while True:
+        while not (finished := campaign.share >= 1.0):
             belief = believe(campaign, belief)
             if belief is None:
                 raise _nothing_worked(campaign)

@@ -41,6 +41,10 @@ def main() -> None:
     add("--plans", type=int, default=60)
     add("--repeats", type=int, default=3, help="timed steps of a plan that stays in its race")
     add("--calls", type=int, default=1024, help="simulations of a proposal")
+    add("--best-of", type=int, default=500, help="plans that the answers are compared with where --best-of-cells says so")
+    add(
+        "--best-of-cells", nargs="*", default=["slow_host/moe", "unlike_speeds/t5"], metavar="CLUSTER/MODEL", help="seed 0 only"
+    )
     add("--agent", default="default")
     add("--report", action="store_true", help="only the tables")
     args = parser.parse_args()
@@ -62,7 +66,8 @@ def _run(name: str, seed: int, args: argparse.Namespace) -> None:
         "seeds": [seed],
         "models": models,
         "out": str(args.out.resolve()),
-        **{key: getattr(args, key) for key in ("methods", "plans", "repeats", "calls", "agent")},
+        "best_of_models": [cell.partition("/")[2] for cell in args.best_of_cells if cell.startswith(f"{name}/") and seed == 0],
+        **{key: getattr(args, key) for key in ("methods", "plans", "repeats", "calls", "agent", "best_of")},
     }
     cluster = CLUSTERS[name]
     with emulated_hosts(cluster.spec) as hosts, cluster.busy(hosts):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import rlplace
 from benchmarks.finetune.clusters import CLUSTERS, MODELS, TUNED_ON, Emulated, Model
-from benchmarks.finetune.rivals import AnnealingProposer, BayesProposer, RandomProposer
+from benchmarks.finetune.rivals import AnnealingProposer, BayesProposer, InTurn, RandomProposer
 from rlplace.agents.planner import load_agent
 from rlplace.agents.tuning.design import first_plans
 from rlplace.agents.tuning.proposer import AgentProposer
@@ -138,6 +138,8 @@ class Cells:
             }  # fmt: skip
             took = facts[method]["seconds"]
             say(f"{self.rank.cluster.name} {model} {seed} {method}: {1e3 * tuned.seconds:.1f} ms, {took:.0f} s")
+        if model in self.settings["best_of_models"]:
+            answers["best_of"] = self._best_of(work, f"{self.rank.cluster.name}/{model}/{seed}/best_of", seed)
         judged = self._judge(work, answers, seed)
         work.service.release()
         row = {
@@ -148,6 +150,19 @@ class Cells:
             file.write(json.dumps(row) + "\n")
         ratios = {name: round(float(np.median(steps) / np.median(judged["untuned"])), 3) for name, steps in judged.items()}
         say(f"{self.rank.cluster.name} {model} {seed}: over un-tuned {ratios}")
+
+    def _best_of(self, work: Workload, run: str, seed: int) -> Any:
+        """The fastest of so many plans: all that the methods have measured, and more that they propose in turn."""
+        campaign = Campaign(
+            work.problem, work.service, store=self.store, site=self.site, execution=work.execution, mode="replayed", run=run,
+            repeats=self.settings["repeats"], budget=Budget(plans=self.settings["best_of"]),
+        )  # fmt: skip
+        others = {trial.device_of_group for trial in campaign.trials if trial.run != run}
+        campaign.budget = Budget(plans=max(1, self.settings["best_of"] - len(others)))
+        methods = [self._proposer(name, seed + 100) for name in ("finetuned", "annealing", "bayes", "random")]
+        tuned = tune(campaign, InTurn(methods), [], calls=self.settings["calls"])
+        say(f"{run}: {1e3 * tuned.seconds:.1f} ms, {len(campaign.known_plans)} plans")
+        return np.array(tuned.best.device_of_group, dtype=np.int32)
 
     def _proposer(self, method: str, seed: int) -> Any:
         checkpoint = self.agent.checkpoint

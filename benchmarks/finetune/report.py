@@ -15,7 +15,8 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         print("no finished cells")
         return
-    methods = list(dict.fromkeys(name for row in rows for name in row["judged_s"]))
+    everybody = list(dict.fromkeys(name for row in rows for name in row["judged_s"]))
+    methods = [name for name in everybody if name != "best_of"]
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
     seeds = {row["seed"] for row in rows}
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -30,13 +31,14 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
     if own in methods:
         print("\nStep time of the fine-tuned agent's plan over that of the others, all clusters\n")
         print("| over | ratio | better / equal / worse by 1 % | worst cell |\n|---|---|---|---|")
-        for name in methods:
-            if name != own:
-                values = _values(rows, own, name)
+        for name in everybody:
+            both = [row for row in rows if own in row["judged_s"] and name in row["judged_s"]]
+            if name != own and both:
+                values = _values(both, own, name)
                 counts = (sum(values < 0.99), sum((values >= 0.99) & (values <= 1.01)), sum(values > 1.01))
-                worst = rows[int(np.argmax(values))]
+                worst = both[int(np.argmax(values))]
                 where = f"{values.max():.3f} ({worst['cluster']}, {worst['model']}, seed {worst['seed']})"
-                print(f"| {name} | {_ratio(rows, own, name)} | {' / '.join(map(str, counts))} | {where} |")
+                print(f"| {name} | {_ratio(both, own, name)} | {' / '.join(map(str, counts))} | {where} |")
         print("\nBy seed, over the un-tuned agent\n\n| seed | " + " | ".join(methods[1:]) + " |")
         print("|---|" + "---|" * len(methods[1:]))
         for seed in sorted(seeds):

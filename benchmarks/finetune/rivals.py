@@ -9,18 +9,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from rlplace.agents.tuning.belief import Belief
-from rlplace.agents.tuning.pool import Pool
+from rlplace.agents.tuning.belief import Belief, Proposer
+from rlplace.agents.tuning.pool import Pool, Value
 from rlplace.agents.tuning.residual import Residual
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.planners.random_plans import candidates
 
+FASTEST: Value = lambda plans, step_s: step_s  # noqa: E731
 FLOOR_EVERY = 6
 """Proposals after which annealing and Bayesian optimisation begin at the best classical plan of the corrected problem, as the
 agent does; otherwise at the fastest plans measured."""
@@ -36,7 +39,7 @@ class RandomProposer:
         pool = Pool(belief)
         pool.add(np.array(list(candidates(belief.problem, self._seed + 1000 * number, samples=calls)), dtype=np.int32))
         pool.fill(np.random.default_rng([self._seed, number]), 0)
-        return pool.fastest()
+        return pool.least(FASTEST)
 
 
 class AnnealingProposer:
@@ -58,7 +61,19 @@ class AnnealingProposer:
             pool.add(found.device_of_group[None])
         if not len(pool):
             pool.fill(rng, keep)
-        return pool.fastest()
+        return pool.least(FASTEST)
+
+
+class InTurn:
+    """Several proposers, one after the other."""
+
+    def __init__(self, proposers: Sequence[Proposer]) -> None:
+        self._proposers = proposers
+
+    def propose(self, belief: Belief, *, calls: int, number: int) -> NDArray[np.int32] | None:
+        """See `rlplace.agents.tuning.belief.Proposer`."""
+        count = len(self._proposers)
+        return self._proposers[number % count].propose(belief, calls=calls, number=number // count)
 
 
 class BayesProposer:
@@ -98,7 +113,7 @@ class BayesProposer:
         if not len(values) or values[0] < 0:
             pool = Pool(belief)
             pool.fill(rng, 0)
-            return pool.fastest()
+            return pool.least(FASTEST)
         return found[0]
 
 

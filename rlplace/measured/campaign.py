@@ -95,6 +95,7 @@ class Campaign:
         trials: What is known, in the order in which it was measured: the campaign's own trials, and unless it is isolated
             those of earlier campaigns on the same problem and cluster.
         on_trial: Called after every trial.
+        budget: What this run may cost.
     """
 
     def __init__(
@@ -132,7 +133,8 @@ class Campaign:
         """
         self.problem, self.execution, self.mode, self.run = problem, execution, mode, run
         self.on_trial = on_trial
-        self._timer, self._budget, self._isolated = timer, budget or Budget(), isolated
+        self.budget = budget or Budget()
+        self._timer, self._isolated = timer, isolated
         self._race, self._retime_every = Race(repeats=repeats), retime_every
         self._store, self._site = store or TrialStore(None), site
         self._store.add_problem(problem)
@@ -159,12 +161,17 @@ class Campaign:
     @property
     def share(self) -> float:
         """Of the budget that is spent."""
-        return self.spent.share(self._budget)
+        return self.spent.share(self.budget)
 
     @property
     def noise(self) -> float:
         """Relative standard deviation of single steps."""
         return pooled_noise([trial.step_s for trial in self.trials]) if self.trials else FIRST_NOISE
+
+    @property
+    def known_plans(self) -> list[tuple[int, ...]]:
+        """All plans that were tried, failures included."""
+        return list(self._by_plan)
 
     def known(self, devices: Sequence[int] | NDArray[np.int32]) -> Trial | None:
         """The trial of a plan, None when it has not been measured."""

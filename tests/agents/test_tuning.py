@@ -1,0 +1,537 @@
+"""Tuning on measured plans: the loop on simulated clusters, what it proposes, what it learns, and what it saves."""
+
+import copy
+import dataclasses
+import hashlib
+import importlib.util
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlplace.agents.cases import Case
+from rlplace.agents.checkpoint import load_checkpoint
+from rlplace.agents.planner import load_agent
+from rlplace.agents.tuning.belief import believe
+from rlplace.agents.tuning.design import first_plans
+from rlplace.agents.tuning.direct import LogModel, log_rows
+from rlplace.agents.tuning.forgetting import compare_skills
+from rlplace.agents.tuning.learn import fit_moves, lesson_of, price_moves
+from rlplace.agents.tuning.offline import METHODS, finetune_offline, measurements_of
+from rlplace.agents.tuning.pool import Pool
+from rlplace.agents.tuning.proposer import AgentProposer
+from rlplace.agents.tuning.residual import Residual
+from rlplace.agents.tuning.save import save_tuned, weights_sha256
+from rlplace.agents.tuning.tune import tune
+from rlplace.cost.timings import rank_correlation
+from rlplace.envs import MeasuredBackend, RefinementEnv
+from rlplace.envs.instance import make_instance
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.measured.campaign import Budget, BudgetSpent, Campaign
+from rlplace.measured.correction import corrected, no_correction
+from rlplace.measured.store import TrialStore
+from rlplace.planners.common.evaluate import PLAIN, Execution
+from rlplace.problem.generate import random_problem
+from rlplace.simulator import simulate
+
+_PATH = Path(__file__).parent.parent / "measured" / "simulated_cluster.py"
+_SPEC = importlib.util.spec_from_file_location("simulated_cluster", _PATH)
+simulated_cluster = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(simulated_cluster)
+SimulatedCluster, random_plans = simulated_cluster.SimulatedCluster, simulated_cluster.random_plans
+
+
+def make_problem(seed=5, groups=14, devices=3, *, shape="layered", **options):
+    """With a sending and a receiving channel for each device."""
+    problem = random_problem(seed, groups, devices, shape=shape, comm_ratio=0.7, **options)
+    cards = tuple(tuple(() if i == j else (i, devices + j) for j in range(devices)) for i in range(devices))
+    return dataclasses.replace(problem, links=dataclasses.replace(problem.links, channels=cards))
+
+
+PROBLEM = make_problem()
+
+
+def change(problem, **parts):
+    return corrected(problem, dataclasses.replace(no_correction(problem), **parts))
+
+
+def slow_device(problem, factor=2.0):
+    return change(problem, device_factor=np.where(np.arange(problem.num_devices) == 1, factor, 1.0))
+
+
+def slow_card(problem):
+    factors = np.ones(2 * problem.num_devices)
+    factors[[2, 2 + problem.num_devices]] = 5.0
+    return change(problem, channel_slowdown=factors)
+
+
+@pytest.fixture(scope="module")
+def agent():
+    return load_agent("default")
+
+
+class Recording:
+    """A proposer that remembers what it has proposed, and whether it was known."""
+
+    def __init__(self, inner):
+        self.inner, self.proposed, self.known = inner, [], []
+
+    def propose(self, belief, *, calls, number):
+        plan = self.inner.propose(belief, calls=calls, number=number)
+        if plan is not None:
+            self.proposed.append(plan)
+            self.known.append(tuple(plan.tolist()) in belief.known)
+        return plan
+
+
+def run_tuning(agent, problem, truth, *, plans=12, fails=lambda plan: None, execution=PLAIN, noise=0.01):
+    """The result, its proposals, its cluster, and the plan of the agent as it was."""
+    cluster = SimulatedCluster(truth, noise=noise, fails=fails, execution=execution)
+    before = agent.place(problem, calls=256, **execution.arguments).device_of_group
+    campaign = Campaign(problem, cluster, budget=Budget(plans=plans), repeats=3, execution=execution)
+    proposer = Recording(AgentProposer(agent.checkpoint))
+    tuned = tune(campaign, proposer, first_plans(problem, 6, execution=execution, first=before), calls=256)
+    return tuned, proposer, cluster, campaign, before
+
+
+def test_tuning_finds_faster_plans(agent):
+    gains = []
+    for problem, truth, execution in (
+        (PROBLEM, slow_device, PLAIN),
+        (make_problem(shape="wavefront", memory_factor=1.8), slow_card, PLAIN),
+        (make_problem(groups=10, shape="branchy"), slow_device, Execution(2, "1f1b")),
+    ):
+        tuned, proposer, cluster, campaign, before = run_tuning(agent, problem, truth(problem), execution=execution)
+        best = np.array(tuned.best.device_of_group, dtype=np.int32)
+        gains.append(cluster.true_s(best) / cluster.true_s(before))
+        assert tuned.seconds == pytest.approx(cluster.true_s(best), rel=0.05)
+        assert tuned.finished and tuned.proposed == len(proposer.proposed) == 6 and campaign.spent.plans == 12
+        assert tuned.belief.fit.error_after < tuned.belief.fit.error_before
+        assert not any(proposer.known) and len({tuple(plan.tolist()) for plan in proposer.proposed}) == 6
+        for plan in proposer.proposed:
+            assert plan.dtype == np.int32 and simulate(problem, plan, **execution.arguments).feasible
+        ran = [trial.device_of_group for trial in campaign.trials if not trial.anchor]
+        assert len(set(ran)) == len(ran) == 12
+    assert max(gains) <= 1.01 and min(gains) < 0.85
+
+
+def test_tuning_goes_on_when_plans_fail(agent):
+    def fails(plan):
+        return ("crashed", "out_of_memory", "refused")[sum(plan) % 3] if plan[3] == plan[4] else None
+
+    tuned, proposer, cluster, campaign, _ = run_tuning(agent, PROBLEM, slow_device(PROBLEM), plans=9, fails=fails)
+    statuses = {trial.status for trial in campaign.trials}
+    assert statuses & {"crashed", "out_of_memory", "refused"} and fails(tuned.best.device_of_group) is None
+    assert tuned.best.status == "done" and not any(proposer.known)
+    assert all(count == 1 for plan, count in cluster.runs.items() if fails(plan)), "failures are not tried again"
+
+
+def test_nothing_works(agent):
+    with pytest.raises(InfeasibleError, match=r"none of 6 measured plans worked.*made to be refused"):
+        run_tuning(agent, PROBLEM, PROBLEM, fails=lambda plan: "refused")
+    with pytest.raises(InfeasibleError, match="none of 3 measured plans worked"):
+        run_tuning(agent, PROBLEM, PROBLEM, fails=lambda plan: "crashed", plans=3)
+
+
+def test_tuning_can_be_resumed(agent, tmp_path):
+    """Everything that was measured is there again, and no plan is run twice."""
+    cluster = SimulatedCluster(slow_device(PROBLEM), noise=0.01)
+    first = first_plans(PROBLEM, 4, execution=PLAIN)
+
+    def go(plans):
+        with TrialStore(tmp_path / "trials") as store:
+            campaign = Campaign(PROBLEM, cluster, store=store, run="a", budget=Budget(plans=plans), repeats=3, retime_every=0)
+            tune(campaign, AgentProposer(agent.checkpoint, learn=False), first, calls=64)
+            return campaign
+
+    assert go(6).spent.plans == 6
+    again = go(8)
+    ran = [trial.device_of_group for trial in again.trials if not trial.anchor]
+    assert len(ran) == len(set(ran)) == 8 and all(cluster.runs[plan] >= 1 for plan in ran)
+    anchors = [trial.device_of_group for trial in again.trials if trial.anchor]
+    assert sum(cluster.runs.values()) == 8 + len(anchors)
+
+
+def test_small_problems_are_measured_to_the_end(agent):
+    problem = random_problem(1, 3, 2)
+    everything = set(itertools.product(range(2), repeat=3))
+    cluster = SimulatedCluster(problem)
+    campaign = Campaign(problem, cluster, budget=Budget(plans=50))
+    tuned = tune(campaign, AgentProposer(agent.checkpoint, learn=False), first_plans(problem, 2, execution=PLAIN), calls=32)
+    assert not tuned.finished and set(cluster.runs) == everything
+    assert cluster.true_s(tuned.best.device_of_group) <= 1.03 * min(map(cluster.true_s, everything))
+
+
+# First plans and the pool
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_factor": 1.5}, {"null_fraction": 0.3}], ids=str)
+def test_first_plans(options):
+    problem = make_problem(groups=16, **options)
+    plans = first_plans(problem, 8, execution=PLAIN)
+    assert len(plans) == 8 == len({tuple(plan.tolist()) for plan in plans})
+    lines = [simulate(problem, plan) for plan in plans]
+    assert all(line.feasible for line in lines) and all(plan.dtype == np.int32 for plan in plans)
+    assert (
+        max(line.step_time_s for line in lines) <= 4.001 * lines[0].step_time_s == 4.001 * min(one.step_time_s for one in lines)
+    )
+    devices, pairs = set(), set()
+    producer = problem.tensor_producer[problem.edge_tensor]
+    for plan in plans:
+        devices |= set(plan.tolist())
+        source = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], problem.tensor_owner[problem.edge_tensor])
+        pairs |= set(zip(plan[source].tolist(), plan[problem.op_group[problem.consumers]].tolist(), strict=True))
+    assert devices == {0, 1, 2}
+    assert len({(i, j) for i, j in pairs if i != j}) == 6, "every link is used by some plan"
+
+
+def test_first_plans_begin_with_a_given_one():
+    given = random_plans(PROBLEM, 1, seed=7)[0]
+    plans = first_plans(PROBLEM, 5, execution=Execution(2, "gpipe"), first=given)
+    assert np.array_equal(plans[0], given) and len({tuple(plan.tolist()) for plan in plans}) == 5
+    assert first_plans(PROBLEM, 1, execution=PLAIN, first=given)[0] is not None
+    again = first_plans(PROBLEM, 5, execution=Execution(2, "gpipe"), first=given)
+    assert all(np.array_equal(a, b) for a, b in zip(plans, again, strict=True))
+
+
+def test_first_plans_of_a_tiny_problem():
+    problem = random_problem(1, 1, 2)
+    assert 1 <= len(first_plans(problem, 8, execution=PLAIN)) <= 2
+
+
+def some_belief(problem=PROBLEM, count=6, **options):
+    campaign = Campaign(problem, SimulatedCluster(problem, **options), retime_every=0)
+    for plan in first_plans(problem, count, execution=PLAIN):
+        campaign.measure(plan)
+    return believe(campaign)
+
+
+def test_a_belief_knows_all_trials():
+    belief = some_belief()
+    assert belief.plans.shape == (6, 14) and len(belief.known) == 6 == len(belief.seconds) == len(belief.noise)
+    assert np.array_equal(belief.incumbent, belief.plans[belief.seconds.argmin()])
+    assert simulate(belief.problem, belief.floor).feasible
+    failing = Campaign(PROBLEM, SimulatedCluster(PROBLEM, fails=lambda plan: "crashed"))
+    failing.measure(random_plans(PROBLEM, 1)[0])
+    assert believe(failing) is None
+
+
+def test_the_pool_holds_new_plans_that_fit():
+    problem = make_problem(memory_factor=1.5)
+    belief = some_belief(problem)
+    pool = Pool(belief)
+    pool.add(belief.plans)
+    assert len(pool) == 0 and pool.calls == 0
+    plans = np.array(random_plans(problem, 60))
+    pool.add(np.concatenate([plans, plans]))
+    table, step_s = pool.table()
+    fits = [plan for plan in plans if simulate(problem, plan).feasible]
+    assert len(pool) == len(fits) == len({tuple(plan.tolist()) for plan in table}) > 0 and len(fits) < 60
+    assert step_s.tolist() == [simulate(belief.problem, plan).step_time_s for plan in table]
+
+
+def test_the_pool_is_filled_with_at_least_one_plan():
+    for seed in range(5):
+        pool = Pool(some_belief())
+        pool.fill(np.random.default_rng(seed), 0)
+        assert len(pool) == 1
+    pool.fill(np.random.default_rng(9), 20)
+    assert 1 < len(pool) <= 21
+
+
+def test_residuals_are_remembered_near_and_forgotten_far():
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 3, 20)
+    plans = np.array(random_plans(make_problem(groups=20), 30, around=base))
+    effect = 0.1 * rng.normal(size=(20, 3)) / np.sqrt(20) * 3
+    truth = lambda table: np.array([effect[np.arange(20), plan].sum() for plan in table])  # noqa: E731
+    target = truth(plans) - truth(plans[:1])
+    residual = Residual(plans, target, np.full(30, 0.002))
+    mean, spread = residual.at(plans)
+    assert mean == pytest.approx(target, abs=0.02) and (spread < residual.amplitude).all()
+    near = plans.copy()
+    near[np.arange(30), rng.integers(0, 20, 30)] += 1
+    near %= 3
+    guess = residual.at(near)[0]
+    assert np.abs(guess - truth(near) + truth(plans[:1])).mean() < np.abs(truth(near) - truth(plans[:1])).mean()
+    still = Residual(plans, 0.001 * rng.normal(size=30), np.full(30, 0.01))
+    assert np.abs(still.at(near)[0]).max() < 0.005
+
+
+# Learning from the log
+
+
+def planted(problem, seed=0, count=80):
+    """Plans, what each group costs on each device, and step times that are their product."""
+    rng = np.random.default_rng(seed)
+    cost = rng.normal(size=(problem.num_groups, problem.num_devices)) * 0.2
+    plans = np.array(random_plans(problem, count, seed=seed))
+    seconds = 0.1 * np.exp([cost[np.arange(problem.num_groups), plan].sum() + 0.01 * rng.normal() for plan in plans])
+    return plans, cost, seconds
+
+
+def test_a_planted_additive_truth_is_learned():
+    plans, cost, seconds = planted(PROBLEM)
+    model = LogModel(plans, seconds, 3)
+    guessed, true = [], []
+    for plan in random_plans(PROBLEM, 40, seed=9):
+        for group in range(PROBLEM.num_groups):
+            target = (plan[group] + 1) % 3
+            moved = np.array([group]), np.array([target])
+            guessed.append(model.change(plan, *moved))
+            true.append(cost[group, target] - cost[group, plan[group]])
+    assert np.isfinite(guessed).all() and rank_correlation(guessed, true) > 0.9
+    several = np.array([0, 3, 5]), np.array([1, 2, 0])
+    plan = plans[0]
+    assert model.change(plan, *several) == pytest.approx(
+        sum(model.cost[g, d] - model.cost[g, plan[g]] for g, d in zip(*several, strict=True))
+    )
+
+
+def test_labels_of_a_log_reach_only_as_far_as_the_log():
+    plans, _, seconds = planted(PROBLEM)
+    plans[:, :4] = np.minimum(plans[:, :4], 1)
+    model = LogModel(plans, seconds, 3)
+    assert math.isnan(model.change(plans[0], np.array([2]), np.array([2])))
+    assert math.isfinite(model.change(plans[0], np.array([2]), np.array([1])))
+    assert not model.seen[:4, 2].any() and model.seen[4:].all()
+    with pytest.raises(InputError, match="too few"):
+        LogModel(plans[:7], seconds[:7], 3)
+
+
+def test_log_rows():
+    plans, _, seconds = planted(PROBLEM)
+    instance = make_instance(PROBLEM)
+    rows = log_rows(instance, plans, seconds, states=100, rng=np.random.default_rng(0))
+    assert 90 <= len(rows) <= 100, "plans are used again where there are fewer than states"
+    model = LogModel(plans, seconds, 3)
+    labelled = 0
+    for features, labels, group in rows:
+        found = np.isfinite(labels)
+        labelled += found.sum()
+        assert found.sum() >= 2 and np.isfinite(features).all() and (group[found] >= 0).all() and (group[~found] == -1).all()
+        assert np.abs(labels[found]).max() <= 2 * np.abs(model.cost).sum()
+    assert labelled > 1000
+
+
+# Learning in the simulator
+
+
+def lesson_at(network, problem=PROBLEM, seed=0):
+    instance = make_instance(problem)
+    return price_moves(network, instance, [instance.floor], states=12, seed=seed)
+
+
+def distance(network, start):
+    pairs = zip(network.parameters(), start.parameters(), strict=True)
+    return math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in pairs))
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_fitting_moves_lowers_the_loss_and_keeping_holds_weights(make_network, layers):
+    start = make_network(layers=layers)
+    lesson = lesson_at(start)
+    assert len(lesson.rows) == 12 and lesson.calls > 12 and (lesson.embed is None) == (layers == 0)
+    moved, losses = {}, {}
+    for keep in (0.0, 10.0):
+        network = copy.deepcopy(start)
+        losses[keep] = fit_moves(network, [lesson], steps=60, keep=keep, rate=1e-2)
+        moved[keep] = distance(network, start)
+        assert all(torch.isfinite(p).all() for p in network.parameters()) and not network.training
+    assert 0.0 < moved[10.0] < 0.5 * moved[0.0]
+    assert losses[0.0] < fit_moves(copy.deepcopy(start), [lesson], steps=4, rate=1e-9)
+    assert losses[0.0] < losses[10.0]
+
+
+def test_rehearsed_moves_are_not_unlearned(make_network):
+    start = make_network()
+    new, old = lesson_at(start), lesson_at(start, make_problem(seed=11, shape="branchy"), seed=3)
+
+    def loss_on(network, lesson):
+        return fit_moves(copy.deepcopy(network), [lesson], steps=8, rate=1e-9)
+
+    alone, along = copy.deepcopy(start), copy.deepcopy(start)
+    fit_moves(alone, [new], steps=80, rate=1e-2)
+    fit_moves(along, [new], rehearsed=[old], steps=80, rate=1e-2)
+    assert loss_on(along, old) < loss_on(alone, old)
+    assert loss_on(along, new) < loss_on(start, new)
+
+
+def test_nothing_to_learn_changes_nothing(make_network):
+    start = make_network()
+    network = copy.deepcopy(start)
+    assert math.isnan(fit_moves(network, [lesson_of(network, make_instance(PROBLEM), [])], steps=10))
+    assert distance(network, start) == 0.0
+
+
+# Fine-tuning from a file
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """A file of measurements of two problems."""
+    path = tmp_path_factory.mktemp("log") / "trials"
+    with TrialStore(path) as store:
+        for problem, count in ((PROBLEM, 12), (make_problem(seed=6, groups=9), 10)):
+            cluster = SimulatedCluster(
+                slow_device(problem), fails=lambda plan, n=problem.num_groups: "crashed" if sum(plan) == n else None
+            )
+            campaign = Campaign(problem, cluster, store=store, run="a", repeats=3, retime_every=5)
+            for plan in random_plans(problem, count, around=np.zeros(problem.num_groups, dtype=np.int32)):
+                campaign.measure(plan)
+    return path
+
+
+def test_measurements_of_a_file(log):
+    with TrialStore(log) as store:
+        sets = measurements_of(store)
+        trials = store.trials()
+        with pytest.raises(InputError, match="no plan with times"):
+            measurements_of(TrialStore(None))
+    assert {found.problem.fingerprint for found in sets} == {trial.problem for trial in trials} and len(sets) == 2
+    for found in sets:
+        timed = [t for t in trials if t.problem == found.problem.fingerprint and t.timed]
+        assert len(found.trials) == len({t.device_of_group for t in timed}) == len(found.plans) == len(found.seconds)
+        assert sum(len(t.step_s) for t in found.trials) == sum(len(t.step_s) for t in timed), "repeated timings count"
+        assert not any(trial.device_of_group for trial in found.trials if trial.status == "crashed")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_finetuning_from_a_file(log, agents, method):
+    parent = agents["refinement"].checkpoint
+    before = weights_sha256(parent.network)
+    with TrialStore(log) as store:
+        sets = measurements_of(store)
+    lines = []
+    learned = finetune_offline(parent, sets, method=method, steps=30, rehearse=0, report=lines.append)
+    weights = list(learned.network.parameters())
+    assert all(torch.isfinite(weight).all() for weight in weights) and distance(learned.network, parent.network) > 0.0
+    assert weights_sha256(parent.network) == before, "the parent stays as it was"
+    assert len(learned.fits) == 2 and learned.facts["plans"] == sum(len(found.trials) for found in sets)
+    assert learned.facts["rehearsed_cases"] == 0 and learned.facts["loss"] is not None and lines
+    assert all(
+        after < before
+        for before, after in zip(learned.facts["prediction_error_before"], learned.facts["prediction_error_after"], strict=True)
+    )
+    again = finetune_offline(parent, sets, method=method, steps=30, rehearse=0)
+    assert weights_sha256(again.network) == weights_sha256(learned.network)
+
+
+@pytest.mark.parametrize("rehearse", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_finetuning_with_message_passing_and_rehearsal(log, agents, rehearse):
+    with TrialStore(log) as store:
+        sets = measurements_of(store)[:1]
+    parent = agents["graph"].checkpoint
+    learned = finetune_offline(parent, sets, steps=10, rehearse=rehearse)
+    assert learned.facts["rehearsed_cases"] == rehearse and distance(learned.network, parent.network) > 0.0
+
+
+def test_what_cannot_be_finetuned(log, agents):
+    with TrialStore(log) as store:
+        sets = measurements_of(store)[:1]
+    with pytest.raises(InputError, match="Refinement"):
+        finetune_offline(agents["placement"].checkpoint, sets)
+    with pytest.raises(InputError, match="method"):
+        finetune_offline(agents["refinement"].checkpoint, sets, method="magic")
+    few = dataclasses.replace(sets[0], trials=sets[0].trials[:5])
+    with pytest.raises(InputError, match="too few"):
+        finetune_offline(agents["refinement"].checkpoint, [few], method="direct")
+
+
+def files_of(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
+
+
+def test_saved_agents_know_where_they_come_from(make_checkpoint, make_network, tmp_path):
+    make_checkpoint(tmp_path / "parent")
+    parent = load_checkpoint(tmp_path / "parent")
+    before = files_of(tmp_path / "parent")
+    facts = {"plans": 12, "problems": ["a", "b"], "error": 0.25}
+    save_tuned(tmp_path / "child", make_network(seed=1), parent, method="corrected", learned=facts)
+    child = load_checkpoint(tmp_path / "child")
+    save_tuned(tmp_path / "grandchild", make_network(seed=2), child, method="direct", learned={"plans": 3})
+    grandchild = load_checkpoint(tmp_path / "grandchild")
+    assert files_of(tmp_path / "parent") == before
+    assert weights_sha256(child.network) == weights_sha256(make_network(seed=1))
+    assert child.environment == parent.environment == grandchild.environment
+    ancestors = [(line["name"], line["weights_sha256"]) for line in grandchild.training["lineage"]]
+    assert ancestors == [("parent", weights_sha256(parent.network)), ("child", weights_sha256(child.network))]
+    assert child.training["tuned"] == {"method": "corrected", **facts}
+    assert grandchild.training["tuned"] == {"method": "direct", "plans": 3}, "what the parent learned is in its own config"
+    card = (tmp_path / "grandchild" / "card.md").read_text()
+    assert card.startswith("# Agent grandchild") and "parent -> child" in card and weights_sha256(child.network) in card
+    plan = load_agent(tmp_path / "child").place(PROBLEM, calls=32)
+    assert plan.predicted["agent"] == "child" and plan.predicted["feasible"]
+
+
+def test_an_agent_is_as_skilled_as_itself(agents):
+    checkpoint = agents["refinement"].checkpoint
+    hopeless = random_problem(1, 6, 2)
+    hopeless = dataclasses.replace(hopeless, devices=tuple(dataclasses.replace(d, memory_bytes=1) for d in hopeless.devices))
+    cases = [Case(f"case{k}", "test", random_problem(k, 10, 2), Execution(1 + k, "gpipe")) for k in range(3)]
+    done = []
+    skills = compare_skills(
+        checkpoint, checkpoint, [*cases, Case("hopeless", "test", hopeless)], calls=40, progress=done.append
+    )
+    assert (skills.before, skills.worse, skills.better, skills.worst) == (skills.after, 0, 0, 1.0)
+    assert skills.cases == 3 and done == [1, 2, 3, 4] and 0.0 < skills.after <= 1.0 and skills.calls == 40
+    assert math.isnan(compare_skills(checkpoint, checkpoint, []).after)
+
+
+# Environments on measured times
+
+
+def legal_moves(env, rng):
+    return int(rng.choice(np.flatnonzero(env.action_masks()[1:]) + 1))
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.5, 1.0])
+def test_environments_on_a_campaign(failing):
+    def fails(plan):
+        return "out_of_memory" if hash(plan) % 100 < 100 * failing else None
+
+    cluster = SimulatedCluster(slow_device(PROBLEM), fails=fails)
+    campaign = Campaign(PROBLEM, cluster, budget=Budget(plans=30), repeats=2, retime_every=0)
+    env = RefinementEnv([PROBLEM], backend=MeasuredBackend(campaign), max_moves=4)
+    rng = np.random.default_rng(0)
+    with pytest.raises(BudgetSpent):
+        for episode in range(100):
+            env.reset(seed=episode)
+            over, total = False, 0.0
+            while not over:
+                _, reward, over, _, info = env.step(legal_moves(env, rng))
+                assert math.isfinite(reward) and reward >= 0.0
+                total += reward
+            assert math.isfinite(info["step_time_s"]) and info["feasible"] == (info["relative_overflow"] == 0.0)
+            plan = tuple(info["device_of_group"][: PROBLEM.num_groups].tolist())
+            assert info["feasible"] == (fails(plan) is None)
+            if info["feasible"]:
+                assert info["step_time_s"] == campaign.seconds(campaign.known(plan))
+    assert campaign.spent.plans == 30 and set(cluster.runs.values()) == {1}
+
+
+def test_a_failed_plan_is_worse_than_any_that_works():
+    bad = tuple(random_plans(PROBLEM, 1)[0].tolist())
+    campaign = Campaign(PROBLEM, SimulatedCluster(PROBLEM, fails=lambda plan: "crashed" if plan == bad else None))
+    env = RefinementEnv([PROBLEM], backend=MeasuredBackend(campaign), max_moves=2)
+    env.reset(seed=0, options={"plan": np.array(bad, dtype=np.int32)})
+    _, reward, *_ = env.step(legal_moves(env, np.random.default_rng(0)))
+    assert 0.5 < reward < 10.0, "leaving a plan that crashed is worth more than any speed-up"
+
+
+def test_a_campaign_for_each_problem():
+    other = make_problem(seed=6, groups=9)
+    campaigns = [Campaign(problem, SimulatedCluster(problem)) for problem in (PROBLEM, other)]
+    env = RefinementEnv([PROBLEM, other], backend=MeasuredBackend(campaigns), max_moves=2)
+    for number, campaign in enumerate(campaigns):
+        env.reset(seed=0, options={"problem": number})
+        assert len(campaign.trials) == 1
+    backend = MeasuredBackend(campaigns[0])
+    with pytest.raises(InputError, match="no campaign measures"):
+        RefinementEnv([other], backend=backend).reset(seed=0)
+    pipelined = make_instance(PROBLEM, execution=Execution(2, "gpipe"))
+    with pytest.raises(InputError, match="no campaign measures"):
+        RefinementEnv([pipelined], backend=backend).reset(seed=0)

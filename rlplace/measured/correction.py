@@ -72,12 +72,12 @@ class Correction:
             name: None if name == "group_factor" and data[name] is None else _array(data[name], name)
             for name in names - {"step_factor"}
         }
-        devices = np.shape(arrays["device_factor"])
-        groups = np.shape(arrays["group_factor"])[:1]
+        shapes = {name: array.shape for name, array in arrays.items() if array is not None}
+        devices, groups = shapes["device_factor"], shapes.get("group_factor", ())[:1]
         expected = {"pair_slowdown": 2 * devices, "latency_s": 2 * devices, "group_factor": groups + devices}
-        for name, array in arrays.items():
-            if array is not None and (array.shape != expected.get(name, array.shape) or array.ndim != 1 + (name in expected)):
-                raise InputError(f"correction.{name}: it is of shape {array.shape}, which does not fit the other parts")
+        for name, shape in shapes.items():
+            if shape != expected.get(name, shape) or len(shape) != 1 + (name in expected):
+                raise InputError(f"correction.{name}: it is of shape {shape}, which does not fit the other parts")
         factor = finite_number(data["step_factor"], "correction.step_factor")
         if not _RANGE[0] <= factor <= _RANGE[1]:
             raise InputError(f"correction.step_factor: numbers must be from {_RANGE[0]:g} to {_RANGE[1]:g}")

@@ -326,8 +326,9 @@ def lesson_at(network, problem=PROBLEM, seed=0):
 
 
 def distance(network, start):
-    pairs = zip(network.parameters(), start.parameters(), strict=True)
-    return math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in pairs))
+    with torch.no_grad():
+        pairs = zip(network.parameters(), start.parameters(), strict=True)
+        return math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in pairs))
 
 
 @pytest.mark.parametrize("layers", [0, 1])

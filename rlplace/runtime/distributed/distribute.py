@@ -18,7 +18,7 @@ from rlplace.runtime.distributed.assign import check_same_ops, planned_spots
 from rlplace.runtime.distributed.engine import Engine
 from rlplace.runtime.distributed.engines import Setup, choose_engine
 from rlplace.runtime.distributed.forward_graph import ForwardGraph, Graphs, Loss
-from rlplace.runtime.distributed.inputs import any_loss, micro_batch, takes_target
+from rlplace.runtime.distributed.inputs import any_loss, has_target, micro_batch, takes_target
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
 from rlplace.runtime.distributed.same_batch import check_first_batches
@@ -76,6 +76,8 @@ def distribute(
     meta = meta_copy(model)
     args, kwargs = micro_batch(plan, example_inputs)
     with_target = example_target is not None or takes_target(loss)
+    if with_target and has_target(model):
+        raise InputError("distribute: target= is an input of the model, so the loss cannot have one; rename either of them")
     trace = graphs or Graphs()
     first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
     check_same_ops(first, planned_spots(plan))

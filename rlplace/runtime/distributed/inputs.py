@@ -40,6 +40,11 @@ def micro_batch(plan: PlacementPlan, example_inputs: Any) -> tuple[tuple[Any, ..
     )
 
 
+def has_target(model: nn.Module) -> bool:
+    """Whether ``target=`` of a call is an input of the model itself and not one of the loss."""
+    return "target" in inspect.signature(model.forward).parameters
+
+
 def takes_target(loss: Loss | None) -> bool:
     """Whether a loss function needs a second argument besides the model's output."""
     if loss is None:

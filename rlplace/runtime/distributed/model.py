@@ -18,6 +18,7 @@ from rlplace.runtime.distributed.engine import Engine, Microbatch
 from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.forward_graph import ForwardGraph, first_names, input_signature
 from rlplace.runtime.distributed.gradients import clip_grad_norm
+from rlplace.runtime.distributed.inputs import has_target
 from rlplace.runtime.distributed.outputs import exchange, join
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.shares import SharedParameters
@@ -147,7 +148,8 @@ class DistributedModel(nn.Module):
         super().train(mode)
         return self
 
-    def _call(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        target = None if has_target(self._meta) else kwargs.pop("target", None)
         arguments = ((tuple(args), dict(kwargs)),) if target is None else ((tuple(args), dict(kwargs)), target)
         replicas = len(self._ranks.replicas)
         batching = self._batching

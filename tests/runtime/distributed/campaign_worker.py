@@ -10,14 +10,17 @@ import sys
 import numpy as np
 import torch
 import torch.distributed as dist
+from plans import plan_of
 from torch import nn
 
 import rlplace
+from rlplace.errors import InputError
 from rlplace.measured.campaign import Budget, Campaign, PlanFailed
 from rlplace.measured.race import Race
 from rlplace.measured.store import TrialStore
 from rlplace.plan.plan import make_plan
 from rlplace.runtime.distributed import faults, job
+from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.live import LiveOptions, job_site, open_service
 from rlplace.runtime.distributed.measure import PlanTimer
 from rlplace.zoo import LoadedModel
@@ -68,29 +71,56 @@ def plans(groups):
     return [np.zeros(groups, dtype=np.int32), np.ones(groups, dtype=np.int32), alternating, 1 - alternating]
 
 
+SLEPT_S = 0.4
+
+
+class Paired(nn.Module):
+    """Has an input of its own that is called as the target of a loss is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, target):
+        return ((self.second(self.first(x).relu()) - target) ** 2).mean()
+
+
+def own_target():
+    """The loss of `Paired`, distributed and not; and what a loss with a target of its own says."""
+    torch.manual_seed(1)
+    model, inputs = Paired(), {"x": torch.randn(4, 4), "target": torch.randn(4, 4)}
+    plan = plan_of(model, inputs, 2, loss=loss_of, deal="chain", groups=2)
+    placed = distribute(model, plan, inputs, loss=loss_of)
+    try:
+        distribute(model, plan, inputs, loss=lambda output, wanted: output)
+    except InputError as error:
+        refused = str(error)
+    return float(placed(**inputs).detach()), float(model(**inputs).detach()), refused
+
+
 def serve_all(path):
     """What rank 0 saw of: computed and replayed plans, a race that is lost, a plan that no engine runs, two campaigns."""
     device = torch.device("cpu")
     model = loaded()
     problem = problem_of(model) if dist.get_rank() == 0 else None
-    slow = None if problem is None else _slower(problem, 50.0)
+    slow = None if problem is None else _slower(problem, SLEPT_S / problem.time_s[:, 0].sum())
     computed = open_service(model, problem, device, LiveOptions())
     replayed = open_service(model, problem, device, LiveOptions(replay=True), slept=slow)
     chained = open_service(model, problem, device, LiveOptions(engine="pipeline"))
     site = job_site(device, label="a test")
+    own = own_target()
     if dist.get_rank() != 0:
         computed.serve()
         replayed.serve()
         chained.serve()
         computed.serve()  # a service that was released may be entered again
         return site.fingerprint
-    found = {"site": site.fingerprint}
+    found = {"site": site.fingerprint, "own target": own}
     chain = np.arange(problem.num_groups, dtype=np.int32) * 2 // problem.num_groups
     found["computed"] = computed(make_plan(problem, chain, planner="t"), Race(repeats=3))
     found["lost"] = computed(make_plan(problem, chain, planner="t"), Race(repeats=5, best_s=1e-9))
     computed.release()
     found["replayed"] = replayed(make_plan(problem, chain, planner="t"), Race(repeats=2))
-    found["slept_s"] = float(slow.time_s[:, 0].sum())
     replayed.release()
     try:
         chained(make_plan(problem, plans(problem.num_groups)[2], planner="t", schedule="1f1b"), Race(repeats=1))

@@ -17,6 +17,8 @@ from rlplace.measured.store import TrialStore
 def test_rank_0_asks_and_the_others_serve(tmp_path):
     first, second = run(2, campaign_worker.serve_all, str(tmp_path / "m.sqlite"))
     assert first["site"] == second
+    placed, whole, refused = first["own target"]
+    assert placed == pytest.approx(whole, rel=1e-6) and "an input of the model" in refused
     assert len(first["computed"].step_s) == 3 and first["computed"].mode == "computed"
     assert first["computed"].predicted_s > 0 and len(first["computed"].places) == 2
     assert len(first["lost"].step_s) == 1  # it is given up after one step
@@ -27,7 +29,7 @@ def test_rank_0_asks_and_the_others_serve(tmp_path):
     replayed = first["replayed"]
     assert replayed.mode == "replayed" and min(replayed.step_s) > 10 * replayed.predicted_s
     busy = sum(place.busy_s + place.update_s for place in replayed.places)
-    assert busy == pytest.approx(first["slept_s"], rel=0.5)
+    assert busy == pytest.approx(campaign_worker.SLEPT_S, rel=0.5)
     assert first["trials"][0] == "done" and set(first["trials"]) <= {"done", "dropped"}
     with TrialStore(tmp_path / "m.sqlite") as store:
         assert [trial.status for trial in store.trials()] == first["trials"]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rlplace.cost.timings import PlanTiming
 from rlplace.errors import InputError, RlplaceError
 from rlplace.interrupts import deferred_signals
-from rlplace.measured.race import FIRST_NOISE, Race, Z, pooled_noise, upper_bound
+from rlplace.measured.race import FIRST_NOISE, MEDIAN_LOSS, Race, Z, pooled_noise, upper_bound
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import FAILED, Trial
 from rlplace.plan.plan import PlacementPlan, make_plan
@@ -192,11 +192,8 @@ class Campaign:
 
     def drift_at(self, moment: float) -> float:
         """How much slower the cluster was at a moment than when the campaign began, by plans that were timed again."""
-        ratios = self._levels()
-        if not ratios:
-            return 1.0
-        at, log_ratio = zip(*ratios, strict=True)
-        return float(np.exp(np.interp(moment, at, log_ratio)))
+        levels = self._levels()
+        return math.exp(_level(levels, moment)) if levels else 1.0
 
     def measure(self, devices: Sequence[int] | NDArray[np.int32]) -> Trial:
         """Runs a plan, unless it is known.
@@ -339,26 +336,38 @@ class Campaign:
     def _ratios(self) -> list[tuple[float, float]]:
         """(moment, log of slowdown since the beginning), by moment, from every plan that was timed again.
 
-        The first timing of a plan stands at the level that the anchors before it had found, so a chain of changing best plans
+        A plan's earlier times stand at the level that the anchors before them had found, so a chain of changing best plans
         tells the drift of the whole campaign. Plans that were first timed while the cluster changed tell nothing: nobody knows
-        whether that was before the change or after it.
+        whether that was before the change or after it. An anchor that agrees with a known level within doubt is at that level.
+        The first time of a plan is doubted more: it is timed again because that time was good, some of which was luck.
         """
         noise = self.noise
+        luck = math.sqrt(2.0 * math.log(max(2, len(self._by_plan))))  # of the luckiest of so many, in standard deviations
         found: list[tuple[float, float]] = []
+        earlier: dict[tuple[int, ...], list[Trial]] = {}
         for anchor in sorted((t for t in self.trials if t.anchor and t.timed), key=lambda t: t.began_at):
             first = self._by_plan.get(anchor.device_of_group)
             if first is None or not first.timed or first.began_at >= anchor.began_at:
                 continue
             if not _settled(found, first.began_at, noise):
                 continue
-            at = [moment for moment, _ in found]
-            level = float(np.interp(first.began_at, at, [value for _, value in found])) if found else 0.0
             if not found:
                 found.append((first.began_at, 0.0))
-            ratio = math.log(anchor.median_s / first.median_s)
-            doubt = Z * noise * math.sqrt(1 / len(anchor.step_s) + 1 / len(first.step_s))
-            found.append((anchor.began_at, level + ratio if abs(ratio) > doubt else level))
+            before = earlier.setdefault(anchor.device_of_group, [first])
+            steps = [math.log(step) - _level(found, trial.began_at) for trial in before for step in trial.step_s]
+            value = math.log(anchor.median_s) - float(np.median(steps))
+            doubt = MEDIAN_LOSS * noise * Z * math.sqrt(1 / len(anchor.step_s) + 1 / len(steps))
+            lucky = MEDIAN_LOSS * noise * luck * math.sqrt(len(first.step_s)) / len(steps)
+            near = min((level for _, level in found), key=lambda level: abs(value - level))
+            found.append((anchor.began_at, near if -doubt <= value - near <= doubt + lucky else value))
+            before.append(anchor)
         return found
+
+
+def _level(levels: list[tuple[float, float]], moment: float) -> float:
+    """Log of the slowdown at a moment."""
+    at, log_ratio = zip(*levels, strict=True)
+    return float(np.interp(moment, at, log_ratio))
 
 
 def _settled(levels: list[tuple[float, float]], moment: float, noise: float) -> bool:

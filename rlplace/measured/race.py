@@ -22,7 +22,9 @@ FIRST_NOISE = 0.05
 """Relative scatter of single steps that is assumed before any was measured."""
 
 _LEAST_NOISE = 0.005
-_MEDIAN_LOSS = 1.2533  # the median of n normal values scatters so much more than their mean: sqrt(pi / 2)
+
+MEDIAN_LOSS = 1.2533
+"""The median of many normal values scatters so much more than their mean: sqrt(pi / 2)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Race:
 
 
 def _error(count: int, noise: float, z: float) -> float:
-    return z * noise * (_MEDIAN_LOSS if count > 2 else 1.0) / math.sqrt(count)
+    return z * noise * (MEDIAN_LOSS if count > 2 else 1.0) / math.sqrt(count)
 
 
 def lower_bound(step_s: Sequence[float], noise: float, z: float = Z) -> float:

@@ -85,9 +85,10 @@ def believe(campaign: Campaign, before: Belief | None = None) -> Belief | None:
     best = campaign.best()
     if best is None:
         return None
-    trials: list[Trial] = [trial for trial in campaign.trials if trial.timed and not trial.anchor]
+    # A plan may be there more than once, where several campaigns have measured it.
+    trials: list[Trial] = list({t.device_of_group: t for t in campaign.trials if t.timed and not t.anchor}.values())
     seconds = [campaign.seconds(trial) for trial in trials]
-    start = None if before is None or len(trials) % _FRESH == 0 else before.fit.correction
+    start = None if before is None or len(trials) % _FRESH == 0 else before.fit
     fit = fit_correction(campaign.problem, trials, execution=campaign.execution, seconds=seconds, start=start)
     noise = campaign.noise / np.sqrt([len(trial.step_s) for trial in trials])
     return Belief(

@@ -16,7 +16,7 @@ are not in the published comparison.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +39,13 @@ _BUSY_NOISE, _STEP_NOISE = 0.03, 0.03
 _CHANNEL_SPREAD, _PAIR_SPREAD, _STEP_SPREAD = 0.15, 0.1, 0.02
 """Prior standard deviations of the logs of slowdowns and of the step factor."""
 
-_LATENCY_SPREAD_S = 5e-4
+_DELAY_SPREAD, _LATENCY_SPREAD = 0.3, 1.0
+_LATENCY_S = 5e-4
 _SLOPE_STEP = 0.05
 _ROUNDS = 15
 _SCANS = 4
 _CHANGES = (-0.4, 0.4, 1.0)
-_MOST = 4.0  # log of the largest slowdown that is believed
+_MOST = 5.0  # log of the largest slowdown that is believed
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +57,14 @@ class Fit:
         predicted_s: float64 [P], corrected step times of the trials that have times, in their order.
         measured_s: float64 [P].
         priced_s: float64 [P], step times of the problem as it was priced.
+        links: What was fitted of the links, by name, for a later fit to begin at.
     """
 
     correction: Correction
     predicted_s: NDArray[np.float64]
     measured_s: NDArray[np.float64]
     priced_s: NDArray[np.float64]
+    links: Mapping[tuple[str, int], float]
 
     @property
     def error_before(self) -> float:
@@ -80,7 +83,7 @@ def fit_correction(
     *,
     execution: Execution = PLAIN,
     seconds: Sequence[float] | None = None,
-    start: Correction | None = None,
+    start: Fit | None = None,
 ) -> Fit:
     """Fits a correction.
 
@@ -89,7 +92,7 @@ def fit_correction(
         trials: Of this problem on one cluster; those without times are left out.
         execution: Micro-batches and schedule of the step.
         seconds: Step time of every trial, where it is known better than by the trial's own median.
-        start: Slowdowns to begin the search at, such as the last fit's, which is quicker; None looks for the place to begin.
+        start: An earlier fit on the same cluster to begin the search at, which is quicker; None looks for the place to begin.
 
     Raises:
         InputError: No trial has times, or one is of another problem.
@@ -105,8 +108,9 @@ def fit_correction(
     measured = np.array([value for _, value in used])
     weight = np.sqrt(np.array([min(len(trial.step_s), 5) / 5.0 for trial, _ in used]))
     base = _fit_ops(problem, [trial for trial, _ in used], plans, execution)
-    correction = _fit_links(problem, base, plans, measured, weight, execution, start)
+    correction, links = _fit_links(problem, base, plans, measured, weight, execution, {} if start is None else start.links)
     return Fit(
+        links=links,
         correction=correction,
         predicted_s=predict(problem, correction, plans, execution),
         measured_s=measured,
@@ -172,13 +176,13 @@ def _fit_links(
     measured: NDArray[np.float64],
     weight: NDArray[np.float64],
     execution: Execution,
-    start: Correction | None,
-) -> Correction:
-    """Slowdowns of channels and pairs, latency and step factor by whole steps."""
+    start: Mapping[tuple[str, int], float],
+) -> tuple[Correction, dict[tuple[str, int], float]]:
+    """Slowdowns of channels and pairs, latencies and step factor by whole steps; and what was fitted, by name."""
     from scipy.optimize import least_squares
 
     shape = _Shape(problem, plans)
-    first = shape.pack(base if start is None else start)
+    first = np.array([start.get(name, 0.0) for name in shape.names])
     spread = shape.spread()
 
     def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -197,9 +201,10 @@ def _fit_links(
             columns.append((residuals(moved) - here) / _SLOPE_STEP)
         return np.stack(columns, axis=1)
 
-    begins = [first] if start is not None else [first, _scan(residuals, first)]
+    begins = [first] if start else [first, _scan(residuals, first)]
     found = [least_squares(residuals, begin, slopes, x_scale=spread, max_nfev=_ROUNDS, ftol=1e-4) for begin in begins]
-    return shape.unpack(min(found, key=lambda result: result.cost).x, base)
+    values = min(found, key=lambda result: result.cost).x
+    return shape.unpack(values, base), dict(zip(shape.names, values.tolist(), strict=True))
 
 
 def _scan(residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -231,7 +236,12 @@ def _soft(values: NDArray[np.float64], width: float) -> NDArray[np.float64]:
 
 
 class _Shape:
-    """Which slowdowns are fitted: those of channels and pairs that some plan sends over; the vector that holds them."""
+    """What is fitted: slowdowns and latencies of channels and slowdowns of pairs that some plan sends over, a latency of all
+    transfers and the step factor; and the vector that holds them.
+
+    A queue in front of a busy link delays every message, however small, so a channel has a latency of its own. Latencies are
+    `_LATENCY_S` times exp(value) - 1, which spans microseconds to tens of milliseconds; below zero there is none.
+    """
 
     def __init__(self, problem: Problem, plans: NDArray[np.int32]) -> None:
         self._devices = problem.num_devices
@@ -245,33 +255,37 @@ class _Shape:
         np.fill_diagonal(used, False)
         self.pairs = [(int(i), int(j)) for i, j in np.argwhere(used)]
         channels = problem.links.effective_channels
-        by_channel: dict[int, int] = {}
+        by_channel: dict[int, list[tuple[int, int]]] = {}
         for i, j in self.pairs:
             for c in channels[i][j]:
-                by_channel[c] = by_channel.get(c, 0) + 1
+                by_channel.setdefault(c, []).append((i, j))
         # A channel that serves a single pair is that pair.
-        self.channels = sorted(c for c, count in by_channel.items() if count > 1)
-        self.private = [not any(c in self.channels for c in channels[i][j]) for i, j in self.pairs]
+        self.channels = sorted(c for c, pairs in by_channel.items() if len(pairs) > 1)
+        self._pairs_of = [by_channel[c] for c in self.channels]
+        self._private = [not any(c in self.channels for c in channels[i][j]) for i, j in self.pairs]
+        own = [("pair", i * self._devices + j) for i, j in self.pairs]
+        shared = [[(what, c) for c in self.channels] for what in ("channel", "delay")]
+        self.names = [*shared[0], *own, *shared[1], ("latency", 0), ("step", 0)]
 
     def spread(self) -> NDArray[np.float64]:
-        pairs = [_CHANNEL_SPREAD if private else _PAIR_SPREAD for private in self.private]
-        return np.array([_CHANNEL_SPREAD] * len(self.channels) + pairs + [1.0, _STEP_SPREAD])
-
-    def pack(self, correction: Correction) -> NDArray[np.float64]:
-        channel = [np.log(correction.channel_slowdown[c]) for c in self.channels]
-        pair = [np.log(correction.pair_slowdown[i, j]) for i, j in self.pairs]
-        off = correction.latency_s[~np.eye(self._devices, dtype=bool)]
-        latency = float(off.max(initial=0.0)) / _LATENCY_SPREAD_S
-        return np.array([*channel, *pair, latency, np.log(correction.step_factor)])
+        """Prior standard deviation of every value."""
+        pairs = [_CHANNEL_SPREAD if private else _PAIR_SPREAD for private in self._private]
+        count = len(self.channels)
+        return np.array([_CHANNEL_SPREAD] * count + pairs + [_DELAY_SPREAD] * count + [_LATENCY_SPREAD, _STEP_SPREAD])
 
     def unpack(self, values: NDArray[np.float64], base: Correction) -> Correction:
+        """The correction that a vector stands for; op factors are those of `base`."""
         values = np.clip(values, -_MOST, _MOST)
+        channels, pairs = len(self.channels), len(self.pairs)
         channel, pair = np.ones_like(base.channel_slowdown), np.ones_like(base.pair_slowdown)
-        count = len(self.channels)
-        channel[self.channels] = np.exp(values[:count])
-        for (i, j), value in zip(self.pairs, values[count:-2], strict=True):
+        channel[self.channels] = np.exp(values[:channels])
+        for (i, j), value in zip(self.pairs, values[channels : channels + pairs], strict=True):
             pair[i, j] = np.exp(value)
-        latency = np.full_like(base.latency_s, max(0.0, values[-2]) * _LATENCY_SPREAD_S)
+        delay = _LATENCY_S * np.expm1(np.maximum(values[channels + pairs : -1], 0.0))
+        latency = np.full_like(base.latency_s, delay[-1])
+        for members, seconds in zip(self._pairs_of, delay, strict=False):
+            for i, j in members:
+                latency[i, j] += seconds
         np.fill_diagonal(latency, 0.0)
         return dataclasses.replace(
             base, channel_slowdown=channel, pair_slowdown=pair, latency_s=latency, step_factor=float(np.exp(values[-1]))

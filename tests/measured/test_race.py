@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlplace.errors import InputError
 from rlplace.measured.race import FIRST_NOISE, Race, lower_bound, pooled_noise, upper_bound
 
-RACES = 2000
+RACES = 1000
 
 
 def run_race(rng, race, step_s, noise):

@@ -120,7 +120,7 @@ def test_the_right_thing_is_blamed():
     concerned[2, :2] = concerned[:2, 2] = True
     assert slow[concerned].min() > 1.8 and np.median(slow[concerned]) == pytest.approx(3.0, rel=0.25)
     others = ~concerned & ~np.eye(DEVICES, dtype=bool)
-    assert slow[others].max() < 1.45
+    assert slow[others].max() < 0.9 * slow[concerned].min(), "links on which little depends are known less well"
     pair = transfer_ratio(fit("slow pair")[0].correction)
     assert pair[0, 1] == pair.max() > 2.5 and np.sort(pair.ravel())[-2] < 2.0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -56,6 +58,24 @@ def first_plans(
         chosen.append(options[best[1]])
         covered |= links[best[1]]
     return chosen[:count]
+
+
+def roomiest(
+    problem: Problem, known: Collection[tuple[int, ...]], *, execution: Execution, seed: int
+) -> NDArray[np.int32] | None:
+    """Of random plans that are not known, the one that leaves the fullest device most room; None when there is none.
+
+    For clusters on which no plan has worked so far: most plans that fail need more memory than was predicted.
+    """
+    simulator = Simulator(problem, **execution.arguments)
+    best: tuple[float, NDArray[np.int32]] | None = None
+    for plan in candidates(problem, seed, samples=_RANDOM):
+        if tuple(plan.tolist()) in known or not np.isfinite(simulator.evaluate(plan)[0]):
+            continue
+        fullest = float((simulator.peak_memory_bytes / np.minimum(problem.memory_limit_bytes, 1e18)).max())
+        if best is None or fullest < best[0]:
+            best = (fullest, plan)
+    return None if best is None else best[1]
 
 
 def _used(problem: Problem, plan: NDArray[np.int32]) -> set[tuple[int, int]]:

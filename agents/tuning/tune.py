@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.agents.tuning.belief import Belief, Proposer, believe
+from rlplace.agents.tuning.design import roomiest
 from rlplace.errors import InfeasibleError
-from rlplace.measured.campaign import BudgetSpent, Campaign
+from rlplace.measured.budget import BudgetSpent
+from rlplace.measured.campaign import Campaign
 from rlplace.measured.race import lower_bound, upper_bound
 from rlplace.measured.trial import Trial
 
@@ -73,9 +75,10 @@ def tune(
             campaign.measure(plan)
         while not (finished := campaign.share >= 1.0):
             belief = believe(campaign, belief)
-            if belief is None:
-                raise _nothing_worked(campaign)
-            plan_next = proposer.propose(belief, calls=calls, number=number)
+            if belief is None:  # nothing to learn from yet
+                plan_next = roomiest(campaign.problem, campaign.known_plans, execution=campaign.execution, seed=number)
+            else:
+                plan_next = proposer.propose(belief, calls=calls, number=number)
             if plan_next is None:
                 break
             campaign.measure(plan_next)

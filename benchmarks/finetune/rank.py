@@ -24,7 +24,8 @@ from rlplace.agents.planner import load_agent
 from rlplace.agents.tuning.design import first_plans
 from rlplace.agents.tuning.proposer import AgentProposer
 from rlplace.agents.tuning.tune import tune
-from rlplace.measured.campaign import Budget, Campaign
+from rlplace.measured.budget import Budget
+from rlplace.measured.campaign import Campaign
 from rlplace.measured.race import Race
 from rlplace.measured.store import TrialStore
 from rlplace.plan.plan import make_plan

@@ -131,7 +131,8 @@ def _lead(
     from rlplace.agents.tuning.proposer import AgentProposer
     from rlplace.agents.tuning.tune import tune
     from rlplace.cli.finetune import check_new
-    from rlplace.measured.campaign import Budget, Campaign
+    from rlplace.measured.budget import Budget
+    from rlplace.measured.campaign import Campaign
     from rlplace.measured.store import TrialStore
 
     checkpoint = load_checkpoint(options.agent)

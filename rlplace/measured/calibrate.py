@@ -39,6 +39,7 @@ _BUSY_NOISE, _STEP_NOISE = 0.03, 0.03
 _CHANNEL_SPREAD, _PAIR_SPREAD, _STEP_SPREAD = 0.15, 0.1, 0.02
 """Prior standard deviations of the logs of slowdowns and of the step factor."""
 
+_ALL_SPREAD = 0.3  # of a slowdown that all links share
 _DELAY_SPREAD, _LATENCY_SPREAD = 0.3, 1.0
 _LATENCY_S = 5e-4
 _SLOPE_STEP = 0.05
@@ -236,8 +237,8 @@ def _soft(values: NDArray[np.float64], width: float) -> NDArray[np.float64]:
 
 
 class _Shape:
-    """What is fitted: slowdowns and latencies of channels and slowdowns of pairs that some plan sends over, a latency of all
-    transfers and the step factor; and the vector that holds them.
+    """What is fitted: slowdowns and latencies of channels and slowdowns of pairs that some plan sends over, a latency and a
+    slowdown of all transfers, and the step factor; and the vector that holds them.
 
     A queue in front of a busy link delays every message, however small, so a channel has a latency of its own. Latencies are
     `_LATENCY_S` times exp(value) - 1, which spans microseconds to tens of milliseconds; below zero there is none.
@@ -265,23 +266,24 @@ class _Shape:
         self._private = [not any(c in self.channels for c in channels[i][j]) for i, j in self.pairs]
         own = [("pair", i * self._devices + j) for i, j in self.pairs]
         shared = [[(what, c) for c in self.channels] for what in ("channel", "delay")]
-        self.names = [*shared[0], *own, *shared[1], ("latency", 0), ("step", 0)]
+        self.names = [*shared[0], *own, *shared[1], ("latency", 0), ("links", 0), ("step", 0)]
 
     def spread(self) -> NDArray[np.float64]:
         """Prior standard deviation of every value."""
         pairs = [_CHANNEL_SPREAD if private else _PAIR_SPREAD for private in self._private]
         count = len(self.channels)
-        return np.array([_CHANNEL_SPREAD] * count + pairs + [_DELAY_SPREAD] * count + [_LATENCY_SPREAD, _STEP_SPREAD])
+        delays = [_DELAY_SPREAD] * count
+        return np.array([_CHANNEL_SPREAD] * count + pairs + delays + [_LATENCY_SPREAD, _ALL_SPREAD, _STEP_SPREAD])
 
     def unpack(self, values: NDArray[np.float64], base: Correction) -> Correction:
         """The correction that a vector stands for; op factors are those of `base`."""
         values = np.clip(values, -_MOST, _MOST)
         channels, pairs = len(self.channels), len(self.pairs)
-        channel, pair = np.ones_like(base.channel_slowdown), np.ones_like(base.pair_slowdown)
+        channel, pair = np.ones_like(base.channel_slowdown), np.full_like(base.pair_slowdown, np.exp(values[-2]))
         channel[self.channels] = np.exp(values[:channels])
         for (i, j), value in zip(self.pairs, values[channels : channels + pairs], strict=True):
-            pair[i, j] = np.exp(value)
-        delay = _LATENCY_S * np.expm1(np.maximum(values[channels + pairs : -1], 0.0))
+            pair[i, j] *= np.exp(value)
+        delay = _LATENCY_S * np.expm1(np.maximum(values[channels + pairs : -2], 0.0))
         latency = np.full_like(base.latency_s, delay[-1])
         for members, seconds in zip(self._pairs_of, delay, strict=False):
             for i, j in members:

@@ -7,13 +7,12 @@ now and then: if it has become slower or faster, so has the cluster, and the oth
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
+import operator
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,9 @@ from numpy.typing import NDArray
 from rlplace.cost.timings import PlanTiming
 from rlplace.errors import InputError, RlplaceError
 from rlplace.interrupts import deferred_signals
-from rlplace.measured.race import FIRST_NOISE, MEDIAN_LOSS, Race, Z, pooled_noise, upper_bound
+from rlplace.measured.budget import Budget, BudgetSpent, Spent
+from rlplace.measured.pace import Levels, level_at, pace_levels, settled
+from rlplace.measured.race import FIRST_NOISE, Race, pooled_noise, upper_bound
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import FAILED, Trial
 from rlplace.plan.plan import PlacementPlan, make_plan
@@ -44,46 +45,6 @@ class PlanFailed(RlplaceError):
         if status not in FAILED:
             raise ValueError(status)
         self.status = status
-
-
-class BudgetSpent(Exception):
-    """The campaign may measure nothing more."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a campaign may cost; None: no limit.
-
-    Attributes:
-        plans: Plans measured, failures included; timing a known plan again is not counted.
-        steps: Timed steps, repeated timings included.
-        minutes: Of measuring: set-up and steps, as the trials say; of a plan that failed all that it took.
-    """
-
-    plans: int | None = 60
-    steps: int | None = None
-    minutes: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("plans", "steps", "minutes"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and value > 0):
-                raise InputError(f"budget: {name} must be above 0, found {value!r}")
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What a campaign has cost so far; fields as in `Budget`."""
-
-    plans: int = 0
-    steps: int = 0
-    minutes: float = 0.0
-
-    def share(self, budget: Budget) -> float:
-        """Of the limit that is nearest, from 0 to 1."""
-        pairs = ((getattr(self, name), getattr(budget, name)) for name in ("plans", "steps", "minutes"))
-        return min(1.0, max((done / limit for done, limit in pairs if limit is not None), default=0.0))
 
 
 class Campaign:
@@ -146,7 +107,7 @@ class Campaign:
         known = self._store.trials(problem=problem.fingerprint, site=site, run=run if isolated else None)
         self.trials = [trial for trial in known if self._mine(trial)]
         self._by_plan = {trial.device_of_group: trial for trial in self.trials if not trial.anchor}
-        self._known_levels: tuple[int, list[tuple[float, float]]] | None = None
+        self._known_levels: tuple[int, Levels] | None = None
 
     @property
     def spent(self) -> Spent:
@@ -193,7 +154,7 @@ class Campaign:
     def drift_at(self, moment: float) -> float:
         """How much slower the cluster was at a moment than when the campaign began, by plans that were timed again."""
         levels = self._levels()
-        return math.exp(_level(levels, moment)) if levels else 1.0
+        return math.exp(level_at(levels, moment)) if levels else 1.0
 
     def measure(self, devices: Sequence[int] | NDArray[np.int32]) -> Trial:
         """Runs a plan, unless it is known.
@@ -239,7 +200,7 @@ class Campaign:
         done = [
             trial
             for trial in self._by_plan.values()
-            if trial.status == "done" and trial.began_at <= last and _settled(levels, trial.began_at, noise)
+            if trial.status == "done" and trial.began_at <= last and settled(levels, trial.began_at, noise)
         ]
         return min(done, key=self.seconds, default=None)
 
@@ -327,54 +288,15 @@ class Campaign:
             self._by_plan[trial.device_of_group] = trial
         self.on_trial(trial)
 
-    def _levels(self) -> list[tuple[float, float]]:
-        """What `_ratios` finds, remembered until there is another trial."""
+    def _levels(self) -> Levels:
+        """What `pace_levels` finds, remembered until there is another trial."""
         if self._known_levels is None or self._known_levels[0] != len(self.trials):
-            self._known_levels = len(self.trials), self._ratios()
+            self._known_levels = len(self.trials), pace_levels(self.trials, self._by_plan, self.noise)
         return self._known_levels[1]
-
-    def _ratios(self) -> list[tuple[float, float]]:
-        """(moment, log of slowdown since the beginning), by moment, from every plan that was timed again.
-
-        A plan's earlier times stand at the level that the anchors before them had found, so a chain of changing best plans
-        tells the drift of the whole campaign. Plans that were first timed while the cluster changed tell nothing: nobody knows
-        whether that was before the change or after it. An anchor that agrees with a known level within doubt is at that level.
-        The first time of a plan is doubted more: it is timed again because that time was good, some of which was luck.
-        """
-        noise = self.noise
-        luck = math.sqrt(2.0 * math.log(max(2, len(self._by_plan))))  # of the luckiest of so many, in standard deviations
-        found: list[tuple[float, float]] = []
-        earlier: dict[tuple[int, ...], list[Trial]] = {}
-        for anchor in sorted((t for t in self.trials if t.anchor and t.timed), key=lambda t: t.began_at):
-            first = self._by_plan.get(anchor.device_of_group)
-            if first is None or not first.timed or first.began_at >= anchor.began_at:
-                continue
-            if not _settled(found, first.began_at, noise):
-                continue
-            if not found:
-                found.append((first.began_at, 0.0))
-            before = earlier.setdefault(anchor.device_of_group, [first])
-            steps = [math.log(step) - _level(found, trial.began_at) for trial in before for step in trial.step_s]
-            value = math.log(anchor.median_s) - float(np.median(steps))
-            doubt = MEDIAN_LOSS * noise * Z * math.sqrt(1 / len(anchor.step_s) + 1 / len(steps))
-            lucky = MEDIAN_LOSS * noise * luck * math.sqrt(len(first.step_s)) / len(steps)
-            near = min((level for _, level in found), key=lambda level: abs(value - level))
-            found.append((anchor.began_at, near if -doubt <= value - near <= doubt + lucky else value))
-            before.append(anchor)
-        return found
-
-
-def _level(levels: list[tuple[float, float]], moment: float) -> float:
-    """Log of the slowdown at a moment."""
-    at, log_ratio = zip(*levels, strict=True)
-    return float(np.interp(moment, at, log_ratio))
-
-
-def _settled(levels: list[tuple[float, float]], moment: float, noise: float) -> bool:
-    """Whether the cluster was as fast at the anchor before a moment as at the one after it."""
-    later = bisect.bisect_left(levels, (moment,))
-    return later in (0, len(levels)) or abs(levels[later][1] - levels[later - 1][1]) <= Z * noise
 
 
 def _plain(devices: Sequence[int] | NDArray[np.int32]) -> tuple[int, ...]:
-    return tuple(int(device) for device in devices)
+    try:
+        return tuple(operator.index(device) for device in devices)
+    except TypeError:
+        raise InputError("campaign: a plan is a list of device numbers, one for every group") from None

@@ -15,7 +15,8 @@ from torch import nn
 
 import rlplace
 from rlplace.errors import InputError
-from rlplace.measured.campaign import Budget, Campaign, PlanFailed
+from rlplace.measured.budget import Budget
+from rlplace.measured.campaign import Campaign, PlanFailed
 from rlplace.measured.race import Race
 from rlplace.measured.store import TrialStore
 from rlplace.plan.plan import make_plan

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.agents.tuning.room import with_less_room
 from rlplace.errors import InfeasibleError
 from rlplace.measured.calibrate import Fit, fit_correction
 from rlplace.measured.campaign import Campaign
@@ -29,7 +30,7 @@ class Belief:
     Axes: P plans, G groups.
 
     Attributes:
-        problem: Corrected.
+        problem: Corrected, with less memory where plans ran out of it.
         execution: Micro-batches and schedule.
         fit: How it was corrected.
         plans: int32 [P, G], distinct plans with times.
@@ -92,7 +93,7 @@ def believe(campaign: Campaign, before: Belief | None = None) -> Belief | None:
     fit = fit_correction(campaign.problem, trials, execution=campaign.execution, seconds=seconds, start=start)
     noise = campaign.noise / np.sqrt([len(trial.step_s) for trial in trials])
     return Belief(
-        problem=corrected(campaign.problem, fit.correction),
+        problem=with_less_room(corrected(campaign.problem, fit.correction), campaign.trials, campaign.execution),
         execution=campaign.execution,
         fit=fit,
         plans=np.array([trial.device_of_group for trial in trials], dtype=np.int32),

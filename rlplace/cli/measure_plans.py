@@ -53,11 +53,9 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
 
     from rlplace.cost.timings import PlanTimings
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.runtime.distributed.job import OPTIMIZERS
-    from rlplace.runtime.distributed.measure import PlanTimer
+    from rlplace.runtime.distributed.measure import plan_timer
     from rlplace.runtime.distributed.measured_trace import write_measured_trace
     from rlplace.runtime.distributed.recipe import recipe_of
-    from rlplace.runtime.distributed.synthetic import synthetic_batch
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -65,17 +63,8 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     problems = _problems(options, [plan for _, plan in plans], device)
     recipe = recipe_of(plans[0][1])
     loaded = recipe.build("cpu", 0)
-    make = OPTIMIZERS[recipe.optimizer]
-    timer = PlanTimer(
-        loaded.module,
-        lambda samples: synthetic_batch(loaded.example_inputs, samples, 0, 0),
-        loss=loaded.loss,
-        device=device,
-        optimizer=lambda parameters: make(parameters, lr=1e-3),
-        replay=options.replay,
-        warmup=options.warmup,
-        repeats=options.repeats,
-    )
+    limits = {"replay": options.replay, "warmup": options.warmup, "repeats": options.repeats}
+    timer = plan_timer(loaded, device, optimizer=recipe.optimizer, **limits)
     done: list[PlanTiming] = []
     environment = _environment(device, options)
     for path, plan in plans:

@@ -12,10 +12,8 @@ from rlplace.errors import InputError
 from rlplace.measured.site import Site, site_of
 from rlplace.problem import Problem
 from rlplace.problem.io import problem_from_dict, problem_to_dict
-from rlplace.runtime.distributed.job import OPTIMIZERS
-from rlplace.runtime.distributed.measure import PlanTimer
+from rlplace.runtime.distributed.measure import plan_timer
 from rlplace.runtime.distributed.service import PlanService
-from rlplace.runtime.distributed.synthetic import synthetic_batch
 from rlplace.runtime.distributed_text import broadcast_text, gather_texts
 from rlplace.runtime.site import local_facts
 from rlplace.zoo import LoadedModel
@@ -69,17 +67,8 @@ def open_service(
         )
     if slept is not None and slept.time_s.shape != problem.time_s.shape:
         raise InputError("finetune: what is replayed has other ops or devices than the problem; price the same model for it")
-    make = OPTIMIZERS[options.optimizer]
-    timer = PlanTimer(
-        loaded.module,
-        lambda samples: synthetic_batch(loaded.example_inputs, samples, 0, 0),
-        loss=loaded.loss,
-        device=device,
-        optimizer=lambda parameters: make(parameters, lr=1e-3),
-        replay=options.replay,
-        replayed=slept,
-        warmup=options.warmup,
-    )
+    replay = {"replay": options.replay, "replayed": slept}
+    timer = plan_timer(loaded, device, optimizer=options.optimizer, warmup=options.warmup, **replay)
     return PlanService(timer, problem, device, engine=options.engine)
 
 

@@ -20,10 +20,13 @@ from rlplace.problem import Problem
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.events import Event, Recorder
 from rlplace.runtime.distributed.forward_graph import Graphs, Loss
+from rlplace.runtime.distributed.job import OPTIMIZERS
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.replay import ReplayEngine, sleep_until
+from rlplace.runtime.distributed.synthetic import synthetic_batch
 from rlplace.runtime.distributed_text import gather_texts
 from rlplace.runtime.measure import loss_of
+from rlplace.zoo import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,26 @@ class PlanTimer:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def plan_timer(loaded: LoadedModel, device: torch.device, *, optimizer: str = "adam", **options: Any) -> PlanTimer:
+    """A timer of a loaded model, with made-up batches.
+
+    Args:
+        loaded: The model with inputs of one micro-batch, the same on every process.
+        device: Where this process computes.
+        optimizer: Name of the optimizer.
+        **options: Further fields of `PlanTimer`.
+    """
+    make = OPTIMIZERS[optimizer]
+    return PlanTimer(
+        loaded.module,
+        lambda samples: synthetic_batch(loaded.example_inputs, samples, 0, 0),
+        loss=loaded.loss,
+        device=device,
+        optimizer=lambda parameters: make(parameters, lr=1e-3),
+        **options,
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from rlplace.agents import adapt as adapting
 from rlplace.agents import labels
 from rlplace.agents.pretrain import ranking_loss
+from rlplace.agents.tuning.learn import graph_part
 from rlplace.envs import make_instance
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
@@ -50,7 +51,7 @@ def test_it_learns_from_moves_around_a_plan(make_network, layers, monkeypatch):
     def loss():
         features, change, group = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
         with torch.no_grad():
-            embed = adapting._embedding(network, instance)
+            embed = graph_part(network, instance)
             of_group = None if embed is None else embed[group.long().clamp(min=0)]
             return float(ranking_loss(network.scores(features.float(), of_group)[0], change))
 

@@ -245,6 +245,7 @@ def test_closing_cases_without_transformers_are_those_that_need_none(monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_splits(tmp_path):
     tuned, tested = splits.build(splits.SPLITS["validation"]), splits.build(splits.SPLITS["test"])
     assert len(tuned) >= 20 and len(tested) >= 60

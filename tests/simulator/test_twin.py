@@ -116,6 +116,7 @@ def test_fast_equals_reference(run: tuple[Problem, list[int], dict[str, Any]]) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @THOUSANDS
 @given(runs())
 def test_fast_equals_reference_on_thousands(run: tuple[Problem, list[int], dict[str, Any]]) -> None:

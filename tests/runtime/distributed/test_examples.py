@@ -165,10 +165,8 @@ def assert_same_weights(one, two):
 
 
 @pytest.mark.slow
-def test_measured_environment_rewards_real_step_times_and_remembers(tmp_path):
+def test_measured_environment_rewards_real_step_times(tmp_path):
     first = distributed("measured_environment", tmp_path)
     assert first.count("best plan") == 4 or "the budget is spent" in first
     plans = int(re.search(r"^(\d+) plans measured", first, re.MULTILINE)[1])
     assert 4 <= plans <= 20
-    second = distributed("measured_environment", tmp_path)  # at the budget at once, or with what was left of it
-    assert plans <= int(re.search(r"^(\d+) plans measured", second, re.MULTILINE)[1]) <= 20

@@ -10,6 +10,7 @@ from rlplace.runtime.distributed.replicas import GradientReducer
 from rlplace.runtime.distributed.shares import share_of
 
 MODELS = ("gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm")
+LONG = ("bert", "mixtral")  # the same roads as gpt2 and t5
 DOUBLE = {"loss": 2e-6, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-9, "buffer": 1e-9}
 SINGLE = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-5, "parameter": 1e-4, "buffer": 1e-4}
 """transformers computes the loss in single precision, and mixtral runs in single precision only."""
@@ -51,7 +52,7 @@ def test_replicas_of_two_devices_share_the_optimizer():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in MODELS])
 def test_all_models(name):
     shapes = [(2, 2, {"microbatches": 2}), (1, 4, {}), (2, 2, {"deal": "random", "seed": 5, "recompute": [[1, 2], [4]]})]
     plain = [case(name, places, count, **fields) for places, count, fields in shapes]

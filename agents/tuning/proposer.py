@@ -58,9 +58,9 @@ class AgentProposer:
         if search.best.feasible:
             pool.add(search.best_plan[None])
             begin.append(search.best_plan)
-        refine(pool, instance, self.network, begin, self._value(belief), calls=int(calls * _REFINE_SHARE), seed=seed)
+        refine(pool, instance, self.network, begin, self._value(belief, number), calls=int(calls * _REFINE_SHARE), seed=seed)
         pool.fill(np.random.default_rng([self._seed, number]), 0)
-        return pool.least(self._value(belief))
+        return pool.least(self._value(belief, number))
 
     def _start(self, belief: Belief, number: int) -> NDArray[np.int32]:
         """Where to search from: in turn the fastest plan, crossings of fast plans, the classical plan of corrected costs."""
@@ -84,9 +84,12 @@ class AgentProposer:
             self._saved -= lesson.calls
         return share
 
-    def _value(self, belief: Belief) -> Value:
-        """What is least where a measurement pays most: the logarithm of a cautious guess at the step time."""
-        if not self._corrects:
+    def _value(self, belief: Belief, number: int) -> Value:
+        """What is least where a measurement pays most: the logarithm of a guess at the step time.
+
+        The residual is believed at every second proposal only: where it is wrong it keeps the search near what is known.
+        """
+        if not self._corrects or number % 2:
             return lambda plans, step_s: np.log(step_s)
         residual = Residual(belief.plans, np.log(belief.seconds / belief.fit.predicted_s), belief.noise)
 

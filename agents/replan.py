@@ -207,11 +207,9 @@ def problem_of(plan: PlacementPlan, path: str | None) -> Problem:
         problem = Problem.load(path)
         check_plan(plan, problem)
         return problem
-    from rlplace.runtime.distributed.recipe import check_problem, cluster_of_plan, rebuild_problem
+    from rlplace.runtime.distributed.recipe import problem_of_plan
 
-    problem = rebuild_problem(plan, cluster_of_plan(plan))
-    check_problem(plan, problem)
-    return problem
+    return problem_of_plan(plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

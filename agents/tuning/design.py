@@ -34,14 +34,13 @@ def first_plans(
     step, overflow = Simulator(problem, **execution.arguments).evaluate_many(options)
     fits = np.isfinite(step) & (overflow == 0.0)
     options, step = options[fits], step[fits]
-    chosen = [] if first is None else [np.asarray(first, dtype=np.int32)]
-    covered: set[tuple[int, int]] = set()
-    for plan in chosen:
-        covered |= _used(problem, plan)
-    if len(step) and not chosen:
-        chosen.append(options[int(step.argmin())])
-        covered |= _used(problem, chosen[0])
-    options, step = options[step <= _SLOWEST * step.min(initial=np.inf)], step[step <= _SLOWEST * step.min(initial=np.inf)]
+    if first is not None:
+        chosen = [np.asarray(first, dtype=np.int32)]
+    else:
+        chosen = [options[int(step.argmin())]] if len(step) else []
+    covered = {pair for plan in chosen for pair in _used(problem, plan)}
+    useful = step <= _SLOWEST * step.min(initial=np.inf)
+    options, step = options[useful], step[useful]
     links = [_used(problem, plan) for plan in options]
     while len(chosen) < count:
         best = None
@@ -80,7 +79,5 @@ def roomiest(
 
 def _used(problem: Problem, plan: NDArray[np.int32]) -> set[tuple[int, int]]:
     """Ordered pairs of devices that a plan sends between, and (d, d) for devices that it computes on."""
-    producer = problem.tensor_producer[problem.edge_tensor]
-    source = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], problem.tensor_owner[problem.edge_tensor])
-    pairs = np.stack([plan[source], plan[problem.op_group[problem.consumers]]], axis=1)
+    pairs = np.stack([plan[problem.edge_source_group], plan[problem.op_group[problem.consumers]]], axis=1)
     return {(int(i), int(j)) for i, j in np.unique(pairs, axis=0)} | {(int(d), int(d)) for d in np.unique(plan)}

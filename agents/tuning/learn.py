@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.instance import Instance
 
-BATCH = 16
+_BATCH = 16
 MOVES = 96
 """Moves that are priced from each plan."""
-RATE = 3e-4
+_RATE = 3e-4
 
 Rows = list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int32]]]
 
@@ -46,7 +45,6 @@ def price_moves(
     states: int | None = None,
     deadline_s: float = float("inf"),
     seed: int = 0,
-    rng: Generator | None = None,
 ) -> Lesson:
     """Prices moves along descents from some plans.
 
@@ -56,17 +54,16 @@ def price_moves(
         plans: Where descents begin, in turn.
         states: States in all; None: until the deadline.
         deadline_s: On the monotonic clock.
-        seed: Of the moves.
-        rng: Of the descents; default one of `seed`.
+        seed: Of the moves and of the descents.
     """
     from rlplace.agents.labels import walk
     from rlplace.envs.guide.guide import Guide
 
-    guide, draw = Guide(instance, MOVES, seed), rng or np.random.default_rng(seed)
+    guide, rng = Guide(instance, MOVES, seed), np.random.default_rng(seed)
     rows: Rows = []
     turn = 0
     while time.monotonic() < deadline_s and (states is None or len(rows) < states) and turn < 10_000:
-        found = walk(guide, plans[turn % len(plans)], 6 if states is None else min(6, states - len(rows)), draw)
+        found = walk(guide, plans[turn % len(plans)], 6 if states is None else min(6, states - len(rows)), rng)
         turn += 1
         if not found and turn >= len(plans) and not rows:
             break
@@ -97,7 +94,7 @@ def fit_moves(
     steps: int,
     deadline_s: float = float("inf"),
     seed: int = 0,
-    rate: float = RATE,
+    rate: float = _RATE,
     keep: float = 0.0,
 ) -> float:
     """Fits the network to priced moves; returns the mean loss of the last quarter of the steps.
@@ -127,7 +124,7 @@ def fit_moves(
             break
         source = old if old and step % 2 else new
         embed, features, change, group = source[int(rng.integers(len(source)))]
-        chosen = torch.from_numpy(rng.choice(len(features), min(BATCH, len(features)), replace=False))
+        chosen = torch.from_numpy(rng.choice(len(features), min(_BATCH, len(features)), replace=False))
         of_group = None if embed is None else embed[group[chosen].long().clamp(min=0)]
         loss = ranking_loss(network.scores(features[chosen].float(), of_group)[0], change[chosen])
         if source is new:

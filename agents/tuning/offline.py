@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.search import warm_up
+from rlplace.agents.tuning import METHODS
 from rlplace.agents.tuning.direct import log_rows
 from rlplace.agents.tuning.learn import Lesson, fit_moves, lesson_of, price_moves
 from rlplace.envs.instance import Instance, make_instance
@@ -34,7 +35,6 @@ from rlplace.measured.trial import Trial
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 
-METHODS = ("corrected", "direct", "both")
 _STATES = 60  # priced of every set of measurements
 _FASTEST = 6  # plans that descents start from
 _KEEP = 0.02

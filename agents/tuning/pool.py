@@ -14,7 +14,6 @@ from rlplace.agents.tuning.belief import Belief
 from rlplace.agents.tuning.learn import graph_part
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance
-from rlplace.simulator import Simulator
 
 Value = Callable[[NDArray[np.int32], NDArray[np.float64]], NDArray[np.float64]]
 """float64 [K] of plans int32 [K, G] and their simulated step times float64 [K]; small is good."""
@@ -30,9 +29,9 @@ class Pool:
         calls: Simulations that it has made itself.
     """
 
-    def __init__(self, belief: Belief, simulator: Simulator | None = None) -> None:
+    def __init__(self, belief: Belief) -> None:
         self._belief = belief
-        self._simulator = simulator or belief.simulator()
+        self._simulator = belief.simulator()
         self._plans: dict[tuple[int, ...], float] = {}
         self.calls = 0
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlplace.agents.tuning import METHODS
 from rlplace.cli import watch
 from rlplace.cli.common import add_model_options, natural, positive, print_json, rate, say
 from rlplace.errors import InputError
@@ -13,6 +15,7 @@ from rlplace.errors import InputError
 if TYPE_CHECKING:
     from rlplace.agents.checkpoint import Checkpoint
     from rlplace.agents.tuning.forgetting import Skills
+    from rlplace.agents.tuning.offline import Measurements
 
 HELP = "learn from measured step times"
 EXAMPLE = (
@@ -20,7 +23,6 @@ EXAMPLE = (
     "rlplace finetune --measurements finetune.sqlite --out mine; rlplace finetune --watch run.steps.jsonl --plan p.plan.json"
 )
 
-METHODS = ("corrected", "direct", "both")
 _STORE = "finetune.sqlite"
 
 
@@ -98,8 +100,7 @@ def _offline(options: argparse.Namespace) -> int:
     import torch
 
     from rlplace.agents.checkpoint import load_checkpoint
-    from rlplace.agents.tuning.offline import finetune_offline, measurements_of
-    from rlplace.agents.tuning.save import save_tuned
+    from rlplace.agents.tuning.offline import measurements_of
     from rlplace.measured.store import TrialStore
 
     if not options.out:
@@ -111,22 +112,30 @@ def _offline(options: argparse.Namespace) -> int:
     for path in options.measurements:
         with TrialStore(path, create=False) as store:
             sets += measurements_of(store)
-    learned = finetune_offline(
-        checkpoint, sets, method=options.method, steps=options.fit_steps, rehearse=options.rehearse, seed=options.seed,
-        report=say,
-    )  # fmt: skip
-    facts = dict(learned.facts)
-    after = dataclasses.replace(checkpoint, network=learned.network)
-    skills = compare(checkpoint, after, options.skills)
-    if skills is not None:
-        facts["skills"] = dataclasses.asdict(skills)
-    save_tuned(options.out, learned.network, checkpoint, method=options.method, learned=facts)
-    say(f"saved in {options.out}")
+    facts = teach(options, checkpoint, sets)
     if options.json:
         print_json({"agent": options.out, "method": options.method, **facts})
     else:
         show(options.out, facts)
     return 0
+
+
+def teach(options: argparse.Namespace, checkpoint: Checkpoint, sets: Sequence[Measurements]) -> dict[str, Any]:
+    """Fine-tunes an agent on measurements, saves the new one and returns the facts of its card."""
+    from rlplace.agents.tuning.offline import finetune_offline
+    from rlplace.agents.tuning.save import save_tuned
+
+    learned = finetune_offline(
+        checkpoint, sets, method=options.method, steps=options.fit_steps, rehearse=options.rehearse, seed=options.seed,
+        report=say,
+    )  # fmt: skip
+    facts = dict(learned.facts)
+    skills = compare(checkpoint, dataclasses.replace(checkpoint, network=learned.network), options.skills)
+    if skills is not None:
+        facts["skills"] = dataclasses.asdict(skills)
+    save_tuned(options.out, learned.network, checkpoint, method=options.method, learned=facts)
+    say(f"saved the agent in {options.out}")
+    return facts
 
 
 def check_new(out: str, agent: str) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import math
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlplace.cli.common import load, milliseconds, print_json, say
 from rlplace.errors import InputError, RlplaceError
@@ -17,10 +16,12 @@ from rlplace.errors import InputError, RlplaceError
 if TYPE_CHECKING:
     import torch
 
+    from rlplace.agents.checkpoint import Checkpoint
     from rlplace.agents.tuning.tune import Tuned
     from rlplace.graph.opgraph import OpGraph
     from rlplace.measured.campaign import Campaign
     from rlplace.measured.site import Site
+    from rlplace.measured.store import TrialStore
     from rlplace.measured.trial import Trial
     from rlplace.planners.common.evaluate import Execution
     from rlplace.problem import Problem
@@ -162,35 +163,29 @@ def _lead(
             say(f"interrupted; {path} holds every plan that was measured, the same command goes on from there")
             raise
         torch.set_num_threads(threads)
-        _finish(options, campaign, tuned, campaign.known(untuned.device_of_group), store, site)
+        _finish(options, checkpoint, campaign, tuned, campaign.known(untuned.device_of_group), store, site)
 
 
 def _finish(
-    options: argparse.Namespace, campaign: Campaign, tuned: Tuned, untuned: Trial | None, store: Any, site: Site
+    options: argparse.Namespace,
+    checkpoint: Checkpoint,
+    campaign: Campaign,
+    tuned: Tuned,
+    untuned: Trial | None,
+    store: TrialStore,
+    site: Site,
 ) -> None:
-    from rlplace.agents.checkpoint import load_checkpoint
-    from rlplace.agents.tuning.offline import finetune_offline, measurements_of
+    from rlplace.agents.tuning.offline import measurements_of
     from rlplace.agents.tuning.report import report_of, report_text
-    from rlplace.agents.tuning.save import save_tuned
-    from rlplace.cli.finetune import compare
+    from rlplace.cli.finetune import teach
     from rlplace.files import write_text
 
-    checkpoint = load_checkpoint(options.agent)
     sets = [
         found
         for found in measurements_of(store, site=site.fingerprint)
         if found.problem.fingerprint == campaign.problem.fingerprint
     ]
-    learned = finetune_offline(
-        checkpoint, sets, method=options.method, steps=options.fit_steps, rehearse=options.rehearse, seed=options.seed,
-        report=say,
-    )  # fmt: skip
-    facts = dict(learned.facts)
-    skills = compare(checkpoint, dataclasses.replace(checkpoint, network=learned.network), options.skills)
-    if skills is not None:
-        facts["skills"] = dataclasses.asdict(skills)
-    save_tuned(options.out, learned.network, checkpoint, method=options.method, learned=facts)
-    say(f"saved the agent in {options.out}")
+    facts = teach(options, checkpoint, sets)
     found = report_of(campaign, tuned, untuned, facts)
     if options.best_plan:
         campaign.plan(tuned.best).with_predicted(

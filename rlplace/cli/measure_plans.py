@@ -90,7 +90,7 @@ def _problems(options: argparse.Namespace, plans: list[PlacementPlan], device: t
 
     from rlplace.problem import Problem
     from rlplace.problem.io import problem_from_dict, problem_to_dict
-    from rlplace.runtime.distributed.recipe import check_problem, cluster_of_plan, rebuild_problem
+    from rlplace.runtime.distributed.recipe import problem_of_plan
     from rlplace.runtime.distributed_text import broadcast_text
 
     text = None
@@ -99,9 +99,7 @@ def _problems(options: argparse.Namespace, plans: list[PlacementPlan], device: t
         found: dict[str, Any] = {problem.fingerprint: problem for problem in given}
         for plan in plans:
             if plan.problem not in found:
-                problem = rebuild_problem(plan, cluster_of_plan(plan, options.cluster))
-                check_problem(plan, problem)
-                found[plan.problem] = problem
+                found[plan.problem] = problem_of_plan(plan, options.cluster)
         text = json.dumps({name: problem_to_dict(problem) for name, problem in found.items()})
     return {name: problem_from_dict(data) for name, data in json.loads(broadcast_text(text, device)).items()}
 

@@ -246,10 +246,7 @@ class _Shape:
 
     def __init__(self, problem: Problem, plans: NDArray[np.int32]) -> None:
         self._devices = problem.num_devices
-        producer = problem.tensor_producer[problem.edge_tensor]
-        owner = problem.tensor_owner[problem.edge_tensor]
-        source = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], owner)
-        reader = problem.op_group[problem.consumers]
+        source, reader = problem.edge_source_group, problem.op_group[problem.consumers]
         used = np.zeros((self._devices, self._devices), dtype=bool)
         for plan in plans:
             used[plan[source], plan[reader]] = True

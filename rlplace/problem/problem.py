@@ -225,6 +225,13 @@ class Problem:
         return np.repeat(np.arange(self.num_tensors, dtype=np.int32), np.diff(self.consumer_ptr))
 
     @cached_property
+    def edge_source_group(self) -> NDArray[np.int32]:
+        """int32 [E], the group that each entry of `consumers` reads from: its producer's, or the owner."""
+        producer = self.tensor_producer[self.edge_tensor]
+        made: NDArray[np.int32] = self.op_group[np.maximum(producer, 0)]
+        return np.where(producer >= 0, made, self.tensor_owner[self.edge_tensor])
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON without `name` and `source`."""
         from rlplace.problem.io import problem_to_dict

@@ -26,7 +26,7 @@ from rlplace.runtime.distributed.groups import start_group
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.process_memory import StepMemory, held_tensors
 from rlplace.runtime.distributed.ranks import devices_of
-from rlplace.runtime.distributed.recipe import check_problem, cluster_of_plan, rebuild_problem, recipe_of
+from rlplace.runtime.distributed.recipe import problem_of_plan, recipe_of
 from rlplace.runtime.distributed.synthetic import synthetic_batch
 from rlplace.runtime.distributed.verify import TOLERANCE, Comparison, Reference, gather_tensors, whole_gradients
 from rlplace.runtime.distributed_text import broadcast_text, gather_texts
@@ -227,9 +227,7 @@ def _problem(plan: PlacementPlan, options: JobOptions, device: torch.device) -> 
     """The plan's problem, built again by rank 0 and checked."""
     text = None
     if dist.get_rank() == 0:
-        problem = rebuild_problem(plan, cluster_of_plan(plan, options.cluster))
-        check_problem(plan, problem)
-        text = json.dumps(problem_to_dict(problem))
+        text = json.dumps(problem_to_dict(problem_of_plan(plan, options.cluster)))
     return problem_from_dict(json.loads(broadcast_text(text, device)))
 
 

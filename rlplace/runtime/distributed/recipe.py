@@ -104,6 +104,13 @@ def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
     return found
 
 
+def problem_of_plan(plan: PlacementPlan, cluster: str | None = None) -> Problem:
+    """The plan's problem, captured and priced again and found to be the same; see `cluster_of_plan` for `cluster`."""
+    problem = rebuild_problem(plan, cluster_of_plan(plan, cluster))
+    check_problem(plan, problem)
+    return problem
+
+
 def rebuild_problem(plan: PlacementPlan, cluster: Cluster) -> Problem:
     """Captures and prices the plan's problem again.
 

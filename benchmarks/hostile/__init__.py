@@ -1,0 +1,1 @@
+"""Hostile input: damaged, lying and oversized files for every loader of rlplace (docs/hostile.md)."""

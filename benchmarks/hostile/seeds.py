@@ -1,0 +1,348 @@
+"""Small valid files of every format, made by the code that people use."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+CURVES: tuple[dict[str, Any], ...] = (
+    {"name": "resnet", "points": [[256, 64], [2048, 64], [8192, 70], [32768, 110]]},
+    {"min_epochs": 60, "critical_batch": 30000},
+    {"updates_floor": 2000, "updates_samples": 7.7e7, "samples_per_epoch": 1281167},
+)
+FABRIC: dict[str, Any] = {
+    "devices": [0, 1],
+    "basis": "measured",
+    "source": "test",
+    "links": [[0, 1, 2e10]],
+    "curves": [
+        {"group_size": 2, "algorithm": "ring", "pieces": [[0, 2.4e-5, 2.28e10], [4194304, 2.3e-5, 2.26e10]]},
+        {"kind": "all_gather", "group_size": 2, "pieces": [[0, 1e-5, 2e10]]},
+    ],
+}
+TOPOLOGY = """format = "rlplace.cluster"
+version = 1
+name = "lab"
+
+[[kind]]
+name = "half"
+like = "l4"
+peak_flops = {float32 = 1e13}
+
+[[device]]
+name = "d0"
+kind = "l4"
+
+[[device]]
+name = "d1"
+kind = "half"
+host = 1
+
+[[topology.resource]]
+name = "{device} out"
+each = "*"
+bytes_per_s = 55e9
+
+[[topology.resource]]
+name = "{device} in"
+each = ["d0", "d1"]
+bytes_per_s = 55e9
+latency_s = 1e-6
+
+[[topology.path]]
+from = "*"
+to = "*"
+over = ["{from} out", "{to} in"]
+latency_s = 15e-6
+efficiency = 0.9
+
+[[fabric]]
+devices = [0, 1]
+
+[[fabric.curves]]
+group_size = 2
+pieces = [[0, 2.4e-5, 22.8e9]]
+"""
+RULES = """format = "rlplace.cluster"
+version = 1
+
+[[device]]
+name = "gpu0"
+kind = "a100-80g"
+
+[[device]]
+name = "gpu1"
+kind = "a100-80g"
+host = 1
+memory_bytes = 40000000000
+
+[interconnect]
+inside = "pcie"
+network = "ib=8x200g"
+"""
+COSTS: dict[str, Any] = {
+    "name": "lab",
+    "source": "test",
+    "kinds": {
+        "l4": {
+            "eager_issue_s": 6e-6,
+            "step_factor": 1.02,
+            "curves": [
+                {"op": "gemm", "dtype": "float32", "direction": "forward", "compute_efficiency": 0.8, "saturation": 0.5,
+                 "compute_half_flops": 2e10, "bandwidth_efficiency": 0.85, "bandwidth_half_bytes": 5e7, "floor_s": 5e-6,
+                 "overhead_s": 1e-5, "basis": "calibrated", "source": "x",
+                 "residual": {"features": ["log_m", "waves_128"], "mean": [8, 0], "scale": [2, 1], "low": [0, -9],
+                              "high": [20, 9], "weights": [[[0.1, -0.2], [0.3, 0.4]], [[1, -1]]], "bias": [[0, 0.1], [0]],
+                              "bound": 2}},
+            ],
+            "measured": [{"op": "elementwise", "dtype": "float32", "direction": "forward",
+                          "shapes": [{"dims": {"bytes": 128}, "seconds": 0.00055}]}],
+            "targets": [{"target": "aten.linear.default", "dtype": "float32", "direction": "backward",
+                         "compute_efficiency": 1, "compute_half_flops": 0, "bandwidth_efficiency": 1,
+                         "bandwidth_half_bytes": 0, "basis": "calibrated",
+                         "shapes": [{"dims": {"m": 4, "n": 4, "k": 4, "flops": 256, "bytes": 400}, "seconds": 1e-5}]}],
+        }
+    },
+}  # fmt: skip
+MEASUREMENT: dict[str, Any] = {
+    "name": "mlp",
+    "model": {"model": "zoo:mlp", "batch": 64, "seq": 1, "dtype": "fp32", "optimizer": "adam"},
+    "environment": {"device": "a processor", "device_kind": "cpu", "device_type": "cpu", "torch": "2.13.0", "threads": 1,
+                    "clock_mhz": 2600.0, "temperature_c": 40, "details": {"cores": 2, "allocator": "keep", "load": 0.5}},
+    "cache": "step",
+    "control": {"shape": "mm", "first_s": 0.0016, "last_s": 0.0017},
+    "host_s": 0.0017,
+    "ops": [
+        {"target": "aten.linear.default", "kind": "gemm", "dtype": "float32", "direction": "forward", "flops": 134217728.0,
+         "size_bytes": 4722688, "dims": {"k": 1024, "m": 64, "n": 1024}, "count": 8, "seconds": 0.00138, "p10_s": 0.00131,
+         "p90_s": 0.00151, "repeats": 25, "issue_s": 1e-5},
+        {"target": "aten.view.default", "kind": "view", "dtype": "float32", "direction": "backward", "flops": 0,
+         "size_bytes": 0, "count": 1, "seconds": 0, "p10_s": 0, "p90_s": 1e-6, "repeats": 25},
+    ],
+    "step": {"seconds": 0.0757, "min_s": 0.0731, "p10_s": 0.0739, "p90_s": 0.0785, "repeats": 25, "undisturbed": 25,
+             "busy_s": 0.0757, "instrumented_s": 0.0782, "peak_memory_bytes": 1000},
+}  # fmt: skip
+PROFILE = (
+    "node1 -- Input -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=770.0, parameter_size=0.000\n"
+    "node7 -- LSTM(2048, 1024) -- forward_compute_time=3.190, backward_compute_time=5.348, "
+    "activation_size=[6291456.0; 131072.0], parameter_size=50364416.000 -- stage_id=0\n"
+    "node8 -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=64.0, parameter_size=10.0\n"
+    "\tnode1 -- node7\n\tnode7 -- node8\n"
+)
+CLUSTERS = ("a100-80g:4", "h100:2x8", "a100-80g:4+v100:4,pcie,eth=25g", "cpu:1+l4:2,ib=8x400g", "host")
+MODELS = ("zoo:mlp,width=8,depth=2", "zoo:dlrm", "zoo:nothing,x=1", "nowhere.module:function", "nowhere.py:function,x=1")
+RATES = ("1gbit", "0,50mbit;200mbit,0", "100 Mbit/s")
+CORES = ("0,1", "0-1,2-3")
+
+
+def make_seeds(folder: Path) -> None:
+    """Writes a seed of every format into a new folder.
+
+    Args:
+        folder: That must not exist.
+    """
+    folder.mkdir(parents=True)
+    problem = _problems(folder)
+    _plans(folder, problem)
+    _graph_and_costs(folder)
+    _measured(folder, problem)
+    _agent(folder, problem)
+    _comparison(folder)
+    _records(folder, problem)
+    for name, text in (("topology.toml", TOPOLOGY), ("rules.toml", RULES), ("profile.txt", PROFILE)):
+        (folder / name).write_text(text)
+    for kind, texts in (("cluster", CLUSTERS), ("model", MODELS), ("rates", RATES), ("cores", CORES)):
+        for number, text in enumerate(texts):
+            (folder / f"{kind}{number}.text").write_text(text)
+
+
+def _write(path: Path, kind: str, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps({"format": f"rlplace.{kind}", "version": 1, **data}))
+
+
+def _problems(folder: Path) -> Any:
+    from rlplace.problem import problem_from_dict, problem_to_dict
+    from rlplace.problem.toys import fork_join
+
+    toy = problem_to_dict(fork_join(width=2, num_devices=2).problem)
+    toy["devices"][0] |= {"memory_bytes": 80000, "reserved_bytes": 600, "kind": "a100-80g"}
+    toy["tensors"][0]["transfer_s"] = [[0, 1], [1, 0]]
+    toy["ops"][0] |= {"kind": "gemm", "dims": {"m": 8}, "temporary_bytes": 5}
+    toy["source"] = {"model": "zoo:mlp", "graph": {"model": "zoo:mlp", "batch": 8}}
+    problem = problem_from_dict(toy)
+    problem.save(folder / "toy.problem.json")
+    joined = {
+        **toy,
+        "links": {"bandwidth_bytes_per_s": [[0, 2e11], [2e11, 0]], "latency_s": [[0, 1e-5], [1e-5, 0]],
+                  "channels": [[[], [0, 3]], [[1, 2], []]], "fabrics": [FABRIC]},
+        "groups": [{"name": "a", "resident_bytes": 40, "weight_bytes": 10, "gradient_bytes": 10, "optimizer_bytes": 20},
+                   {"name": "b", "resident_bytes": 64, "device": 1}],
+        "ops": [
+            {"name": f"{name}/{phase}", "group": group, "phase": phase, "time_s": time_s, "kind": kind}
+            for phase, time_s, kind in (("forward", 1e-3, ""), ("backward", 2e-3, ""), ("update", 1e-4, "collective"))
+            for group, name in enumerate("ab")
+        ],
+        "tensors": [{"producer": op, "bytes": 64, "consumers": [op + 2]} for op in range(4)],
+        "collectives": [{"ops": [4, 5], "channels": [0, 1]}],
+    }  # fmt: skip
+    (folder / "joined.problem.json").write_text(json.dumps(joined))
+    return problem
+
+
+def _plans(folder: Path, problem: Any) -> None:
+    from rlplace.plan.plan import make_plan
+    from rlplace.problem import Problem
+
+    half = [group % 2 for group in range(problem.num_groups)]
+    predicted = {"step_time_s": 1.0, "samples_per_s": 8.0, "peak_memory_bytes": [1, 2], "feasible": True, "executor": "list"}
+    order = [[op for op in range(problem.num_ops) if half[problem.op_group[op]] == device] for device in range(2)]
+    plans = {
+        "stages": {"microbatches": 2, "schedule": "1f1b", "stage_of_group": half, "predicted": predicted},
+        "ordered": {"order": order},
+        "ranked": {"priority": list(range(problem.num_ops))},
+    }
+    for name, fields in plans.items():
+        make_plan(problem, half, planner="best", **fields).save(folder / f"{name}.plan.json")
+    joined = Problem.load(folder / "joined.problem.json")
+    make_plan(joined, [0, 1], planner="best", recompute=[[0], [1]]).save(folder / "recompute.plan.json")
+    single = make_plan(problem, [0] * problem.num_groups, planner="best", replicas=[[0], [1]], optimizer_sharding=True)
+    groups = [{"name": name, "modules": ["m"], "ops": ["m/op"]} for name in problem.group_names]
+    dataclasses.replace(single, groups=groups).save(folder / "replicas.plan.json")
+
+
+def _graph_and_costs(folder: Path) -> None:
+    import torch
+    from torch import nn
+
+    from rlplace.cluster import Cluster
+    from rlplace.cost import price
+    from rlplace.graph.capture import capture
+    from rlplace.plan.plan import make_plan
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    graph = capture(net, torch.empty(4, 4), loss=torch.sum, source={"model": "test"})
+    graph.save(folder / "net.graph.json")
+    cut = price(graph, "l4:2", groups=2, level="op", sharding=True)
+    cut.save(folder / "cut.problem.json")
+    name = next(cut.op_names[op] for op in sorted(cut.sharding.dims) if cut.op_phase[op] == 0)
+    number = cut.op_names.index(name)
+    shards = {name: {dim: 2 for dim, size in list(cut.sharding.dims[number].items())[:1] if size % 2 == 0}}
+    make_plan(cut, [0] * cut.num_groups, planner="pase", shards=shards).save(folder / "cut.plan.json")
+    Cluster.preset("l4:2").save(folder / "saved.toml")
+    _write(folder / "lab.cost.json", "cost", COSTS)
+
+
+def _measured(folder: Path, problem: Any) -> None:
+    from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings
+    from rlplace.measured.replan_report import Hypothesis, ReplanReport
+    from rlplace.measured.site import Site
+    from rlplace.measured.steps_file import StepHeader, StepsWriter
+    from rlplace.measured.store import TrialStore
+    from rlplace.measured.trial import Trial
+
+    _write(folder / "mlp.measure.json", "measurement", MEASUREMENT)
+    place = PlaceTiming(0, "a", 0.1, 0.02, 0.0, 0.01, peak_memory_bytes=123, predicted_busy_s=0.09, predicted_peak_bytes=120)
+    timing = PlanTiming("p", "9f", "4a", "heft", "stage_graph", "computed", (0.1, 0.11, 0.1, 0.12), 0.1, (place,), 0.8)
+    PlanTimings("mlp", {"torch": "2.13", "threads": 1}, (timing,)).save(folder / "job.timings.json")
+    report = ReplanReport(
+        plan="9f", ratio=2.0, measured_s=0.2, located=False, proposal="p.plan.json", moved_groups=1, break_even_steps=9,
+        hypotheses=(Hypothesis("gpu1 2 times slower", 0.5, 0.2, 0.15, 0.14), Hypothesis("links", 0.5, 0.2, 0.19, 0.18)),
+    )  # fmt: skip
+    report.save(folder / "job.replan.json")
+    steps = StepsWriter(folder / "run.steps.jsonl", StepHeader("9f", "4a", 0.097))
+    lines = [{"step": n, "s": 0.1 + 0.001 * n, "at": 1.8e9 + n, "busy_s": [0.06, 0.05]} for n in range(6)]
+    steps.write([json.dumps(line) for line in [*lines, {"event": "drift", "step": 5}]])
+    for number, curve in enumerate(CURVES):
+        _write(folder / f"curve{number}.curve.json", "batch_curve", curve)
+    site = Site("lab", {"device": "cpu", "processes": 2})
+    with TrialStore(folder / "trials.sqlite") as store:
+        store.add_problem(problem)
+        store.add_site(site)
+        for number in range(4):
+            plan = tuple((number >> group) & 1 for group in range(problem.num_groups))
+            store.add(
+                Trial(
+                    problem=problem.fingerprint, site=site.fingerprint, device_of_group=plan, microbatches=2, schedule="1f1b",
+                    status="done", step_s=(0.1, 0.2), places=(place,), predicted_s=0.12, engine="stage_graph", setup_s=0.5,
+                    began_at=1000.0 + number, run="first",
+                )
+            )  # fmt: skip
+
+
+def _agent(folder: Path, problem: Any) -> None:
+    import numpy as np
+    import torch
+
+    from rlplace.agents.cases import Case
+    from rlplace.agents.checkpoint import save_checkpoint, save_state
+    from rlplace.agents.config import TrainConfig
+    from rlplace.agents.labels import Labels
+    from rlplace.agents.network import NetworkConfig, PlacerNetwork
+    from rlplace.agents.problems.files import save_cases
+    from rlplace.envs.guide.features import FEATURES
+    from rlplace.planners.common.evaluate import Execution
+
+    agent = folder / "agent"
+    network = PlacerNetwork(NetworkConfig(hidden=4, second=4, layers=1), features=FEATURES)
+    optimizer = torch.optim.Adam(network.parameters())
+    sum(p.square().sum() for p in network.parameters()).backward()
+    optimizer.step()
+    config = dataclasses.asdict(dataclasses.replace(TrainConfig.load("refinement"), hidden=4, second=4, layers=1))
+    training = {"steps_done": 2, "fitted": 1, "parts": 1, "notes": {"seconds": 1.0}, "problem_set": "all", "hyperparameters": config}
+    save_checkpoint(agent, network, environment="rlplace/Refinement-v0", training=training, card="# test\n")
+    save_state(agent / "optimizer.safetensors", network, optimizer.state_dict(), (1, 2, 1))
+    save_cases([Case("toy", "toy", problem, Execution(2, "1f1b"), False)], folder / "cases", made_by={"torch": "2"})
+    rows = np.zeros((2, 3, len(FEATURES)), dtype=np.float16)
+    change, group = np.zeros((2, 3), dtype=np.float32), np.zeros((2, 3), dtype=np.int32)
+    nodes, edges = np.ones((4, 16), dtype=np.float32), np.zeros((2, 3), dtype=np.int64)
+    Labels(rows, change, group, nodes, edges, np.zeros((3, 4), dtype=np.float32)).save(folder / "labels.npz")
+    _training(folder)
+
+
+def _training(folder: Path) -> None:
+    import torch
+
+    from rlplace.runtime.distributed.checkpoint import save_checkpoint
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save_checkpoint(folder / "training", model, optimizer, step=3, extra={"problem": "4a"})
+
+
+def _comparison(folder: Path) -> None:
+    from rlplace.comparing import Settings, Store
+    from rlplace.comparing.records import ProblemInfo, Row
+
+    for name in ("rows.jsonl", "rows.json"):
+        store = Store(Settings(calls=4), folder / name)
+        problem, row = _filled(ProblemInfo), _filled(Row)
+        store.add_problem(problem)
+        store.add_row(row)
+        store.finish((), complete=False)
+
+
+def _records(folder: Path, problem: Any) -> None:
+    """What crosses processes as JSON, and a networkx graph."""
+    from rlplace.measured.correction import no_correction
+    from rlplace.measured.site import Site
+
+    nodes = [[name, {"time_s": [1e-3, 2e-3], "resident_bytes": 64, "temporary_bytes": 8, "phase": "forward", "kind": "gemm"}]
+             for name in "abc"]  # fmt: skip
+    nodes[0][1] |= {"group": "first", "device": 1}  # type: ignore[operator]
+    graph = {"nodes": nodes, "edges": [["a", "b", {"bytes": 64, "tensor": 0}], ["a", "c", {"bytes": 64, "tensor": 0}]]}
+    (folder / "graph.nx.json").write_text(json.dumps(graph))
+    (folder / "toy.correction.json").write_text(json.dumps(no_correction(problem).to_dict()))
+    site = Site("lab", {"device": "cpu", "processes": 2})
+    (folder / "lab.site.json").write_text(json.dumps(site.to_dict()))
+
+
+def _filled(kind: type[Any]) -> Any:
+    """A record of a comparison with a value of the right type in every field."""
+    plain = {"str": "toy", "int": 2, "float": 0.5, "bool": False}
+    chosen = {"status": "ok", "view": "tasks", "metric": "makespan of one step"}
+    fields = dataclasses.fields(kind)
+    return kind(**{f.name: chosen.get(f.name, plain.get(str(f.type).split(" | ")[0])) for f in fields})

@@ -1,0 +1,351 @@
+"""The loaders: how each is given a file, and the next step that what it loads must survive."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hostile.mutate import BYTES, JSON, LINES, TENSORS, TEXT, TOML
+
+Use = Callable[[Path, Path], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One loader.
+
+    Attributes:
+        kind: How its files are damaged.
+        files: Seeds, of which each input damages one.
+        use: Loads the damaged file, given its path and the folder of all seeds, and does the next step with it.
+        share: Of the inputs, relative to the others.
+    """
+
+    kind: str
+    files: tuple[str, ...]
+    use: Use
+    share: float = 1.0
+
+
+class Broken(Exception):
+    """What was loaded gives nonsense at the next step."""
+
+
+def _check(good: bool, what: str) -> None:
+    if not good:
+        raise Broken(what)
+
+
+def _simulated(problem: Any, plan: Any) -> None:
+    from rlplace.simulator import simulate
+
+    found = simulate(problem, plan)
+    step = found.step_time_s
+    _check(step is None or (math.isfinite(step) and step >= 0), f"step time {step}")
+    _check(bool((found.peak_memory_bytes >= 0).all()), f"peaks {found.peak_memory_bytes}")
+
+
+def _problem(path: Path, seeds: Path) -> None:
+    from rlplace.problem import Problem, problem_from_dict, problem_to_dict
+
+    found = Problem.load(path)
+    device = min(1, found.num_devices - 1)
+    _simulated(found, [device if d < 0 else int(d) for d in found.group_device])
+    _check(problem_from_dict(problem_to_dict(found)).fingerprint == found.fingerprint, "another fingerprint on the way back")
+    if found.sharding is None:
+        from rlplace.planners import get_planner
+
+        try:
+            get_planner("heft")(found)
+        except RecursionError as error:
+            raise Broken("heft recursed") from error
+
+
+@cache
+def _known(path: Path) -> Any:
+    from rlplace.problem import Problem
+
+    return Problem.load(path)
+
+
+_PROBLEM_OF = {"cut.plan.json": "cut", "recompute.plan.json": "joined"}
+
+
+def _plan(path: Path, seeds: Path) -> None:
+    from rlplace.plan import PlacementPlan
+    from rlplace.simulator import expand
+
+    problem = _known(seeds / f"{_PROBLEM_OF.get(path.name, 'toy')}.problem.json")
+    PlacementPlan.load(path)
+    found = PlacementPlan.load(path, problem)
+    _simulated(*expand(problem, found))
+    again = path.with_name("again.plan.json")
+    found.save(again)
+    try:
+        _check(PlacementPlan.load(again, problem).fingerprint == found.fingerprint, "another fingerprint on the way back")
+    finally:
+        again.unlink()
+
+
+def _graph(path: Path, seeds: Path) -> None:
+    from rlplace.cost import price
+    from rlplace.graph import OpGraph
+
+    problem = price(OpGraph.load(path), "l4:2", groups=2)
+    _simulated(problem, [0] * problem.num_groups)
+
+
+@cache
+def _net(path: Path) -> Any:
+    from rlplace.graph import OpGraph
+
+    return OpGraph.load(path)
+
+
+def _cluster(path: Path, seeds: Path) -> None:
+    from rlplace.cluster import Cluster
+    from rlplace.cost import price
+
+    found = Cluster.load(path)
+    problem = price(_net(seeds / "net.graph.json"), found, groups=2)
+    _simulated(problem, [problem.num_devices - 1] * problem.num_groups)
+
+
+def _cluster_text(path: Path, seeds: Path) -> None:
+    from rlplace.cluster.parse import parse
+
+    text = path.read_text(errors="replace")
+    if "host" not in text or text == "host":
+        found = parse(text[:10_000])
+        _check(len(found.devices) <= 4096, "too many devices")
+
+
+def _costs(path: Path, seeds: Path) -> None:
+    from rlplace.cluster.presets import KINDS
+    from rlplace.cost.compute import op_times
+    from rlplace.cost.table import CostTable
+
+    seconds = op_times(_net(seeds / "net.graph.json"), KINDS["l4"], CostTable.load(path))
+    _check(bool(((seconds >= 0) & (seconds < 1e9)).all()), f"op times {seconds}")
+
+
+def _measurement(path: Path, seeds: Path) -> None:
+    from rlplace.cluster.presets import KINDS
+    from rlplace.cost.calibrate import calibrate
+    from rlplace.cost.compute import op_times
+    from rlplace.cost.measurement import Measurement
+
+    table = calibrate([Measurement.load(path)], KINDS["cpu"], holdout=0.5).table
+    seconds = op_times(_net(seeds / "net.graph.json"), KINDS["cpu"], table)
+    _check(bool((seconds >= 0).all()), f"op times {seconds}")
+
+
+def _timings(path: Path, seeds: Path) -> None:
+    from rlplace.cost.timings import PlanTimings
+
+    found = PlanTimings.load(path)
+    for plan in found.plans:
+        _check(math.isfinite(plan.median_s) and math.isfinite(plan.spread) and math.isfinite(plan.error or 0.0), "not finite")
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def _steps(path: Path, seeds: Path) -> None:
+    from rlplace.measured.drift import DriftDetector
+    from rlplace.measured.steps_file import StepHeader, StepLine, StepsReader, StepsWriter
+
+    detector = DriftDetector()
+    for item in StepsReader(path).read():
+        if isinstance(item, StepLine):
+            detector.update(item.seconds)
+    StepsWriter(path, StepHeader("9f", "4a"))
+
+
+def _replan(path: Path, seeds: Path) -> None:
+    from rlplace.measured.replan_report import ReplanReport
+
+    _check(all(math.isfinite(h.gain) for h in ReplanReport.load(path).hypotheses), "a gain is not finite")
+    ReplanReport.load(path).lines()
+
+
+def _trials(path: Path, seeds: Path) -> None:
+    from rlplace.measured.store import TrialStore
+
+    with TrialStore(path, create=False) as store:
+        for trial in store.trials(include_running=True):
+            _check(math.isfinite(trial.median_s) or not trial.step_s, "a median is not finite")
+        for name in store.problems():
+            found = store.problem(name)
+            _simulated(found, [max(0, int(d)) for d in found.group_device])
+        store.sites()
+
+
+def _curve(path: Path, seeds: Path) -> None:
+    from rlplace.planners.strategy.efficiency import BatchCurve
+
+    found = BatchCurve.load(path)
+    for batch in (1, 256, 10**6):
+        _check(0 < found.epochs(batch) < math.inf, f"{found.epochs(batch)} epochs")
+
+
+def _rows(path: Path, seeds: Path) -> None:
+    from rlplace.comparing import Settings, Store
+
+    store = Store(Settings(calls=4), path, resume=True)
+    store.finish((), complete=False)
+    Store(Settings(calls=4), path, resume=True)
+
+
+def _cases(path: Path, seeds: Path) -> None:
+    from rlplace.agents.problems.files import load_cases
+
+    for case in load_cases(path.parent)[0]:
+        _simulated(case.problem, [max(0, int(d)) for d in case.problem.group_device])
+
+
+def _agent(path: Path, seeds: Path) -> None:
+    import torch
+
+    from rlplace.agents.checkpoint import load_checkpoint
+
+    network = load_checkpoint(path.parent).network
+    _check(all(bool(torch.isfinite(value).all()) for value in network.state_dict().values()), "weights that are not finite")
+
+
+def _resume(path: Path, seeds: Path) -> None:
+    from types import SimpleNamespace
+
+    from rlplace.agents.problems.sources import CaseSource
+    from rlplace.agents.train import _Run
+    from rlplace.cli.train import _config
+
+    names = ("cases", "fit_steps", "steps", "layers", "seed", "device", "processes", "env", "problems")
+    options: Any = SimpleNamespace(**dict.fromkeys(names), resume=str(path.parent))
+    config, _ = _config(options, path.parent)
+    run = _Run(CaseSource("none", lambda number: None, 0), config, path.parent, None, True, False, str)  # type: ignore[arg-type]
+    if run._moments is not None:
+        import torch
+
+        optimizer = torch.optim.Adam(run.network.parameters())
+        optimizer.load_state_dict(run._moments)
+        for parameter in run.network.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+def _labels(path: Path, seeds: Path) -> None:
+    from rlplace.agents.labels import Labels
+
+    found = Labels.load(path)
+    _check(found.features.ndim == 3 and found.change.shape == found.group.shape == found.features.shape[:2], "shapes")
+
+
+def _profile(path: Path, seeds: Path) -> None:
+    from rlplace.planners.bipartition.profile import profile_chain, read_profile
+
+    nodes = read_profile(path)
+    if nodes:
+        profile_chain(nodes)
+
+
+def _training(path: Path, seeds: Path) -> None:
+    import torch
+
+    from rlplace.runtime.distributed.checkpoint import load_checkpoint
+
+    model = torch.nn.Linear(3, 2)
+    load_checkpoint(path.parent, model, torch.optim.Adam(model.parameters()))
+
+
+def _model(path: Path, seeds: Path) -> None:
+    from rlplace.zoo import load_model
+
+    text = path.read_text(errors="replace")[:2000]
+    if text.startswith("zoo:") or text.startswith("nowhere"):
+        load_model(text, batch=2, seq=4)
+
+
+def _rates(path: Path, seeds: Path) -> None:
+    from rlplace.runtime.hosts.spec import parse_rates
+
+    parse_rates(path.read_text(errors="replace"))
+
+
+def _cores(path: Path, seeds: Path) -> None:
+    from rlplace.runtime.hosts.spec import parse_cores
+
+    parse_cores(path.read_text(errors="replace"))
+
+
+def _networkx(path: Path, seeds: Path) -> None:
+    import networkx as nx
+
+    from rlplace.cluster import Cluster
+    from rlplace.problem import Problem
+
+    try:
+        data = json.loads(path.read_text(errors="replace"))
+        graph = nx.DiGraph()
+        graph.add_nodes_from((str(name), dict(node)) for name, node in data["nodes"])
+        graph.add_edges_from((str(source), str(target), dict(edge)) for source, target, edge in data["edges"])
+    except Exception:  # no graph at all: nothing to load
+        return
+    problem = Problem.from_networkx(graph, Cluster.preset("l4:2"))
+    _simulated(problem, [max(0, int(d)) for d in problem.group_device])
+
+
+def _correction(path: Path, seeds: Path) -> None:
+    from rlplace.files import parse_json, read_text
+    from rlplace.measured.correction import Correction, corrected
+
+    problem = _known(seeds / "toy.problem.json")
+    found = Correction.from_dict(parse_json(read_text(path), str(path)))
+    _simulated(corrected(problem, found), [0] * problem.num_groups)
+
+
+def _site(path: Path, seeds: Path) -> None:
+    from rlplace.files import parse_json, read_text
+    from rlplace.measured.site import Site
+
+    len(Site.from_dict(parse_json(read_text(path), str(path))).fingerprint)
+
+
+TARGETS: dict[str, Target] = {
+    "problem": Target(JSON, ("toy.problem.json", "joined.problem.json", "cut.problem.json"), _problem, 3.0),
+    "plan": Target(
+        JSON, tuple(f"{name}.plan.json" for name in ("stages", "ordered", "ranked", "replicas", "recompute", "cut")), _plan, 3.0
+    ),
+    "op graph": Target(JSON, ("net.graph.json",), _graph, 2.0),
+    "cluster file": Target(TOML, ("topology.toml", "rules.toml", "saved.toml"), _cluster, 2.0),
+    "CLUSTER text": Target(TEXT, tuple(f"cluster{n}.text" for n in range(5)), _cluster_text, 0.5),
+    "costs": Target(JSON, ("lab.cost.json",), _costs),
+    "measurement": Target(JSON, ("mlp.measure.json",), _measurement),
+    "timings": Target(JSON, ("job.timings.json",), _timings),
+    "steps": Target(LINES, ("run.steps.jsonl",), _steps),
+    "replan report": Target(JSON, ("job.replan.json",), _replan),
+    "trials": Target(BYTES, ("trials.sqlite",), _trials, 0.5),
+    "batch curve": Target(JSON, tuple(f"curve{n}.curve.json" for n in range(3)), _curve),
+    "comparison": Target(JSON, ("rows.json",), _rows, 0.5),
+    "comparison lines": Target(LINES, ("rows.jsonl",), _rows, 0.5),
+    "cases": Target(JSON, ("cases/cases.json", "cases/toy.problem.json"), _cases),
+    "agent config": Target(JSON, ("agent/config.json",), _agent),
+    "agent weights": Target(TENSORS, ("agent/policy.safetensors",), _agent),
+    "resume config": Target(JSON, ("agent/config.json",), _resume),
+    "resume state": Target(TENSORS, ("agent/optimizer.safetensors",), _resume),
+    "labels": Target(BYTES, ("labels.npz",), _labels, 0.5),
+    "profile": Target(BYTES, ("profile.txt",), _profile),
+    "training facts": Target(JSON, ("training/step-00000003/rlplace.json",), _training, 0.5),
+    "training index": Target(BYTES, ("training/step-00000003/.metadata",), _training, 0.5),
+    "training tensors": Target(BYTES, ("training/step-00000003/__0_0.distcp",), _training, 0.5),
+    "MODEL text": Target(TEXT, tuple(f"model{n}.text" for n in range(5)), _model, 0.25),
+    "rates text": Target(TEXT, tuple(f"rates{n}.text" for n in range(3)), _rates, 0.5),
+    "cores text": Target(TEXT, tuple(f"cores{n}.text" for n in range(2)), _cores, 0.5),
+    "networkx": Target(JSON, ("graph.nx.json",), _networkx),
+    "correction": Target(JSON, ("toy.correction.json",), _correction, 0.5),
+    "site": Target(JSON, ("lab.site.json",), _site, 0.5),
+}
+"""By name; files that a person may be handed, texts of the command line, and records that cross processes as JSON."""

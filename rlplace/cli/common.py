@@ -62,7 +62,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--weight-gradients", action="store_true", help="gradients of weights as ops of their own, for zero-bubble pipelines"
     )
-    group.add_argument("--costs", metavar="FILE.cost.json", help="op times: a cost file over the built-in coefficients")
+    group.add_argument("--costs", metavar="COSTS", help="op times: a *.cost.json or a plug-in over the built-in coefficients")
     group.add_argument("--host-mode", choices=HOST_MODES, default="eager", help="how the host issues ops (eager)")
     group.add_argument(
         "--global-batch", type=positive, metavar="N", help="samples per step, split over replicas and micro-batches"
@@ -168,12 +168,13 @@ def price_model(captured: Captured, machine: Cluster, options: argparse.Namespac
 
 
 def check_costs(path: str, kinds: Sequence[str]) -> None:
-    """Refuses a cost file that cannot be read, or that knows none of the device kinds, before the model is captured."""
+    """Refuses costs that cannot be read, or that knows none of the device kinds, before the model is captured."""
+    from rlplace.cost.foreign import ModelledCosts, own_costs
     from rlplace.cost.scaled import base_name
-    from rlplace.cost.table import CostTable
 
-    known = CostTable.load(path).kinds
-    if not any(base_name(name) in known for name in kinds):
+    table = own_costs(path)
+    known = table.kinds
+    if not isinstance(table, ModelledCosts) and not any(base_name(name) in known for name in kinds):
         raise InputError(
             f"{path}: holds costs of {', '.join(sorted(known)) or 'no device'}, the cluster has "
             f"{', '.join(sorted(set(kinds)))}; leave --costs out, or name a cluster with a device of that kind"

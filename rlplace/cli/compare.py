@@ -117,10 +117,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _planners(options: argparse.Namespace) -> list[str]:
     from rlplace.comparing.run import VIEW_OF
-    from rlplace.planners import PLANNERS, get_planner
+    from rlplace.planners import get_planner, planner_names
 
     if options.planners.strip() == ALL:
-        return [name for name in PLANNERS if options.global_batch is None or name not in VIEW_OF]
+        return [name for name in planner_names() if options.global_batch is None or name not in VIEW_OF]
     names = [name.strip() for name in options.planners.split(",") if name.strip()]
     if not names:
         raise InputError("--planners names no planner, for example best,agent")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Collection
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rlplace.cli.common import print_json
 
-HELP = "show versions, devices, planners, presets, checkpoints and environments"
+HELP = "show versions, devices, planners, presets, checkpoints, environments and plug-ins"
 EXAMPLE = "example: rlplace info --json"
 _PACKAGES = (
     "rlplace",
@@ -46,8 +47,10 @@ def _facts() -> dict[str, Any]:
     import gymnasium
 
     from rlplace.agents.checkpoint import shipped_checkpoints
-    from rlplace.cluster.presets import KINDS
+    from rlplace.cluster.presets import KINDS, RESERVED
     from rlplace.cluster.spec import Cluster
+    from rlplace.extensions import COSTS, DEVICES
+    from rlplace.extensions import PLANNERS as PLANNER_GROUP
     from rlplace.planners import PLANNERS
 
     host = Cluster.detect()
@@ -58,7 +61,31 @@ def _facts() -> dict[str, Any]:
         "presets": sorted(KINDS),
         "checkpoints": shipped_checkpoints(),
         "environments": sorted(name for name in gymnasium.registry if name.startswith("rlplace/")),
+        "plug-ins": _plug_ins({PLANNER_GROUP: PLANNERS, DEVICES: {*KINDS, *RESERVED}, COSTS: ()}),
     }
+
+
+def _plug_ins(taken: dict[str, Collection[str]]) -> list[dict[str, str | None]]:
+    """What installed packages offer, each tried, with the reason where it cannot be used."""
+    from rlplace.cluster.presets import device_kind
+    from rlplace.cost.foreign import own_costs
+    from rlplace.errors import RlplaceError
+    from rlplace.extensions import COSTS, DEVICES, GROUPS, extensions, refusal
+    from rlplace.extensions import PLANNERS as PLANNER_GROUP
+    from rlplace.planners import get_planner
+
+    use: dict[str, Callable[[str], Any]] = {PLANNER_GROUP: get_planner, DEVICES: device_kind, COSTS: own_costs}
+    found = []
+    for group, what in GROUPS.items():
+        for extension in extensions(group).values():
+            problem = refusal(extension, taken[group])
+            if problem is None:
+                try:
+                    use[group](extension.name)
+                except RlplaceError as error:
+                    problem = str(error)
+            found.append({"name": extension.name, "what": what, "package": extension.distribution, "error": problem})
+    return found
 
 
 def _version(package: str) -> str | None:
@@ -71,4 +98,6 @@ def _version(package: str) -> str | None:
 def _lines(value: Any) -> list[str]:
     if isinstance(value, dict):
         return [f"{key:20s} {item if item is not None else 'not installed'}" for key, item in value.items()]
-    return [", ".join(f"{v}" for v in item.values()) if isinstance(item, dict) else str(item) for item in value]
+    return [
+        ", ".join(str(v) for v in item.values() if v is not None) if isinstance(item, dict) else str(item) for item in value
+    ]

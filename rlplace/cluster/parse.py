@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from rlplace.cluster.interconnect import Host, build_links, parse_network
-from rlplace.cluster.presets import KINDS, DeviceKind
+from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
 from rlplace.cluster.spec import MAX_DEVICES, Cluster
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.problem import Device
@@ -123,15 +123,15 @@ def _parse_term(term: str) -> tuple[DeviceKind, int, int, Host]:
     name = name.strip().lower()
     if name == "host":
         raise InputError("cluster: 'host' stands alone; write it without a count, options or further terms")
-    if name not in KINDS:
-        raise unknown_name("cluster preset", name, [*KINDS, "host"])
+    kind = find_kind(name)
+    if kind is None:
+        raise unknown_name("cluster preset", name, [*kind_names(), "host"])
     match = _COUNT.fullmatch(count_text.strip()) if colon else None
     if match is None:
         raise InputError(f"cluster {term[:60]!r}: expected KIND:COUNT or KIND:HOSTSxCOUNT, for example {name}:4 or {name}:2x4")
     hosts, count = int(match[1] or 1), int(match[2])
     if hosts < 1 or count < 1:
         raise InputError(f"cluster {term[:60]!r}: needs at least one host and one device")
-    kind = KINDS[name]
     host = default_host(kind)
     for option in options:
         host = _apply_option(host, option.lower(), kind)

@@ -10,11 +10,14 @@ Peaks are dense (no sparsity), GB is 1e9 bytes. Sources, quoted beside each numb
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
-from rlplace.errors import unknown_name
+from rlplace import extensions
+from rlplace.errors import InputError, show, unknown_name
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
 """Keys of `DeviceKind.peak_flops` and `gemm_efficiency`; tf32 is what cuDNN convolutions of float32 tensors run in."""
@@ -181,15 +184,54 @@ _KINDS = (
 )  # fmt: skip
 
 KINDS: Mapping[str, DeviceKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
-"""All preset kinds by name."""
+"""All built-in kinds by name."""
+
+RESERVED = ("host",)
+"""Names that stand for something else in the text of a cluster."""
 
 
 def device_kind(name: str) -> DeviceKind:
-    """Looks up a preset kind.
+    """Looks up a preset kind, built in or of an installed package (docs/plugins.md).
 
     Raises:
         InputError: Unknown name; says the nearest one.
     """
-    if name not in KINDS:
-        raise unknown_name("device kind", name, KINDS)
-    return KINDS[name]
+    kind = find_kind(name)
+    if kind is None:
+        raise unknown_name("device kind", name, kind_names())
+    return kind
+
+
+def find_kind(name: Any) -> DeviceKind | None:
+    """Like `device_kind`, None for unknown names."""
+    if name in KINDS:
+        return KINDS[name]
+    extension = extensions.find(extensions.DEVICES, name, {*KINDS, *RESERVED})
+    return None if extension is None else _kind_of(extension)
+
+
+def kind_names() -> list[str]:
+    """The built-in kinds and those of installed packages, which are not imported for that."""
+    return [*KINDS, *extensions.names(extensions.DEVICES, {*KINDS, *RESERVED})]
+
+
+@functools.cache
+def _kind_of(extension: extensions.Extension) -> DeviceKind:
+    """The kind that an installed package offers: a `DeviceKind`, or a function of no arguments that returns one."""
+    from rlplace.cluster.spec import check_kind
+
+    kind = extension.load()
+    if callable(kind) and not isinstance(kind, DeviceKind):
+        try:
+            kind = kind()
+        except Exception as error:  # another package's code may raise anything
+            raise extensions.wrong(extension, f"it failed with {type(error).__name__}: {error}") from error
+    if not isinstance(kind, DeviceKind):
+        raise extensions.wrong(extension, f"expected a DeviceKind or a function that returns one, found {show(kind)}")
+    if kind.name != extension.name or kind.name != kind.name.lower():
+        raise extensions.wrong(extension, f"its kind is named {show(kind.name)}; both names must be the same and lower case")
+    try:
+        check_kind(kind)
+    except (InputError, TypeError) as error:
+        raise extensions.wrong(extension, str(error)) from error
+    return kind

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster.interconnect import Host, build_links, parse_network
 from rlplace.cluster.parse import default_host
-from rlplace.cluster.presets import KINDS, DeviceKind
+from rlplace.cluster.presets import KINDS, DeviceKind, find_kind, kind_names
 from rlplace.cluster.spec import MAX_DEVICES, Cluster, check_kind
 from rlplace.cluster.topology_file import parse_topology
 from rlplace.errors import InputError, show, unknown_name
@@ -148,9 +148,10 @@ def _lookup(name: Any, kinds: Mapping[str, DeviceKind], where: str) -> DeviceKin
     name = _text(name, where)
     if name in kinds:
         return kinds[name]
-    if name in KINDS:
-        return KINDS[name]
-    raise unknown_name("device kind", name, [*kinds, *KINDS])
+    kind = find_kind(name)
+    if kind is None:
+        raise unknown_name("device kind", name, [*kinds, *kind_names()])
+    return kind
 
 
 def _find_kind(item: Any, kinds: Mapping[str, DeviceKind]) -> DeviceKind:

@@ -15,7 +15,7 @@ from rlplace.comparing.records import FAILED, INFEASIBLE, MAKESPAN, MISSING, OK,
 from rlplace.errors import InfeasibleError, MissingError, RlplaceError
 from rlplace.placing import Priced, plan_priced
 from rlplace.plan import PlacementPlan
-from rlplace.planners import get_planner, takes_microbatches
+from rlplace.planners import PLANNERS, get_planner, takes_microbatches
 from rlplace.planners.common.evaluate import count_calls
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
@@ -125,8 +125,8 @@ def takes_calls(name: str) -> bool:
 
 
 def is_random(name: str) -> bool:
-    """Whether the planner's plan depends on its seed."""
-    return name in SEEDED or takes_calls(name)
+    """Whether the planner's plan depends on its seed; of another package's planner that is not known."""
+    return name in SEEDED or name not in PLANNERS or takes_calls(name)
 
 
 def warm_up(name: str, settings: Settings) -> None:

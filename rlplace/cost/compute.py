@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import Calls, calls_of, op_codes, op_directions, op_launches, op_sizes
 from rlplace.cost.curve import kernel_seconds
+from rlplace.cost.foreign import modelled_seconds
 from rlplace.cost.host import fold_issue
 from rlplace.cost.scaled import base_name, find_curve, peak_of, precision_of
 from rlplace.cost.shipped import as_costs
@@ -114,6 +115,10 @@ def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls,
         op_curve[known.op] = np.where(known.measured, -1, known.curve + len(curves))
         curves = (*curves, *known.curves)
     device *= own.step_factor
+    modelled = modelled_seconds(table, graph, kind)
+    if modelled is not None:
+        given = ~np.isnan(modelled)
+        device[given], op_basis[given], op_curve[given] = modelled[given], BASES.index("calibrated"), -1
     issue = issue_times(graph, own, host, kind)
     return OpTimes(device, fold_issue(device, issue), op_basis, op_curve, curves)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cluster.presets import KINDS
+from rlplace.cluster.presets import find_kind
 from rlplace.cost.allocator import AllocatorOptions, replay
 from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, Holding, holdings
 from rlplace.cost.lifetimes import ACTIVATION, RECEIVED, Lifetimes, lifetimes
@@ -302,7 +302,7 @@ class _Device:
 
 def _outside(device: Any, options: MemoryOptions) -> tuple[int, int]:
     """Bytes of a device that the allocator never sees: context and communication buffers."""
-    kind = KINDS.get(device.kind or "")
+    kind = find_kind(device.kind or "")
     context = device.reserved_bytes if kind is None else min(device.reserved_bytes, kind.reserved_bytes)
     communication = device.reserved_bytes - context
     if options.context_bytes is not None:

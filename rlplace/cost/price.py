@@ -53,7 +53,8 @@ def price(
         name: Of the problem; default the graph's.
         weight_gradients: Split every backward op into its input gradient (phase backward) and the gradients of its parameters
             (phase backward_weight), as zero-bubble pipelines need. Groups and times per group stay the same.
-        costs: A cost table or file, laid over the coefficients that come with rlplace; None: those alone.
+        costs: A cost table, file, or name of a cost model of an installed package, laid over the coefficients that come with
+            rlplace; None: those alone.
         host: How ops are issued: "eager", or "compiled" for a compiled graph; an op cannot start before it is issued.
         sharding: Say which dimensions ops can be cut along (`Problem.sharding`), as `pase` and plans with shards need; at level
             "op" only. It makes another fingerprint.

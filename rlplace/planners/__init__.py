@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from rlplace import extensions
 from rlplace.errors import unknown_name
 
 if TYPE_CHECKING:
@@ -77,16 +78,26 @@ class PlannerRun:
 
 
 def get_planner(name: str) -> Planner:
-    """The function of a planner.
+    """The function of a planner: a built-in one, or one of an installed package, whose plans are checked (docs/plugins.md).
 
     Raises:
         InputError: Unknown name; the message has the nearest known one.
     """
     if name not in PLANNERS:
-        raise unknown_name("planner", name, PLANNERS)
+        extension = extensions.find(extensions.PLANNERS, name, PLANNERS)
+        if extension is None:
+            raise unknown_name("planner", name, planner_names())
+        from rlplace.planners.foreign import foreign_planner
+
+        return cast(Planner, foreign_planner(extension))
     module, function = PLANNERS[name].split(":")
     planner: Planner = getattr(import_module(module), function)
     return planner
+
+
+def planner_names() -> list[str]:
+    """The built-in planners and those of installed packages, which are not imported for that."""
+    return [*PLANNERS, *extensions.names(extensions.PLANNERS, PLANNERS)]
 
 
 def takes_microbatches(name: str) -> bool:
@@ -107,6 +118,6 @@ def run_planner(name: str, problem: Problem, *, seed: int = 0, time_limit_s: flo
 
 
 __all__ = [
-    "NEEDS_SHARDING", "NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "run_planner",
-    "takes_microbatches",
+    "NEEDS_SHARDING", "NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "planner_names",
+    "run_planner", "takes_microbatches",
 ]  # fmt: skip

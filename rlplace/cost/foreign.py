@@ -1,0 +1,124 @@
+"""Cost tables and cost models of other packages, and op times by a function of one's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster.presets import DeviceKind
+from rlplace.cost.table import CostTable
+from rlplace.errors import InputError, show, unknown_name
+from rlplace.extensions import COSTS, Extension, find, names, wrong
+from rlplace.files import fingerprint
+from rlplace.graph.opgraph import OpGraph
+
+OpTimeModel = Callable[[OpGraph, DeviceKind], Any]
+"""Seconds [N] of device time of the ops of a graph on a device kind, NaN where the model does not know; None: nothing of it."""
+
+
+@dataclass(frozen=True)
+class ModelledCosts(CostTable):
+    """A cost table whose op times come from a function, where that knows them.
+
+    The function gives device time; the host's time to issue an op is added as for every table. It may be called for any graph,
+    also for parts of a captured one.
+
+    Attributes:
+        model: See `OpTimeModel`.
+        version: Of the function; another one makes another fingerprint.
+    """
+
+    model: OpTimeModel | None = None
+    version: str = ""
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """SHA-256 of the table's own and of the name and version of the function."""
+        return fingerprint({"table": CostTable(self.kinds).fingerprint, "model": self.name, "version": self.version})
+
+    def over(self, base: CostTable) -> CostTable:
+        """Like `CostTable.over`, with the function kept."""
+        table = super().over(base)
+        return ModelledCosts(table.kinds, table.name, table.source, self.model, self.version)
+
+
+def modelled_seconds(table: CostTable, graph: OpGraph, kind: DeviceKind) -> NDArray[np.float64] | None:
+    """Device seconds [N] by the table's function, NaN where it does not know; None: it has none, or not for this kind.
+
+    Raises:
+        InputError: The function returned something else.
+    """
+    if not isinstance(table, ModelledCosts) or table.model is None:
+        return None
+    found = table.model(graph, kind)
+    if found is None:
+        return None
+    seconds = np.asarray(found)
+    if seconds.shape != (graph.num_ops,) or seconds.dtype.kind not in "fiu":
+        raise InputError(f"cost model {table.name!r}: expected {graph.num_ops} seconds, one per op, found {show(found)}")
+    seconds = seconds.astype(np.float64)
+    known = ~np.isnan(seconds)
+    if not ((seconds[known] >= 0) & (seconds[known] < 1e6)).all():
+        bad = int(np.flatnonzero(known & ~((seconds >= 0) & (seconds < 1e6)))[0])
+        raise InputError(f"cost model {table.name!r}: {seconds[bad]} s for op {graph.op_names[bad]!r} on {kind.name}")
+    return seconds
+
+
+def own_costs(costs: CostTable | str | Path) -> CostTable:
+    """A person's own table: as given, from a file, or of an installed package by name.
+
+    A text is a name unless it looks like a path (a separator, or ``.json`` at the end) or there is a file of that name.
+
+    Raises:
+        InputError: No such file or name, or it holds impossible numbers.
+    """
+    if isinstance(costs, CostTable):
+        return costs
+    text = os.fspath(costs)
+    if isinstance(costs, Path) or os.sep in text or "/" in text or text.endswith(".json") or Path(text).is_file():
+        return CostTable.load(costs)
+    extension = find(COSTS, text, ())
+    if extension is None:
+        known = names(COSTS, ())
+        if not known:
+            raise InputError(f"costs {show(text)}: there is no such file, and no installed package offers cost models")
+        raise unknown_name("cost model", text, known)
+    return _table_of(extension)
+
+
+def _table_of(extension: Extension) -> CostTable:
+    """What an entry is: a table, the path of one, a function of no arguments that returns either, or an `OpTimeModel`."""
+    value = extension.load()
+    if callable(value) and not isinstance(value, CostTable):
+        arguments = _required(value)
+        if arguments == 2:
+            return ModelledCosts({}, extension.name, extension.distribution, value, extension.distribution)
+        if arguments != 0:
+            raise wrong(extension, "a function of a cost model takes (graph, kind), one that makes a table takes nothing")
+        try:
+            value = value()
+        except Exception as error:  # another package's code may raise anything
+            raise wrong(extension, f"it failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    if isinstance(value, (str, Path)):
+        return CostTable.load(value)
+    if not isinstance(value, CostTable):
+        raise wrong(extension, f"expected a CostTable, a path, or a function of (graph, kind), found {show(value)}")
+    return value
+
+
+def _required(function: Any) -> int:
+    """Positional parameters without a default."""
+    import inspect
+
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return -1
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters)

@@ -1,0 +1,136 @@
+"""Planners, device kinds and cost models of other packages, found by entry point.
+
+A package that is installed beside rlplace offers them under the names of `GROUPS` in its own metadata (docs/plugins.md). Names
+are listed without importing anything; the code behind a name runs when the name is first used. Built-in names cannot be taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import Any
+
+from rlplace.errors import InputError, show
+
+PLANNERS = "rlplace.planners"
+DEVICES = "rlplace.devices"
+COSTS = "rlplace.costs"
+
+GROUPS: Mapping[str, str] = MappingProxyType({PLANNERS: "planner", DEVICES: "device kind", COSTS: "cost model"})
+"""Entry point groups, each with what one of its entries is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Extension:
+    """One name that an installed package offers.
+
+    Attributes:
+        group: One of `GROUPS`.
+        name: As it is used.
+        entries: What stands behind it; more than one is a clash.
+    """
+
+    group: str
+    name: str
+    entries: tuple[EntryPoint, ...]
+
+    @property
+    def distribution(self) -> str:
+        """Name and version of the package, of all of them when they clash."""
+        return " and ".join(dict.fromkeys(_distribution(entry) for entry in self.entries))
+
+    @property
+    def label(self) -> str:
+        """For messages: what it is, its name, its package."""
+        return f"{GROUPS[self.group]} {self.name!r} of {self.distribution}"
+
+    def load(self) -> Any:
+        """The object behind the name; its module is imported once.
+
+        Raises:
+            InputError: Two packages claim the name, or the import fails; names the package.
+        """
+        if len(self.entries) > 1:
+            raise InputError(f"{self.label}: several packages claim this name; uninstall all but one")
+        return _load(self.entries[0], self.label)
+
+
+def extensions(group: str) -> Mapping[str, Extension]:
+    """What installed packages offer in a group, by name, in alphabetical order; scanned once a process."""
+    return _scan()[group]
+
+
+def find(group: str, name: Any, taken: Collection[str]) -> Extension | None:
+    """The extension behind a name that is not built in; None: there is none."""
+    if not isinstance(name, str) or name in taken:
+        return None
+    _warn_of_taken(group, frozenset(taken))
+    return extensions(group).get(name)
+
+
+def names(group: str, taken: Collection[str]) -> list[str]:
+    """Names that extensions add to the built-in ones."""
+    _warn_of_taken(group, frozenset(taken))
+    return [name for name in extensions(group) if name not in taken]
+
+
+def refusal(extension: Extension, taken: Collection[str]) -> str | None:
+    """Why an extension is not used although it is installed, as far as that shows without importing it."""
+    if extension.name in taken:
+        return f"{extension.label}: rlplace has one of that name, which is used; rename it in its package"
+    if len(extension.entries) > 1:
+        return f"{extension.label}: several packages claim this name; uninstall all but one"
+    return None
+
+
+def forget() -> None:
+    """Scans again at the next use, after a package was installed into the running process."""
+    for cached in (_scan, _load, _warn_of_taken):
+        cached.cache_clear()
+
+
+def wrong(extension: Extension, what: str) -> InputError:
+    """The error for an extension that is not what its group asks for."""
+    return InputError(f"{extension.label}: {what}; its package needs to be corrected (docs/plugins.md)")
+
+
+@functools.cache
+def _scan() -> Mapping[str, Mapping[str, Extension]]:
+    found: dict[str, dict[str, list[EntryPoint]]] = {group: {} for group in GROUPS}
+    for group, entries in found.items():
+        for entry in entry_points(group=group):
+            same = entries.setdefault(entry.name, [])
+            if all((other.value, _distribution(other)) != (entry.value, _distribution(entry)) for other in same):
+                same.append(entry)
+    return {
+        group: {name: Extension(group, name, tuple(entries[name])) for name in sorted(entries)}
+        for group, entries in found.items()
+    }
+
+
+@functools.cache
+def _load(entry: EntryPoint, label: str) -> Any:
+    try:
+        return entry.load()
+    except Exception as error:  # another package's code may raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{label} cannot be imported ({entry.value}): {type(error).__name__}: {reason}; repair or uninstall that package"
+        ) from error
+
+
+@functools.cache
+def _warn_of_taken(group: str, taken: frozenset[str]) -> None:
+    for extension in extensions(group).values():
+        if extension.name in taken:
+            logging.getLogger("rlplace").warning("%s", refusal(extension, taken))
+
+
+def _distribution(entry: EntryPoint) -> str:
+    if entry.dist is None:
+        return f"an unknown package ({show(entry.value)})"
+    return f"{entry.dist.name} {entry.dist.version}"

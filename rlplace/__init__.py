@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rlplace.placing import place
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
+    from rlplace.reporting.report import report
     from rlplace.runtime.apply import apply
     from rlplace.runtime.distributed.accelerator import distribute_accelerator
     from rlplace.runtime.distributed.checkpoint import load_checkpoint, save_checkpoint
@@ -58,6 +59,7 @@ _PUBLIC = {
     "load_checkpoint": "rlplace.runtime.distributed.checkpoint",
     "place": "rlplace.placing",
     "price": "rlplace.cost.price",
+    "report": "rlplace.reporting.report",
     "save_checkpoint": "rlplace.runtime.distributed.checkpoint",
     "simulate": "rlplace.simulator",
     "simulate_many": "rlplace.simulator",
@@ -87,6 +89,7 @@ __all__ = [
     "load_checkpoint",
     "place",
     "price",
+    "report",
     "save_checkpoint",
     "simulate",
     "simulate_many",

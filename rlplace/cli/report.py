@@ -1,0 +1,138 @@
+"""``rlplace report``: a plan as an HTML page, a trace and pictures."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rlplace.cli.common import milliseconds, print_json, say, seconds
+from rlplace.errors import InputError
+
+if TYPE_CHECKING:
+    from rlplace.plan import PlacementPlan
+    from rlplace.problem import Problem
+    from rlplace.reporting.tables import MeasuredRow
+
+HELP = "write an HTML report of a plan"
+EXAMPLE = "example: rlplace report bert.plan.json --out report.html --trace bert.trace.json"
+NONE = "none"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    from rlplace.reporting.defaults import DEFAULT_PLANNERS
+
+    parser.add_argument("plan", metavar="PLAN", help="plan file")
+    parser.add_argument("--problem", metavar="X.problem.json", help="the plan's problem; default: built again from the plan's source")
+    parser.add_argument("--cluster", metavar="C", help="the plan's cluster, where the plan does not say it")
+    parser.add_argument("--out", metavar="FILE.html", required=True, help="the page")
+    parser.add_argument(
+        "--planners", default=",".join(DEFAULT_PLANNERS), metavar="A,B",
+        help=f"planners to compare with, or {NONE} ({','.join(DEFAULT_PLANNERS)})",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the planners (0)")
+    parser.add_argument("--time-limit", type=seconds, default=2.0, metavar="S", help="seconds per planner (2)")
+    parser.add_argument(
+        "--measurements", metavar="FILE", action="append",
+        help="measured step times: a *.timings.json of rlplace measure --plans, or a trial file of rlplace finetune --live",
+    )  # fmt: skip
+    parser.add_argument("--trace", metavar="T.json", help="write a trace for Perfetto")
+    parser.add_argument("--pictures", metavar="DIR", help="write PDF, SVG and PNG pictures for papers (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the verb; an infeasible plan has a report too."""
+    from rlplace.files import check_output
+    from rlplace.plan import PlacementPlan
+    from rlplace.problem import Problem
+    from rlplace.reporting.report import report
+
+    check_output(options.out)
+    plan = PlacementPlan.load(options.plan)
+    if options.problem is not None:
+        if options.cluster is not None:
+            raise InputError("report: a problem file has its own devices; leave --cluster or --problem out")
+        problem = Problem.load(options.problem)
+        plan = PlacementPlan.load(options.plan, problem)
+    else:
+        problem = _rebuilt(plan, options)
+    names = [name.strip() for name in options.planners.split(",") if name.strip()]
+    data = report(
+        problem,
+        plan,
+        options.out,
+        planners=[] if names == [NONE] else names,
+        measurements=_measured(options.measurements or (), problem, plan),
+        seed=options.seed,
+        time_limit_s=options.time_limit,
+        trace=options.trace,
+        pictures=options.pictures,
+        progress=lambda name: say(f"planning with {name}"),
+    )
+    written = [options.out, *([options.trace] if options.trace else []), *([options.pictures] if options.pictures else [])]
+    line = data.timeline
+    if options.json:
+        print_json({"written": written, "step_time_s": line.step_time_s, "feasible": line.feasible, "violations": list(line.violations)})
+        return 0
+    for path in written:
+        print(f"wrote {path}")
+    verdict = "feasible" if line.feasible else "infeasible: " + "; ".join(line.violations)
+    print(f"step time {milliseconds(line.step_time_s)} ms, {line.samples} samples, {verdict}")
+    return 0
+
+
+def _rebuilt(plan: PlacementPlan, options: argparse.Namespace) -> Problem:
+    from rlplace.runtime.distributed.recipe import problem_of_plan
+
+    if not plan.source:
+        raise InputError(f"{options.plan}: says nothing of where its problem came from; name the problem file with --problem")
+    say("building the plan's problem again; --problem X.problem.json would read it")
+    return problem_of_plan(plan, options.cluster)
+
+
+def _measured(paths: list[str] | tuple[()], problem: Problem, plan: PlacementPlan) -> list[MeasuredRow]:
+    """The rows of timings files and trial files, in the order given."""
+    from rlplace.cost.timings import PlanTimings
+    from rlplace.reporting.tables import measured_rows
+
+    rows: list[MeasuredRow] = []
+    for path in paths:
+        if _is_database(path):
+            rows += _trials(path, problem, plan)
+        else:
+            rows += measured_rows(PlanTimings.load(path), plan)
+    return rows
+
+
+def _is_database(path: str) -> bool:
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(16) == b"SQLite format 3\x00"
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _trials(path: str, problem: Problem, plan: PlacementPlan) -> list[MeasuredRow]:
+    from rlplace.measured.store import TrialStore
+    from rlplace.reporting.tables import MeasuredRow, spread_of
+
+    with TrialStore(path, create=False) as store:
+        trials = store.trials(problem=problem.fingerprint)
+    mine = (tuple(plan.device_of_group.tolist()), plan.microbatches, plan.schedule)
+    plain = not (plan.replicas or plan.shards or plan.recompute or plan.order)
+    return [
+        MeasuredRow(
+            name=f"trial {number}" + (", anchor" if trial.anchor else ""),
+            this=plain and (trial.device_of_group, trial.microbatches, trial.schedule) == mine,
+            engine=trial.engine,
+            mode=trial.mode,
+            measured_s=trial.median_s if trial.timed else None,
+            predicted_s=trial.predicted_s,
+            spread=spread_of(trial.step_s),
+            steps=len(trial.step_s),
+            note="" if trial.status == "done" else " ".join(f"{trial.status.replace('_', ' ')}. {trial.reason}".split()),
+            places=trial.places,
+        )
+        for number, trial in enumerate(trials, 1)
+    ]

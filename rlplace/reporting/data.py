@@ -1,0 +1,207 @@
+"""`ReportData`: all that a report shows of a problem and a plan, and its compact form inside the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.plan import PlacementPlan
+from rlplace.problem import PHASES, Problem
+from rlplace.reporting.columns import front_coded, ticks_of
+from rlplace.reporting.lanes import COLLECTIVE, DEVICE, LINK, Lanes, lanes_of
+from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
+from rlplace.reporting.modules import GroupEdges, ModuleTree, group_edges, module_tree
+from rlplace.reporting.palette import COLLECTIVE_COLOR, COLORS, PHASE_COLORS, TRANSFER_COLOR
+from rlplace.reporting.tables import MeasuredRow, PlannerRow
+from rlplace.simulator import Timeline, expand, simulate
+from rlplace.simulator.timeline import resident_by_device
+
+FORMAT = "rlplace.report"
+VERSION = 1
+MAX_LINKS = 40
+"""Rows of links in the page, the busiest ones."""
+CURVE_POINTS = 6000
+"""Of the memory of one device in the page."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReportData:
+    """A plan, simulated and laid out.
+
+    Attributes:
+        problem: What the plan is for. Axes of it: D devices, G groups.
+        plan: The plan.
+        drawn: What was simulated: `problem`, or what replicas, shards and recomputation make of it.
+        timeline: Of `drawn`.
+        lanes: Boxes of the timeline.
+        memory: D curves.
+        resident_bytes: int64 [D], in use all the time.
+        modules: The tree of the groups of `problem`.
+        edges: Between groups of `problem`.
+        device_of_group: int32 [G], of the first replica.
+        group_of_drawn: int32, the group of `problem` that each group of `drawn` comes from, -1 for what replicas add.
+        planners: Rows of the table of planners, may be empty.
+        measured: Rows of predicted against measured, may be empty.
+    """
+
+    problem: Problem
+    plan: PlacementPlan
+    drawn: Problem
+    timeline: Timeline
+    lanes: Lanes
+    memory: tuple[MemoryCurve, ...]
+    resident_bytes: NDArray[np.int64]
+    modules: ModuleTree
+    edges: GroupEdges
+    device_of_group: NDArray[np.int32]
+    group_of_drawn: NDArray[np.int32]
+    planners: tuple[PlannerRow, ...] = ()
+    measured: tuple[MeasuredRow, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The page's data as columns of small numbers; docs/formats.md has the keys."""
+        unit = max(1, int(max(curve.peak_bytes for curve in self.memory)) // 100_000)
+        step = self.timeline.step_time_s
+        tick = ticks_of(step or 0.0)
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.problem.name,
+            "step_s": step,
+            "tick_s": tick,
+            "memory_unit_bytes": unit,
+            "phases": list(PHASES),
+            "colors": {"category": COLORS, "phase": PHASE_COLORS, "collective": COLLECTIVE_COLOR, "transfer": TRANSFER_COLOR},
+            "microbatches": self.timeline.microbatches,
+            "devices": [
+                {"name": device.name, "memory_bytes": device.memory_bytes, "peak_bytes": int(peak)}
+                for device, peak in zip(self.problem.devices, self.timeline.peak_memory_bytes, strict=True)
+            ],
+            "ops": self._ops(),
+            "groups": self._groups(),
+            "modules": {"parent": list(self.modules.parent), "label": list(self.modules.label)},
+            "edges": {
+                "source": self.edges.source.tolist(),
+                "target": self.edges.target.tolist(),
+                "forward_bytes": self.edges.forward_bytes.tolist(),
+                "backward_bytes": self.edges.backward_bytes.tolist(),
+            },
+            **self._boxes(tick),
+            "memory": [self._curve(curve, tick, unit) for curve in self.memory],
+        }
+
+    def _ops(self) -> dict[str, Any]:
+        shared, rest = front_coded(self.drawn.op_names)
+        group = self.group_of_drawn[self.drawn.op_group]
+        return {"shared": shared, "rest": rest, "group": group.tolist(), "phase": self.drawn.op_phase.tolist()}
+
+    def _groups(self) -> dict[str, Any]:
+        problem = self.problem
+        shared, rest = front_coded(problem.group_names)
+        spent = np.zeros(problem.num_groups)
+        runs = np.where(problem.op_phase == PHASES.index("update"), 1, self.plan.microbatches)
+        time_s = problem.time_s[np.arange(problem.num_ops), self.device_of_group[problem.op_group]]
+        np.add.at(spent, problem.op_group, np.nan_to_num(time_s) * runs)
+        return {
+            "shared": shared,
+            "rest": rest,
+            "device": self.device_of_group.tolist(),
+            "node": list(self.modules.node_of_group),
+            "block": list(self.modules.block),
+            "block_names": list(self.modules.block_names),
+            "time_us": [float(f"{value * 1e6:.4g}") for value in spent.tolist()],
+            "resident_bytes": problem.resident_bytes.tolist(),
+            "ops": np.bincount(problem.op_group, minlength=problem.num_groups).tolist(),
+        }
+
+    def _boxes(self, tick: float) -> dict[str, Any]:
+        """Rows of the picture, and their boxes one after the other; only the busiest links."""
+        lanes = self.lanes
+        links = [i for i, row in enumerate(lanes.rows) if row.kind != DEVICE]
+        links = sorted(sorted(links, key=lambda i: -lanes.rows[i].busy_s)[:MAX_LINKS])
+        shown = [i for i, row in enumerate(lanes.rows) if row.kind == DEVICE] + links
+        kept = np.isin(lanes.row, shown)
+        row = lanes.row[kept]
+        start, end = np.rint(lanes.start_s[kept] / tick).astype(np.int64), np.rint(lanes.end_s[kept] / tick).astype(np.int64)
+        before = np.concatenate([[0], end[:-1]])
+        before[np.flatnonzero(np.diff(row, prepend=-1))] = 0
+        counts = np.bincount(row, minlength=len(lanes.rows))
+        boxes = {
+            "gap": (start - before).tolist(),
+            "length": (end - start).tolist(),
+            "op": lanes.op[kept].tolist(),
+        }
+        if self.timeline.microbatches > 1:
+            boxes["microbatch"] = lanes.microbatch[kept].tolist()
+        transfer = np.array([r.kind == LINK for r in lanes.rows])[row]
+        return {
+            "rows": [
+                {"name": lanes.rows[i].name, "kind": lanes.rows[i].kind, "device": lanes.rows[i].device, "boxes": int(counts[i])}
+                for i in shown
+            ],
+            "links": sum(r.kind in (LINK, COLLECTIVE) for r in lanes.rows),
+            "boxes": boxes,
+            "transfers": {
+                "bytes": lanes.size_bytes[kept][transfer].tolist(),
+                "group": self.group_of_drawn[lanes.group[kept][transfer]].tolist(),
+            },
+        }
+
+    @staticmethod
+    def _curve(curve: MemoryCurve, tick: float, unit: int) -> dict[str, list[int]]:
+        thin = curve.thinned(CURVE_POINTS)
+        time = np.rint(thin.time_s / tick).astype(np.int64)
+        size = np.rint(thin.in_use_bytes / unit).astype(np.int64)
+        return {"time": np.diff(time, prepend=0).tolist(), "size": np.diff(size, prepend=0).tolist()}
+
+
+def report_data(
+    problem: Problem,
+    plan: PlacementPlan,
+    *,
+    planners: Sequence[PlannerRow] = (),
+    measured: Sequence[MeasuredRow] = (),
+) -> ReportData:
+    """Simulates a plan and lays out what a report shows.
+
+    Args:
+        problem: The priced graph.
+        plan: A plan for it; an infeasible one has a report too, which says why.
+        planners: From `rlplace.reporting.tables.planner_rows`.
+        measured: From `rlplace.reporting.tables.measured_rows`.
+
+    Raises:
+        InputError: The plan is for another problem, or cannot be lowered.
+    """
+    drawn, plain = expand(problem, plan)
+    timeline = simulate(drawn, plain)
+    first = np.asarray(plan.replicas[0] if plan.replicas else range(problem.num_devices), dtype=np.int32)
+    return ReportData(
+        problem=problem,
+        plan=plan,
+        drawn=drawn,
+        timeline=timeline,
+        lanes=lanes_of(drawn, timeline),
+        memory=tuple(memory_curves(drawn, plain.device_of_group, timeline)),
+        resident_bytes=resident_by_device(drawn, plain.device_of_group),
+        modules=module_tree(problem, plan),
+        edges=group_edges(problem),
+        device_of_group=first[plan.device_of_group],
+        group_of_drawn=_origins(problem, drawn),
+        planners=tuple(planners),
+        measured=tuple(measured),
+    )
+
+
+def _origins(problem: Problem, drawn: Problem) -> NDArray[np.int32]:
+    """The group that each group of a lowered problem is a copy (``NAME@r``) or a part of; -1 for others."""
+    number = {name: group for group, name in enumerate(problem.group_names)}
+    found = [number.get(name, number.get(name.rpartition("@")[0], -1)) for name in drawn.group_names]
+    return np.array(found, dtype=np.int32)
+
+
+__all__ = ["FORMAT", "VERSION", "ReportData", "report_data"]

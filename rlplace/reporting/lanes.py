@@ -1,0 +1,191 @@
+"""Where a timeline's boxes lie: the rows of devices and links, and what runs in each of them from when to when.
+
+The report, the pictures for papers and `render_mode` of the environments all draw these boxes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem import Problem
+from rlplace.reporting.palette import COLORS, rgb
+from rlplace.simulator import Timeline
+
+DEVICE, LINK, COLLECTIVE = "device", "link", "collective"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a picture.
+
+    Attributes:
+        name: Of the device, or of both ends of the link.
+        kind: `DEVICE`, `LINK` or `COLLECTIVE`.
+        device: Number of the device; of the sender; of the first participant.
+        busy_s: Time in which something runs there.
+    """
+
+    name: str
+    kind: str
+    device: int
+    busy_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Lanes:
+    """Rows, and B boxes sorted by row and start. Boxes of one row do not overlap.
+
+    Attributes:
+        rows: Devices first, by number, then links and collectives.
+        step_s: Length of the step, 0 when it does not complete.
+        row: int32 [B].
+        start_s, end_s: float64 [B].
+        op: int32 [B]; of a transfer the op that made the tensor, -1 where a group owns it.
+        group: int32 [B].
+        microbatch: int32 [B], -1 for what exists once a step.
+        size_bytes: int64 [B], of a transfer; -1 for tasks.
+    """
+
+    rows: tuple[Row, ...]
+    step_s: float
+    row: NDArray[np.int32]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    op: NDArray[np.int32]
+    group: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    size_bytes: NDArray[np.int64]
+
+    @property
+    def num_boxes(self) -> int:
+        return len(self.row)
+
+
+def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
+    """Rows and boxes of a timeline; only the rows of devices when the step does not complete.
+
+    Args:
+        problem: What was simulated: for a plan with replicas and the like, what `rlplace.expand` returns.
+        timeline: Of that problem.
+    """
+    devices = [Row(d.name, DEVICE, i, float(busy)) for i, (d, busy) in enumerate(zip(problem.devices, timeline.busy_s, strict=True))]
+    if timeline.step_time_s is None:
+        none = np.zeros(0, dtype=np.int32)
+        return Lanes(tuple(devices), 0.0, none, np.zeros(0), np.zeros(0), none, none, none, np.zeros(0, dtype=np.int64))
+    rows = list(devices)
+    single = np.ones(problem.num_ops, dtype=bool)
+    single[[op for collective in problem.collectives for op in collective.ops]] = False
+    tasks = np.flatnonzero(single[timeline.task_op])
+    parts = [_task_boxes(problem, timeline, tasks, timeline.device_of_op[timeline.task_op[tasks]])]
+    parts += _link_boxes(problem, timeline, rows)
+    parts += _collective_boxes(problem, timeline, rows)
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    sort = np.lexsort((columns[2], columns[1], columns[0]))
+    row, start, end, op, group, microbatch, size = (column[sort] for column in columns)
+    return Lanes(tuple(rows), float(timeline.step_time_s), row, start, end, op, group, microbatch, size)
+
+
+def pack(start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Lanes for intervals that may overlap: int32 [X], as few lanes as possible, earlier ones first."""
+    lane = np.zeros(len(start_s), dtype=np.int32)
+    free: list[int] = []
+    used: list[tuple[float, int]] = []
+    count = 0
+    for i in np.lexsort((end_s, start_s)).tolist():
+        while used and used[0][0] <= start_s[i]:
+            heapq.heappush(free, heapq.heappop(used)[1])
+        if free:
+            lane[i] = heapq.heappop(free)
+        else:
+            lane[i], count = count, count + 1
+        heapq.heappush(used, (float(end_s[i]), int(lane[i])))
+    return lane
+
+
+Columns = tuple[NDArray, ...]
+
+
+def _task_boxes(problem: Problem, timeline: Timeline, tasks: NDArray[np.int64], row: NDArray) -> Columns:
+    op = timeline.task_op[tasks]
+    microbatch = timeline.task_microbatch[tasks] if timeline.microbatches > 1 else np.full(len(tasks), -1, dtype=np.int32)
+    size = np.full(len(tasks), -1, dtype=np.int64)
+    return row.astype(np.int32), timeline.start_s[tasks], timeline.end_s[tasks], op, problem.op_group[op], microbatch, size
+
+
+def _link_boxes(problem: Problem, timeline: Timeline, rows: list[Row]) -> list[Columns]:
+    pair = timeline.transfer_source.astype(np.int64) * problem.num_devices + timeline.transfer_destination
+    parts: list[Columns] = []
+    for key in np.unique(pair).tolist():
+        here = np.flatnonzero(pair == key)
+        source, destination = divmod(key, problem.num_devices)
+        start, end = timeline.transfer_start_s[here], timeline.transfer_end_s[here]
+        lane = pack(start, end)
+        tensor = timeline.transfer_tensor[here]
+        made = problem.tensor_producer[tensor]
+        group = np.where(made >= 0, problem.op_group[np.maximum(made, 0)], problem.tensor_owner[tensor])
+        base, name = len(rows), f"{problem.devices[source].name} to {problem.devices[destination].name}"
+        for number in range(int(lane.max(initial=0)) + 1):
+            busy = float((end - start)[lane == number].sum())
+            rows.append(Row(name if number == 0 else f"{name}, {number + 1}", LINK, source, busy))
+        microbatch = timeline.transfer_microbatch[here] if timeline.microbatches > 1 else np.full(len(here), -1)
+        size = problem.tensor_bytes[tensor]
+        parts.append(((base + lane).astype(np.int32), start, end, made, group.astype(np.int32), microbatch.astype(np.int32), size))
+    return parts
+
+
+def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[Row]) -> list[Columns]:
+    """A row for every set of channels that collectives hold: those of one set never overlap."""
+    held = sorted({collective.channels for collective in problem.collectives})
+    leader = np.full(problem.num_ops, -1, dtype=np.int32)
+    for collective in problem.collectives:
+        leader[collective.ops[0]] = held.index(collective.channels)
+    parts: list[Columns] = []
+    for number, channels in enumerate(held):
+        members = next(collective.ops for collective in problem.collectives if collective.channels == channels)
+        where = [int(timeline.device_of_op[op]) for op in members]
+        tasks = np.flatnonzero(leader[timeline.task_op] == number)
+        lane = pack(timeline.start_s[tasks], timeline.end_s[tasks])
+        name = "collective " + _among([problem.devices[device].name for device in where])
+        for extra in range(int(lane.max(initial=0)) + 1):
+            busy = float((timeline.end_s[tasks] - timeline.start_s[tasks])[lane == extra].sum())
+            rows.append(Row(name if extra == 0 else f"{name}, {extra + 1}", COLLECTIVE, where[0], busy))
+        first = len(rows) - 1 - int(lane.max(initial=0))
+        parts.append(_task_boxes(problem, timeline, tasks, first + lane))
+    return parts
+
+
+def _among(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]} ({len(names)})"
+
+
+def paint(lanes: Lanes, *, width: int = 640, row_height: int = 24, gap: int = 6) -> NDArray[np.uint8]:
+    """The devices' rows as an image, every group in the colour of its number.
+
+    Args:
+        lanes: What to paint; boxes of links are left out.
+        width: Pixels.
+        row_height: Of a device.
+        gap: Between rows and around them.
+
+    Returns:
+        uint8 [devices * (row_height + gap) + gap, width, 3] on white.
+    """
+    devices = sum(row.kind == DEVICE for row in lanes.rows)
+    image = np.full((devices * (row_height + gap) + gap, width, 3), 255, dtype=np.uint8)
+    scale = (width - 1) / max(lanes.step_s, 1e-30)
+    colors = rgb(COLORS)[lanes.group % len(COLORS)]
+    low = np.floor(lanes.start_s * scale).astype(int)
+    high = np.maximum(np.floor(lanes.end_s * scale).astype(int), low + 1)
+    for box in np.flatnonzero(lanes.row < devices).tolist():
+        top = gap + int(lanes.row[box]) * (row_height + gap)
+        image[top : top + row_height, low[box] : high[box]] = colors[box]
+    return image
+
+
+def empty_image(devices: int, *, width: int = 640, row_height: int = 24, gap: int = 6) -> NDArray[np.uint8]:
+    """What `paint` returns when nothing runs: white."""
+    return np.full((devices * (row_height + gap) + gap, width, 3), 255, dtype=np.uint8)

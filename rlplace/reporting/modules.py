@@ -1,0 +1,186 @@
+"""The model as a tree of modules with the groups as leaves, and the edges between groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.plan import PlacementPlan
+from rlplace.problem import FORWARD, UPDATE, Problem
+
+MAX_CHILDREN = 60
+"""A module with more children gets ranges of them in between, so that no level of the tree is too wide to read."""
+
+_NUMBER = re.compile(r"#\d+$")
+_FEWEST_BLOCKS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleTree:
+    """Modules and groups. Axes: V nodes, G groups.
+
+    Attributes:
+        parent: V node numbers, -1 for the root, which is node 0; parents come before their children.
+        label: V names for people, without the parent's.
+        node_of_group: G leaves.
+        block: G categories for colours: the part of the model that the group is in.
+        block_names: Of the categories.
+    """
+
+    parent: tuple[int, ...]
+    label: tuple[str, ...]
+    node_of_group: tuple[int, ...]
+    block: tuple[int, ...]
+    block_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupEdges:
+    """What groups send each other in one pass. Axis: E pairs of groups, the first feeds the second in the forward pass.
+
+    Attributes:
+        source, target: int32 [E].
+        forward_bytes: int64 [E], activations that forward ops read.
+        backward_bytes: int64 [E], what comes back to the source: gradients.
+    """
+
+    source: NDArray[np.int32]
+    target: NDArray[np.int32]
+    forward_bytes: NDArray[np.int64]
+    backward_bytes: NDArray[np.int64]
+
+
+def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
+    """The tree of a problem's groups, by the module paths that the plan or the problem knows, else by the groups' names."""
+    paths, leaves = _paths(problem, plan)
+    children: dict[tuple[str, ...], dict[str, None]] = {(): {}}
+    members: dict[tuple[str, ...], list[int]] = {}
+    for group, path in enumerate(paths):
+        for depth in range(len(path)):
+            children.setdefault(path[:depth], {})[path[depth]] = None
+            children.setdefault(path[: depth + 1], {})
+        members.setdefault(path, []).append(group)
+    build = _Build(problem.num_groups)
+    stack: list[tuple[tuple[str, ...], int, str]] = [((), -1, problem.name)]
+    while stack:
+        path, parent, label = stack.pop()
+        while len(children[path]) == 1 and path not in members and path:  # a module that only wraps another one
+            name = next(iter(children[path]))
+            path, label = (*path, name), f"{label}.{name}"
+        own, inner = members.get(path, []), children[path]
+        if len(own) == 1 and not inner and parent >= 0:
+            build.leaf(own[0], parent, label)
+            continue
+        node = build.add(parent, label)
+        first = {path + (name,): name for name in inner}
+        items: list[tuple[int, int, tuple[str, ...], str]] = [(group, group, (), leaves[group]) for group in own]
+        items += [(_first_group(members, children, key), -1, key, name) for key, name in first.items()]
+        for chunk, under in build.ranges(node, sorted(items)):
+            for _, group, key, name in chunk:
+                if group >= 0:
+                    build.leaf(group, under, name)
+                else:
+                    stack.append((key, under, name))
+    return build.tree(paths)
+
+
+class _Build:
+    """Nodes so far. Parents are numbered before their children."""
+
+    def __init__(self, groups: int) -> None:
+        self.parent: list[int] = []
+        self.label: list[str] = []
+        self.node_of_group = [0] * groups
+
+    def add(self, parent: int, label: str) -> int:
+        self.parent.append(parent)
+        self.label.append(label)
+        return len(self.parent) - 1
+
+    def leaf(self, group: int, parent: int, label: str) -> None:
+        self.node_of_group[group] = self.add(parent, label)
+
+    def ranges(self, node: int, items: list) -> list[tuple[list, int]]:
+        """The items of a node, in parts with a node of their own each where there are too many."""
+        if len(items) <= MAX_CHILDREN:
+            return [(items, node)]
+        size = MAX_CHILDREN
+        while size * MAX_CHILDREN < len(items):
+            size *= MAX_CHILDREN
+        found = []
+        for begin in range(0, len(items), size):
+            part = items[begin : begin + size]
+            under = self.add(node, f"{part[0][3]} to {part[-1][3]}" if len(part) > 1 else part[0][3])
+            found += self.ranges(under, part)
+        return found
+
+    def tree(self, paths: Sequence[tuple[str, ...]]) -> ModuleTree:
+        depth = next((d for d in range(1, 32) if len({path[:d] for path in paths}) >= _FEWEST_BLOCKS), 32)
+        if all(not path for path in paths):  # no modules are known: stretches of the model
+            count = min(8, max(1, len(paths)))
+            names = tuple(f"part {i + 1} of {count}" for i in range(count))
+            block = tuple(group * count // len(paths) for group in range(len(paths)))
+            return ModuleTree(tuple(self.parent), tuple(self.label), tuple(self.node_of_group), block, names)
+        number: dict[tuple[str, ...], int] = {}
+        block = tuple(number.setdefault(path[:depth], len(number)) for path in paths)
+        names = tuple(".".join(path) or "(model)" for path in number)
+        return ModuleTree(tuple(self.parent), tuple(self.label), tuple(self.node_of_group), block, names)
+
+
+def _first_group(
+    members: dict[tuple[str, ...], list[int]], children: dict[tuple[str, ...], dict[str, None]], path: tuple[str, ...]
+) -> int:
+    """The smallest group number in a module, by which siblings are sorted."""
+    best, stack = 1 << 62, [path]
+    while stack:
+        here = stack.pop()
+        best = min([best, *members.get(here, [])])
+        stack += [(*here, name) for name in children[here]]
+    return best
+
+
+def _paths(problem: Problem, plan: PlacementPlan) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Per group its module path and its own label; the path is empty where nothing is known."""
+    known = plan.groups if plan.groups is not None and len(plan.groups) == problem.num_groups else None
+    paths, labels = [], []
+    for group, name in enumerate(problem.group_names):
+        modules = tuple(known[group].get("modules", ())) if known is not None else (problem.group_modules or {group: ()})[group]
+        ops = tuple(known[group].get("ops", ())) if known is not None else (problem.group_ops or {group: ()})[group]
+        if modules:
+            split = [tuple(part for part in str(module).split(".") if part) for module in modules]
+            path = split[0]
+            for other in split[1:]:
+                same = (i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b)
+                path = path[: next(same, min(len(path), len(other)))]
+        else:
+            whole = tuple(part for part in _NUMBER.sub("", name).split(".") if part)
+            path = whole if len(whole) > 1 else ()
+        label = name
+        if ops:
+            first = str(ops[0]).rpartition("/")[2] or name
+            label = first if len(ops) == 1 else f"{first} + {len(ops) - 1}"
+        paths.append(path)
+        labels.append(label)
+    return paths, labels
+
+
+def group_edges(problem: Problem) -> GroupEdges:
+    """The edges between different groups, in the direction of the forward pass."""
+    source, target = problem.edge_source_group.astype(np.int64), problem.op_group[problem.consumers].astype(np.int64)
+    size = problem.tensor_bytes[problem.edge_tensor]
+    phase = problem.op_phase[problem.consumers]
+    producer = problem.tensor_producer[problem.edge_tensor]
+    made_by = np.where(producer >= 0, problem.op_phase[np.maximum(producer, 0)], FORWARD)
+    forward = (phase == FORWARD) | (made_by == FORWARD)  # an activation, also one that another group's backward reads
+    kept = (source != target) & (phase != UPDATE)
+    low, high = np.where(forward, source, target)[kept], np.where(forward, target, source)[kept]
+    key, where = np.unique(low * problem.num_groups + high, return_inverse=True)
+    ahead, back = np.zeros(len(key), dtype=np.int64), np.zeros(len(key), dtype=np.int64)
+    np.add.at(ahead, where[forward[kept]], size[kept][forward[kept]])
+    np.add.at(back, where[~forward[kept]], size[kept][~forward[kept]])
+    groups = max(1, problem.num_groups)
+    return GroupEdges((key // groups).astype(np.int32), (key % groups).astype(np.int32), ahead, back)

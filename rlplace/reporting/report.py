@@ -1,0 +1,68 @@
+"""`rlplace.report`: a plan as an HTML page that needs no network, with a trace and pictures beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlplace.cost.timings import PlanTimings
+from rlplace.files import check_output, write_text
+from rlplace.plan import PlacementPlan
+from rlplace.problem import Problem
+from rlplace.reporting.data import ReportData, report_data
+from rlplace.reporting.defaults import DEFAULT_PLANNERS
+from rlplace.reporting.pictures import check_pictures, write_pictures
+from rlplace.reporting.render import render
+from rlplace.reporting.tables import MeasuredRow, measured_rows, planner_rows
+from rlplace.simulator import simulate, write_trace
+
+
+def report(
+    problem: Problem,
+    plan: PlacementPlan,
+    path: str | Path,
+    *,
+    planners: Sequence[str] = DEFAULT_PLANNERS,
+    measurements: PlanTimings | Sequence[MeasuredRow] | None = None,
+    seed: int = 0,
+    time_limit_s: float | None = 2.0,
+    trace: str | Path | None = None,
+    pictures: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ReportData:
+    """Writes a report of a plan: one HTML file, complete or not at all.
+
+    Args:
+        problem: The priced graph.
+        plan: A plan for it. One that is infeasible gets a report too, which says why.
+        path: The HTML file.
+        planners: Whose plans for the same problem the table shows; none: no table.
+        measurements: Step times of plans on real devices, as `rlplace measure --plans` writes them.
+        seed: Of the planners.
+        time_limit_s: Of each planner, in seconds.
+        trace: A file for the timeline as a trace, to open at ui.perfetto.dev.
+        pictures: A folder for pictures of timeline and memory (PDF, SVG and PNG); needs matplotlib.
+        progress: Is told the name of a planner that begins.
+
+    Returns:
+        What the report shows.
+
+    Raises:
+        InputError: The plan is for another problem, a path cannot be written, or a planner is unknown. With `trace` or
+            `pictures` also when the step does not complete, after the page is written.
+        MissingError: Pictures without matplotlib; nothing is written then.
+    """
+    check_output(path)
+    if trace is not None:
+        check_output(trace)
+    if pictures is not None:
+        check_pictures(pictures)
+    rows = planner_rows(problem, plan, simulate(problem, plan), planners, seed=seed, time_limit_s=time_limit_s, report=progress)
+    measured = measured_rows(measurements, plan) if isinstance(measurements, PlanTimings) else tuple(measurements or ())
+    data = report_data(problem, plan, planners=rows, measured=measured)
+    write_text(path, render(data))
+    if trace is not None:
+        write_trace(data.drawn, data.timeline, trace)
+    if pictures is not None:
+        write_pictures(data, pictures)
+    return data

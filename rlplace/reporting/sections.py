@@ -1,0 +1,250 @@
+"""The parts of the page that need no script: key figures, tables, where it all comes from. Every text is escaped."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlplace.cost.timings import PlaceTiming
+from rlplace.reporting.data import ReportData
+from rlplace.reporting.scatter import scatter
+from rlplace.reporting.tables import MeasuredRow
+from rlplace.reporting.units import bytes_text, percent_text, seconds_text
+from rlplace.simulator import EXECUTOR
+
+
+def escape(value: Any) -> str:
+    """Any value as text of the page; what UTF-8 cannot hold is shown as a question mark."""
+    return html.escape(str(value).encode("utf-8", "replace").decode("utf-8"))
+
+
+def summary(data: ReportData) -> str:
+    """Title, verdict and key figures."""
+    line, plan, problem = data.timeline, data.plan, data.problem
+    step = line.step_time_s
+    used = len(np.unique(line.device_of_op)) if problem.num_ops else 0
+    verdict = '<span class="badge good">feasible</span>' if line.feasible else '<span class="badge bad">infeasible</span>'
+    replicas = len(plan.replicas or (0,))
+    said = [f"Plan of {plan.planner}", f"{line.samples} {_plural(line.samples, 'sample')} a step"]
+    said.append(f"{plan.microbatches} {_plural(plan.microbatches, 'micro-batch', 'es')}")
+    said += [f"{replicas} replicas"] if replicas > 1 else []
+    said += [f"{len(plan.recompute)} recomputed segments"] if plan.recompute else []
+    said += [f"{len(plan.shards)} cut ops"] if plan.shards else []
+    said += ["sharded optimizer"] if plan.optimizer_sharding else []
+    said.append(f"schedule {plan.schedule}" if plan.order is None else "an order of its own")
+    parts = [
+        f'<section id="summary"><h1>{escape(problem.name or "Plan")} {verdict}</h1>',
+        f'<p class="lead">{escape(", ".join(said))}.</p>',
+    ]
+    if not line.feasible:
+        reasons = "".join(f"<li>{escape(reason)}</li>" for reason in line.violations)
+        parts.append(f'<div class="notice bad"><p>This plan cannot run as it is:</p><ul>{reasons}</ul></div>')
+    busy = float(line.busy_s.sum())
+    moved = int(problem_bytes(data))
+    figures = [
+        ("Step time", seconds_text(step), ""),
+        ("Throughput", "-" if not step else f"{line.samples / step:,.1f}", "" if not step else "samples/s"),
+        ("Devices used", str(used), f"of {problem.num_devices}"),
+        ("Computing", "-" if not step else percent_text(busy / (step * max(1, used))), "of those devices' time"),
+        ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), _largest_share(data)),
+        ("Between devices", bytes_text(moved), f"in {len(line.transfer_tensor):,} transfers"),
+    ]
+    cells = "".join(f"<div><dt>{k}</dt><dd>{escape(v)} <small>{escape(note)}</small></dd></div>" for k, v, note in figures)
+    return "\n".join([*parts, f'<dl class="figures">{cells}</dl></section>'])
+
+
+def problem_bytes(data: ReportData) -> int:
+    """Bytes that cross links in a step, collectives left out."""
+    return int(data.drawn.tensor_bytes[data.timeline.transfer_tensor].sum())
+
+
+def devices(data: ReportData) -> str:
+    """One row a device."""
+    line, step = data.timeline, data.timeline.step_time_s
+    groups = np.bincount(data.device_of_group, minlength=data.problem.num_devices)
+    rows = []
+    for index, device in enumerate(data.problem.devices):
+        peak, limit = int(line.peak_memory_bytes[index]), device.memory_bytes
+        over = limit is not None and peak > limit
+        share = None if not limit else peak / limit
+        rows.append(
+            (
+                "",
+                [
+                    _cell(device.name),
+                    _cell(device.kind or "-"),
+                    _cell(f"{groups[index]:,}"),
+                    _cell(seconds_text(float(line.busy_s[index])) if step else "-"),
+                    _share(float(line.busy_s[index]) / step) if step else _cell("-"),
+                    _cell(bytes_text(int(data.resident_bytes[index]))),
+                    _cell(bytes_text(peak), "bad" if over else ""),
+                    _cell("no limit" if limit is None else bytes_text(limit)),
+                    _cell("-") if share is None else _share(share, over=over),
+                ],
+            )
+        )
+    head = ["Device", "Kind", "Groups", "Busy", "Share of the step", "Resident", "Peak", "Memory", "Peak of memory"]
+    note = f"Peaks are those of the executor, {EXECUTOR}: weights, gradients, optimizer state, activations and copies."
+    if data.plan.replicas and len(data.plan.replicas) > 1:
+        note += " Groups are those of the first replica."
+    if step is None:
+        note = "The step does not complete; peaks are what the groups hold all the time."
+    return _section("devices", "Devices", _table("Devices", head, rows) + f'<p class="note">{note}</p>')
+
+
+def planners(data: ReportData) -> str:
+    """One row a planner; nothing when there are none."""
+    if not data.planners:
+        return ""
+    best = next((row.samples_per_s for row in data.planners if row.this), None)
+    rows = []
+    for row in data.planners:
+        relation = "-" if not (best and row.samples_per_s) else f"{row.samples_per_s / best:.3f}"
+        note = "this plan" if row.this else ""
+        rows.append(
+            (
+                "this" if row.this else "",
+                [
+                    _cell(row.planner),
+                    _cell(seconds_text(row.step_time_s)),
+                    _cell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
+                    _cell(relation),
+                    _cell(str(row.devices_used or "-")),
+                    _cell("-" if row.memory_share is None else percent_text(row.memory_share), "" if row.feasible else "bad"),
+                    _cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
+                    _cell(". ".join(part for part in (note, row.note) if part), "text"),
+                ],
+            )
+        )
+    head = ["Planner", "Step time", "Samples/s", "Speed against this plan", "Devices", "Largest share of memory", "Planning", ""]
+    samples = data.timeline.samples
+    note = (
+        f"Simulated by the same executor, {EXECUTOR}, on the same problem, {samples} {_plural(samples, 'sample')} a step for "
+        "everyone. Plans that do not fit come last."
+    )
+    return _section("planners", "Planners", _table("Planners", head, rows) + f'<p class="note">{note}</p>')
+
+
+def measured(data: ReportData) -> str:
+    """Predicted against measured step times, and the processes of this plan; nothing when there are none."""
+    if not data.measured:
+        return ""
+    rows = []
+    for row in data.measured:
+        error = row.error
+        note = ". ".join(part for part in ("this plan" if row.this else "", row.note) if part)
+        rows.append(
+            (
+                "this" if row.this else "",
+                [
+                    _cell(row.name),
+                    _cell(row.engine or "-"),
+                    _cell(row.mode),
+                    _cell(str(row.steps)),
+                    _cell(seconds_text(row.measured_s)),
+                    _cell(percent_text(row.spread)),
+                    _cell(seconds_text(row.predicted_s)),
+                    _cell("-" if error is None else f"{100 * error:+.1f} %"),
+                    _cell(note, "text"),
+                ],
+            )
+        )
+    head = ["Plan", "Engine", "Ops", "Steps", "Measured", "Spread", "Predicted", "Error", ""]
+    body = _table("Predicted against measured step times", head, rows)
+    picture = scatter(data.measured)
+    if picture:
+        body = f'<div class="pair"><div>{body}</div>{picture}</div>'
+    errors = [abs(row.error) for row in data.measured if row.error is not None]
+    said = [f"Mean error {percent_text(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
+    said.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
+    if any(row.mode == "replayed" for row in data.measured):
+        said.append("Replayed: ops slept as long as predicted while real tensors crossed the real links.")
+    body += f'<p class="note">{escape(" ".join(said))}</p>'
+    mine = next((row for row in data.measured if row.this and row.places), None)
+    if mine is not None:
+        body += _places(mine)
+    return _section("measured", "Predicted and measured", body)
+
+
+def _places(row: MeasuredRow) -> str:
+    head = ["Process", "Host", "Busy", "Predicted busy", "Waiting", "Adding up gradients", "Update", "Peak", "Predicted peak"]
+    rows = [("", [_cell(cell) for cell in _place_cells(place)]) for place in row.places]
+    return f"<h3>This plan by process: {escape(row.name)}</h3>" + _table("This plan by process", head, rows)
+
+
+def _place_cells(place: PlaceTiming) -> list[str]:
+    return [
+        str(place.rank),
+        place.host,
+        seconds_text(place.busy_s),
+        seconds_text(place.predicted_busy_s),
+        seconds_text(place.wait_s),
+        seconds_text(place.reduce_s),
+        seconds_text(place.update_s),
+        "-" if place.peak_memory_bytes is None else bytes_text(place.peak_memory_bytes),
+        "-" if place.predicted_peak_bytes is None else bytes_text(place.predicted_peak_bytes),
+    ]
+
+
+def about(data: ReportData, version: str) -> str:
+    """Where the numbers come from."""
+    problem, plan = data.problem, data.plan
+    source = problem.source or plan.source or {}
+    facts = [
+        ("Problem", f"{problem.num_groups:,} groups, {problem.num_ops:,} ops, {problem.num_tensors:,} tensors"),
+        ("Drawn", f"{len(data.timeline.task_op):,} tasks, {len(data.timeline.transfer_tensor):,} transfers"),
+        ("Executor", f"{EXECUTOR}, simulated"),
+        ("Planner", f"{plan.planner}, seed {plan.seed}"),
+    ]
+    facts += [
+        (name.capitalize(), str(source[name])[:300]) for name in ("model", "cluster", "host") if isinstance(source.get(name), str)
+    ]
+    facts.append(("Made with", f"rlplace {version}"))
+    prints = [("Problem's fingerprint", problem.fingerprint), ("Plan's fingerprint", plan.fingerprint)]
+    cells = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts)
+    cells += "".join(f"<dt>{escape(k)}</dt><dd><code>{escape(v)}</code></dd>" for k, v in prints)
+    return _section("about", "About", f'<dl class="facts">{cells}</dl>')
+
+
+def _section(name: str, title: str, body: str) -> str:
+    return f'<section id="{name}" aria-labelledby="{name}-title"><div class="head"><h2 id="{name}-title">{title}</h2></div>{body}</section>'
+
+
+def _table(label: str, head: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
+    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    body = []
+    for kind, cells in rows:
+        first, *others = cells
+        line = f'<th scope="row">{first[0]}</th>' + "".join(f'<td{_class(kind)}>{text}</td>' for text, kind in others)
+        body.append(f"<tr{_class(kind)}>{line}</tr>")
+    return (
+        f'<div class="table" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{top}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+def _cell(value: Any, kind: str = "") -> tuple[str, str]:
+    return escape(value), kind
+
+
+def _share(value: float, *, over: bool = False) -> tuple[str, str]:
+    width = 100 * min(1.0, max(0.0, value))
+    bar = f'<svg class="meter{" over" if over else ""}" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+    return f'{escape(percent_text(value))}{bar}<rect width="{width:.1f}" height="10"/></svg>', "bad" if over else ""
+
+
+def _largest_share(data: ReportData) -> str:
+    pairs = zip(data.timeline.peak_memory_bytes.tolist(), data.problem.devices, strict=True)
+    shares = [peak / device.memory_bytes for peak, device in pairs if device.memory_bytes]
+    return f"at most {percent_text(max(shares))} of a device" if shares else "no limits"
+
+
+def _plural(count: int, word: str, ending: str = "s") -> str:
+    return word if count == 1 else word + ending

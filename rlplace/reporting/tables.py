@@ -1,0 +1,180 @@
+"""What the report's tables hold: other planners on the same problem, and measured step times beside predicted ones."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlplace.cost.timings import PlaceTiming, PlanTimings
+from rlplace.errors import InputError, MissingError, RlplaceError
+from rlplace.plan import PlacementPlan
+from rlplace.plan.plan import FREE_SCHEDULES
+from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner, run_planner, takes_microbatches
+from rlplace.problem import Problem
+from rlplace.reporting.defaults import DEFAULT_PLANNERS
+from rlplace.simulator import Timeline, simulate
+
+@dataclass(frozen=True)
+class PlannerRow:
+    """A planner's plan for the report's problem.
+
+    Attributes:
+        planner: Name.
+        this: It is the plan that the report is about.
+        step_time_s: Simulated; None without a plan.
+        samples_per_s: Likewise.
+        feasible: Whether the plan fits.
+        memory_share: Largest share of a device's memory; None where no device has a limit.
+        devices_used: Devices with a group; 0 without a plan.
+        seconds: What planning took; None for the plan of the report.
+        note: Why there is no plan, or what to know about it.
+    """
+
+    planner: str
+    this: bool
+    step_time_s: float | None
+    samples_per_s: float | None
+    feasible: bool
+    memory_share: float | None
+    devices_used: int
+    seconds: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """A plan that ran on real devices.
+
+    Attributes:
+        name: For people.
+        this: It is the plan that the report is about.
+        engine: What ran it.
+        mode: ``"computed"`` or ``"replayed"``, see `rlplace.cost.timings`.
+        measured_s: Median step; None when it failed.
+        predicted_s: Simulated; None where unknown.
+        spread: Interquartile range over the median.
+        steps: Timed steps.
+        note: Why it failed.
+        places: Per process what it did in the median step.
+    """
+
+    name: str
+    this: bool
+    engine: str
+    mode: str
+    measured_s: float | None
+    predicted_s: float | None
+    spread: float
+    steps: int
+    note: str = ""
+    places: tuple[PlaceTiming, ...] = ()
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, minus 1."""
+        if self.measured_s is None or self.predicted_s is None:
+            return None
+        return self.predicted_s / self.measured_s - 1.0
+
+
+def planner_rows(
+    problem: Problem,
+    plan: PlacementPlan,
+    timeline: Timeline,
+    names: Sequence[str] = DEFAULT_PLANNERS,
+    *,
+    seed: int = 0,
+    time_limit_s: float | None = 2.0,
+    report: Callable[[str], None] | None = None,
+) -> tuple[PlannerRow, ...]:
+    """The plan of the report and those of other planners, quickest first, those that do not fit last.
+
+    Every planner plans steps of as many samples as the plan's: its replicas become micro-batches.
+
+    Args:
+        problem: The priced graph.
+        plan: The plan of the report.
+        timeline: Of that plan.
+        names: Planners; none: no table.
+        seed: For all of them.
+        time_limit_s: For each of them.
+        report: Is told the name of a planner that begins.
+
+    Raises:
+        InputError: Unknown planner, or one that plans another kind of problem.
+    """
+    for name in names:
+        get_planner(name)
+        if name in NEEDS_SPLIT | NEEDS_SHARDING:
+            raise InputError(f"planner {name} plans another kind of problem, so its step times do not compare; leave it out")
+    if not names:
+        return ()
+    rows = [_row(problem, plan.planner, timeline, True, len(np.unique(plan.device_of_group)) * len(plan.replicas or (0,)), None)]
+    microbatches = plan.microbatches * len(plan.replicas or (0,))
+    schedule = plan.schedule if plan.schedule in FREE_SCHEDULES else "list"
+    for name in dict.fromkeys(names):
+        if report is not None:
+            report(name)
+        if microbatches > 1 and not takes_microbatches(name):
+            rows.append(PlannerRow(name, False, None, None, False, None, 0, None, "plans one micro-batch only"))
+            continue
+        options = {"microbatches": microbatches, "schedule": schedule} if takes_microbatches(name) else {}
+        try:
+            run = run_planner(name, problem, seed=seed, time_limit_s=time_limit_s, **options)
+        except InputError:
+            raise
+        except RlplaceError as error:
+            reason = " ".join(str(error).split())
+            what = "cannot run" if isinstance(error, MissingError) else "no plan"
+            rows.append(PlannerRow(name, False, None, None, False, None, 0, None, f"{what}: {reason}"))
+            continue
+        used = len(np.unique(run.plan.device_of_group)) * len(run.plan.replicas or (0,))
+        rows.append(_row(problem, name, simulate(problem, run.plan), False, used, run.seconds))
+    return tuple(sorted(rows, key=lambda row: (not row.feasible, row.samples_per_s is None, -(row.samples_per_s or 0.0))))
+
+
+def _row(problem: Problem, name: str, timeline: Timeline, this: bool, used: int, seconds: float | None) -> PlannerRow:
+    limits = [device.memory_bytes for device in problem.devices]
+    shares = [float(p) / m for p, m in zip(timeline.peak_memory_bytes, limits, strict=True) if m]
+    step = timeline.step_time_s
+    return PlannerRow(
+        planner=name,
+        this=this,
+        step_time_s=step,
+        samples_per_s=timeline.samples / step if step else None,
+        feasible=timeline.feasible,
+        memory_share=max(shares, default=None),
+        devices_used=used,
+        seconds=seconds,
+        note="" if timeline.feasible else timeline.violations[0],
+    )
+
+
+def measured_rows(timings: PlanTimings, plan: PlacementPlan) -> tuple[MeasuredRow, ...]:
+    """The plans of a timings file; the report's own one is known by its fingerprint."""
+    fingerprint = plan.fingerprint
+    return tuple(
+        MeasuredRow(
+            name=row.name,
+            this=row.plan == fingerprint,
+            engine=row.engine,
+            mode=row.mode,
+            measured_s=row.median_s,
+            predicted_s=row.predicted_s,
+            spread=row.spread,
+            steps=len(row.step_s),
+            places=row.places,
+        )
+        for row in timings.plans
+    )
+
+
+def spread_of(step_s: Sequence[float]) -> float:
+    """Interquartile range over the median; 0 for fewer than four steps."""
+    if len(step_s) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(step_s, n=4)
+    return (high - low) / middle

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rlplace.cluster.spec import Cluster
     from rlplace.cost.price import price, split_backward
     from rlplace.errors import CaptureError, InfeasibleError, InputError, MissingError, RlplaceError
+    from rlplace.explaining.difference import diff
+    from rlplace.explaining.explain import explain
     from rlplace.graph.capture import capture
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placing import place
@@ -51,10 +53,12 @@ _PUBLIC = {
     "StepWatch": "rlplace.runtime.step_watch",
     "apply": "rlplace.runtime.apply",
     "capture": "rlplace.graph.capture",
+    "diff": "rlplace.explaining.difference",
     "distribute": "rlplace.runtime.distributed.distribute",
     "distribute_accelerator": "rlplace.runtime.distributed.accelerator",
     "distribute_trainer": "rlplace.runtime.distributed.trainer",
     "expand": "rlplace.simulator",
+    "explain": "rlplace.explaining.explain",
     "load_agent": "rlplace.agents.planner",
     "load_checkpoint": "rlplace.runtime.distributed.checkpoint",
     "place": "rlplace.placing",
@@ -81,10 +85,12 @@ __all__ = [
     "__version__",
     "apply",
     "capture",
+    "diff",
     "distribute",
     "distribute_accelerator",
     "distribute_trainer",
     "expand",
+    "explain",
     "load_agent",
     "load_checkpoint",
     "place",

@@ -76,6 +76,18 @@ def pricing_flags(options: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
+def model_options(options: argparse.Namespace) -> list[str]:
+    """The MODEL options that were given, other than by their default, as words of a command; not the global batch."""
+    words = [f"--{name}={getattr(options, name)}" for name in (*_SIZES, "autocast", "costs") if _given(options, name)]
+    words += [f"--{name.replace('_', '-')}" for name in ("master_weights", "weight_gradients") if getattr(options, name)]
+    return words + ([f"--host-mode={options.host_mode}"] if options.host_mode != "eager" else [])
+
+
+def _given(options: argparse.Namespace, name: str) -> bool:
+    value: object = getattr(options, name)
+    return value != _SIZES.get(name)
+
+
 def _size_flags(options: argparse.Namespace) -> list[str]:
     """The options given, other than by their default, that say what is captured."""
     return [f"--{name}" for name, default in _SIZES.items() if getattr(options, name) != default]

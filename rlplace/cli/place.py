@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlplace.cli.common import (
     gigabytes,
     load,
     milliseconds,
+    model_options,
     natural,
     positive,
     print_json,
@@ -23,7 +25,7 @@ from rlplace.cli.common import (
 )
 from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, warn_of_update, with_memory
 from rlplace.cli.strategies import count, show_strategies
-from rlplace.errors import InputError
+from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
 from rlplace.problem import Problem
 
@@ -84,15 +86,22 @@ def run(options: argparse.Namespace) -> int:
     if options.schedule:
         extra["schedule"] = options.schedule
     say(f"planning with {options.planner}")
-    placed = place_priced(
-        loaded.priced,
-        planner=options.planner,
-        seed=options.seed,
-        time_limit_s=options.time_limit,
-        global_batch=options.global_batch,
-        batch_curve=curve,
-        **extra,
-    )
+    try:
+        placed = place_priced(
+            loaded.priced,
+            planner=options.planner,
+            seed=options.seed,
+            time_limit_s=options.time_limit,
+            global_batch=options.global_batch,
+            batch_curve=curve,
+            **extra,
+        )
+    except InfeasibleError as error:
+        raise InfeasibleError(
+            f"{error}; '{_explain_command(options)}' says what would make it fit",
+            device=error.device,
+            short_bytes=error.short_bytes,
+        ) from None
     plan, footprints = placed.plan, None
     if options.memory:
         plan, footprints = with_memory(placed, options)
@@ -109,6 +118,14 @@ def run(options: argparse.Namespace) -> int:
             print()
             show_memory(footprints)
     return 0
+
+
+def _explain_command(options: argparse.Namespace) -> str:
+    """The command that looks for what would make the model fit."""
+    words = ["rlplace", "explain", options.model]
+    words += ["--cluster", options.cluster] if options.cluster else []
+    words += [f"--microbatches={options.microbatches}"] if options.microbatches > 1 else []
+    return shlex.join([*words, *model_options(options)])
 
 
 def _show(plan: PlacementPlan, problem: Problem) -> None:

@@ -1,0 +1,65 @@
+"""``rlplace diff``: two plans side by side, and which blocks of groups make the difference."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rlplace.cli.common import print_json
+from rlplace.cli.plans import plan_and_problem
+from rlplace.errors import InputError
+
+if TYPE_CHECKING:
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.problem import Problem
+
+HELP = "two plans side by side, and the groups that make the difference"
+EXAMPLE = "example: rlplace diff gpt2.plan.json other.plan.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("first", metavar="A.plan.json", help="a plan")
+    parser.add_argument("second", metavar="B.plan.json", help="another plan")
+    parser.add_argument(
+        "--problem",
+        metavar="X.problem.json",
+        action="append",
+        help="problem of the plans (built again from their sources); twice when they are for two",
+    )
+    parser.add_argument("--cluster", metavar="C", help="the plans' cluster, where their sources do not name it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the verb."""
+    from rlplace.explaining.difference import diff
+
+    given = options.problem or []
+    if len(given) > 2:
+        raise InputError("diff: --problem is given at most twice, for the first and the second plan")
+    first, problem = plan_and_problem(options.first, given[0] if given else None, options.cluster)
+    second, other = _second(options, first, problem, given)
+    found = diff(problem, first, second, other=other)
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found.text())
+    return 0
+
+
+def _second(
+    options: argparse.Namespace, first: PlacementPlan, problem: Problem, given: list[str]
+) -> tuple[PlacementPlan, Problem | None]:
+    """The second plan, and its problem when it is not the first's."""
+    from rlplace.plan.plan import PlacementPlan
+
+    plan = PlacementPlan.load(options.second)
+    if plan.problem == first.problem:
+        return PlacementPlan.load(options.second, problem), None
+    if len(given) == 1:
+        raise InputError(
+            f"{options.second} is for problem {plan.problem[:12]}, {options.first} for {first.problem[:12]}; "
+            "give --problem twice, the first plan's problem first"
+        )
+    return plan_and_problem(options.second, given[1] if given else None, options.cluster)

@@ -1,0 +1,212 @@
+"""Why groups sit where they sit: the step with each of them on every other device, simulated anew.
+
+The rest of the plan stays as it is: micro-batches, schedule, replicas and recomputation. A plan with an `order` fixes what
+every device runs when, which leaves no place for a group that moves; its alternatives are compared with the same plan run
+by priority.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError, unknown_name
+from rlplace.explaining.bounds import seconds_by_cause
+from rlplace.explaining.path import Link, realised_path
+from rlplace.explaining.runs import Run, moved, run_unchecked
+from rlplace.problem import Problem
+
+SAME = 1e-9
+"""Step times nearer than this, relative, are equal."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The plan with a group on another device.
+
+    Attributes:
+        device: Name of that device.
+        step_time_s: None when the step cannot complete.
+        feasible: It completes and fits.
+        peak_bytes: Peak memory of that device; -1 when it was not simulated.
+        reason: Why it is not feasible, else empty.
+        changes: Seconds that each cause of the critical path gains (negative: loses); they add up to the change of the step.
+    """
+
+    device: str
+    step_time_s: float | None
+    feasible: bool
+    peak_bytes: int
+    reason: str
+    changes: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """One group, or the groups of one module that share a device, and its alternatives.
+
+    Attributes:
+        name: Of the group or module.
+        groups: How many groups that is.
+        device: Where it sits.
+        path_s: Seconds of the critical path that are its own: it runs, its outputs are sent, or it waits.
+        resident_bytes: What it pins.
+        step_time_s: With it where it is; None when the step cannot complete.
+        feasible: Likewise.
+        alternatives: Every other device of the plan, quickest feasible first.
+    """
+
+    name: str
+    groups: int
+    device: str
+    path_s: float
+    resident_bytes: int
+    step_time_s: float | None
+    feasible: bool
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def better(self) -> Alternative | None:
+        """The quickest alternative that is better than where it sits, if there is one."""
+        best = self.alternatives[0] if self.alternatives else None
+        if best is None or not best.feasible or best.step_time_s is None:
+            return None
+        here = self.step_time_s
+        return best if not self.feasible or here is None or best.step_time_s < here * (1.0 - SAME) else None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        here, best = self.step_time_s, self.better
+        if not self.alternatives:
+            return "the plan has no other device"
+        if best is not None and best.step_time_s is not None:
+            if not self.feasible or here is None:
+                return f"on {best.device} the plan would be feasible"
+            return f"{best.device} would be better: {_ms(here - best.step_time_s)} ms less"
+        fitting = [a for a in self.alternatives if a.feasible and a.step_time_s is not None]
+        if not fitting:
+            return f"no other device is possible: {self.alternatives[0].reason}"
+        if here is None or fitting[0].step_time_s is None:
+            return "no other device makes the step complete"
+        slower = fitting[0].step_time_s - here
+        if slower <= here * SAME:
+            return f"{fitting[0].device} would do as well"
+        cause = max(fitting[0].changes.items(), key=lambda item: item[1], default=("", 0.0))
+        why = f", {cause[0]} {_ms(cause[1], sign=True)} ms" if cause[1] > 0 else ""
+        return f"best here: {fitting[0].device} takes {_ms(slower)} ms more{why}"
+
+
+def alternatives(run: Run, members: Mapping[str, Sequence[int]]) -> tuple[GroupChoice, ...]:
+    """What the step would be with each set of groups on every other device.
+
+    Args:
+        run: The plan as it is.
+        members: By name the groups of the plan's problem that move together; they share a device.
+
+    Raises:
+        InputError: Groups of a set sit on different devices, or the plan has shards, whose parts sit by themselves.
+    """
+    if run.plan.shards:
+        raise InputError(
+            "explain: the ops of a plan with shards sit on several devices at once, so its groups have no alternatives; "
+            "leave --group out"
+        )
+    base = run
+    if run.plan.order is not None:
+        base = run_unchecked(run.given, dataclasses.replace(run.plan, order=None))
+    path = realised_path(base)
+    here = seconds_by_cause(path)
+    return tuple(_choice(base, name, np.array(list(groups)), path, here) for name, groups in members.items())
+
+
+def _choice(base: Run, name: str, groups: NDArray[np.int64], path: tuple[Link, ...], here: dict[str, float]) -> GroupChoice:
+    problem, plan = base.given, base.plan
+    devices = np.unique(plan.device_of_group[groups])
+    if len(devices) > 1:
+        names = ", ".join(problem.devices[device].name for device in devices)
+        raise InputError(f"explain: the groups of {name!r} sit on {names}; name one of them, or a module that shares a device")
+    device = int(devices[0])
+    own = set(groups.tolist())
+    found = [_alternative(base, groups, target, here) for target in _targets(base) if target != device]
+    found.sort(key=lambda a: (not a.feasible, a.step_time_s is None, a.step_time_s or 0.0))
+    return GroupChoice(
+        name=name,
+        groups=len(groups),
+        device=_device_name(base, device),
+        path_s=float(sum(link.seconds for link in path if int(base.given_group[link.group]) in own)),
+        resident_bytes=int(problem.resident_bytes[groups].sum()),
+        step_time_s=base.line.step_time_s,
+        feasible=base.line.feasible,
+        alternatives=tuple(found),
+    )
+
+
+def _targets(run: Run) -> range:
+    """The plan's devices; those of one replica when there are several."""
+    return range(len(run.plan.replicas[0])) if run.plan.replicas else range(run.given.num_devices)
+
+
+def _device_name(run: Run, device: int) -> str:
+    """One device, or its counterparts in all replicas."""
+    rows = run.plan.replicas
+    names = [run.given.devices[row[device]].name for row in rows] if rows else [run.given.devices[device].name]
+    return "/".join(names) if len(names) <= 4 else f"{names[0]}/../{names[-1]}"
+
+
+def _alternative(base: Run, groups: NDArray[np.int64], target: int, here: dict[str, float]) -> Alternative:
+    problem, name = base.given, _device_name(base, target)
+    barred = groups[~problem.group_allowed[groups, target]]
+    if len(barred):
+        fixed = int(problem.group_device[barred[0]])
+        reason = f"cannot run on {name}" if fixed < 0 else f"fixed to {problem.devices[fixed].name}"
+        return Alternative(name, None, False, -1, reason, {})
+    try:
+        run = run_unchecked(problem, moved(base.plan, groups, target))
+    except InputError as error:  # the schedule cannot run the stages that this makes
+        return Alternative(name, None, False, -1, str(error), {})
+    row = [r[target] for r in base.plan.replicas] if base.plan.replicas else [target]
+    peak = int(run.line.peak_memory_bytes[row].max())
+    changes: dict[str, float] = {}
+    if run.line.step_time_s is not None:
+        there = seconds_by_cause(realised_path(run))
+        changes = {cause: there.get(cause, 0.0) - here.get(cause, 0.0) for cause in sorted({*there, *here})}
+    reason = "" if run.line.feasible else run.line.violations[0]
+    return Alternative(name, run.line.step_time_s, run.line.feasible, peak, reason, changes)
+
+
+def weighty_groups(run: Run, count: int) -> dict[str, list[int]]:
+    """The groups that matter most: two thirds by their seconds on the critical path, the rest by their resident bytes."""
+    problem = run.given
+    own = np.zeros(problem.num_groups)
+    for link in realised_path(run):
+        own[run.given_group[link.group]] += link.seconds
+    by_time = [g for g in np.argsort(-own, kind="stable").tolist() if own[g] > 0]
+    by_size = np.argsort(-problem.resident_bytes, kind="stable").tolist()
+    chosen = dict.fromkeys(by_time[: count - count // 3])
+    for group in [*by_size, *by_time]:
+        if len(chosen) < count:
+            chosen[group] = None
+    return {problem.group_names[group]: [group] for group in chosen}
+
+
+def named_groups(problem: Problem, name: str) -> dict[str, list[int]]:
+    """The group of this name; else all groups of the module of this name.
+
+    Raises:
+        InputError: There is neither; the message has the nearest name.
+    """
+    if name in problem.group_names:
+        return {name: [problem.group_names.index(name)]}
+    inside = [g for g, group in enumerate(problem.group_names) if group.startswith((f"{name}.", f"{name}#"))]
+    if not inside:
+        raise unknown_name("group or module", name, problem.group_names)
+    return {name: inside}
+
+
+def _ms(seconds: float, sign: bool = False) -> str:
+    return f"{seconds * 1e3:+.3f}" if sign else f"{seconds * 1e3:.3f}"

@@ -1,0 +1,281 @@
+"""What bounds a step: its critical path as it came about, the busiest device, the hottest link, the tightest memory.
+
+Beside them the lower bounds that hold for any plan of the problem with as many micro-batches and replicas: how much quicker a
+plan could be at the most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeVar
+
+import numpy as np
+
+from rlplace.explaining.names import channel_names, module_of, pair_name
+from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
+from rlplace.explaining.runs import Run
+from rlplace.planners.common.execution_bound import execution_bound
+from rlplace.problem import UPDATE, Problem
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """Seconds of the critical path that go by with one cause in one place.
+
+    Attributes:
+        cause: See `rlplace.explaining.path.CAUSES`.
+        where: Device, ``gpu0->gpu1``, or ``collectives``.
+        seconds: All links of the path together.
+        links: How many those are.
+    """
+
+    cause: str
+    where: str
+    seconds: float
+    links: int
+
+
+@dataclass(frozen=True)
+class ModulePart:
+    """Seconds of the critical path in which a module's groups run, have their outputs sent, or wait.
+
+    Attributes:
+        module: Path up to the first number; see `rlplace.explaining.names.module_of`.
+        compute_s: Running.
+        transfer_s: Sent to other devices, or in collectives.
+        wait_s: Ready, or there to be sent, while the device or the link is busy.
+    """
+
+    module: str
+    compute_s: float
+    transfer_s: float
+    wait_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Their sum."""
+        return self.compute_s + self.transfer_s + self.wait_s
+
+
+@dataclass(frozen=True)
+class DeviceLoad:
+    """How much one device does and holds.
+
+    Attributes:
+        name: The device.
+        busy_s: Computing.
+        groups: Groups that sit there, copies by replicas and parts by shards counted.
+        peak_bytes: Peak memory, reserved bytes included.
+        memory_bytes: Capacity, None without a limit.
+    """
+
+    name: str
+    busy_s: float
+    groups: int
+    peak_bytes: int
+    memory_bytes: int | None
+
+    @property
+    def used(self) -> float:
+        """Peak relative to capacity, 0 without a limit."""
+        return self.peak_bytes / self.memory_bytes if self.memory_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class ChannelLoad:
+    """How much one channel moves.
+
+    Attributes:
+        name: The devices that it joins; see `rlplace.explaining.names.channel_names`.
+        channel: Its number.
+        busy_s: Held by transfers or collectives.
+        size_bytes: Moved by transfers.
+        transfers: Transfers and collectives.
+    """
+
+    name: str
+    channel: int
+    busy_s: float
+    size_bytes: int
+    transfers: int
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """What bounds a step.
+
+    Attributes:
+        step_time_s: Of the plan.
+        path: The critical path by cause and place, longest first; the seconds add up to the step.
+        modules: The same path by module, longest first; likewise.
+        devices: All devices, in their order.
+        channels: Channels that are used, busiest first.
+        lower_bound_s: No plan of the problem with as many micro-batches and replicas is quicker; 0 where nothing is known.
+        lower_bound: What that bound is: ``"critical path"``, ``"work"``, ``"largest group"`` or ``"memory"``.
+    """
+
+    step_time_s: float
+    path: tuple[PathPart, ...]
+    modules: tuple[ModulePart, ...]
+    devices: tuple[DeviceLoad, ...]
+    channels: tuple[ChannelLoad, ...]
+    lower_bound_s: float
+    lower_bound: str
+
+    @property
+    def busiest(self) -> DeviceLoad:
+        """The device that computes longest."""
+        return max(self.devices, key=lambda device: device.busy_s)
+
+    @property
+    def tightest(self) -> DeviceLoad | None:
+        """The device whose memory is fullest; None where none has a limit."""
+        limited = [device for device in self.devices if device.memory_bytes]
+        return max(limited, key=lambda device: device.used, default=None)
+
+    @property
+    def most_gain(self) -> float:
+        """Share of the step time that any plan could save at the most, by the lower bound."""
+        return 1.0 - self.lower_bound_s / self.step_time_s if self.step_time_s > 0 else 0.0
+
+    def seconds(self, *causes: str) -> float:
+        """Seconds of the critical path by these causes."""
+        return math.fsum(part.seconds for part in self.path if part.cause in causes)
+
+
+def step_bounds(run: Run) -> StepBounds:
+    """Looks at a step that completes; see `StepBounds`."""
+    path = realised_path(run)
+    lower_s, name = lower_bound(run)
+    return StepBounds(
+        step_time_s=run.step_s,
+        path=_parts(run, path),
+        modules=_modules(run, path),
+        devices=device_loads(run),
+        channels=channel_loads(run),
+        lower_bound_s=lower_s,
+        lower_bound=name,
+    )
+
+
+def seconds_by_cause(path: Iterable[Link]) -> dict[str, float]:
+    """Seconds of a path by cause, each rounded once."""
+    return _sums(path, lambda link: link.cause)
+
+
+def _parts(run: Run, path: tuple[Link, ...]) -> tuple[PathPart, ...]:
+    def key(link: Link) -> tuple[str, str]:
+        if link.destination >= 0:
+            return link.cause, pair_name(run.problem, link.device, link.destination)
+        return link.cause, run.problem.devices[link.device].name if link.device >= 0 else "collectives"
+
+    seconds = _sums(path, key)
+    count: dict[tuple[str, str], int] = {}
+    for link in path:
+        count[key(link)] = count.get(key(link), 0) + 1
+    parts = [PathPart(cause, where, value, count[cause, where]) for (cause, where), value in seconds.items()]
+    return tuple(sorted(parts, key=lambda part: (-part.seconds, part.cause, part.where)))
+
+
+def _modules(run: Run, path: tuple[Link, ...]) -> tuple[ModulePart, ...]:
+    kinds = {COMPUTE: 0, TRANSFER: 1, COLLECTIVE: 1}
+    names = [module_of(name) for name in run.given.group_names]
+    of = run.given_group
+    seconds = _sums(path, lambda link: (names[of[link.group]], kinds.get(link.cause, 2)))
+    modules = dict.fromkeys(module for module, _ in seconds)
+    parts = [ModulePart(module, *(seconds.get((module, kind), 0.0) for kind in range(3))) for module in modules]
+    return tuple(sorted(parts, key=lambda part: (-part.seconds, part.module)))
+
+
+def _sums(path: Iterable[Link], key: Callable[[Link], Key]) -> dict[Key, float]:
+    exact: dict[Key, Fraction] = {}
+    for link in path:  # differences of floats are summed without rounding
+        exact[key(link)] = exact.get(key(link), Fraction(0)) + Fraction(link.end_s) - Fraction(link.start_s)
+    return {name: float(value) for name, value in exact.items()}
+
+
+def device_loads(run: Run) -> tuple[DeviceLoad, ...]:
+    """What every device does and holds."""
+    problem, line = run.problem, run.line
+    groups = np.bincount(run.devices, minlength=problem.num_devices)
+    return tuple(
+        DeviceLoad(device.name, float(line.busy_s[d]), int(groups[d]), int(line.peak_memory_bytes[d]), device.memory_bytes)
+        for d, device in enumerate(problem.devices)
+    )
+
+
+def channel_loads(run: Run) -> tuple[ChannelLoad, ...]:
+    """Channels that are used, busiest first."""
+    problem, line, tasks = run.problem, run.line, run.tasks
+    channels = problem.links.effective_channels
+    busy: dict[int, float] = {}
+    size: dict[int, int] = {}
+    count: dict[int, int] = {}
+
+    def use(held: tuple[int, ...], seconds: float, size_bytes: int) -> None:
+        for channel in held:
+            busy[channel] = busy.get(channel, 0.0) + seconds
+            size[channel] = size.get(channel, 0) + size_bytes
+            count[channel] = count.get(channel, 0) + 1
+
+    seconds = line.transfer_end_s - line.transfer_start_s
+    rows = zip(line.transfer_source.tolist(), line.transfer_destination.tolist(), seconds.tolist(), strict=True)
+    for (source, destination, took), moved in zip(rows, problem.tensor_bytes[line.transfer_tensor].tolist(), strict=True):
+        use(channels[source][destination], took, moved)
+    for index, which in enumerate(tasks.collective.tolist()):
+        task = int(tasks.collective_tasks[tasks.collective_ptr[index]])
+        use(problem.collectives[which].channels, float(line.end_s[task] - line.start_s[task]), 0)
+    names = channel_names(problem)
+    loads = [ChannelLoad(names.get(c, f"channel {c}"), c, busy[c], size[c], count[c]) for c in busy]
+    return tuple(sorted(loads, key=lambda load: (-load.busy_s, load.channel)))
+
+
+def lower_bound(run: Run) -> tuple[float, str]:
+    """Seconds that no plan beats, and why; for plans with shards only those with the same cuts are meant."""
+    if run.plan.shards:
+        return execution_bound(run.problem, 1, 1)
+    replicas = len(run.plan.replicas or [()])
+    problem = share_optimizer(run.given, replicas) if run.plan.optimizer_sharding else run.given
+    return execution_bound(problem, run.plan.microbatches, replicas)
+
+
+def share_optimizer(problem: Problem, replicas: int) -> Problem:
+    """The problem as one of so many replicas has it that share optimizer state and updates."""
+    time_s = problem.time_s.copy()
+    time_s[problem.op_phase == UPDATE] /= replicas
+    known = np.maximum(problem.optimizer_bytes, 0)
+    kept = -(-known // replicas)
+    optimizer = np.where(problem.optimizer_bytes >= 0, kept, -1)
+    return dataclasses.replace(
+        problem, time_s=time_s, resident_bytes=problem.resident_bytes - known + kept, optimizer_bytes=optimizer
+    )
+
+
+def headline(bounds: StepBounds) -> str:
+    """In one sentence what the step mostly goes by with."""
+    step = bounds.step_time_s
+    if step <= 0:
+        return "the step takes no time"
+    work, move = bounds.seconds(COMPUTE), bounds.seconds(TRANSFER, COLLECTIVE)
+    queue, links = bounds.seconds(DEVICE), bounds.seconds(CHANNEL)
+    busiest = bounds.busiest
+    if busiest.busy_s >= 0.9 * step:
+        return f"{busiest.name} computes {_percent(busiest.busy_s / step)} of the step: its work bounds it"
+    named = (
+        (work, "ops that depend on one another"),
+        (move, "data on its way between devices"),
+        (queue, "ready ops that wait for a busy device"),
+        (links, "data that waits for a busy link"),
+    )
+    seconds, what = max(named)
+    return f"{_percent(seconds / step)} of the step goes by with {what}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

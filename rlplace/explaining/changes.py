@@ -1,0 +1,226 @@
+"""The same problem on other hardware: one more device, more memory, quicker links or devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem import Device, Links, Problem
+from rlplace.problem.fabric import Fabric
+
+FREE_BYTES_PER_S = 1e300
+"""Bandwidth of links that cost nothing."""
+
+
+def with_device(problem: Problem, like: int) -> Problem | None:
+    """The problem with one more device at the end that is what `like` is and is linked as it is.
+
+    To `like` itself it is linked as that is to the device of its kind that it is linked to best, or to any device where it has
+    no like. What `like` alone uses of the links (its ports) the new device has once more; what others use too (a network card,
+    a bus) it shares with them.
+
+    Returns:
+        None when there is one device only and the problem does not say how a second one would be linked.
+    """
+    count = problem.num_devices
+    if count == 1:
+        links = _pair_of_kind(problem)
+        if links is None:
+            return None
+        peer = like
+    else:
+        peer = _peer(problem, like)
+        links = _extended(problem.links, like, peer)
+    old = problem.devices[like]
+    device = dataclasses.replace(old, name=_new_name(problem, old.name))
+    column = problem.time_s[:, [like]]
+    tables = {tensor: _grown(table, like, peer) for tensor, table in problem.tensor_transfer_s.items()}
+    return dataclasses.replace(
+        problem,
+        devices=(*problem.devices, device),
+        links=links,
+        time_s=np.concatenate([problem.time_s, column], axis=1),
+        tensor_transfer_s=tables,
+    )
+
+
+def _peer(problem: Problem, like: int) -> int:
+    """The device that shows how two of a kind are linked."""
+    kind = problem.devices[like].kind
+    others = [d for d in range(problem.num_devices) if d != like]
+    alike = [d for d in others if problem.devices[d].kind == kind and (problem.time_s[:, d] == problem.time_s[:, like]).all()]
+    bandwidth = problem.links.bandwidth_bytes_per_s[like]
+    return max(alike or others, key=lambda d: (float(bandwidth[d]), -d))
+
+
+def _grown(matrix: NDArray[np.float64], like: int, peer: int) -> NDArray[np.float64]:
+    """A [D, D] matrix with a row and a column more."""
+    count = len(matrix)
+    grown = np.zeros((count + 1, count + 1))
+    grown[:count, :count] = matrix
+    grown[count, :count], grown[:count, count] = matrix[like], matrix[:, like]
+    grown[count, like], grown[like, count] = matrix[peer, like], matrix[like, peer]
+    if count == 1:
+        grown[0, 1] = grown[1, 0] = 0.0
+    return grown
+
+
+def _extended(links: Links, like: int, peer: int) -> Links:
+    bandwidth = _grown(links.bandwidth_bytes_per_s, like, peer)
+    latency = _grown(links.latency_s, like, peer)
+    fabrics = tuple(_joined(fabric, like, peer, len(latency) - 1) for fabric in links.fabrics)
+    if links.channels is None:
+        return Links(bandwidth, latency, None, fabrics)
+    count = len(links.channels)
+    own = _own_channels(links, like)
+    fresh = max((c for row in links.channels for held in row for c in held), default=-1) + 1
+    copies = {channel: fresh + number for number, channel in enumerate(sorted(own))}
+
+    def renamed(held: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(copies.get(channel, channel) for channel in held)
+
+    peers = _own_channels(links, peer)
+    rows = [[*row, renamed(row[like])] for row in links.channels]
+    rows.append([*(renamed(held) for held in links.channels[like]), ()])
+    # Between the two: the ports of the one, the ports of the other, and whatever like and its peer share.
+    out = tuple(c for c in links.channels[like][peer] if c not in peers)
+    back = tuple(c for c in links.channels[peer][like] if c not in peers)
+    entering, leaving = _ports(links, like, peer)
+    last = fresh + len(copies)
+    rows[like][count] = tuple(dict.fromkeys((*out, *renamed(entering)))) if out else (last,)  # none: they have their own link
+    rows[count][like] = tuple(dict.fromkeys((*renamed(leaving), *back))) if back else (last + 1,)
+    return Links(bandwidth, latency, tuple(tuple(row) for row in rows), fabrics)
+
+
+def _own_channels(links: Links, device: int) -> set[int]:
+    """Channels that no pair without the device uses; of two devices, what stands on its side of a path."""
+    assert links.channels is not None
+    count = len(links.channels)
+    if count == 2:
+        other = 1 - device
+        out, back = links.channels[device][other], links.channels[other][device]
+        sides = {*(out[:1] if len(out) > 1 else out), *(back[-1:] if len(back) > 1 else back)}
+        return sides - (set() if len(out) == 1 else set(back[:1])) - (set() if len(back) == 1 else set(out[-1:]))
+    mine, others = set[int](), set[int]()
+    for i in range(count):
+        for j in range(count):
+            (mine if device in (i, j) else others).update(links.channels[i][j])
+    return mine - others
+
+
+def _ports(links: Links, device: int, peer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The device's own channels on the way from and to its peer."""
+    assert links.channels is not None
+    own = _own_channels(links, device)
+    entering = tuple(c for c in links.channels[peer][device] if c in own)
+    leaving = tuple(c for c in links.channels[device][peer] if c in own)
+    return entering, leaving
+
+
+def _joined(fabric: Fabric, like: int, peer: int, new: int) -> Fabric:
+    """The fabric of `like` with the new device in it; direct links are those of `like`."""
+    if like not in fabric.devices:
+        return fabric
+    direct = [(new if i == like else i, new if j == like else j, rate) for i, j, rate in fabric.links if like in (i, j)]
+    between = [(like, new, rate) for i, j, rate in fabric.links if {i, j} == {like, peer}][:1]
+    return dataclasses.replace(fabric, devices=(*fabric.devices, new), links=(*fabric.links, *direct, *between))
+
+
+def _pair_of_kind(problem: Problem) -> Links | None:
+    """Links of two devices of the only device's kind, by its preset."""
+    from rlplace.cluster.parse import preset
+    from rlplace.cluster.presets import KINDS
+
+    kind = problem.devices[0].kind
+    return preset(f"{kind}:2").links if kind in KINDS else None
+
+
+def _new_name(problem: Problem, name: str) -> str:
+    names = {device.name for device in problem.devices}
+    stem = re.sub(r"\d+$", "", name)
+    number = problem.num_devices
+    while f"{stem}{number}" in names:
+        number += 1
+    return f"{stem}{number}"
+
+
+def with_memory(problem: Problem, factor: float) -> Problem:
+    """All devices with so many times the memory; those without a limit stay."""
+    return dataclasses.replace(problem, devices=tuple(_larger(device, factor) for device in problem.devices))
+
+
+def _larger(device: Device, factor: float) -> Device:
+    if device.memory_bytes is None:
+        return device
+    return dataclasses.replace(device, memory_bytes=int(device.memory_bytes * factor))
+
+
+def with_links(problem: Problem, factor: float, channel: int | None = None) -> Problem:
+    """Links with so many times the bandwidth; latencies stay.
+
+    Args:
+        problem: The problem.
+        factor: Of the bandwidth.
+        channel: Only the pairs that use this channel; collectives over fabrics then stay as they are.
+    """
+    links = problem.links
+    pairs = np.ones(links.latency_s.shape, dtype=bool)
+    if channel is not None:
+        pairs = np.array([[channel in held for held in row] for row in links.effective_channels])
+    fabrics = links.fabrics if channel is not None else tuple(_quicker(fabric, factor) for fabric in links.fabrics)
+    quick = dataclasses.replace(
+        links, bandwidth_bytes_per_s=np.where(pairs, links.bandwidth_bytes_per_s * factor, links.bandwidth_bytes_per_s),
+        fabrics=fabrics,
+    )  # fmt: skip
+    tables = {
+        tensor: np.where(pairs, np.minimum(table, links.latency_s) + np.maximum(table - links.latency_s, 0.0) / factor, table)
+        for tensor, table in problem.tensor_transfer_s.items()
+    }
+    return dataclasses.replace(problem, links=quick, tensor_transfer_s=tables)
+
+
+def _quicker(fabric: Fabric, factor: float) -> Fabric:
+    """Every message takes what one of 1 / factor of its size took."""
+    curves = [
+        dataclasses.replace(
+            curve,
+            pieces=tuple(
+                dataclasses.replace(p, from_bytes=p.from_bytes * factor, bus_bytes_per_s=p.bus_bytes_per_s * factor)
+                for p in curve.pieces
+            ),
+        )
+        for curve in fabric.curves
+    ]
+    direct = tuple((i, j, rate * factor) for i, j, rate in fabric.links)
+    return dataclasses.replace(fabric, curves=tuple(curves), links=direct)
+
+
+def with_free_links(problem: Problem) -> Problem:
+    """Transfers and the collectives of replicas take no time where there is a link."""
+    linked = problem.links.bandwidth_bytes_per_s > 0
+    links = Links(np.where(linked, FREE_BYTES_PER_S, 0.0), np.zeros(problem.links.latency_s.shape), problem.links.channels)
+    tables = {tensor: np.zeros(table.shape) for tensor, table in problem.tensor_transfer_s.items()}
+    return dataclasses.replace(problem, links=links, tensor_transfer_s=tables)
+
+
+def with_speed(problem: Problem, device: int, factor: float) -> Problem:
+    """One device runs its ops so many times as fast."""
+    time_s = problem.time_s.copy()
+    members = [op for collective in problem.collectives for op in collective.ops]
+    own = np.ones(problem.num_ops, dtype=bool)
+    own[members] = False
+    time_s[own, device] /= factor
+    return dataclasses.replace(problem, time_s=time_s)
+
+
+def without_optimizer(problem: Problem, keep: float = 0.0) -> Problem:
+    """Optimizer state cut to a share of its bytes, rounded up."""
+    known = np.maximum(problem.optimizer_bytes, 0)
+    kept = np.ceil(known * keep).astype(np.int64)
+    optimizer = np.where(problem.optimizer_bytes >= 0, kept, -1)
+    fields: dict[str, Any] = {"resident_bytes": problem.resident_bytes - known + kept, "optimizer_bytes": optimizer}
+    return dataclasses.replace(problem, **fields)

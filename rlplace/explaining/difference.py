@@ -1,0 +1,332 @@
+"""Two plans side by side: what they take, what they hold, and which blocks of groups make the difference.
+
+The groups that sit on different devices are gathered into blocks: groups of one module that go from the same device to the same
+device. Each block is moved alone from where the first plan has it to where the second has it, and the step simulated. The
+effects of blocks do not add up, because blocks need one another; what is left is stated.
+
+Plans that differ by a renaming of like devices run alike. Where a renaming of the second plan's devices makes it sit closer to
+the first, and its step stays what it was, it is compared under those names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.explaining.alternatives import SAME
+from rlplace.explaining.bounds import seconds_by_cause
+from rlplace.explaining.names import module_of
+from rlplace.explaining.path import realised_path
+from rlplace.explaining.runs import Run, moved, run_plan, run_unchecked
+from rlplace.explaining.text import MOST_ROWS, gb, ms, percent, table
+from rlplace.plan.plan import PlacementPlan
+from rlplace.planners.common.subsets import device_classes
+from rlplace.problem import Problem
+
+MOST_BLOCKS = 64
+"""Blocks whose effect is simulated; with more, the largest by time are."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the plans.
+
+    Attributes:
+        planner: Who made it.
+        step_time_s: None when the step cannot complete.
+        samples: Of a step.
+        feasible: It completes and fits.
+        peak_bytes: Per device.
+        compute_s, transfer_s: Summed over devices, and over transfers.
+        idle_s: Summed over devices, None when the step cannot complete.
+        path: Seconds of the critical path by cause.
+        settings: Micro-batches, schedule, replicas, recomputed segments and the like.
+    """
+
+    planner: str
+    step_time_s: float | None
+    samples: int
+    feasible: bool
+    peak_bytes: tuple[int, ...]
+    compute_s: float
+    transfer_s: float
+    idle_s: float | None
+    path: Mapping[str, float]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Groups of one module that the plans have on different devices.
+
+    Attributes:
+        module: See `rlplace.explaining.names.module_of`.
+        source: Device in the first plan.
+        destination: Device in the second.
+        groups: Their names.
+        effect_s: What the first plan's step gains when this block alone moves; None when it was not simulated, or the step
+            then cannot complete.
+        feasible: Whether that plan fits.
+    """
+
+    module: str
+    source: str
+    destination: str
+    groups: tuple[str, ...]
+    effect_s: float | None
+    feasible: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two plans side by side.
+
+    Attributes:
+        devices: Names of the devices, those of the first plan's problem.
+        first, second: The plans.
+        settings: By name what the plans say differently: (first, second).
+        renamed: Devices of the second plan by the name under which they are compared; empty when none had to be.
+        blocks: Groups that differ, largest effect first.
+        same_groups: Groups on the same device.
+        notes: What else to know.
+    """
+
+    devices: tuple[str, ...]
+    first: Side
+    second: Side
+    settings: Mapping[str, tuple[Any, Any]]
+    renamed: Mapping[str, str]
+    blocks: tuple[Block, ...]
+    same_groups: int
+    notes: tuple[str, ...]
+
+    @property
+    def change_s(self) -> float | None:
+        """What the second plan's step takes more than the first's."""
+        if self.first.step_time_s is None or self.second.step_time_s is None:
+            return None
+        return self.second.step_time_s - self.first.step_time_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {**dataclasses.asdict(self), "change_s": self.change_s}
+
+    def text(self) -> str:
+        """For people."""
+        a, b = self.first, self.second
+        rows = [
+            ["planner", a.planner, b.planner, ""],
+            ["step ms", ms(a.step_time_s), ms(b.step_time_s), _relative(a.step_time_s, b.step_time_s)],
+            ["samples/s", _rate(a), _rate(b), ""],
+            ["feasible", _yes(a.feasible), _yes(b.feasible), ""],
+            ["computing ms", ms(a.compute_s), ms(b.compute_s), _relative(a.compute_s, b.compute_s)],
+            ["moving ms", ms(a.transfer_s), ms(b.transfer_s), _relative(a.transfer_s, b.transfer_s)],
+            ["idle ms", ms(a.idle_s), ms(b.idle_s), _relative(a.idle_s, b.idle_s)],
+        ]
+        for cause in dict.fromkeys([*a.path, *b.path]):
+            here, there = a.path.get(cause, 0.0), b.path.get(cause, 0.0)
+            rows.append([f"path, {cause} ms", ms(here), ms(there), _relative(here, there)])
+        for name, here, there in zip(self.devices, a.peak_bytes, b.peak_bytes, strict=False):
+            rows.append([f"peak GB of {name}", gb(here), gb(there), _relative(here, there)])
+        lines = table(["", "first", "second", "change"], rows)
+        lines += [f"{name}: {here} in the first, {there} in the second" for name, (here, there) in self.settings.items()]
+        if self.renamed:
+            pairs = ", ".join(f"{there} as {here}" for there, here in self.renamed.items())
+            lines.append(f"devices of the second plan are compared under other names of their kind: {pairs}")
+        count = sum(len(block.groups) for block in self.blocks)
+        lines += ["", f"{self.same_groups} groups sit alike, {count} differ"]
+        if self.blocks:
+            rows = [
+                [
+                    block.module,
+                    f"{block.source} -> {block.destination}",
+                    str(len(block.groups)),
+                    ms(block.effect_s, sign=True),
+                    "" if block.feasible or block.effect_s is None else "does not fit alone",
+                ]
+                for block in self.blocks[:MOST_ROWS]
+            ]
+            lines += table(["moved alone", "<", "groups", "step ms", "<"], rows)
+            if len(self.blocks) > MOST_ROWS:
+                lines.append(f"{len(self.blocks) - MOST_ROWS} more blocks")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def diff(problem: Problem, first: PlacementPlan, second: PlacementPlan, *, other: Problem | None = None) -> Difference:
+    """Compares two plans.
+
+    Args:
+        problem: The problem of the first plan, and of the second unless `other` is given.
+        first: A plan.
+        second: Another.
+        other: The second plan's problem where that is another one; its groups must have the same names.
+
+    Raises:
+        InputError: A plan is not for its problem, or the problems' groups differ.
+    """
+    notes: list[str] = []
+    target = problem if other is None else other
+    if target.group_names != problem.group_names:
+        mine, theirs = set(problem.group_names), set(target.group_names)
+        raise InputError(
+            f"diff: the plans are for problems whose groups differ ({problem.num_groups} and {target.num_groups}, "
+            f"{len(mine & theirs)} names in common); compare plans of one model at one granularity"
+        )
+    a, b = run_plan(problem, first), run_plan(target, second)
+    if target.fingerprint != problem.fingerprint:
+        notes.append(
+            "the plans are for different problems with the same groups: each is simulated on its own, blocks on the first"
+        )
+    names = {device.name: index for index, device in enumerate(problem.devices)}
+    devices, renamed = _second_devices(a, b, names)
+    shown = {
+        renamed.get(device.name, device.name): peak
+        for device, peak in zip(b.given.devices, b.line.peak_memory_bytes, strict=True)
+    }
+    blocks, same, more = _blocks(a, devices)
+    notes += more
+    settings = {key: (x, y) for (key, x), y in zip(_settings(first).items(), _settings(second).values(), strict=True) if x != y}
+    return Difference(
+        devices=tuple(device.name for device in problem.devices),
+        first=_side(a),
+        second=dataclasses.replace(_side(b), peak_bytes=tuple(int(shown.get(name, 0)) for name in names)),
+        settings=settings,
+        renamed=renamed,
+        blocks=blocks,
+        same_groups=same,
+        notes=tuple(notes),
+    )
+
+
+def _side(run: Run) -> Side:
+    predicted = run.line.predicted(run.problem)
+    return Side(
+        planner=run.plan.planner,
+        step_time_s=run.line.step_time_s,
+        samples=run.line.samples,
+        feasible=run.line.feasible,
+        peak_bytes=tuple(int(peak) for peak in run.line.peak_memory_bytes),
+        compute_s=float(predicted["compute"]),
+        transfer_s=float(predicted["transfer"]),
+        idle_s=predicted["idle"],
+        path=seconds_by_cause(realised_path(run)),
+        settings=_settings(run.plan),
+    )
+
+
+def _settings(plan: PlacementPlan) -> dict[str, Any]:
+    """What a plan says beside devices."""
+    return {
+        "micro-batches": plan.microbatches,
+        "schedule": plan.schedule,
+        "replicas": len(plan.replicas or [()]),
+        "optimizer sharding": plan.optimizer_sharding,
+        "recomputed segments": len(plan.recompute or []),
+        "ops cut": sum(parts > 1 for dims in (plan.shards or {}).values() for parts in dims.values()),
+        "order given": plan.order is not None,
+        "priorities given": plan.priority is not None,
+    }
+
+
+def _second_devices(a: Run, b: Run, names: Mapping[str, int]) -> tuple[NDArray[np.int32], dict[str, str]]:
+    """The second plan's devices as numbers of the first's problem, renamed among like ones where that changes nothing.
+
+    Raises:
+        InputError: The second plan uses a device that the first's problem does not have.
+    """
+    missing = [d.name for d in b.given.devices if d.name not in names]
+    used = [b.given.devices[d].name for d in np.unique(b.plan.device_of_group)]
+    if any(name in missing for name in used):
+        raise InputError(
+            f"diff: the second plan uses {next(n for n in used if n in missing)}, which the first's problem does not have"
+        )
+    number = np.array([names.get(device.name, -1) for device in b.given.devices], dtype=np.int32)
+    devices = number[b.plan.device_of_group]
+    if b.given is not a.given or a.plan.replicas or b.plan.replicas or b.plan.shards or b.plan.order is not None:
+        return devices, {}
+    renaming = _closest_names(a.given, a.plan.device_of_group, devices)
+    renamed = renaming[devices]
+    if (renamed == devices).all():
+        return devices, {}
+    stages = b.plan.stage_of_group if b.plan.stage_of_group is not None else b.plan.device_of_group
+    same = run_unchecked(a.given, dataclasses.replace(b.plan, device_of_group=renamed, stage_of_group=stages))
+    if abs(same.step_s - b.step_s) > SAME * b.step_s:
+        return devices, {}
+    swapped = {device.name: a.given.devices[renaming[d]].name for d, device in enumerate(a.given.devices) if renaming[d] != d}
+    return renamed.astype(np.int32), swapped
+
+
+def _closest_names(problem: Problem, first: NDArray[np.int32], second: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Int [D], a renaming of devices among like ones under which most groups sit alike."""
+    from scipy.optimize import linear_sum_assignment
+
+    renaming = np.arange(problem.num_devices)
+    together = np.zeros((problem.num_devices, problem.num_devices))
+    np.add.at(together, (second, first), 1.0)
+    for members in device_classes(problem):
+        own = together[np.ix_(members, members)] + 1e-6 * np.eye(len(members))  # of equal renamings the one that renames less
+        rows, columns = linear_sum_assignment(-own)
+        renaming[np.array(members)[rows]] = np.array(members)[columns]
+    return renaming
+
+
+def _blocks(a: Run, devices: NDArray[np.int32]) -> tuple[tuple[Block, ...], int, list[str]]:
+    """The blocks with their effects, how many groups sit alike, and notes."""
+    given, here = a.given, a.plan.device_of_group
+    differ = np.flatnonzero(here != devices)
+    found: dict[tuple[str, int, int], list[int]] = {}
+    for group in differ.tolist():
+        key = (module_of(given.group_names[group]), int(here[group]), int(devices[group]))
+        found.setdefault(key, []).append(group)
+    notes = []
+    mean_s = np.where(given.group_allowed, given.group_time_s, 0.0).sum(axis=1)
+    by_time = sorted(found, key=lambda key: -float(mean_s[found[key]].sum()))
+    simulated = set(itertools.islice(by_time, MOST_BLOCKS))
+    if len(found) > MOST_BLOCKS:
+        notes.append(f"of {len(found)} blocks the {MOST_BLOCKS} with most work were simulated")
+    base, reason = a, ""
+    if a.plan.shards:
+        simulated, reason = set(), "the first plan cuts ops, so its blocks are not moved one by one"
+    elif a.plan.order is not None:
+        base = run_unchecked(given, dataclasses.replace(a.plan, order=None))
+        reason = "the first plan fixes the order of ops; effects of blocks are those of the plan run by priority"
+    notes += [reason] if reason and found else []
+    blocks = [_block(base, key, groups, key in simulated) for key, groups in found.items()]
+    blocks.sort(key=lambda block: (block.effect_s is None, -abs(block.effect_s or 0.0), block.module))
+    return tuple(blocks), given.num_groups - len(differ), notes
+
+
+def _block(base: Run, key: tuple[str, int, int], groups: list[int], simulate: bool) -> Block:
+    module, source, destination = key
+    given, effect, feasible = base.given, None, False
+    width = len(base.plan.replicas[0]) if base.plan.replicas else given.num_devices
+    if simulate and destination < width and given.group_allowed[groups, destination].all():
+        try:
+            line = run_unchecked(given, moved(base.plan, groups, destination)).line
+        except InputError:  # the schedule cannot run the stages that this makes
+            line = None
+        if line is not None and line.step_time_s is not None and base.line.step_time_s is not None:
+            effect, feasible = line.step_time_s - base.line.step_time_s, line.feasible
+    names = given.devices[source].name, given.devices[destination].name
+    return Block(module, *names, tuple(given.group_names[group] for group in groups), effect, feasible)
+
+
+def _relative(here: float | None, there: float | None) -> str:
+    if here is None or there is None or here == 0:
+        return ""
+    return percent(there / here - 1.0, sign=True) if abs(there - here) > 5e-4 * abs(here) else "same"
+
+
+def _rate(side: Side) -> str:
+    return f"{side.samples / side.step_time_s:.2f}" if side.step_time_s else "-"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,107 @@
+"""A plan lowered and simulated once, with what an explanation needs to know beside the timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.plan.plan import PlacementPlan, check_plan
+from rlplace.problem import Problem
+from rlplace.simulator import Timeline, simulate
+from rlplace.simulator.expand import lower_plan
+from rlplace.simulator.schedules import ACTION_SCHEDULES
+from rlplace.simulator.tasks import TaskGraph, task_graph
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One simulated step of a plan.
+
+    Attributes:
+        given: The problem that the plan is for.
+        plan: The plan.
+        problem: What was simulated: `given`, or with replicas, shards or recomputation lowered. Its groups are H.
+        devices: int32 [H], device of every group of `problem`.
+        stage_of_group: int32 [H] or None: the device.
+        ordered: Devices follow a fixed order, so they may stand idle beside a ready task.
+        schedule: The schedule by which tasks are held back.
+        line: The timeline, of `problem`.
+    """
+
+    given: Problem
+    plan: PlacementPlan
+    problem: Problem
+    devices: NDArray[np.int32]
+    stage_of_group: NDArray[np.int32] | None
+    ordered: bool
+    schedule: str
+    line: Timeline
+
+    @cached_property
+    def tasks(self) -> TaskGraph:
+        """Tasks and values of the step."""
+        return task_graph(self.problem, self.plan.microbatches)
+
+    @cached_property
+    def task_device(self) -> NDArray[np.int32]:
+        """int32 [K]."""
+        device: NDArray[np.int32] = self.devices[self.problem.op_group[self.tasks.op]]
+        return device
+
+    @cached_property
+    def given_group(self) -> NDArray[np.int64]:
+        """int64 [H], the group of `given` that each simulated group is, a copy of or a part of."""
+        count = self.given.num_groups
+        if self.problem.num_groups == count:
+            return np.arange(count)
+        if self.plan.replicas:
+            return np.arange(self.problem.num_groups) % count
+        number = {name: group for group, name in enumerate(self.given.group_names)}
+        return np.array([number[name.rpartition("@")[0]] for name in self.problem.group_names], dtype=np.int64)
+
+    @property
+    def step_s(self) -> float:
+        """Step time; inf when the step cannot complete."""
+        return float("inf") if self.line.step_time_s is None else self.line.step_time_s
+
+
+def run_plan(problem: Problem, plan: PlacementPlan) -> Run:
+    """Lowers and simulates a plan.
+
+    Raises:
+        InputError: The plan is for another problem, or cannot be lowered.
+    """
+    check_plan(plan, problem)
+    return run_unchecked(problem, plan)
+
+
+def run_unchecked(problem: Problem, plan: PlacementPlan) -> Run:
+    """`run_plan` for a plan that was derived from a checked one; its fingerprint is not looked at."""
+    plain = lower_plan(problem, plan)
+    devices = np.array(plain.device_of_group, dtype=np.int32)
+    schedule = plan.schedule if plain.order is None else "list"
+    fields: dict[str, Any] = {"microbatches": plan.microbatches, "schedule": schedule, "stage_of_group": plain.stage_of_group}
+    line = simulate(plain.problem, devices, priority=plain.priority, order=plain.order, **fields)
+    ordered = plain.order is not None or schedule in ACTION_SCHEDULES
+    return Run(problem, plan, plain.problem, devices, plain.stage_of_group, ordered, schedule, line)
+
+
+def moved(plan: PlacementPlan, groups: NDArray[np.int64] | list[int], device: int) -> PlacementPlan:
+    """The plan with some groups on another of its devices, its order left out: moved groups have no place in it.
+
+    Groups whose stage is not their device join, of the stages of the new device, the one whose number is nearest.
+    """
+    devices = np.array(plan.device_of_group, dtype=np.int32)
+    devices[groups] = device
+    stages = plan.stage_of_group
+    if stages is not None:
+        there = np.unique(stages[plan.device_of_group == device])
+        stages = stages.copy()
+        for group in np.asarray(groups).tolist() if len(there) else []:
+            stages[group] = there[np.abs(there - stages[group]).argmin()]
+    return dataclasses.replace(plan, device_of_group=devices, stage_of_group=stages, order=None)

@@ -101,10 +101,16 @@ def check_devices(plan: PlacementPlan, devices: Sequence[Any]) -> tuple[torch.de
     needed = int(plan.device_of_group.max(initial=0)) + 1
     if len(devices) < needed:
         raise InputError(f"apply: the plan uses {needed} devices, {len(devices)} given; name one per device of the plan")
-    return tuple(_device(item) for item in devices)
+    return tuple(torch_device(item) for item in devices)
 
 
-def _device(item: Any) -> torch.device:
+def torch_device(item: Any) -> torch.device:
+    """A device of this machine as torch knows it.
+
+    Raises:
+        InputError: Not a device.
+        MissingError: This machine does not have it.
+    """
     try:
         device = torch.device(item)
     except (RuntimeError, TypeError):

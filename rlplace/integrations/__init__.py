@@ -1,0 +1,35 @@
+"""rlplace inside other tools: torch.compile, torch pipelining, torchtitan, the Trainer of transformers (docs/plugins.md).
+
+Names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlplace.integrations.dynamo import rlplace as dynamo_backend
+    from rlplace.integrations.split_points import StageSplit, split_points, split_spec
+    from rlplace.runtime.step_watch_trainer import StepWatchCallback
+
+_PUBLIC = {
+    "StageSplit": "rlplace.integrations.split_points:StageSplit",
+    "StepWatchCallback": "rlplace.runtime.step_watch_trainer:StepWatchCallback",
+    "dynamo_backend": "rlplace.integrations.dynamo:rlplace",
+    "split_points": "rlplace.integrations.split_points:split_points",
+    "split_spec": "rlplace.integrations.split_points:split_spec",
+}
+
+__all__ = ["StageSplit", "StepWatchCallback", "dynamo_backend", "split_points", "split_spec"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'rlplace.integrations' has no attribute {name!r}")
+    module, attribute = _PUBLIC[name].split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import add_model_options, load, natural, positive, print_json, say, seconds
-from rlplace.cli.plans import plan_and_problem
+from rlplace.cli.common import Loaded, add_model_options, load, natural, positive, print_json, say, seconds
+from rlplace.cli.plans import plan_and_problem, problem_at
 from rlplace.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
-    from rlplace.cli.common import Loaded
+    from rlplace.explaining.explain import Explanation
+    from rlplace.problem import Problem
 
-HELP = "say what bounds a plan, why groups sit where they do, and what would change it"
+HELP = "say what bounds a plan, why groups sit where they do, and what would change it or make it fit"
 EXAMPLE = "example: rlplace explain gpt2.plan.json"
 
 _PLAN = ".plan.json"
@@ -20,14 +22,16 @@ _PLAN = ".plan.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("what", metavar="PLAN|MODEL", help="*.plan.json; or a MODEL, to hear what would make it fit")
+    parser.add_argument(
+        "what", metavar="PLAN|MODEL", help="*.plan.json; or a MODEL as for 'rlplace place', to hear what would make it fit"
+    )
     parser.add_argument("--problem", metavar="X.problem.json", help="the plan's problem (built again from the plan's source)")
-    parser.add_argument("--cluster", metavar="C", help="for a MODEL: as in 'rlplace place'")
+    parser.add_argument("--cluster", metavar="C", help="for a MODEL, as for 'rlplace place'; for a PLAN that does not name it")
     parser.add_argument("--group", metavar="NAME", help="alternatives of this group or module (those that matter most)")
     parser.add_argument("--groups", type=natural, default=5, metavar="N", help="alternatives of so many groups (5)")
     parser.add_argument("--no-what-if", action="store_true", help="leave out what other hardware would bring")
     parser.add_argument("--calls", type=natural, default=256, metavar="N", help="simulations of each search (256); 0: none")
-    parser.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="seconds for each search (10)")
+    parser.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="seconds for each planner (10)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the searches (0)")
     parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="for a MODEL: micro-batches (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -35,11 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the verb."""
+    """Runs the verb; that a plan or model does not fit is a result, not a failure."""
     if options.what.endswith(_PLAN):
-        return _plan(options)
+        _show(_plan(options), options)
+        return 0
     if options.problem or options.group:
-        raise InputError(f"--problem and --group go with a plan file (*{_PLAN}), {options.what} is none")
+        given = "--problem" if options.problem else "--group"
+        raise InputError(f"{given} goes with a plan file (*{_PLAN}), which {options.what} is not")
+    if options.global_batch is not None:
+        raise InputError("explain looks at one way to run a step; give --microbatches, or leave --global-batch out")
     return _model(options)
 
 
@@ -47,51 +55,75 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
     return {"calls": options.calls, "time_limit_s": options.time_limit, "seed": options.seed}
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> Explanation:
     from rlplace.explaining.explain import explain
 
     plan, problem = plan_and_problem(options.what, options.problem, options.cluster)
-    found = explain(
-        problem, plan, group=options.group, groups=options.groups, hardware=not options.no_what_if, **_limits(options)
+    source = (plan.source or {}).get("graph") or {}
+    known = options.problem is None and isinstance(source.get("model"), str)
+    return explain(
+        problem,
+        plan,
+        group=options.group,
+        groups=options.groups,
+        hardware=not options.no_what_if,
+        at=problem_at(plan, options.cluster) if known else None,
+        **_limits(options),
     )
+
+
+def _model(options: argparse.Namespace) -> int:
+    """A MODEL that fits has nothing to relax; its plan by the classical floor is explained then."""
+    from rlplace.explaining.explain import explain
+    from rlplace.planners import get_planner
+
+    loaded = load(options.what, options.cluster, options)
+    problem, limit_s = loaded.problem, options.time_limit
+    say("planning with best")
+    try:
+        plan = get_planner("best")(problem, seed=options.seed, time_limit_s=limit_s, microbatches=options.microbatches)
+    except InfeasibleError:
+        _relax(loaded, options)
+        return 0
+    _show(explain(problem, plan, groups=options.groups, hardware=not options.no_what_if, **_limits(options)), options)
+    return 0
+
+
+def _relax(loaded: Loaded, options: argparse.Namespace) -> None:
+    import dataclasses
+
+    from rlplace.explaining.relax import relax
+
+    say("no plan found; trying what would make it fit")
+    at = None if loaded.graph is None else loaded.priced.at
+    found = relax(loaded.problem, at=at, finer=_finer(loaded, options), microbatches=options.microbatches, **_limits(options))
+    if options.json:
+        print_json({"problem": loaded.problem.name, "feasible": False, "relaxations": dataclasses.asdict(found)})
+    else:
+        print("\n".join(found.lines()))
+
+
+def _finer(loaded: Loaded, options: argparse.Namespace) -> Callable[[], Problem] | None:
+    """Prices the captured model with four times as many groups."""
+    graph = loaded.graph
+    if graph is None:
+        return None
+    from rlplace.cluster.parse import parse
+    from rlplace.cost.price import price
+
+    machine = parse(options.cluster or "host")
+    return lambda: price(
+        graph,
+        machine,
+        groups=4 * options.granularity,
+        weight_gradients=options.weight_gradients,
+        costs=options.costs,
+        host=options.host_mode,
+    )
+
+
+def _show(found: Explanation, options: argparse.Namespace) -> None:
     if options.json:
         print_json(found.to_dict())
     else:
         print(found.text())
-    return 0
-
-
-def _model(options: argparse.Namespace) -> int:
-    """A MODEL that fits has nothing to relax; the plan is what can be explained then."""
-    import dataclasses
-
-    from rlplace.explaining.relax import relax
-    from rlplace.planners import get_planner
-
-    loaded = load(options.what, options.cluster, options)
-    say("planning with best")
-    try:
-        plan = get_planner("best")(
-            loaded.problem, seed=options.seed, time_limit_s=options.time_limit, microbatches=options.microbatches
-        )
-    except InfeasibleError:
-        say("no plan fits; looking for what would")
-        found = relax(loaded.problem, at=_sizes(loaded), microbatches=options.microbatches, **_limits(options))
-        if options.json:
-            print_json({"problem": loaded.problem.name, "feasible": False, **dataclasses.asdict(found)})
-        else:
-            print("\n".join(found.lines()))
-        return 0
-    from rlplace.explaining.explain import explain
-
-    explained = explain(loaded.problem, plan, groups=options.groups, hardware=not options.no_what_if, **_limits(options))
-    if options.json:
-        print_json(explained.to_dict())
-    else:
-        print(explained.text())
-    return 0
-
-
-def _sizes(loaded: Loaded) -> Any:
-    """Prices the model for other micro-batches, where it is known."""
-    return None if loaded.graph is None else loaded.priced.at

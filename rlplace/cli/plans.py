@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import say
+from rlplace.errors import InputError
 
 if TYPE_CHECKING:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
-
-
-def add_problem_options(parser: argparse.ArgumentParser) -> None:
-    """``--problem`` and ``--cluster`` of a verb that takes a plan."""
-    parser.add_argument("--problem", metavar="X.problem.json", help="the plan's problem (built again from the plan's source)")
 
 
 def plan_and_problem(path: str, problem: str | None, cluster: str | None = None) -> tuple[PlacementPlan, Problem]:
@@ -23,7 +20,7 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
     Args:
         path: Plan file.
         problem: Problem file, or None.
-        cluster: The plan's cluster where its source does not name one that can be read.
+        cluster: The plan's cluster, where its source does not name one that can be read.
 
     Raises:
         InputError: The plan is for another problem, or does not say how to build it.
@@ -32,10 +29,32 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
     from rlplace.problem import Problem
 
     if problem is not None:
+        if cluster is not None:
+            raise InputError(f"{problem} has its own devices; leave --cluster or --problem out")
         known = Problem.load(problem)
         return PlacementPlan.load(path, known), known
+    plan = PlacementPlan.load(path)
+    if not plan.source:
+        raise InputError(f"{path}: says nothing of where its problem came from; name the problem file with --problem")
     from rlplace.runtime.distributed.recipe import problem_of_plan
 
-    plan = PlacementPlan.load(path)
-    say(f"building the problem of {path} again")
+    say(f"building the problem of {path} again; --problem X.problem.json would read it")
     return plan, problem_of_plan(plan, cluster)
+
+
+def problem_at(plan: PlacementPlan, cluster: str | None) -> Callable[[int], Problem]:
+    """Captures and prices a plan's model again for a micro-batch of so many samples; what was priced is kept."""
+    from rlplace.runtime.distributed.recipe import cluster_of_plan, rebuild_problem
+
+    kept: dict[int, Problem] = {}
+    own = plan.source or {}
+
+    def at(samples: int) -> Problem:
+        if samples not in kept:
+            say(f"capturing one training step of {samples} samples")
+            graph = {key: value for key, value in own["graph"].items() if key != "rescaled_from"}
+            source = {**own, "graph": {**graph, "batch": samples}}
+            kept[samples] = rebuild_problem(dataclasses.replace(plan, source=source), cluster_of_plan(plan, cluster))
+        return kept[samples]
+
+    return at

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlplace.explaining.names import channel_names, module_of, pair_name
+from rlplace.explaining.names import channel_names, module_of
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
 from rlplace.explaining.runs import Run
+from rlplace.explaining.story import Stretch, place_of, stretches
 from rlplace.planners.common.execution_bound import execution_bound
 from rlplace.problem import UPDATE, Problem
 
@@ -114,6 +115,7 @@ class StepBounds:
         step_time_s: Of the plan.
         path: The critical path by cause and place, longest first; the seconds add up to the step.
         modules: The same path by module, longest first; likewise.
+        story: The same path in order of time.
         devices: All devices, in their order.
         channels: Channels that are used, busiest first.
         lower_bound_s: No plan of the problem with as many micro-batches and replicas is quicker; 0 where nothing is known.
@@ -123,6 +125,7 @@ class StepBounds:
     step_time_s: float
     path: tuple[PathPart, ...]
     modules: tuple[ModulePart, ...]
+    story: tuple[Stretch, ...]
     devices: tuple[DeviceLoad, ...]
     channels: tuple[ChannelLoad, ...]
     lower_bound_s: float
@@ -157,6 +160,7 @@ def step_bounds(run: Run) -> StepBounds:
         step_time_s=run.step_s,
         path=_parts(run, path),
         modules=_modules(run, path),
+        story=stretches(run, path),
         devices=device_loads(run),
         channels=channel_loads(run),
         lower_bound_s=lower_s,
@@ -171,9 +175,7 @@ def seconds_by_cause(path: Iterable[Link]) -> dict[str, float]:
 
 def _parts(run: Run, path: tuple[Link, ...]) -> tuple[PathPart, ...]:
     def key(link: Link) -> tuple[str, str]:
-        if link.destination >= 0:
-            return link.cause, pair_name(run.problem, link.device, link.destination)
-        return link.cause, run.problem.devices[link.device].name if link.device >= 0 else "collectives"
+        return link.cause, place_of(run, link)
 
     seconds = _sums(path, key)
     count: dict[tuple[str, str], int] = {}

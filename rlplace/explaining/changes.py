@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.errors import InputError
 from rlplace.problem import Device, Links, Problem
 from rlplace.problem.fabric import Fabric
+
+_ONE_HOST = re.compile(r"\s*([\w.-]+?)\s*:\s*(\d+)((?:,[^+]*)?)")
 
 FREE_BYTES_PER_S = 1e300
 """Bandwidth of links that cost nothing."""
@@ -19,22 +22,19 @@ FREE_BYTES_PER_S = 1e300
 def with_device(problem: Problem, like: int) -> Problem | None:
     """The problem with one more device at the end that is what `like` is and is linked as it is.
 
-    To `like` itself it is linked as that is to the device of its kind that it is linked to best, or to any device where it has
-    no like. What `like` alone uses of the links (its ports) the new device has once more; what others use too (a network card,
-    a bus) it shares with them.
+    Of a preset cluster of one host the links are those of the preset with one device more. Else they are copied: to `like`
+    itself the new device is linked as that is to the device of its kind that it is linked to best, or to any device where it
+    has no like. What `like` alone uses of the links (its ports) the new device has once more; what others use too (a network
+    card, a bus) it shares with them.
 
     Returns:
-        None when there is one device only and the problem does not say how a second one would be linked.
+        None when there is one device only, of no known kind, so that nothing says how a second one would be linked.
     """
-    count = problem.num_devices
-    if count == 1:
-        links = _pair_of_kind(problem)
-        if links is None:
-            return None
-        peer = like
-    else:
-        peer = _peer(problem, like)
-        links = _extended(problem.links, like, peer)
+    known = _preset_links(problem)
+    if problem.num_devices == 1 and known is None:
+        return None
+    peer = _peer(problem, like)
+    links = _extended(problem.links, like, peer) if known is None else known
     old = problem.devices[like]
     device = dataclasses.replace(old, name=_new_name(problem, old.name))
     column = problem.time_s[:, [like]]
@@ -51,7 +51,7 @@ def with_device(problem: Problem, like: int) -> Problem | None:
 def _peer(problem: Problem, like: int) -> int:
     """The device that shows how two of a kind are linked."""
     kind = problem.devices[like].kind
-    others = [d for d in range(problem.num_devices) if d != like]
+    others = [d for d in range(problem.num_devices) if d != like] or [like]
     alike = [d for d in others if problem.devices[d].kind == kind and (problem.time_s[:, d] == problem.time_s[:, like]).all()]
     bandwidth = problem.links.bandwidth_bytes_per_s[like]
     return max(alike or others, key=lambda d: (float(bandwidth[d]), -d))
@@ -130,13 +130,26 @@ def _joined(fabric: Fabric, like: int, peer: int, new: int) -> Fabric:
     return dataclasses.replace(fabric, devices=(*fabric.devices, new), links=(*fabric.links, *direct, *between))
 
 
-def _pair_of_kind(problem: Problem) -> Links | None:
-    """Links of two devices of the only device's kind, by its preset."""
+def _preset_links(problem: Problem) -> Links | None:
+    """Links of the problem's preset cluster with one more device, where the present devices keep theirs; else None."""
     from rlplace.cluster.parse import preset
     from rlplace.cluster.presets import KINDS
 
-    kind = problem.devices[0].kind
-    return preset(f"{kind}:2").links if kind in KINDS else None
+    count = problem.num_devices
+    kinds = {device.kind for device in problem.devices}
+    text = (problem.source or {}).get("cluster")
+    found = _ONE_HOST.fullmatch(text) if isinstance(text, str) else None
+    kind, options = (found[1].lower(), found[3]) if found is not None else (next(iter(kinds)), "")
+    if kinds != {kind} or kind not in KINDS or (found is None and count > 1):
+        return None
+    try:
+        links = preset(f"{kind}:{count + 1}{options}").links
+    except InputError:
+        return None
+    now = problem.links
+    kept = (links.bandwidth_bytes_per_s[:count, :count], links.latency_s[:count, :count])
+    same = np.array_equal(kept[0], now.bandwidth_bytes_per_s) and np.array_equal(kept[1], now.latency_s)
+    return links if same else None
 
 
 def _new_name(problem: Problem, name: str) -> str:

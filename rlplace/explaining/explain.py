@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ def explain(
     group: str | None = None,
     groups: int = GROUPS,
     hardware: bool = True,
+    at: Callable[[int], Problem] | None = None,
     calls: int = CALLS,
     time_limit_s: float | None = None,
     seed: int = 0,
@@ -94,6 +95,7 @@ def explain(
         group: A group, or a module whose groups share a device, to look at; default those that matter most.
         groups: How many of those.
         hardware: Whether to ask what other hardware would bring, which plans anew for each change.
+        at: For an infeasible plan: prices its problem for a micro-batch of so many samples.
         calls: Simulations of each search, beside the classical floor; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
         seed: Of the searches.
@@ -113,7 +115,7 @@ def explain(
     if plan.order is not None and found:
         notes.append("the plan fixes the order of ops; groups are compared with the same plan run by priority")
     asked = what_if(run, calls=calls, time_limit_s=time_limit_s, seed=seed) if hardware and run.line.feasible else ()
-    relaxed = None if run.line.feasible else relax(problem, plan=plan, calls=calls, time_limit_s=time_limit_s, seed=seed)
+    relaxed = None if run.line.feasible else relax(problem, plan=plan, at=at, calls=calls, time_limit_s=time_limit_s, seed=seed)
     return Explanation(
         problem=problem.name,
         planner=plan.planner,
@@ -140,6 +142,7 @@ def _bounds_lines(bounds: StepBounds) -> list[str]:
     if more := bounds.modules[MOST_ROWS:]:
         sums = (sum(p.compute_s for p in more), sum(p.transfer_s for p in more), sum(p.wait_s for p in more))
         rows.append([f"{len(more)} more", *(ms(value) for value in sums)])
+    lines += ["", *_story_lines(bounds)]
     lines += ["", *table(["critical path by module", "computing ms", "moving ms", "waiting ms"], rows), ""]
     rows = []
     for device in bounds.devices:
@@ -164,6 +167,16 @@ def _bounds_lines(bounds: StepBounds) -> list[str]:
             f"{percent(max(bounds.most_gain, 0.0))} can be gained with as many micro-batches and replicas"
         )
     return lines
+
+
+def _story_lines(bounds: StepBounds) -> list[str]:
+    """The longest stretches of the path, in order of time."""
+    by_length = sorted(bounds.story, key=lambda stretch: stretch.start_s - stretch.end_s)
+    longest = {id(stretch) for stretch in by_length[:MOST_ROWS]}
+    rows = [[ms(s.start_s), ms(s.end_s), ms(s.wait_s), s.sentence] for s in bounds.story if id(s) in longest]
+    lines = table(["from ms", "to ms", "waiting", "<what"], rows)
+    left = len(bounds.story) - len(rows)
+    return [*lines, f"and {left} shorter stretches in between"] if left else lines
 
 
 def _group_lines(groups: Sequence[GroupChoice]) -> list[str]:
@@ -193,9 +206,9 @@ def _what_if_lines(asked: Sequence[WhatIf]) -> list[str]:
     rows = []
     for entry in asked:
         gain = "-"
-        if entry.replanned_s is not None and base.replanned_s is not None and base.replanned_s > 0:
-            gain = percent(1.0 - entry.replanned_s / base.replanned_s)
+        if entry.sample_s is not None and base.sample_s:
+            gain = percent(base.sample_s / entry.sample_s - 1.0, sign=True) if entry.sample_s > 0 else "-"
         fits = ms(entry.same_s) if entry.same_feasible else "does not fit"
-        rows.append([entry.change, fits, ms(entry.replanned_s), gain if entry is not base else ""])
-    lines = table(["what if", "same plan ms", "planned anew ms", "gain"], rows)
+        rows.append([entry.change, fits, ms(entry.replanned_s), str(entry.samples), gain if entry is not base else ""])
+    lines = table(["what if", "same plan ms", "planned anew ms", "samples", "samples/s"], rows)
     return [*lines, *(f"{entry.change}: {entry.note}" for entry in asked if entry.note)]

@@ -1,8 +1,9 @@
-"""What other hardware would bring: the same plan simulated on it, and the best plan that a small search finds for it.
+"""What other hardware, or more micro-batches, would bring: the same plan simulated there, and the best that a search finds.
 
 Every question is asked twice, because a plan made for four devices does not use a fifth. What is found for the hardware as it
 is starts the search for every other one, and the same plan is always among the answers, so no answer is worse than what is
-known already. What a change is worth is therefore its re-planned step against the re-planned step as things are.
+known already. What a change is worth is therefore its re-planned step against the re-planned step as things are, by the
+sample where the numbers of samples differ.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ AS_IS = "as it is"
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One change of the hardware.
+    """One change.
 
     Attributes:
         change: In words.
         same_s: Step time of the same plan; None when it cannot complete.
         same_feasible: Whether that fits.
-        samples: Samples of a step of the same plan.
+        samples: Samples of a step.
         replanned_s: Step time of the best plan that was found, never above a feasible `same_s`; None when the search found
             nothing that fits, or was not made.
         note: What to know about the answer, or empty.
@@ -49,6 +50,12 @@ class WhatIf:
     samples: int
     replanned_s: float | None
     note: str = ""
+
+    @property
+    def sample_s(self) -> float | None:
+        """Seconds a sample of the best that is known; None when nothing fits."""
+        step = self.replanned_s if self.replanned_s is not None else self.same_s if self.same_feasible else None
+        return None if step is None else step / max(self.samples, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +83,12 @@ def what_if(run: Run, *, calls: int = CALLS, time_limit_s: float | None = None, 
         answers.append(_entry(name, same, found, note))
     more = _more_replicas(run)
     if more is not None:
-        answers.append(_entry("one more device, one more replica", more, None, f"{more.line.samples} samples a step"))
+        answers.append(_entry("one more device, one more replica", more, None, ""))
+    if run.plan.order is None and not run.plan.shards:
+        same = _more_microbatches(run)
+        if same is not None:
+            found = None if reason else _replan(same, run.given, [] if first is None else [first.devices], **limits)
+            answers.append(_entry(f"{same.plan.microbatches} micro-batches", same, found, ""))
     return tuple(answers)
 
 
@@ -168,13 +180,26 @@ def _plain(plan: PlacementPlan, devices: NDArray[np.int32], schedule: str) -> Pl
     )  # fmt: skip
 
 
+def _more_microbatches(run: Run) -> Run | None:
+    """The plan with 4 micro-batches instead of one, or with twice as many."""
+    plan = run.plan
+    single = plan.microbatches == 1
+    schedule = "1f1b" if single and plan.schedule == "list" else plan.schedule
+    try:
+        return run_unchecked(
+            run.given, dataclasses.replace(plan, microbatches=4 if single else 2 * plan.microbatches, schedule=schedule)
+        )
+    except InputError:  # too many tasks, or a schedule that cannot run so many
+        return None
+
+
 def _more_replicas(run: Run) -> Run | None:
     """Data parallel on single devices: the plan with one more replica on one more device."""
     rows = run.plan.replicas
     if not rows or len(rows) < 2 or any(len(row) != 1 for row in rows):
         return None
     problem = changes.with_device(run.given, int(rows[0][0]))
-    if problem is None:
+    if problem is None or problem.num_devices > run.given.num_devices + 1:
         return None
     plan = dataclasses.replace(run.plan, replicas=[*rows, [problem.num_devices - 1]])
     try:

@@ -1,0 +1,98 @@
+"""What an infeasible problem or plan lacks: which constraint fails, on which device, by how many bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlplace.errors import InfeasibleError
+from rlplace.explaining.runs import Run
+from rlplace.explaining.trials import Tester, Trial, overflow, without_advice
+from rlplace.planners.common.bounds import lower_bounds
+from rlplace.planners.common.shortage import check_possible
+from rlplace.problem import Problem
+from rlplace.simulator import simulate
+
+TOTAL, GROUP, FIXED, NOWHERE, DEVICE, OTHER = (
+    "total memory", "largest group", "fixed groups", "no device", "device memory", "times or links",
+)  # fmt: skip
+"""Constraints: all devices together are too small; the largest device is for one group; a device is for the groups fixed to
+it; a group may sit nowhere; a device is too small in the plan, or in every plan that was found; ops sit where they cannot run,
+or a link is missing."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What is missing.
+
+    Attributes:
+        constraint: See `TOTAL` and the others.
+        message: Where, by how much.
+        device: The device that is short, None when it is all of them together or another constraint.
+        short_bytes: Missing in the plan, or in the closest plan that was found; what is proven where no plan was looked at.
+        proven_bytes: Missing in every plan: total demand over total capacity, or the largest group over the largest device; 0
+            when no bound says that there is no plan.
+        proven: No plan of the problem fits, whatever its devices.
+    """
+
+    constraint: str
+    message: str
+    device: str | None
+    short_bytes: int
+    proven_bytes: int
+    proven: bool
+
+
+def find_shortage(problem: Problem, run: Run | None, tester: Tester) -> tuple[Shortage, Trial | None]:
+    """What is missing, and the plan that had to be looked for to know it.
+
+    Args:
+        problem: The problem.
+        run: A plan of it that does not fit; None: it is not known that one exists.
+        tester: Looks for a plan where no bound proves that there is none.
+    """
+    constraint, error, proven = _proof(problem)
+    if run is not None:
+        device, short = overflow(run)
+        if len(run.plan.replicas or [()]) > 1 or run.plan.shards:
+            proven = 0  # of a plan of another kind
+        message = f"the plan does not fit: {'; '.join(run.line.violations)}"
+        kind = DEVICE if short else OTHER
+        name = problem.devices[device].name if short else None
+        return Shortage(kind, message, name, short, proven, error is not None), None
+    if error is None:
+        trial = tester.plan("another plan", problem)
+        message = f"a plan that fits was found by {trial.how}" if trial.fits else trial.how
+        return Shortage(DEVICE, message, None, trial.short_bytes, 0, False), trial
+    name, short = error.device, proven
+    if problem.num_devices == 1 and constraint in (TOTAL, GROUP, FIXED):  # there is one plan, so its shortage is exact
+        line = simulate(problem, np.zeros(problem.num_groups, dtype=np.int32), **tester.execution)
+        limit = problem.devices[0].memory_bytes
+        if line.step_time_s is not None and limit is not None:
+            name, short = problem.devices[0].name, int(line.peak_memory_bytes[0]) - limit
+            proven = short
+    return Shortage(constraint, without_advice(error), name, short, proven, True), None
+
+
+def _proof(problem: Problem) -> tuple[str, InfeasibleError | None, int]:
+    """The constraint that no plan can meet, its error, and the bytes that every plan lacks; no error where none is proven."""
+    try:
+        check_possible(problem)
+    except InfeasibleError as error:
+        bounds = lower_bounds(problem)
+        total = bounds.resident_bytes + bounds.live_bytes - bounds.capacity_bytes
+        proven = max(error.short_bytes, int(total) if math.isfinite(total) else 0)
+        return _constraint(problem, error), error, proven
+    return "", None, 0
+
+
+def _constraint(problem: Problem, error: InfeasibleError) -> str:
+    if not problem.group_allowed.any(axis=1).all():
+        return NOWHERE
+    if error.device is None:
+        return TOTAL
+    device = next(d for d, item in enumerate(problem.devices) if item.name == error.device)
+    held = int(problem.resident_bytes[problem.group_device == device].sum())
+    return FIXED if held > problem.memory_limit_bytes[device] else GROUP

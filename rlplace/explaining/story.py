@@ -1,0 +1,83 @@
+"""The critical path as people read it: visits to devices and links, in order of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlplace.explaining.names import pair_name
+from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, ORDER, TRANSFER, Link
+from rlplace.explaining.runs import Run
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive links of the critical path in one place: a device, a pair of devices, the collectives.
+
+    Attributes:
+        where: Device, ``gpu0->gpu1``, or ``collectives``.
+        start_s, end_s: From the beginning of the step.
+        wait_s: How much of it goes by with waiting for the place.
+        links: How many links they are.
+        first, last: What runs, moves or waits in the first and the last of them.
+        blocker: What is in the way in the longest wait; empty where there is none, or nothing is.
+        sentence: In words.
+    """
+
+    where: str
+    start_s: float
+    end_s: float
+    wait_s: float
+    links: int
+    first: str
+    last: str
+    blocker: str
+    sentence: str
+
+
+def place_of(run: Run, link: Link) -> str:
+    """Where a link of the path is: device, pair of devices, or ``collectives``."""
+    if link.destination >= 0:
+        return pair_name(run.problem, link.device, link.destination)
+    return run.problem.devices[link.device].name if link.device >= 0 else "collectives"
+
+
+def stretches(run: Run, path: Sequence[Link]) -> tuple[Stretch, ...]:
+    """The path with neighbours in one place joined."""
+    found: list[list[Link]] = []
+    for link in path:
+        if found and place_of(run, found[-1][0]) == place_of(run, link):
+            found[-1].append(link)
+        else:
+            found.append([link])
+    return tuple(_stretch(run, links) for links in found)
+
+
+def _stretch(run: Run, links: list[Link]) -> Stretch:
+    waits = [link for link in links if link.cause not in (COMPUTE, TRANSFER, COLLECTIVE)]
+    longest = max(waits, key=lambda link: link.seconds, default=None)
+    blocker = run.problem.op_names[longest.blocker] if longest is not None and longest.blocker >= 0 else ""
+    where, first, last = place_of(run, links[0]), _name(run, links[0]), _name(run, links[-1])
+    ops = first if first == last else f"{first} .. {last}"
+    if len(waits) == len(links) and longest is not None:
+        what = f"{ops} waits for {where}, {_why(longest, blocker)}"
+    elif links[0].destination >= 0:
+        what = f"{ops} moves over {where}"
+    else:
+        what = f"{ops} communicates" if links[0].device < 0 else f"{where} computes {ops}"
+    if longest is not None and len(waits) < len(links):
+        what += f", waits included: {_why(longest, blocker)}"
+    wait_s = sum(link.seconds for link in waits)
+    return Stretch(where, links[0].start_s, links[-1].end_s, wait_s, len(links), first, last, blocker, what)
+
+
+def _why(wait: Link, blocker: str) -> str:
+    if wait.cause == ORDER:
+        return "idle until its turn comes"
+    return f"busy with {blocker}" if blocker else "behind earlier transfers" if wait.cause == CHANNEL else "busy"
+
+
+def _name(run: Run, link: Link) -> str:
+    """The op, or of a parameter that is sent its group."""
+    name = run.problem.op_names[link.op] if link.op >= 0 else run.problem.group_names[link.group]
+    return f"{name} (micro-batch {link.microbatch})" if run.plan.microbatches > 1 else name

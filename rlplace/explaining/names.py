@@ -48,9 +48,9 @@ def _channel(problem: Problem, pairs: list[tuple[int, int]]) -> str:
     if len(pairs) == 1:
         return pair_name(problem, *pairs[0])
     if len(sources) == 1:
-        return f"{problem.devices[sources[0]].name}->"
+        return f"out of {problem.devices[sources[0]].name}"
     if len(destinations) == 1:
-        return f"->{problem.devices[destinations[0]].name}"
+        return f"into {problem.devices[destinations[0]].name}"
     return f"{_some(problem, sources)}->{_some(problem, destinations)}"
 
 

@@ -7,8 +7,10 @@ belong to them.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,17 +21,17 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from rlplace.agents.config import ENVIRONMENTS, features_of
+from rlplace.agents.config import ENVIRONMENTS, MAX_HIDDEN, MAX_LAYERS, features_of
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_keys, read_bytes, read_json, write_bytes, write_json, write_text
+from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
 
 FORMAT = "rlplace.checkpoint"
 VERSION = 2
 STATE = "optimizer.safetensors"
+WEIGHTS = "policy.safetensors"
 _WEIGHT = "weight."
 _REQUIRED = {"environment", "network", "features", "training"}
-_MAX_HIDDEN, _MAX_LAYERS = 4096, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,21 +54,22 @@ class Checkpoint:
 def save_checkpoint(
     folder: str | Path, network: PlacerNetwork, *, environment: str, training: Mapping[str, Any], card: str
 ) -> None:
-    """Writes a checkpoint folder; each file is replaced atomically."""
+    """Writes a checkpoint folder. Its files are those of one call, whoever else writes there; a disk that is full changes none."""
     folder = Path(folder)
     make_folder(folder)
-    weights = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
-    write_bytes(folder / "policy.safetensors", save_tensors(weights))
+    weights = save_tensors({name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()})
     config = {
         "format": FORMAT,
         "version": VERSION,
         "environment": environment,
         "network": network.config.to_dict(),
         "features": list(network.features),
+        "weights": hashlib.sha256(weights).hexdigest(),
         "training": dict(training),
     }
-    write_json(folder / "config.json", config)
-    write_text(folder / "card.md", card)
+    text = json.dumps(config, allow_nan=False) + "\n"
+    with locked(folder):
+        write_files(folder, {WEIGHTS: weights, "config.json": text.encode(), "card.md": card.encode()})
 
 
 def load_checkpoint(name: str | Path) -> Checkpoint:
@@ -76,9 +79,15 @@ def load_checkpoint(name: str | Path) -> Checkpoint:
         InputError: Unknown name, malformed config, wrong shapes, or weights that are not finite.
     """
     folder = _find(name)
-    config = read_config(folder)
-    network = PlacerNetwork(_network_config(config, folder), features=config["features"])
-    load_weights(network, folder / "policy.safetensors")
+    path = folder / WEIGHTS
+    with locked(folder, shared=True):  # not between the files of somebody who saves
+        config, payload = read_config(folder), read_bytes(path)
+    sizes = _network_config(config, folder)
+    weights = check_sizes(sizes, config["features"], path, payload)
+    if config.get("weights", digest := hashlib.sha256(payload).hexdigest()) != digest:
+        raise InputError(f"{path}: not the weights that config.json was written with; save or copy the checkpoint again")
+    network = PlacerNetwork(sizes, features=config["features"])
+    fill(network, weights, path)
     network.eval()
     return Checkpoint(folder.name, network, config["environment"], config["training"])
 
@@ -88,29 +97,52 @@ def load_weights(module: torch.nn.Module, path: Path) -> None:
     fill(module, read_tensors(path), path)
 
 
+def check_sizes(sizes: NetworkConfig, features: Sequence[str], path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
+    """Reads weights and checks them against a network of these sizes, before memory is taken for such a network.
+
+    Args:
+        sizes: Of the network.
+        features: Of the network.
+        path: The file of the weights.
+        payload: Its contents, where they are read already.
+
+    Raises:
+        InputError: The file is damaged, or holds weights of a network of other sizes.
+    """
+    weights = read_tensors(path, payload)
+    with torch.device("meta"):
+        _check(PlacerNetwork(sizes, features=features).state_dict(), weights, path)
+    return weights
+
+
 def fill(module: torch.nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
     """Loads weights from the file `path` into a module after checking every name, shape and value."""
-    expected = module.state_dict()
+    _check(module.state_dict(), weights, path)
+    module.load_state_dict(weights)
+
+
+def _check(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Path) -> None:
     for key in [*expected, *weights]:
         if key not in weights or key not in expected:
             raise InputError(f"{path}: weight {key[:80]!r} is {'missing' if key not in weights else 'not expected'}")
-        if weights[key].shape != expected[key].shape or weights[key].dtype != expected[key].dtype:
+        if weights[key].shape != expected[key].shape:
             shapes = tuple(weights[key].shape), tuple(expected[key].shape)
             raise InputError(f"{path}: weight {key!r} has shape {shapes[0]}, the config asks for {shapes[1]}")
+        if weights[key].dtype != expected[key].dtype:
+            raise InputError(f"{path}: weight {key!r} is of {weights[key].dtype}, not of {expected[key].dtype}")
         if not torch.isfinite(weights[key]).all():
             raise InputError(f"{path}: weight {key!r} holds values that are not finite")
         if key == "scale" and not (weights[key] > 0).all():
             raise InputError(f"{path}: weight 'scale' holds values that are not positive")
-    module.load_state_dict(weights)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads a safetensors file."""
-    payload = read_bytes(path)
+def read_tensors(path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
+    """Reads a safetensors file, or its contents where they are read already."""
+    payload = read_bytes(path) if payload is None else payload
     try:
         return load_tensors(payload)
     except Exception as error:  # safetensors raises its own type for every kind of damage
-        raise InputError(f"{path}: not a safetensors file: {error}") from None
+        raise InputError(f"{path}: not a safetensors file: {show(str(error), 200)}") from None
 
 
 def save_state(path: Path, network: PlacerNetwork, moments: Mapping[str, Any], progress: tuple[int, int, int]) -> None:
@@ -125,18 +157,27 @@ def save_state(path: Path, network: PlacerNetwork, moments: Mapping[str, Any], p
 def load_state(path: Path, network: PlacerNetwork, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[int]]:
     """Reads what `save_state` wrote: fills the network, returns Adam's state with the settings of `optimizer`, and counts."""
     tensors = read_tensors(path)
-    if "progress" not in tensors or tensors["progress"].shape != (3,):
+    if "progress" not in tensors or tensors["progress"].shape != (3,) or tensors["progress"].dtype != torch.int64:
         raise InputError(f"{path}: does not say how far training is; remove it to go on from the checkpoint beside it")
     progress = tensors.pop("progress").tolist()
+    if min(progress) < 0:
+        raise InputError(f"{path}: a count of what is done is negative; remove it to go on from the checkpoint beside it")
     fill(network, {n.removeprefix(_WEIGHT): t for n, t in tensors.items() if n.startswith(_WEIGHT)}, path)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        if name.startswith(_WEIGHT):
-            continue
-        index, _, key = name.partition(".")
-        if not index.isdigit() or not key:
-            raise InputError(f"{path}: entry {name[:80]!r} is not optimizer state")
-        state.setdefault(int(index), {})[key] = value
+    for index, parameter in enumerate(parameters):
+        for key, shape in (("step", torch.Size()), ("exp_avg", parameter.shape), ("exp_avg_sq", parameter.shape)):
+            value = tensors.pop(f"{index}.{key}", None)
+            if value is None:
+                break  # of a parameter that was never updated there is nothing
+            good = value.shape == shape and value.dtype == torch.float32 and bool(torch.isfinite(value).all())
+            if not good or (key != "exp_avg" and bool((value < 0).any())):
+                raise InputError(f"{path}: entry '{index}.{key}' is not the state of Adam for that parameter")
+            state.setdefault(index, {})[key] = value
+    left = [name for name in tensors if not name.startswith(_WEIGHT)]
+    if left or any(len(entry) != 3 for entry in state.values()):
+        what = f"entry {left[0][:80]!r} is not optimizer state" if left else "a part of the optimizer state is missing"
+        raise InputError(f"{path}: {what}; remove it to go on from the checkpoint beside it")
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}, progress
 
 
@@ -172,7 +213,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of a checkpoint, checked."""
     path = folder / "config.json"
     config = read_json(path, FORMAT, VERSION)
-    check_keys(config, _REQUIRED, {"progress"}, str(path))
+    check_keys(config, _REQUIRED, {"progress", "weights"}, str(path))
     names = {identifier: name for name, identifier in ENVIRONMENTS.items()}
     if not isinstance(config["environment"], str) or config["environment"] not in names:
         raise InputError(f"{path}: environment {show(config['environment'])} is not one of this version")
@@ -186,7 +227,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _network_config(config: Mapping[str, Any], folder: Path) -> NetworkConfig:
     where = f"{folder / 'config.json'}: network"
     check_keys(config["network"], {"hidden", "second", "layers"}, set(), where)
-    limits = {"hidden": (1, _MAX_HIDDEN), "second": (1, _MAX_HIDDEN), "layers": (0, _MAX_LAYERS)}
+    limits = {"hidden": (1, MAX_HIDDEN), "second": (1, MAX_HIDDEN), "layers": (0, MAX_LAYERS)}
     for name, (least, most) in limits.items():
         value = config["network"][name]
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

@@ -9,9 +9,29 @@ from importlib.resources import files
 from typing import Any
 
 from rlplace.agents.network import NetworkConfig
-from rlplace.errors import unknown_name
+from rlplace.errors import InputError, show, unknown_name
+from rlplace.files import finite_number
 
 ENVIRONMENTS = {"placement": "rlplace/Placement-v0", "refinement": "rlplace/Refinement-v0"}
+
+
+MAX_HIDDEN, MAX_LAYERS = 4096, 64
+"""Largest network, in widths and rounds of message passing."""
+
+_MOST = 1 << 53
+_LEAST_1 = ("cases", "part", "part_cases", "envs", "rollout", "batch_size", "epochs", "hidden", "second")
+_RANGES: dict[str, tuple[float, float]] = {
+    "hidden": (1, MAX_HIDDEN),
+    "second": (1, MAX_HIDDEN),
+    "layers": (0, MAX_LAYERS),
+    "envs": (1, 4096),
+    "gamma": (0, 1),
+    "gae_lambda": (0, 1),
+    "learning_rate": (1e-12, 10),
+    "clip_range": (1e-12, 10),
+    "entropy": (0, 100),
+    "seed": (0, (1 << 63) - 1),
+}
 
 
 def features_of(environment: str) -> tuple[str, ...]:
@@ -85,4 +105,21 @@ class TrainConfig:
         for key in values:
             if key not in known:
                 raise unknown_name("hyperparameter", key, known)
+        for field in dataclasses.fields(TrainConfig):
+            if field.name in values:
+                _check(field.name, str(field.type), values[field.name])
         return TrainConfig(**{"environment": environment, **values})
+
+
+def _check(name: str, kind: str, value: Any) -> None:
+    """Refuses a value of another type or out of range: hyperparameters also come from the config of a run that is resumed."""
+    where = f"hyperparameter {name}"
+    if kind == "str":
+        if not isinstance(value, str):
+            raise InputError(f"{where}: expected text, found {show(value)}")
+        return
+    if kind == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+        raise InputError(f"{where}: expected a whole number, found {show(value)}")
+    least, most = _RANGES.get(name, (1 if name in _LEAST_1 else 0, _MOST))
+    if not least <= finite_number(value, where) <= most:
+        raise InputError(f"{where}: {show(value)} is outside {least:g}..{most:g}")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.cases import Case
+from rlplace.agents.labelfile import read_arrays, write_arrays
 from rlplace.envs.guide.features import NUM_FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import make_instance
@@ -53,16 +54,17 @@ class Labels:
     edge_values: NDArray[np.float32]
 
     def save(self, path: Path) -> None:
-        """Writes a compressed file."""
-        partial = path.with_suffix(".partial.npz")
-        np.savez_compressed(partial, **{item.name: getattr(self, item.name) for item in fields(self)})
-        partial.replace(path)
+        """Writes a compressed file, atomically."""
+        write_arrays(path, {item.name: getattr(self, item.name) for item in fields(self)})
 
     @staticmethod
     def load(path: Path) -> Labels:
-        """Reads what `save` wrote."""
-        with np.load(path, allow_pickle=False) as data:
-            return Labels(**{item.name: data[item.name] for item in fields(Labels)})
+        """Reads what `save` wrote.
+
+        Raises:
+            InputError: The file is damaged, or holds arrays of other types or shapes.
+        """
+        return Labels(**read_arrays(path))
 
 
 def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels | None:

@@ -22,6 +22,7 @@ from rlplace.agents.card import card_of, versions
 from rlplace.agents.checkpoint import (
     STATE,
     Checkpoint,
+    check_sizes,
     load_state,
     load_weights,
     make_folder,
@@ -36,6 +37,7 @@ from rlplace.agents.pretrain import captured_gain, set_standard, train_in_parts
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.warmstart import imitate
 from rlplace.errors import InputError
+from rlplace.files import finite_number
 
 _FIT_PART = 500  # steps of pre-training between saves
 _PPO_CASES = 1_000_000  # the stream's cases from here on are PPO's
@@ -102,6 +104,8 @@ class _Run:
         self._begin_s = time.monotonic()
         torch.manual_seed(config.seed)
         features = features_of(config.environment)
+        if resume:  # before anything is as large as a config says
+            check_sizes(config.network, features, out / "policy.safetensors")
         self.network = PlacerNetwork(config.network, features=features)
         self.fitted = self.decisions = self.parts = 0
         self.notes: dict[str, Any] = {"seconds": 0.0}
@@ -239,9 +243,11 @@ class _Run:
     def _resume(self) -> None:
         training = read_config(self.out)["training"]
         progress = [training.get(key) for key in ("fitted", "steps_done", "parts")]
-        if not all(isinstance(count, int) and count >= 0 for count in progress) or not isinstance(training.get("notes"), dict):
-            raise InputError(f"{self.out / 'config.json'}: training does not say how far it is; it cannot be resumed")
-        self.notes.update(training["notes"])
+        notes, where = training.get("notes"), self.out / "config.json"
+        if not all(type(count) is int and 0 <= count < 1 << 53 for count in progress) or not isinstance(notes, dict):
+            raise InputError(f"{where}: training does not say how far it is; it cannot be resumed")
+        self.notes.update(notes)
+        finite_number(self.notes["seconds"], f"{where}: training.notes.seconds")
         load_weights(self.network, self.out / "policy.safetensors")
         if (self.out / STATE).exists():
             # Whole in itself, even where the run was cut between it and the checkpoint.

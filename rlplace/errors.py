@@ -12,12 +12,20 @@ from typing import Any
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+_MOST = 1000
+"""Characters of a message: names in files may be longer than anybody reads."""
 
 
 class RlplaceError(Exception):
-    """Base of all errors that rlplace raises on purpose."""
+    """Base of all errors that rlplace raises on purpose.
+
+    Messages quote files that came from anywhere: what would break the line or speak to the terminal is written as an escape.
+    """
 
     exit_code = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(plain(item) if isinstance(item, str) else item for item in args))
 
 
 class InputError(RlplaceError, ValueError):
@@ -50,6 +58,15 @@ class MissingError(RlplaceError):
     """Hardware or an optional dependency is missing; the message says what to install."""
 
     exit_code = 4
+
+
+def plain(text: str) -> str:
+    """Text as one line of printable characters, of a length that can be read."""
+    if len(text) > _MOST:
+        text = f"{text[: _MOST - 103]}...{text[-100:]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else repr(c)[1:-1] for c in text)
 
 
 def show(value: Any, limit: int = 80) -> str:

@@ -1,8 +1,8 @@
 """Reading and writing of rlplace's versioned JSON files.
 
-Reading is strict and never runs code: duplicate or unknown keys, NaN, deep nesting, truncated text and files of a newer
-version are each refused with one line. Writing goes to a temporary name in the same folder and is renamed when complete,
-so that a reader never sees half a file.
+Reading is strict and never runs code: duplicate or unknown keys, NaN, deep nesting, truncated text, files of a newer version,
+what is too large (`rlplace.limits`) and what is no regular file are each refused with one line. Writing goes to a temporary
+name in the same folder and is renamed when complete, so that a reader never sees half a file.
 """
 
 from __future__ import annotations
@@ -14,38 +14,85 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
+from rlplace import limits
 from rlplace.errors import InputError, show, unknown_name
 
 Record = TypeVar("Record")
 
-MAX_FILE_BYTES = 1 << 30
+MAX_FILE_BYTES = limits.FILE_BYTES
 """Larger files are refused before they are read."""
 
+_CHUNK_BYTES = 1 << 20
 
-def read_bytes(path: str | Path) -> bytes:
-    """Reads a file of at most `MAX_FILE_BYTES`; devices such as /dev/zero are refused."""
+
+def read_bytes(path: str | Path, most: int | None = None) -> bytes:
+    """Reads a regular file: devices, pipes and sockets, which may have no end, are refused, and nothing waits for a writer.
+
+    Args:
+        path: The file.
+        most: Its largest size in bytes; None: `MAX_FILE_BYTES`.
+
+    Raises:
+        InputError: It cannot be read, is no regular file, or is too large.
+    """
+    most = MAX_FILE_BYTES if most is None else most
     try:
-        with open(path, "rb") as stream:
-            found = os.fstat(stream.fileno())
-            if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
-                raise InputError(f"{path}: is a device, not a file")
-            if found.st_size > MAX_FILE_BYTES:
-                raise InputError(f"{path}: file has {found.st_size} bytes, the limit is {MAX_FILE_BYTES}")
-            return stream.read()
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > most:
+                raise InputError(f"{path}: file has {size} bytes, the limit is {most}")
+            payload = stream.read(size + 1)
+            while len(payload) > size:  # it grows, or does not tell its size
+                more = stream.read(_CHUNK_BYTES)
+                payload += more
+                if len(payload) > most:
+                    raise InputError(f"{path}: file has more than {most} bytes, which is the limit")
+                if not more:
+                    break
+            return payload
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # a null character in the path
-        raise error if isinstance(error, InputError) else InputError(f"{show(str(path))}: cannot be read: {error}") from None
 
 
-def read_text(path: str | Path) -> str:
-    """Reads a UTF-8 text file of at most `MAX_FILE_BYTES`."""
+@contextlib.contextmanager
+def open_regular(path: str | Path) -> Iterator[BinaryIO]:
+    """Opens a file to read bytes, if it is a regular one.
+
+    Raises:
+        InputError: It is something else, or its name holds a null character.
+        OSError: It cannot be opened.
+    """
     try:
-        return read_bytes(path).decode("utf-8")
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except ValueError as error:
+        raise InputError(f"{show(str(path))}: cannot be read: {error}") from None
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            raise InputError(f"{path}: is {_kind(mode)}, not a regular file")
+        with os.fdopen(handle, "rb", closefd=False) as stream:
+            yield stream
+    finally:
+        os.close(handle)
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    if stat.S_ISFIFO(mode):
+        return "a pipe"
+    return "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def read_text(path: str | Path, most: int | None = None) -> str:
+    """Reads a UTF-8 text file; see `read_bytes`."""
+    try:
+        return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
 
@@ -64,13 +111,28 @@ def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any
     Raises:
         InputError: The file is missing, malformed, of another format or of a newer version.
     """
-    return check_header(parse_json(read_text(path), where=str(path)), format_name, version, where=str(path))
+    most = limits.FORMAT_BYTES.get(format_name, limits.FILE_BYTES)
+    data = parse_json(read_text(path, most), where=str(path), most=most)
+    return check_header(data, format_name, version, where=str(path))
 
 
-def parse_json(text: str, where: str) -> Any:
-    """Parses JSON text without leniency: duplicate keys, NaN and deep nesting are refused."""
+def parse_json(text: str, where: str, most: int | None = None) -> Any:
+    """Parses JSON text without leniency: duplicate keys, NaN, numbers beyond floats and deep nesting are refused.
+
+    Args:
+        text: The text.
+        where: What it is, for messages.
+        most: Limit of its bytes, from which that of its values follows; None: `MAX_FILE_BYTES`.
+
+    Raises:
+        InputError: It is not such text, or holds too many values.
+    """
+    values = text.count(",") + text.count("[") + text.count("{")  # at least as many as there are
+    allowed = (MAX_FILE_BYTES if most is None else most) // limits.BYTES_PER_VALUE
+    if values > allowed:
+        raise InputError(f"{where}: holds about {values} values, the limit is {allowed}")
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys, parse_float=_finite_float)
     except RecursionError:
         raise InputError(f"{where}: JSON is nested too deeply") from None
     except ValueError as error:
@@ -162,33 +224,89 @@ def write_text(path: str | Path, text: str) -> None:
 def check_output(path: str | Path) -> None:
     """Refuses a path that cannot be written, before the work whose result would be lost."""
     path = Path(path)
-    if path.is_dir():
-        raise InputError(f"{path}: cannot be written: Is a directory")
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: cannot be written: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"{path}: cannot be written: the folder {path.parent} is read-only")
+    try:
+        mode = path.stat().st_mode if path.exists() else None
+        if mode is not None and not stat.S_ISREG(mode):
+            what = "Is a directory" if stat.S_ISDIR(mode) else f"it is {_kind(mode)}, not a regular file"
+            raise InputError(f"{path}: cannot be written: {what}")
+        if not path.parent.is_dir():
+            raise InputError(f"{path}: cannot be written: there is no folder {path.parent}")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise InputError(f"{path}: cannot be written: the folder {path.parent} is read-only")
+    except (OSError, ValueError) as error:  # a name that is too long, a null character, a folder that may not be looked into
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{show(str(path))}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
 def write_bytes(path: str | Path, payload: bytes) -> None:
     """Writes a binary file atomically: all bytes or none appear under `path`."""
     path = Path(path)
-    temporary = None
+    write_files(path.parent, {path.name: payload})
+
+
+def write_files(folder: str | Path, payloads: Mapping[str, bytes]) -> None:
+    """Writes files of a folder that belong together: each appears whole, and none before all are on the disk.
+
+    Args:
+        folder: That exists.
+        payloads: Contents by name, in the order in which they appear.
+
+    Raises:
+        InputError: The disk is full, the folder cannot be written, ...; then all files are as they were.
+    """
+    folder = Path(folder)
+    written: list[tuple[str, Path]] = []
+    path = folder
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(payload)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        for name, payload in payloads.items():
+            path = folder / name
+            handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name[:100]}.", suffix=".tmp")
+            written.append((temporary, path))
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(payload)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+        for temporary, path in written:
+            os.replace(temporary, path)
     except BaseException as error:
-        if temporary is not None:
+        for temporary, _ in written:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
         if isinstance(error, OSError):
             raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+        if isinstance(error, ValueError) and not isinstance(error, InputError):  # a null character in the path
+            raise InputError(f"{show(str(path))}: cannot be written: {error}") from None
         raise
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path, *, shared: bool = False, patience_s: float = 10.0) -> Iterator[None]:
+    """Keeps other processes from files of a folder that belong together, while they are written or read.
+
+    The lock is on the folder itself, and gone with the process. Where a file system has no locks, or somebody keeps one for
+    longer than `patience_s`, this goes on without: what is read must be checked for belonging together all the same.
+    """
+    handle = None
+    try:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            handle = os.open(folder, os.O_RDONLY)
+            end_s = time.monotonic() + patience_s
+            while True:
+                try:
+                    fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end_s:
+                        break
+                    time.sleep(0.005)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def _umask() -> int:
@@ -201,12 +319,19 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that rlplace accepts")
 
 
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"key {key!r} appears twice")
+                raise ValueError(f"key {show(key)} appears twice")
             seen.add(key)
     return result

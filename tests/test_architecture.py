@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A room may import rooms of a lower number and itself. Rooms of equal number do not know each other.
 LEVEL = {
     "errors": 0,
+    "limits": 0,
     "files": 1,
     "interrupts": 1,
     "extensions": 1,

@@ -25,7 +25,9 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=2000, help="over all loaders (2000)")
     parser.add_argument("--seed", type=int, default=0, help="of the damage (0)")
     parser.add_argument("--only", nargs="+", choices=list(TARGETS), metavar="LOADER", help=", ".join(TARGETS))
-    parser.add_argument("--keep", type=Path, default=Path("hostile-failures"), help="where inputs that fail go (hostile-failures)")
+    parser.add_argument(
+        "--keep", type=Path, default=Path("hostile-failures"), help="where inputs that fail go (hostile-failures)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the counts to this file")
     options = parser.parse_args()
     names = options.only or list(TARGETS)

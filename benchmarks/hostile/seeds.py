@@ -290,14 +290,21 @@ def _agent(folder: Path, problem: Any) -> None:
     sum(p.square().sum() for p in network.parameters()).backward()
     optimizer.step()
     config = dataclasses.asdict(dataclasses.replace(TrainConfig.load("refinement"), hidden=4, second=4, layers=1))
-    training = {"steps_done": 2, "fitted": 1, "parts": 1, "notes": {"seconds": 1.0}, "problem_set": "all", "hyperparameters": config}
+    training = {
+        "steps_done": 2,
+        "fitted": 1,
+        "parts": 1,
+        "notes": {"seconds": 1.0},
+        "problem_set": "all",
+        "hyperparameters": config,
+    }
     save_checkpoint(agent, network, environment="rlplace/Refinement-v0", training=training, card="# test\n")
     save_state(agent / "optimizer.safetensors", network, optimizer.state_dict(), (1, 2, 1))
     save_cases([Case("toy", "toy", problem, Execution(2, "1f1b"), False)], folder / "cases", made_by={"torch": "2"})
     rows = np.zeros((2, 3, len(FEATURES)), dtype=np.float16)
     change, group = np.zeros((2, 3), dtype=np.float32), np.zeros((2, 3), dtype=np.int32)
-    nodes, edges = np.ones((4, 16), dtype=np.float32), np.zeros((2, 3), dtype=np.int64)
-    Labels(rows, change, group, nodes, edges, np.zeros((3, 4), dtype=np.float32)).save(folder / "labels.npz")
+    nodes, edges = np.ones((4, 10), dtype=np.float32), np.zeros((2, 3), dtype=np.int64)
+    Labels(rows, change, group, nodes, edges, np.zeros((3, 2), dtype=np.float32)).save(folder / "labels.npz")
     _training(folder)
 
 

@@ -91,9 +91,8 @@ def _check_device(name: str) -> None:
 
 
 def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, list[str]]:
-    from rlplace.agents.checkpoint import VERSION
+    from rlplace.agents.checkpoint import read_config
     from rlplace.agents.config import TrainConfig
-    from rlplace.files import read_json
 
     changes = {
         "cases": options.cases,
@@ -106,10 +105,11 @@ def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, list[s
     }
     if not options.resume:
         return TrainConfig.load(options.env or "refinement", **changes), options.problems or []
-    training = read_json(out / "config.json", "rlplace.checkpoint", VERSION).get("training", {})
+    training = read_config(out)["training"]
     earlier = training.get("hyperparameters")
     if not isinstance(earlier, dict):
         raise InputError(f"{out / 'config.json'}: holds no hyperparameters to resume with")
+    earlier = dict(earlier)
     environment = str(earlier.pop("environment", "refinement"))
     if options.env not in (None, environment):
         raise InputError(f"{out} was trained on {environment}; --env cannot change it")

@@ -20,6 +20,7 @@ from rlplace.cluster.spec import MAX_DEVICES, Cluster, check_kind
 from rlplace.cluster.topology_file import parse_topology
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, finite_number, read_text, write_text
+from rlplace.limits import CLUSTER_BYTES
 from rlplace.problem import Device, Links
 from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
 
@@ -38,7 +39,13 @@ _DEVICE_KEYS = {"name", "kind", "host", "memory_bytes", "reserved_bytes", *_KIND
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Writes a cluster file, atomically; kinds and links are written out, so later changes of presets do not reach it."""
-    write_text(path, _to_toml(cluster_to_dict(cluster)))
+    text = _to_toml(cluster_to_dict(cluster))
+    if len(text) > CLUSTER_BYTES:
+        raise InputError(
+            f"{path}: the links of {len(cluster.devices)} devices take {len(text)} bytes, a cluster file may have {CLUSTER_BYTES}; "
+            "name the cluster by its text, or write a file with [interconnect] or [topology]"
+        )
+    write_text(path, text)
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -47,7 +54,7 @@ def load_cluster(path: str | Path) -> Cluster:
     Raises:
         InputError: The file is missing, malformed, newer than this code, or describes an impossible cluster.
     """
-    text = read_text(path)
+    text = read_text(path, CLUSTER_BYTES)
     try:
         data = tomllib.loads(text)
     except RecursionError:

@@ -6,15 +6,17 @@ object, written anew and atomically for every row. Without a path nothing is wri
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rlplace.comparing.records import FORMAT, VERSION, ProblemInfo, Row, Settings, Summary, as_dict, document, from_dict
 from rlplace.errors import InputError, show
-from rlplace.files import check_header, check_keys, check_output, read_json, read_text, write_json, write_text
+from rlplace.files import check_header, check_keys, check_output, parse_json, read_json, read_text, write_json, write_text
+from rlplace.limits import FORMAT_BYTES
 
 
 class Store:
@@ -89,10 +91,16 @@ class Store:
             self.finish((), complete=False)
             return
         try:
-            with open(self.path, "a", encoding="utf-8") as stream:
-                stream.write(_line(data))
-                stream.flush()
-                os.fsync(stream.fileno())
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)  # the file is there: it has its header
+            try:
+                line = _line(data).encode()
+                size = os.fstat(handle).st_size
+                if os.write(handle, line) < len(line):  # in one call, so that lines of two processes do not mix
+                    os.ftruncate(handle, size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(handle)
+            finally:
+                os.close(handle)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written: {error.strerror or error}") from None
 
@@ -120,16 +128,16 @@ class Store:
 
     def _read_lines(self) -> tuple[dict[str, Any], list[Any], list[Any]]:
         assert self.path is not None
-        text = read_text(self.path)
+        text = read_text(self.path, FORMAT_BYTES[FORMAT])
         whole = text[: text.rfind("\n") + 1]
         if whole != text:  # the writer was stopped within a line
             write_text(self.path, whole)
         parsed = []
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                parsed.append(json.loads(line, parse_constant=_refuse))
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{self.path}: line {number} is not valid JSON: {error}; start another file") from None
+                parsed.append(parse_json(line, f"{self.path}: line {number}"))
+            except InputError as error:
+                raise InputError(f"{error}; start another file") from None
         if not parsed:
             raise InputError(f"{self.path}: holds no comparison; delete it, or choose another name")
         header = check_header(parsed[0], FORMAT, VERSION, str(self.path))
@@ -150,10 +158,6 @@ class Store:
                     f"{self.path}: made with {key} {known[key]}, now {value}; rows under other settings do not compare: "
                     "use the same, or another --out"
                 )
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number that rlplace accepts")
 
 
 def _line(data: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace import limits
 from rlplace.errors import InputError, unknown_name
 from rlplace.problem.order import topological_order
 
@@ -23,6 +24,13 @@ def check_graph(graph: OpGraph) -> None:
     Raises:
         InputError: Names the first field, item and value that is wrong.
     """
+    for what, count, most in (
+        ("ops", graph.num_ops, limits.OPS),
+        ("tensors", graph.num_tensors, limits.TENSORS),
+        ("consumers of tensors", len(graph.consumers), limits.EDGES),
+    ):
+        if count > most:
+            raise InputError(f"graph: {count} {what}, the limit is {most}")
     _check_ops(graph)
     _check_parameters(graph)
     _check_tensors(graph)
@@ -38,12 +46,14 @@ def _first(mask: NDArray[np.bool_]) -> int:
 
 
 def _check_names(names: tuple[str, ...], where: str) -> None:
-    if len(set(names)) == len(names) and all(type(name) is str and name for name in names):
+    if len(set(names)) == len(names) and all(type(name) is str and 0 < len(name) <= limits.NAME_LENGTH for name in names):
         return
     seen: set[str] = set()
     for index, name in enumerate(names):
         if not isinstance(name, str) or not name:
             raise _fail(f"{where}[{index}]", "name must be a non-empty string")
+        if len(name) > limits.NAME_LENGTH:
+            raise _fail(f"{where}[{index}]", f"name has {len(name)} characters, the limit is {limits.NAME_LENGTH}")
         if name in seen:
             raise _fail(f"{where}[{index}]", f"name {name[:80]!r} appears twice")
         seen.add(name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlplace.errors import InputError, show
-from rlplace.files import check_header, check_keys, finite_number
+from rlplace.files import check_header, check_keys, finite_number, open_regular, parse_json
 
 FORMAT = "rlplace.steps"
 VERSION = 1
@@ -152,7 +152,7 @@ class StepsReader:
             InputError: The file cannot be read, or a line is none of a steps file.
         """
         try:
-            with open(self.path, "rb") as stream:
+            with open_regular(self.path) as stream:
                 found = os.fstat(stream.fileno())
                 if found.st_ino != self._inode or found.st_size < self._offset:  # another file by that name, as after rotation
                     self._inode, self._offset, self.line, self._headed = found.st_ino, 0, 0, False
@@ -174,8 +174,8 @@ class StepsReader:
     def _parse(self, text: bytes) -> StepHeader | StepLine | None:
         where = f"{self.path}: line {self.line}"
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError):
+            data = parse_json(text.decode("utf-8"), where)
+        except ValueError:
             raise InputError(f"{where}: not valid JSON; take the line out, or start the watch with a new file") from None
         if not isinstance(data, Mapping):
             raise InputError(f"{where}: expected an object")

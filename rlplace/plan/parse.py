@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
 from rlplace.files import check_keys
+from rlplace.limits import MICROBATCHES
 from rlplace.plan.plan import SCHEDULES, PlacementPlan
 
 _REQUIRED = {"problem", "planner", "seed", "device_of_group"}
@@ -31,8 +32,8 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
     if schedule not in SCHEDULES:
         raise InputError(f"plan: schedule must be one of {', '.join(SCHEDULES)}")
     microbatches = _whole(data.get("microbatches", 1), "microbatches")
-    if microbatches < 1:
-        raise InputError("plan: microbatches must be at least 1")
+    if not 1 <= microbatches <= MICROBATCHES:
+        raise InputError(f"plan: microbatches must be in 1..{MICROBATCHES}, found {microbatches}")
     order = data.get("order")
     if order is not None:
         if "priority" in data or "schedule" in data:

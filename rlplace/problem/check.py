@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
+from rlplace import limits
+from rlplace.errors import InputError, show
 from rlplace.problem.fabric import check_fabrics
 from rlplace.problem.order import topological_order
 from rlplace.problem.sharding import check_sharding
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 60
 MAX_SECONDS = 1e9
 MIN_BANDWIDTH = 1e-3
-MAX_DEVICES = 4096
+MAX_DEVICES = limits.DEVICES
 MAX_CHANNEL = 1 << 20
 COLLECTIVE = "collective"
 """The `op_kind` of ops that take part in a collective."""
@@ -42,6 +43,19 @@ def check_problem(problem: Problem) -> NDArray[np.int32]:
     return _topological_order(problem)
 
 
+def check_counts(ops: int, devices: int, tensors: int, edges: int) -> None:
+    """Refuses a problem that is larger than `rlplace.limits` allow, before its matrices are made."""
+    for what, count, most in (
+        ("devices", devices, limits.DEVICES),
+        ("ops", ops, limits.OPS),
+        ("ops times devices", ops * devices, limits.OP_TIMES),
+        ("tensors", tensors, limits.TENSORS),
+        ("consumers of tensors", edges, limits.EDGES),
+    ):
+        if count > most:
+            raise InputError(f"problem: {count} {what}, the limit is {most}")
+
+
 def _fail(where: str, what: str) -> InputError:
     return InputError(f"problem: {where}: {what}")
 
@@ -55,6 +69,8 @@ def _check_unique(names: tuple[str, ...], where: str) -> None:
     for index, name in enumerate(names):
         if not isinstance(name, str) or not name:
             raise _fail(f"{where}[{index}]", "name must be a non-empty string")
+        if len(name) > limits.NAME_LENGTH:
+            raise _fail(f"{where}[{index}]", f"name has {len(name)} characters, the limit is {limits.NAME_LENGTH}")
         if name in seen:
             raise _fail(f"{where}[{index}]", f"name {name[:80]!r} appears twice")
         seen.add(name)
@@ -74,11 +90,12 @@ def _check_devices(problem: Problem) -> None:
         raise _fail("devices", "a problem needs at least one device")
     if len(problem.devices) > MAX_DEVICES:
         raise _fail("devices", f"{len(problem.devices)} devices, the limit is {MAX_DEVICES}")
+    check_counts(len(problem.op_names), len(problem.devices), len(problem.tensor_bytes), len(problem.consumers))
     if not 1 <= problem.samples_per_microbatch <= MAX_BYTES:
         raise _fail("samples_per_microbatch", f"{problem.samples_per_microbatch} is not a positive count")
     _check_unique(tuple(d.name for d in problem.devices), "devices")
     for index, device in enumerate(problem.devices):
-        where = f"devices[{index}] ({device.name})"
+        where = f"devices[{index}] ({show(device.name)})"
         if not 0 <= device.reserved_bytes <= MAX_BYTES:
             raise _fail(where, f"reserved_bytes {device.reserved_bytes} is outside 0..{MAX_BYTES}")
         if device.memory_bytes is not None:

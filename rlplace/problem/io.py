@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_record, write_json
+from rlplace.problem.check import check_counts
 from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
 from rlplace.problem.problem import PHASES, Collective, Device, Links, Problem
 from rlplace.problem.sharding import sharding_from_dict, sharding_to_dict
@@ -145,6 +146,7 @@ def _parse(data: dict[str, Any]) -> Problem:
     devices = tuple(_parse_device(item, i) for i, item in enumerate(data["devices"]))
     if not devices:
         raise InputError("problem: devices: a problem needs at least one device")
+    check_counts(len(data["ops"]), len(devices), len(data["tensors"]), 0)
     ops = _parse_ops(data["ops"], len(devices))
     return Problem(
         name=name,

@@ -163,7 +163,7 @@ def _import(place: str) -> Any:
     if place.endswith(".py"):
         path = Path(place)
         if not path.is_file():
-            raise InputError(f"model {place!r}: file not found")
+            raise InputError(f"model {show(place)}: file not found")
         found = importlib.util.spec_from_file_location(f"rlplace_model_{path.stem}", path)
         assert found is not None and found.loader is not None
         module = importlib.util.module_from_spec(found)
@@ -178,7 +178,7 @@ def _import(place: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
             raise InputError(
-                f"model {place!r}: no module of this name; hf:, zoo:, package.module: or file.py: come first"
+                f"model {show(place)}: no module of this name; hf:, zoo:, package.module: or file.py: come first"
             ) from None
         raise InputError(f"model {place!r}: its import fails: {_first_line(error)}") from error
     except (Exception, SystemExit) as error:

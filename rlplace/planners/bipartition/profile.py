@@ -24,6 +24,7 @@ import numpy as np
 
 from rlplace.errors import InputError, show
 from rlplace.files import read_text
+from rlplace.limits import PROFILE_BYTES
 from rlplace.planners.bipartition.chain import Chain, make_chain
 from rlplace.problem import BACKWARD, FORWARD, Device, Links, Problem
 
@@ -66,7 +67,7 @@ def read_profile(path: str | Path) -> tuple[ProfileNode, ...]:
     """
     rows: dict[str, dict[str, Any]] = {}
     inputs: dict[str, list[str]] = {}
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path, PROFILE_BYTES).splitlines(), start=1):
         where = f"{path}: line {number}"
         if not line.strip():
             continue

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import read_json, write_json
+from rlplace.runtime.distributed.checkpoint_facts import check_facts, check_scheduler, check_sizes
 from rlplace.runtime.distributed.checkpoint_index import IndexReader, check_names
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
@@ -149,9 +150,11 @@ def load_checkpoint(
     """
     found = _resolve(Path(path), model)
     facts = read_json(found / _FACTS, FORMAT, VERSION)
+    check_facts(facts, str(found / _FACTS))
     with _one_line("read", found):
         reader = IndexReader(found)
         index = reader.read_metadata().state_dict_metadata
+        check_sizes(index, found)
         state = _tensors(model.state_dict())
         whole = model.meta_model if isinstance(model, DistributedModel) else model
         check_names(found, index, _tensors(whole.state_dict()))
@@ -163,6 +166,7 @@ def load_checkpoint(
     if scheduler is not None:
         if facts["scheduler"] is None:
             raise InputError(f"{found}: it was saved without a learning rate schedule; leave scheduler out")
+        check_scheduler(facts["scheduler"], scheduler.state_dict(), str(found / _FACTS))
         scheduler.load_state_dict(facts["scheduler"])
     if isinstance(model, DistributedModel) and facts["random"] is not None:
         model.random_state = int(facts["random"]["seed"]), int(facts["random"]["step"])

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
+from rlplace.runtime.distributed.checkpoint_facts import check_setting
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.shares import Share
@@ -100,14 +101,19 @@ def load_optimizer(
     groups, taken = [], 0
     for group in optimizer.param_groups:
         count = len(group["params"])
+        if len({tuple(sorted(state[number])) for number in range(taken, taken + count) if number in state}) > 1:
+            raise InputError("checkpoint: a part of the optimizer state is missing; take an earlier checkpoint")
         own = [name for name, _ in names[taken : taken + count] if name != _NOTHING]
         saved = next((found for found, members in settings if not own or own[0] in members), None)
         if saved is None:
             raise InputError(f"checkpoint: its optimizer did not train {own[0]!r}")
-        restored = {key: _restored(saved[key], value) for key, value in group.items() if key in saved}
+        restored = {key: _restored(saved[key], value, key) for key, value in group.items() if key in saved and key != "params"}
         groups.append({**group, **restored, "params": list(range(taken, taken + count))})
         taken += count
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"checkpoint: its optimizer state does not fit this optimizer ({show(str(error))})") from None
 
 
 def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -179,7 +185,8 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _restored(saved: Any, present: Any) -> Any:
+def _restored(saved: Any, present: Any, key: str) -> Any:
+    check_setting(saved, present, f"its setting {key!r}")
     if isinstance(present, torch.Tensor):
         return torch.tensor(saved, dtype=present.dtype, device=present.device)
     return tuple(saved) if isinstance(present, tuple) else saved

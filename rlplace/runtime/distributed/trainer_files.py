@@ -5,7 +5,6 @@ A run can go on from such a checkpoint on one device, and the other way round, o
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlplace.errors import InputError
+from rlplace.files import parse_json, read_text
 from rlplace.runtime.distributed.forward_graph import first_names
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.whole_optimizer import load_whole_optimizer_state, whole_optimizer_state
@@ -78,8 +78,11 @@ def load_weights(model: DistributedModel, folder: str) -> None:
 
     index = os.path.join(folder, INDEX)
     if os.path.isfile(index):
-        with open(index, encoding="utf-8") as file:
-            file_of = dict(json.load(file)["weight_map"])
+        found = parse_json(read_text(index), index)
+        file_of = found.get("weight_map") if isinstance(found, dict) else None
+        named = isinstance(file_of, dict) and all(isinstance(f, str) and os.path.basename(f) == f for f in file_of.values())
+        if not isinstance(file_of, dict) or not named:
+            raise InputError(f"{index}: weight_map must name a file of that folder for every tensor")
     elif os.path.isfile(os.path.join(folder, WEIGHTS)):
         with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as opened:
             file_of = dict.fromkeys(opened.keys(), WEIGHTS)

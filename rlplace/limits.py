@@ -1,0 +1,48 @@
+"""How large anything that rlplace reads may be. Larger input is refused with one line, before memory is taken for it.
+
+Chosen so that the largest things that are worth planning fit with room to spare: op graphs of a million ops, problems of
+204,000 ops, clusters of a thousand devices. docs/hostile.md lists them.
+"""
+
+from __future__ import annotations
+
+FILE_BYTES = 1 << 30
+"""Of a file of any format that is not named below."""
+
+FORMAT_BYTES = {
+    "rlplace.agent_benchmark": 1 << 28,
+    "rlplace.batch_curve": 1 << 24,
+    "rlplace.cases": 1 << 26,
+    "rlplace.checkpoint": 1 << 24,
+    "rlplace.comparison": 1 << 28,
+    "rlplace.cost": 1 << 26,
+    "rlplace.labels": 1 << 24,
+    "rlplace.measurement": 1 << 28,
+    "rlplace.plan": 1 << 29,
+    "rlplace.plan_timings": 1 << 28,
+    "rlplace.replan": 1 << 24,
+    "rlplace.training": 1 << 28,
+}
+"""Of a JSON file by its format."""
+
+CLUSTER_BYTES = 1 << 27
+"""Of a cluster file: TOML is read by plain Python, a few megabytes a second; 1,024 devices with written-out links fit."""
+
+PROFILE_BYTES = 1 << 26
+"""Of a PipeDream profile."""
+
+BYTES_PER_VALUE = 16
+"""A JSON text holds at most one value for so many bytes of the limit of its format: values take far more memory than text."""
+
+DEVICES = 4096
+OPS = 1 << 22
+TENSORS = 1 << 23
+EDGES = 1 << 25
+"""Consumers of all tensors together."""
+
+OP_TIMES = 1 << 27
+"""Ops times devices: every pair has a time."""
+
+MICROBATCHES = 1 << 16
+NAME_LENGTH = 4096
+"""Characters of the name of a device, group, op or parameter."""

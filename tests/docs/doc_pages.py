@@ -2,6 +2,7 @@
 
 * ``python``: in one interpreter a page, so that later blocks see earlier names.
 * ``bash``: by bash, with errors ending it.
+  Setting up an environment (`python3 -m venv`) is what CI itself does, so such blocks are left out.
 * ``console``: commands that need what a test does not have (a GPU, root, several hosts, hours); not run, but every line
   that starts `rlplace` is parsed by the real parser.
 * What all pages take for granted (`model`, `example_inputs`, `loader`, `graph`, `problem`) is made by `GIVEN`; an HTML comment
@@ -81,7 +82,7 @@ def program(page: Path) -> str:
         if block.language in ("python", "setup"):
             padded = "\n" * block.line + block.text  # so that tracebacks have the line of the page
             lines.append(f"exec(compile({padded!r}, {str(page)!r}, 'exec'), globals())")
-        elif block.language == "bash":
+        elif block.language == "bash" and not block.text.startswith("python3 -m venv"):
             lines.append(f"print('+ {name}', flush=True)")
             lines.append(f"_subprocess.run(['bash', '-euo', 'pipefail', '-c', {block.text!r}], check=True)")
     return "\n".join(lines)

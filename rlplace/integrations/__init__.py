@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlplace.integrations.dynamo import rlplace as dynamo_backend
-    from rlplace.integrations.split_points import StageSplit, split_points, split_spec
+    from rlplace.integrations.stages import StageSplit, split_points, split_spec
     from rlplace.runtime.step_watch_trainer import StepWatchCallback
 
 _PUBLIC = {
-    "StageSplit": "rlplace.integrations.split_points:StageSplit",
+    "StageSplit": "rlplace.integrations.stages:StageSplit",
     "StepWatchCallback": "rlplace.runtime.step_watch_trainer:StepWatchCallback",
     "dynamo_backend": "rlplace.integrations.dynamo:rlplace",
-    "split_points": "rlplace.integrations.split_points:split_points",
-    "split_spec": "rlplace.integrations.split_points:split_spec",
+    "split_points": "rlplace.integrations.stages:split_points",
+    "split_spec": "rlplace.integrations.stages:split_spec",
 }
 
 __all__ = ["StageSplit", "StepWatchCallback", "dynamo_backend", "split_points", "split_spec"]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlplace.errors import InfeasibleError
 from rlplace.explaining.runs import Run
-from rlplace.explaining.trials import Tester, Trial, overflow, without_advice
+from rlplace.explaining.trials import Tester, Trial, only_plan_short, overflow, without_advice
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
-from rlplace.simulator import simulate
 
 TOTAL, GROUP, FIXED, NOWHERE, DEVICE, OTHER = (
     "total memory", "largest group", "fixed groups", "no device", "device memory", "times or links",
@@ -66,14 +63,11 @@ def find_shortage(problem: Problem, run: Run | None, tester: Tester) -> tuple[Sh
         trial = tester.plan("another plan", problem)
         message = f"a plan that fits was found by {trial.how}" if trial.fits else trial.how
         return Shortage(DEVICE, message, None, trial.short_bytes, 0, False), trial
-    name, short = error.device, proven
-    if problem.num_devices == 1 and constraint in (TOTAL, GROUP, FIXED):  # there is one plan, so its shortage is exact
-        line = simulate(problem, np.zeros(problem.num_groups, dtype=np.int32), **tester.execution)
-        limit = problem.devices[0].memory_bytes
-        if line.step_time_s is not None and limit is not None:
-            name, short = problem.devices[0].name, int(line.peak_memory_bytes[0]) - limit
-            proven = short
-    return Shortage(constraint, without_advice(error), name, short, proven, True), None
+    name = error.device
+    only = only_plan_short(problem, tester.execution)
+    if only is not None:  # there is one plan, so its shortage is exact
+        name, proven = problem.devices[0].name, only
+    return Shortage(constraint, without_advice(error), name, proven, proven, True), None
 
 
 def _proof(problem: Problem) -> tuple[str, InfeasibleError | None, int]:
@@ -81,10 +75,12 @@ def _proof(problem: Problem) -> tuple[str, InfeasibleError | None, int]:
     try:
         check_possible(problem)
     except InfeasibleError as error:
+        constraint = _constraint(problem, error)
+        if constraint == NOWHERE:
+            return constraint, error, 0
         bounds = lower_bounds(problem)
         total = bounds.resident_bytes + bounds.live_bytes - bounds.capacity_bytes
-        proven = max(error.short_bytes, int(total) if math.isfinite(total) else 0)
-        return _constraint(problem, error), error, proven
+        return constraint, error, max(error.short_bytes, int(total) if math.isfinite(total) else 0)
     return "", None, 0
 
 

@@ -12,6 +12,7 @@ from rlplace.explaining.runs import Run
 from rlplace.plan.plan import FREE_SCHEDULES
 from rlplace.planners import get_planner
 from rlplace.problem import Problem
+from rlplace.simulator import simulate
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Tester:
                 peak = max(found.predicted["peak_memory_bytes"])
                 return Trial(name, True, float(found.predicted["step_time_s"]), samples, peak, 0, how)
         assert closest is not None
-        return Trial(name, False, None, samples, 0, closest.short_bytes, without_advice(closest))
+        only = only_plan_short(problem, {"microbatches": count, "schedule": self.schedule})
+        return Trial(name, False, None, samples, 0, only or closest.short_bytes, without_advice(closest))
 
 
 def simulated(name: str, run: Run) -> Trial:
@@ -99,6 +101,16 @@ def simulated(name: str, run: Run) -> Trial:
     if line.feasible:
         return Trial(name, True, line.step_time_s, line.samples, int(line.peak_memory_bytes.max()), 0, "the same plan")
     return Trial(name, False, None, line.samples, 0, overflow(run)[1], line.violations[0])
+
+
+def only_plan_short(problem: Problem, execution: dict[str, Any]) -> int | None:
+    """Bytes that the only plan of a problem with one device lacks; None with several devices, or where memory is enough."""
+    limit = problem.devices[0].memory_bytes
+    if problem.num_devices > 1 or limit is None or not problem.group_allowed.all():
+        return None
+    line = simulate(problem, np.zeros(problem.num_groups, dtype=np.int32), **execution)
+    short = int(line.peak_memory_bytes[0]) - limit
+    return short if line.step_time_s is not None and short > 0 else None
 
 
 def overflow(run: Run) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Pictures of a plan for `render_mode`: device loads as text, the timeline as an image."""
+"""Pictures of a plan for `render_mode`: device loads as text, the timeline as an image, drawn as in a report."""
 
 from __future__ import annotations
 
@@ -6,25 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
-
-_PALETTE = np.array(
-    [
-        [31, 119, 180],
-        [255, 127, 14],
-        [44, 160, 44],
-        [214, 39, 40],
-        [148, 103, 189],
-        [140, 86, 75],
-        [227, 119, 194],
-        [23, 190, 207],
-    ],
-    dtype=np.uint8,
-)
-_ROW, _GAP, _WIDTH = 24, 6, 640
+from rlplace.reporting.lanes import empty_image, lanes_of, paint
+from rlplace.reporting.units import bytes_text, seconds_text
 
 
 def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
-    """One line per device: groups, work in milliseconds, provable memory, and a bar of the work."""
+    """One line per device: groups, work, provable memory, and a bar of the work."""
     from rlplace.envs.observation import load_and_pinned
 
     load, pinned = load_and_pinned(instance, device_of_group)
@@ -33,7 +20,8 @@ def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
     for index, device in enumerate(instance.problem.devices):
         count = int((device_of_group == index).sum())
         bar = "#" * round(30 * load[index] / largest)
-        lines.append(f"{device.name:12s} {count:5d} groups {load[index] * 1e3:10.3f} ms {pinned[index] / 1e9:8.2f} GB {bar}")
+        work, held = seconds_text(float(load[index])), bytes_text(float(pinned[index]))
+        lines.append(f"{device.name:12s} {count:5d} groups {work:>10s} {held:>8s} {bar}")
     left = int((device_of_group < 0).sum())
     return "\n".join([*lines, f"{left} groups not placed"])
 
@@ -42,16 +30,7 @@ def render_rgb(instance: Instance, device_of_group: NDArray[np.int32]) -> NDArra
     """uint8 [height, 640, 3], one row per device with a coloured box per op; white while groups are missing."""
     from rlplace.simulator import simulate
 
-    devices = instance.problem.num_devices
-    image = np.full((devices * (_ROW + _GAP) + _GAP, _WIDTH, 3), 255, dtype=np.uint8)
     if (device_of_group < 0).any():
-        return image
+        return empty_image(instance.problem.num_devices)
     timeline = simulate(instance.problem, device_of_group, **instance.execution.arguments)
-    if timeline.step_time_s is None:
-        return image
-    scale = (_WIDTH - 1) / max(timeline.step_time_s, 1e-30)
-    for task, op in enumerate(timeline.task_op.tolist()):
-        top = _GAP + int(timeline.device_of_op[op]) * (_ROW + _GAP)
-        low, high = int(timeline.start_s[task] * scale), int(timeline.end_s[task] * scale)
-        image[top : top + _ROW, low : max(high, low + 1)] = _PALETTE[instance.problem.op_group[op] % len(_PALETTE)]
-    return image
+    return paint(lanes_of(instance.problem, timeline))

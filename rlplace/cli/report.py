@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from rlplace.reporting.defaults import DEFAULT_PLANNERS
 
     parser.add_argument("plan", metavar="PLAN", help="plan file")
-    parser.add_argument("--problem", metavar="X.problem.json", help="the plan's problem; default: built again from the plan's source")
+    parser.add_argument(
+        "--problem", metavar="X.problem.json", help="the plan's problem; default: built again from the plan's source"
+    )
     parser.add_argument("--cluster", metavar="C", help="the plan's cluster, where the plan does not say it")
     parser.add_argument("--out", metavar="FILE.html", required=True, help="the page")
     parser.add_argument(
@@ -73,7 +75,14 @@ def run(options: argparse.Namespace) -> int:
     written = [options.out, *([options.trace] if options.trace else []), *([options.pictures] if options.pictures else [])]
     line = data.timeline
     if options.json:
-        print_json({"written": written, "step_time_s": line.step_time_s, "feasible": line.feasible, "violations": list(line.violations)})
+        print_json(
+            {
+                "written": written,
+                "step_time_s": line.step_time_s,
+                "feasible": line.feasible,
+                "violations": list(line.violations),
+            }
+        )
         return 0
     for path in written:
         print(f"wrote {path}")

@@ -1,10 +1,9 @@
-"""How the page stores its columns: times as whole numbers of a small unit, names without what they share with the one before."""
+"""How the page stores its columns: times as whole numbers of a small unit, names without what the one before begins with."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from os.path import commonprefix
 
 _TICKS = 1e8
 """A step has between a tenth of this and this many ticks: more than any screen shows at any zoom that is offered."""
@@ -19,7 +18,8 @@ def front_coded(names: Sequence[str]) -> tuple[list[int], list[str]]:
     """Per name how much it shares with the one before, in UTF-16 units, which is how browsers count, and the rest of it."""
     shared, rest, before = [], [], ""
     for name in names:
-        same = len(commonprefix((before, name)))
+        least = min(len(before), len(name))
+        same = next((i for i in range(least) if before[i] != name[i]), least)
         shared.append(len(name[:same].encode("utf-16-le", "surrogatepass")) // 2)
         rest.append(name[same:])
         before = name

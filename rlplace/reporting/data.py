@@ -83,7 +83,7 @@ class ReportData:
             ],
             "ops": self._ops(),
             "groups": self._groups(),
-            "modules": {"parent": list(self.modules.parent), "label": list(self.modules.label)},
+            "modules": {"parent": list(self.modules.parent), "label": list(self.modules.label), "own": list(self.modules.own)},
             "edges": {
                 "source": self.edges.source.tolist(),
                 "target": self.edges.target.tolist(),
@@ -111,6 +111,7 @@ class ReportData:
             "rest": rest,
             "device": self.device_of_group.tolist(),
             "node": list(self.modules.node_of_group),
+            "order": self.modules.order.tolist(),
             "block": list(self.modules.block),
             "block_names": list(self.modules.block_names),
             "time_us": [float(f"{value * 1e6:.4g}") for value in spent.tolist()],
@@ -140,7 +141,12 @@ class ReportData:
         transfer = np.array([r.kind == LINK for r in lanes.rows])[row]
         return {
             "rows": [
-                {"name": lanes.rows[i].name, "kind": lanes.rows[i].kind, "device": lanes.rows[i].device, "boxes": int(counts[i])}
+                {
+                    "name": lanes.rows[i].name,
+                    "kind": lanes.rows[i].kind,
+                    "device": lanes.rows[i].device,
+                    "boxes": int(counts[i]),
+                }
                 for i in shown
             ],
             "links": sum(r.kind in (LINK, COLLECTIVE) for r in lanes.rows),

@@ -72,7 +72,9 @@ def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
         problem: What was simulated: for a plan with replicas and the like, what `rlplace.expand` returns.
         timeline: Of that problem.
     """
-    devices = [Row(d.name, DEVICE, i, float(busy)) for i, (d, busy) in enumerate(zip(problem.devices, timeline.busy_s, strict=True))]
+    devices = [
+        Row(d.name, DEVICE, i, float(busy)) for i, (d, busy) in enumerate(zip(problem.devices, timeline.busy_s, strict=True))
+    ]
     if timeline.step_time_s is None:
         none = np.zeros(0, dtype=np.int32)
         return Lanes(tuple(devices), 0.0, none, np.zeros(0), np.zeros(0), none, none, none, np.zeros(0, dtype=np.int64))
@@ -127,13 +129,15 @@ def _link_boxes(problem: Problem, timeline: Timeline, rows: list[Row]) -> list[C
         tensor = timeline.transfer_tensor[here]
         made = problem.tensor_producer[tensor]
         group = np.where(made >= 0, problem.op_group[np.maximum(made, 0)], problem.tensor_owner[tensor])
-        base, name = len(rows), f"{problem.devices[source].name} to {problem.devices[destination].name}"
+        base, name = len(rows), f"{problem.devices[source].name} → {problem.devices[destination].name}"
         for number in range(int(lane.max(initial=0)) + 1):
             busy = float((end - start)[lane == number].sum())
             rows.append(Row(name if number == 0 else f"{name}, {number + 1}", LINK, source, busy))
         microbatch = timeline.transfer_microbatch[here] if timeline.microbatches > 1 else np.full(len(here), -1)
         size = problem.tensor_bytes[tensor]
-        parts.append(((base + lane).astype(np.int32), start, end, made, group.astype(np.int32), microbatch.astype(np.int32), size))
+        parts.append(
+            ((base + lane).astype(np.int32), start, end, made, group.astype(np.int32), microbatch.astype(np.int32), size)
+        )
     return parts
 
 

@@ -136,7 +136,8 @@ class _Replay:
         """The members of every collective, and those that miss inputs; only for them it matters when inputs arrive."""
         tasks = self.tasks
         self.members = [
-            tasks.collective_tasks[tasks.collective_ptr[i] : tasks.collective_ptr[i + 1]].tolist() for i in range(len(tasks.collective))
+            tasks.collective_tasks[tasks.collective_ptr[i] : tasks.collective_ptr[i + 1]].tolist()
+            for i in range(len(tasks.collective))
         ]
         self.collective_of = {task: i for i, members in enumerate(self.members) for task in members}
         self.missing = {task: len(self.inputs[task]) for task in self.collective_of}

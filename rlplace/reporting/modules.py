@@ -12,9 +12,13 @@ from numpy.typing import NDArray
 from rlplace.plan import PlacementPlan
 from rlplace.problem import FORWARD, UPDATE, Problem
 
-MAX_CHILDREN = 60
+MAX_CHILDREN = 64
 """A module with more children gets ranges of them in between, so that no level of the tree is too wide to read."""
 
+OWN = "other ops"
+"""Holds the groups of a module that are in none of its modules, where they are many."""
+
+_FEW = 3
 _NUMBER = re.compile(r"#\d+$")
 _FEWEST_BLOCKS = 6
 
@@ -29,6 +33,8 @@ class ModuleTree:
         node_of_group: G leaves.
         block: G categories for colours: the part of the model that the group is in.
         block_names: Of the categories.
+        own: Nodes that hold the groups of a module that are in none of its modules.
+        order: int64 [G], place of each group in the forward pass, by which siblings are sorted.
     """
 
     parent: tuple[int, ...]
@@ -36,6 +42,8 @@ class ModuleTree:
     node_of_group: tuple[int, ...]
     block: tuple[int, ...]
     block_names: tuple[str, ...]
+    own: tuple[int, ...]
+    order: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +72,8 @@ def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
             children.setdefault(path[:depth], {})[path[depth]] = None
             children.setdefault(path[: depth + 1], {})
         members.setdefault(path, []).append(group)
-    build = _Build(problem.num_groups)
+    order = forward_order(problem)
+    build = _Build(order)
     stack: list[tuple[tuple[str, ...], int, str]] = [((), -1, problem.name)]
     while stack:
         path, parent, label = stack.pop()
@@ -76,9 +85,17 @@ def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
             build.leaf(own[0], parent, label)
             continue
         node = build.add(parent, label)
-        first = {path + (name,): name for name in inner}
-        items: list[tuple[int, int, tuple[str, ...], str]] = [(group, group, (), leaves[group]) for group in own]
-        items += [(_first_group(members, children, key), -1, key, name) for key, name in first.items()]
+        tail = path[-1] if path else ""  # a bare number says nothing without its list
+        first = {(*path, name): f"{tail}.{name}" if tail and name.isdigit() else name for name in inner}
+        items: list[tuple[int, int, tuple[str, ...], str]] = []
+        if inner and len(own) > _FEW:
+            build.own.append(build.add(node, OWN))
+            for chunk, under in build.ranges(build.own[-1], sorted((int(order[g]), g, (), leaves[g]) for g in own)):
+                for _, group, _, name in chunk:
+                    build.leaf(group, under, name)
+        else:
+            items = [(int(order[group]), group, (), leaves[group]) for group in own]
+        items += [(_first(members, children, key, order), -1, key, name) for key, name in first.items()]
         for chunk, under in build.ranges(node, sorted(items)):
             for _, group, key, name in chunk:
                 if group >= 0:
@@ -91,10 +108,12 @@ def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
 class _Build:
     """Nodes so far. Parents are numbered before their children."""
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, order: NDArray[np.int64]) -> None:
+        self.order = order
         self.parent: list[int] = []
         self.label: list[str] = []
-        self.node_of_group = [0] * groups
+        self.own: list[int] = []
+        self.node_of_group = [0] * len(order)
 
     def add(self, parent: int, label: str) -> int:
         self.parent.append(parent)
@@ -108,9 +127,8 @@ class _Build:
         """The items of a node, in parts with a node of their own each where there are too many."""
         if len(items) <= MAX_CHILDREN:
             return [(items, node)]
-        size = MAX_CHILDREN
-        while size * MAX_CHILDREN < len(items):
-            size *= MAX_CHILDREN
+        parts = min(MAX_CHILDREN, -(-len(items) // MAX_CHILDREN))
+        size = -(-len(items) // parts)
         found = []
         for begin in range(0, len(items), size):
             part = items[begin : begin + size]
@@ -123,22 +141,40 @@ class _Build:
         if all(not path for path in paths):  # no modules are known: stretches of the model
             count = min(8, max(1, len(paths)))
             names = tuple(f"part {i + 1} of {count}" for i in range(count))
-            block = tuple(group * count // len(paths) for group in range(len(paths)))
-            return ModuleTree(tuple(self.parent), tuple(self.label), tuple(self.node_of_group), block, names)
-        number: dict[tuple[str, ...], int] = {}
-        block = tuple(number.setdefault(path[:depth], len(number)) for path in paths)
-        names = tuple(".".join(path) or "(model)" for path in number)
-        return ModuleTree(tuple(self.parent), tuple(self.label), tuple(self.node_of_group), block, names)
+            place = np.argsort(np.argsort(self.order, kind="stable"), kind="stable")
+            block = tuple((place * count // max(1, len(paths))).tolist())
+        else:
+            number: dict[tuple[str, ...], int] = {}
+            for group in np.argsort(self.order, kind="stable").tolist():
+                number.setdefault(paths[group][:depth], len(number))
+            block = tuple(number[path[:depth]] for path in paths)
+            names = tuple(".".join(path) or "several modules" for path in number)
+        nodes = (tuple(self.parent), tuple(self.label), tuple(self.node_of_group))
+        return ModuleTree(*nodes, block, names, tuple(self.own), self.order)
 
 
-def _first_group(
-    members: dict[tuple[str, ...], list[int]], children: dict[tuple[str, ...], dict[str, None]], path: tuple[str, ...]
+def forward_order(problem: Problem) -> NDArray[np.int64]:
+    """int64 [G], the place of each group's first forward op in a topological order; groups without ops come last."""
+    order = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
+    place = np.empty(problem.num_ops, dtype=np.int64)
+    place[problem.topological_order] = np.arange(problem.num_ops)
+    for ops in (np.arange(problem.num_ops), np.flatnonzero(problem.op_phase == FORWARD)):  # forward ops have the last word
+        order[problem.op_group[ops]] = problem.num_ops
+        np.minimum.at(order, problem.op_group[ops], place[ops])
+    return order
+
+
+def _first(
+    members: dict[tuple[str, ...], list[int]],
+    children: dict[tuple[str, ...], dict[str, None]],
+    path: tuple[str, ...],
+    order: NDArray[np.int64],
 ) -> int:
-    """The smallest group number in a module, by which siblings are sorted."""
+    """The place of a module's first group in the forward pass."""
     best, stack = 1 << 62, [path]
     while stack:
         here = stack.pop()
-        best = min([best, *members.get(here, [])])
+        best = min([best, *(int(order[group]) for group in members.get(here, []))])
         stack += [(*here, name) for name in children[here]]
     return best
 
@@ -159,8 +195,8 @@ def _paths(problem: Problem, plan: PlacementPlan) -> tuple[list[tuple[str, ...]]
         else:
             whole = tuple(part for part in _NUMBER.sub("", name).split(".") if part)
             path = whole if len(whole) > 1 else ()
-        label = name
-        if ops:
+        label = name.rpartition(".")[2] if path else name
+        if ops and path:
             first = str(ops[0]).rpartition("/")[2] or name
             label = first if len(ops) == 1 else f"{first} + {len(ops) - 1}"
         paths.append(path)

@@ -23,6 +23,7 @@ FORMATS = ("pdf", "svg", "png")
 _STYLE: dict[str, Any] = {
     "font.size": 8, "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "xtick.major.width": 0.6,
     "ytick.major.width": 0.6, "svg.fonttype": "none", "pdf.fonttype": 42, "legend.frameon": False, "svg.hashsalt": "rlplace",
+    "text.parse_math": False,
 }  # fmt: skip
 _WIDTH_IN = 6.5
 _VECTOR_BOXES = 4000
@@ -118,13 +119,22 @@ def memory_figure(data: ReportData) -> Figure:
     limits = {device.memory_bytes for device in data.problem.devices if device.memory_bytes is not None}
     for limit in sorted(limit for limit in limits if limit <= 3 * peak):
         axes.axhline(limit / 1e9, color=LIMIT_COLOR, linewidth=0.8, linestyle=(0, (5, 3)))
-        axes.annotate("limit", (1.0, limit / 1e9), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
-                      va="center", color=LIMIT_COLOR)  # fmt: skip
+        axes.annotate(
+            "limit",
+            (1.0, limit / 1e9),
+            xycoords=("axes fraction", "data"),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            color=LIMIT_COLOR,
+        )
     axes.set_ylim(bottom=0)
     axes.set_ylabel("memory in use [GB]")
     _time_axis(axes, data)
     columns = min(8, len(data.memory))
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2, columnspacing=1.2, handlelength=1.4)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2, columnspacing=1.2, handlelength=1.4
+    )
     return figure
 
 

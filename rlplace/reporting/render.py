@@ -14,7 +14,8 @@ from rlplace.reporting.data import ReportData
 
 SCRIPTS = ("base.js", "timeline.js", "memory.js", "tree.js", "graph.js", "main.js")
 _SECTIONS = {
-    "timeline": "Timeline", "devices": "Devices", "graph": "Graph", "planners": "Planners", "measured": "Measured", "about": "About",
+    "timeline": "Timeline", "devices": "Devices", "graph": "Graph", "planners": "Planners", "measured": "Measured",
+    "about": "About",
 }  # fmt: skip
 
 

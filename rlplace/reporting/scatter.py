@@ -28,9 +28,13 @@ def scatter(rows: Sequence[MeasuredRow]) -> str:
     bottom, right = _TOP + _SIZE, _LEFT + _SIZE
     dots = []
     for row, m, p in sorted(known, key=lambda item: item[0].this):
-        name = html.escape(f"{row.name}: measured {seconds_text(m)}, predicted {seconds_text(p)}".encode("utf-8", "replace").decode())
+        name = html.escape(
+            f"{row.name}: measured {seconds_text(m)}, predicted {seconds_text(p)}".encode("utf-8", "replace").decode()
+        )
         kind = "dot this" if row.this else "dot"
-        dots.append(f'<circle class="{kind}" cx="{_LEFT + at(m):.1f}" cy="{bottom - at(p):.1f}" r="5"><title>{name}</title></circle>')
+        dots.append(
+            f'<circle class="{kind}" cx="{_LEFT + at(m):.1f}" cy="{bottom - at(p):.1f}" r="5"><title>{name}</title></circle>'
+        )
     ticks = []
     for value in (low, (low + high) / 2, high):
         x, y = _LEFT + at(value), bottom - at(value)

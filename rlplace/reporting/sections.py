@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ def summary(data: ReportData) -> str:
     said = [f"Plan of {plan.planner}", f"{line.samples} {_plural(line.samples, 'sample')} a step"]
     said.append(f"{plan.microbatches} {_plural(plan.microbatches, 'micro-batch', 'es')}")
     said += [f"{replicas} replicas"] if replicas > 1 else []
-    said += [f"{len(plan.recompute)} recomputed segments"] if plan.recompute else []
-    said += [f"{len(plan.shards)} cut ops"] if plan.shards else []
+    said += [f"{len(plan.recompute)} recomputed {_plural(len(plan.recompute), 'segment')}"] if plan.recompute else []
+    said += [f"{len(plan.shards)} cut {_plural(len(plan.shards), 'op')}"] if plan.shards else []
     said += ["sharded optimizer"] if plan.optimizer_sharding else []
     said.append(f"schedule {plan.schedule}" if plan.order is None else "an order of its own")
     parts = [
@@ -119,7 +119,16 @@ def planners(data: ReportData) -> str:
                 ],
             )
         )
-    head = ["Planner", "Step time", "Samples/s", "Speed against this plan", "Devices", "Largest share of memory", "Planning", ""]
+    head = [
+        "Planner",
+        "Step time",
+        "Samples/s",
+        "Speed against this plan",
+        "Devices",
+        "Largest share of memory",
+        "Planning",
+        "",
+    ]
     samples = data.timeline.samples
     note = (
         f"Simulated by the same executor, {EXECUTOR}, on the same problem, {samples} {_plural(samples, 'sample')} a step for "
@@ -199,9 +208,10 @@ def about(data: ReportData, version: str) -> str:
         ("Executor", f"{EXECUTOR}, simulated"),
         ("Planner", f"{plan.planner}, seed {plan.seed}"),
     ]
-    facts += [
-        (name.capitalize(), str(source[name])[:300]) for name in ("model", "cluster", "host") if isinstance(source.get(name), str)
-    ]
+    graph = source.get("graph")
+    if isinstance(graph, Mapping) and isinstance(graph.get("model"), str):
+        facts.append(("Model", graph["model"][:300]))
+    facts += [(name.capitalize(), source[name][:300]) for name in ("cluster", "host") if isinstance(source.get(name), str)]
     facts.append(("Made with", f"rlplace {version}"))
     prints = [("Problem's fingerprint", problem.fingerprint), ("Plan's fingerprint", plan.fingerprint)]
     cells = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts)
@@ -210,7 +220,8 @@ def about(data: ReportData, version: str) -> str:
 
 
 def _section(name: str, title: str, body: str) -> str:
-    return f'<section id="{name}" aria-labelledby="{name}-title"><div class="head"><h2 id="{name}-title">{title}</h2></div>{body}</section>'
+    head = f'<div class="head"><h2 id="{name}-title">{title}</h2></div>'
+    return f'<section id="{name}" aria-labelledby="{name}-title">{head}{body}</section>'
 
 
 def _table(label: str, head: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
@@ -218,7 +229,7 @@ def _table(label: str, head: Sequence[str], rows: Sequence[tuple[str, Sequence[t
     body = []
     for kind, cells in rows:
         first, *others = cells
-        line = f'<th scope="row">{first[0]}</th>' + "".join(f'<td{_class(kind)}>{text}</td>' for text, kind in others)
+        line = f'<th scope="row">{first[0]}</th>' + "".join(f"<td{_class(kind)}>{text}</td>" for text, kind in others)
         body.append(f"<tr{_class(kind)}>{line}</tr>")
     return (
         f'<div class="table" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{top}</tr></thead>'
@@ -243,7 +254,7 @@ def _share(value: float, *, over: bool = False) -> tuple[str, str]:
 def _largest_share(data: ReportData) -> str:
     pairs = zip(data.timeline.peak_memory_bytes.tolist(), data.problem.devices, strict=True)
     shares = [peak / device.memory_bytes for peak, device in pairs if device.memory_bytes]
-    return f"at most {percent_text(max(shares))} of a device" if shares else "no limits"
+    return f"up to {percent_text(max(shares))} of a device" if shares else "no limits"
 
 
 def _plural(count: int, word: str, ending: str = "s") -> str:

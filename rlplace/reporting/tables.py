@@ -17,6 +17,7 @@ from rlplace.problem import Problem
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
 from rlplace.simulator import Timeline, simulate
 
+
 @dataclass(frozen=True)
 class PlannerRow:
     """A planner's plan for the report's problem.
@@ -112,7 +113,9 @@ def planner_rows(
             raise InputError(f"planner {name} plans another kind of problem, so its step times do not compare; leave it out")
     if not names:
         return ()
-    rows = [_row(problem, plan.planner, timeline, True, len(np.unique(plan.device_of_group)) * len(plan.replicas or (0,)), None)]
+    rows = [
+        _row(problem, plan.planner, timeline, True, len(np.unique(plan.device_of_group)) * len(plan.replicas or (0,)), None)
+    ]
     microbatches = plan.microbatches * len(plan.replicas or (0,))
     schedule = plan.schedule if plan.schedule in FREE_SCHEDULES else "list"
     for name in dict.fromkeys(names):

@@ -34,7 +34,14 @@ function bytesText(value) {
 const countText = (count, word, ending = "s") => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : ending}`;
 
 // Colours of categories are those of the whole project; inks follow the theme.
-const category = (index) => data.colors.category[index % data.colors.category.length];
+// Those after the last one are lighter, and then darker.
+const shades = new Map();
+function category(index) {
+  const colors = data.colors.category, color = colors[index % colors.length], turn = Math.floor(index / colors.length) % 3;
+  if (turn === 0) return color;
+  if (!shades.has(index)) shades.set(index, turn === 1 ? mixed(color, 0.5, "#ffffff") : mixed(color, 0.6, "#000000"));
+  return shades.get(index);
+}
 let inks = {};
 function readInks() {
   const style = getComputedStyle(document.documentElement);

@@ -155,7 +155,8 @@ const graph = {
     context.scale(this.scale, this.scale);
     const area = { left: -this.x / this.scale, top: -this.y / this.scale, right: (width - this.x) / this.scale, bottom: (height - this.y) / this.scale };
     const inView = (box) => box.x < area.right && box.y < area.bottom && box.x + box.wide > area.left && box.y + box.tall > area.top;
-    for (const [node, box] of this.boxes) if (tree.open.has(node) && inView(box)) this.paintModule(context, node, box);
+    const opened = [...this.boxes].filter(([node, box]) => tree.open.has(node) && inView(box)).sort(([a], [b]) => tree.depth[a] - tree.depth[b]);
+    for (const [node, box] of opened) this.paintModule(context, node, box);
     this.paintArrows(context, area);
     for (const [node, box] of this.boxes) if (!tree.open.has(node) && inView(box)) this.paintBox(context, node, box);
     context.restore();

@@ -26,15 +26,15 @@ function showLegends() {
     data.phases.forEach((name, phase) => { if (seen.has(phase)) items.push(legendItem(data.colors.phase[phase], name.replace("_", " "))); });
     if (data.rows.some((row) => row.kind === "link")) items.push(legendItem(data.colors.transfer, "transfer"));
   } else if (lanes.color === "microbatch") {
-    for (let m = 0; m < Math.min(data.microbatches, data.colors.category.length); m++) {
-      items.push(legendItem(category(m), `${m}` + (data.microbatches > data.colors.category.length ? `, ${m + data.colors.category.length}…` : "")));
-    }
+    for (let m = 0; m < Math.min(data.microbatches, 24); m++) items.push(legendItem(category(m), String(m)));
+    if (data.microbatches > 24) items.push(legendItem("transparent", `and ${data.microbatches - 24} more`));
   } else if (lanes.color === "module") {
     const names = data.groups.block_names;
-    names.slice(0, 16).forEach((name, i) => items.push(legendItem(category(i), name)));
-    if (names.length > 16) items.push(legendItem("transparent", `and ${names.length - 16} more, in the same colours again`));
+    const most = window.innerWidth < 600 ? 10 : 24;
+    names.slice(0, most).forEach((name, i) => items.push(legendItem(category(i), name)));
+    if (names.length > most) items.push(legendItem("transparent", `and ${names.length - most} more`));
   } else {
-    data.devices.slice(0, 16).forEach((device, i) => items.push(legendItem(category(i), device.name)));
+    data.devices.slice(0, 24).forEach((device, i) => items.push(legendItem(category(i), device.name)));
   }
   if (data.rows.some((row) => row.kind === "collective")) items.push(legendItem(data.colors.collective, "collective"));
   $("legend").replaceChildren(...items);

@@ -85,7 +85,7 @@ const memory = {
     context.fillStyle = color;
     context.fill(area);
     context.globalAlpha = 1;
-    context.strokeStyle = color;
+    context.strokeStyle = mixed(color, 0.75, inks.ink);
     context.lineWidth = 1.2;
     context.stroke(path);
   },

@@ -1,5 +1,5 @@
 // Rows of devices and links; draws only what is in view.
-const LEFT_WIDE = 132, LEFT_NARROW = 62, AXIS = 26, DEVICE_ROW = 30, LINK_ROW = 18;
+const LEFT_WIDE = 132, LEFT_NARROW = 80, AXIS = 26, DEVICE_ROW = 30, LINK_ROW = 18;
 const view = { from: 0, to: step };
 const left = () => (lanes.canvas.clientWidth < 560 ? LEFT_NARROW : LEFT_WIDE);
 
@@ -69,7 +69,7 @@ const lanes = {
       }
       context.fillStyle = row.kind === "device" ? inks.ink : inks.soft;
       if (row.kind !== "device") context.font = `10.5px ${inks.font}`;
-      const label = fitted(context, row.name, x0 - 18);
+      const label = fitted(context, row.name, x0 - 14);
       context.fillText(label, 10, top + 2 + tall / 2);
       context.font = `11px ${inks.font}`;
       context.save();
@@ -100,7 +100,8 @@ const lanes = {
       const color = this.boxColor(row, i), wide = Math.max(b - a, 0.8);
       context.globalAlpha = hit ? 1 : 0.13;
       context.fillStyle = color;
-      context.fillRect(a, top, wide > 3 ? wide - 0.6 : wide, tall);
+      if (wide > 3) context.fillRect(a, top, wide - 0.6, tall);
+      else context.fillRect(Math.floor(a), top, Math.max(1, Math.ceil(b) - Math.floor(a)), tall); // whole pixels: dense rows stay solid
       edge = Math.max(edge, a + wide);
       this.drawn++;
       if (wide > 22 && tall > 12 && hit) {
@@ -157,7 +158,7 @@ function shortName(name) { // of a long path its last parts
 }
 
 function drawAxis(context, x0, width, height) {
-  const plot = width - x0 - 8, span = view.to - view.from, rough = span / Math.max(2, plot / 110);
+  const plot = width - x0 - 8, span = view.to - view.from, rough = span / Math.max(2, plot / (plot < 400 ? 72 : 110));
   const power = 10 ** Math.floor(Math.log10(rough)), unit = [1, 2, 5, 10].find((m) => m * power >= rough) * power;
   context.font = `11px ${inks.font}`;
   for (let n = Math.ceil(view.from / unit - 1e-9); n * unit <= view.to * (1 + 1e-12); n++) {

@@ -24,14 +24,14 @@ function readTree() {
       tree.ops[at] += data.groups.ops[group];
       tree.share[at][data.groups.device[group]] += data.groups.time_us[group];
       tree.spread[at][data.groups.device[group]] += 1;
-      tree.first[at] = Math.min(tree.first[at], group);
+      tree.first[at] = Math.min(tree.first[at], data.groups.order[group]);
     }
   });
   for (const list of tree.children) list.sort((a, b) => tree.first[a] - tree.first[b]);
   tree.label = label;
   tree.parent = parent;
-  tree.open.add(0);
-  while (visibleNodes().length < 12 && openLevel(60)) { /* until there is something to see */ }
+  closeAll();
+  while (visibleNodes().length < 12 && openLevel(80, false)) { /* until there is something to see */ }
 }
 
 const isModule = (node) => tree.children[node].length > 0;
@@ -50,8 +50,9 @@ function visibleNodes() { // from the top, each open module before its children
   }
   return found;
 }
-function openLevel(limit) { // opens the highest modules that are closed; false when there are none, or too many boxes come of it
-  const closed = visibleNodes().filter((node) => isModule(node) && !tree.open.has(node));
+function openLevel(limit, own = true) { // opens the highest modules that are closed; false when there are none, or too many boxes come of it
+  const kept = new Set(own ? [] : data.modules.own); // groups between modules stay together at first
+  const closed = visibleNodes().filter((node) => isModule(node) && !tree.open.has(node) && !kept.has(node));
   if (!closed.length) return false;
   const least = Math.min(...closed.map((node) => tree.depth[node]));
   const next = closed.filter((node) => tree.depth[node] === least);
@@ -60,8 +61,9 @@ function openLevel(limit) { // opens the highest modules that are closed; false 
   next.forEach((node) => tree.open.add(node));
   return true;
 }
-function closeAll() {
+function closeAll() { // but for the top, and for what holds a single module
   tree.open = new Set([0]);
+  for (let node = 0; tree.children[node].length === 1 && isModule(tree.children[node][0]);) tree.open.add((node = tree.children[node][0]));
 }
 function toggle(node) {
   if (!isModule(node) || node === 0) return;

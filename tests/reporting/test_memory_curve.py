@@ -1,0 +1,144 @@
+"""Memory over time is what the reference simulator does, allocation by allocation, and its maximum is the simulator's peak."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rlplace.plan.plan import make_plan
+from rlplace.problem.generate import SHAPES, random_problem
+from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
+from rlplace.simulator import expand, simulate
+from rlplace.simulator.reference import ReferenceRun
+from rlplace.simulator.tasks import task_graph
+
+
+class Watched(list):
+    """The memory of all devices; notes every change."""
+
+    def __init__(self, run):
+        super().__init__(run.memory)
+        self.run, self.changes = run, [[] for _ in run.memory]
+
+    def __setitem__(self, device, value):
+        super().__setitem__(device, value)
+        self.changes[device].append((self.run.now, value))
+
+
+def recorded(problem, plan, microbatches, schedule):
+    """Per device the (time, bytes) of every change in the reference simulator."""
+    run = ReferenceRun(problem, task_graph(problem, microbatches), plan, None, None, schedule, None)
+    first = list(run.memory)
+    run.memory = Watched(run)
+    run.run()
+    return [[(0.0, start), *changes] for start, changes in zip(first, run.memory.changes, strict=True)]
+
+
+def by_instant(points):
+    """Per moment the lowest, highest and last value, the one before included."""
+    found, last = {}, points[0][1]
+    for time, value in points:
+        low, high, _ = found.get(time, (last, last, last))
+        found[time] = (min(low, value), max(high, value), value)
+        last = value
+    return found
+
+
+def changing(found):
+    """Without moments in which nothing happens."""
+    return {time: values for time, values in found.items() if len(set(values)) > 1 or time == 0.0}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_instant_is_that_of_the_reference(seed):
+    problem = random_problem(
+        seed,
+        num_groups=14 + seed,
+        num_devices=2 + seed % 3,
+        shape=SHAPES[seed % 5],
+        hosts=1 + seed % 2,
+        shared_parameters=seed % 4,
+    )
+    plan = np.random.default_rng(seed).integers(0, problem.num_devices, problem.num_groups).astype(np.int32)
+    microbatches, schedule = ((1, "list"), (3, "gpipe"), (3, "1f1b"), (2, "list"))[seed % 4]
+    line = simulate(problem, plan, microbatches=microbatches, schedule=schedule)
+    if line.step_time_s is None:  # gates that never open
+        line = simulate(problem, plan, microbatches=microbatches)
+        schedule = "list"
+    curves = memory_curves(problem, plan, line)
+    for curve, points in zip(curves, recorded(problem, plan, microbatches, schedule), strict=True):
+        ours = list(zip(curve.time_s.tolist(), curve.in_use_bytes.tolist(), strict=True))
+        assert changing(by_instant(ours)) == changing(by_instant(points))
+    assert [curve.peak_bytes for curve in curves] == line.peak_memory_bytes.tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_maximum_is_the_simulators_peak(seed):
+    problem = random_problem(seed, num_groups=30, num_devices=4, shape=SHAPES[seed % 5], memory_factor=1.2, hosts=2)
+    plan = np.random.default_rng(seed).integers(0, 4, 30).astype(np.int32)
+    for microbatches in (1, 4):
+        line = simulate(problem, plan, microbatches=microbatches)
+        curves = memory_curves(problem, plan, line)
+        assert [curve.peak_bytes for curve in curves] == line.peak_memory_bytes.tolist()
+        for curve in curves:
+            assert (np.diff(curve.time_s) >= 0).all() and curve.time_s[-1] == line.step_time_s
+            assert curve.in_use_bytes[-1] == curve.in_use_bytes[0], "everything but resident bytes is free at the end"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_replicas_with_collectives(sharded):
+    problem = random_problem(5, num_groups=24, num_devices=4)
+    fields = {"microbatches": 2, "replicas": [[0, 1], [2, 3]], "optimizer_sharding": sharded}
+    plan = make_plan(problem, np.arange(24) * 2 // 24, planner="hand", **fields)
+    drawn, plain = expand(problem, plan)
+    assert drawn.collectives
+    line = simulate(drawn, plain)
+    curves = memory_curves(drawn, plain.device_of_group, line)
+    assert [curve.peak_bytes for curve in curves] == line.peak_memory_bytes.tolist()
+
+
+def test_recomputed_segments():
+    problem = random_problem(6, num_groups=20, num_devices=2, shape="chain")
+    plan = make_plan(problem, np.arange(20) // 10, planner="hand", recompute=[[2, 3, 4], [12, 13]])
+    drawn, plain = expand(problem, plan)
+    line = simulate(drawn, plain)
+    assert [c.peak_bytes for c in memory_curves(drawn, plain.device_of_group, line)] == line.peak_memory_bytes.tolist()
+
+
+def test_a_peak_that_lasts_no_time_is_kept():
+    """Op 1 takes 70 bytes and no time; while it runs, 170 are in use."""
+    problem = build_problem(
+        "instant",
+        time_s=[[1.0], [0.0], [1.0]],
+        tensors=[TensorSpec(0, 100, [2]), TensorSpec(0, 0, [1]), TensorSpec(1, 0, [2])],
+        memory_bytes=[None],
+        temporary_bytes=[0, 70, 0],
+    )
+    line = simulate(problem, [0, 0, 0])
+    (curve,) = memory_curves(problem, np.zeros(3, dtype=np.int32), line)
+    assert curve.peak_bytes == 170 == line.peak_memory_bytes[0]
+    assert [(t, v) for t, v in zip(curve.time_s, curve.in_use_bytes, strict=True) if t == 1.0] == [(1.0, 170), (1.0, 100)]
+
+
+def test_a_step_that_does_not_complete_shows_resident_bytes():
+    problem = build_problem("broken", time_s=[[1.0, np.nan]], tensors=[], memory_bytes=[None, 50], resident_bytes=[30])
+    line = simulate(problem, [1])
+    assert line.step_time_s is None
+    curves = memory_curves(problem, np.array([1]), line)
+    assert [curve.in_use_bytes.tolist() for curve in curves] == [[0], [30]]
+
+
+@pytest.mark.parametrize("points", [8, 100, 999])
+def test_thinning_keeps_peak_ends_and_order(points):
+    rng = np.random.default_rng(0)
+    time = np.sort(rng.random(1000))
+    curve = MemoryCurve(time, rng.integers(0, 10**12, 1000))
+    thin = curve.thinned(points)
+    assert len(thin.time_s) <= points
+    assert thin.peak_bytes == curve.peak_bytes
+    assert thin.time_s[0] == time[0] and thin.time_s[-1] == time[-1]
+    pairs = set(zip(curve.time_s.tolist(), curve.in_use_bytes.tolist(), strict=True))
+    assert set(zip(thin.time_s.tolist(), thin.in_use_bytes.tolist(), strict=True)) <= pairs
+    assert curve.thinned(1000) is curve
+    assert dataclasses.is_dataclass(thin)

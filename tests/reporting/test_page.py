@@ -1,0 +1,275 @@
+"""The page's data and its text: what goes in comes out, nothing is loaded, hostile names stay names."""
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import rlplace
+from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings
+from rlplace.errors import InputError
+from rlplace.plan.plan import make_plan
+from rlplace.problem.generate import random_problem
+from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.reporting.columns import front_coded, ticks_of
+from rlplace.reporting.data import MAX_LINKS, report_data
+from rlplace.reporting.render import json_text, render
+from rlplace.reporting.tables import PlannerRow, measured_rows, planner_rows
+from rlplace.reporting.units import bytes_text, seconds_text
+from rlplace.simulator import simulate
+
+HOSTILE = '</script><img src=x onerror="alert(1)">&amp;\'\u2028\U0001f600\ud800{{script}}'
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text of scripts and styles."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.raw, self.inside = [], {}, None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.inside = tag if tag in ("script", "style") else None
+        if self.inside == "script" and dict(attrs).get("type"):
+            self.inside = "data"
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+    def handle_data(self, text):
+        if self.inside:
+            self.raw[self.inside] = self.raw.get(self.inside, "") + text
+
+
+@pytest.fixture(scope="module")
+def piped():
+    problem = random_problem(3, num_groups=32, num_devices=4, memory_factor=1.5, shape="chain")
+    plan = make_plan(problem, np.arange(32) * 4 // 32, planner="hand", microbatches=4, schedule="1f1b")
+    return report_data(problem, plan)
+
+
+def boxes_of(data):
+    """(row, start, end, op) of every box, decoded as the page does it."""
+    found, at = [], 0
+    for number, row in enumerate(data["rows"]):
+        time = 0
+        for _ in range(row["boxes"]):
+            start = time + data["boxes"]["gap"][at]
+            time = start + data["boxes"]["length"][at]
+            found.append((number, start * data["tick_s"], time * data["tick_s"], data["boxes"]["op"][at]))
+            at += 1
+    return found
+
+
+def test_boxes_come_back_to_a_tick(piped):
+    data = json.loads(json_text(piped.to_dict()))
+    found = boxes_of(data)
+    lanes = piped.lanes
+    assert len(found) == lanes.num_boxes == len(data["boxes"]["microbatch"])
+    row, start, end, op = (np.array(column) for column in zip(*found, strict=True))
+    assert (row == lanes.row).all() and (op == lanes.op).all()
+    assert np.abs(start - lanes.start_s).max() <= 0.51 * data["tick_s"]
+    assert np.abs(end - lanes.end_s).max() <= 0.51 * data["tick_s"]
+    assert 1e7 <= data["step_s"] / data["tick_s"] <= 1e8
+
+
+def test_memory_in_the_page_reaches_the_peak(piped):
+    data = piped.to_dict()
+    for device, curve, peak in zip(data["devices"], data["memory"], piped.timeline.peak_memory_bytes, strict=True):
+        assert device["peak_bytes"] == peak
+        assert abs(max(np.cumsum(curve["size"])) * data["memory_unit_bytes"] - peak) <= data["memory_unit_bytes"]
+
+
+@pytest.mark.parametrize(
+    "names", [[], ["a"], ["group1", "group12", "other", ""], ["x\U0001f600a", "x\U0001f600b", "\U0001f601"]]
+)
+def test_front_coded_names_come_back(names):
+    shared, rest = front_coded(names)
+    before, found = "", []
+    for count, text in zip(shared, rest, strict=True):  # as a browser does it, in UTF-16 units
+        before = before.encode("utf-16-le")[: 2 * count].decode("utf-16-le") + text
+        found.append(before)
+    assert found == names
+
+
+def test_ticks_and_units():
+    assert ticks_of(0.1) == pytest.approx(1e-9) and ticks_of(0.0) == 1.0
+    assert [seconds_text(v) for v in (None, 0.0, 3.2e-10, 1.5e-6, 0.0177, 12.3456, 4321.9)] == [
+        "-", "0 s", "0.32 ns", "1.5 µs", "17.7 ms", "12.35 s", "4322 s",
+    ]  # fmt: skip
+    assert [bytes_text(v) for v in (0, 999, 1e3, 8.6e10, 3e12)] == ["0 B", "999 B", "1 kB", "86 GB", "3 TB"]
+
+
+def test_page_loads_nothing(piped):
+    text = render(piped)
+    page = Page(text)
+    policies = [a["content"] for tag, a in page.elements if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = policies
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    for kind in ("script", "style"):
+        digest = base64.b64encode(hashlib.sha256(page.raw[kind].encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    attributes = [(tag, name, value) for tag, found in page.elements for name, value in found.items()]
+    assert not [a for a in attributes if a[1] in ("src", "srcset", "style", "action", "data") or a[1].startswith("on")]
+    assert all(value.startswith("#") for _, name, value in attributes if name == "href")
+    assert not {"link", "img", "iframe", "object", "embed", "form"} & {tag for tag, _ in page.elements}
+    assert "://" not in text and "@import" not in text and "url(" not in text
+    assert "{{" not in re.sub(r"<script.*?</script>", "", text, flags=re.S)
+
+
+def hostile_problem():
+    problem = random_problem(0, num_groups=6, num_devices=2)
+    return dataclasses.replace(
+        problem,
+        name=HOSTILE,
+        group_names=tuple(f"{HOSTILE}.{i}" for i in range(6)),
+        op_names=tuple(f"{HOSTILE}/{i}" for i in range(18)),
+        devices=tuple(dataclasses.replace(d, name=f"{HOSTILE}{i}", kind=HOSTILE) for i, d in enumerate(problem.devices)),
+        source={"model": HOSTILE, "graph": {"model": HOSTILE}, "cluster": HOSTILE},
+    )
+
+
+def test_hostile_names_stay_names():
+    problem = hostile_problem()
+    plan = make_plan(problem, [0, 1] * 3, planner=HOSTILE)
+    rows = [PlannerRow(HOSTILE, False, None, None, False, None, 0, None, HOSTILE)]
+    place = PlaceTiming(0, HOSTILE, 1.0, 0.0, 0.0, 0.0)
+    timing = PlanTiming(
+        HOSTILE, plan.fingerprint, problem.fingerprint, HOSTILE, HOSTILE, "computed", (1.0,), 1.0, (place,), 0.0
+    )
+    measured = measured_rows(PlanTimings(HOSTILE, {}, (timing, timing)), plan)
+    ordinary = render(report_data(random_problem(0, num_groups=6, num_devices=2), make_plan_like(plan)))
+    text = render(report_data(problem, plan, planners=rows, measured=measured))
+    page = Page(text)
+    tags = [tag for tag, _ in page.elements]
+    assert "img" not in tags and tags.count("script") == 2 == [tag for tag, _ in Page(ordinary).elements].count("script")
+    assert page.raw["script"] == Page(ordinary).raw["script"]
+    data = json.loads(page.raw["data"])
+    assert data["name"] == HOSTILE and data["devices"][1]["name"] == f"{HOSTILE}1"
+    assert data["ops"]["rest"][0] == f"{HOSTILE}/0"
+
+
+def make_plan_like(plan):
+    return dataclasses.replace(plan, problem=random_problem(0, num_groups=6, num_devices=2).fingerprint, groups=None)
+
+
+def test_infeasible_plans_have_a_page_that_says_why():
+    problem = random_problem(3, num_groups=20, num_devices=4, memory_factor=0.6)
+    plan = make_plan(problem, [0] * 20, planner="hand")
+    data = report_data(problem, plan)
+    text = render(data)
+    assert not data.timeline.feasible
+    assert '<span class="badge bad">infeasible</span>' in text and data.timeline.violations[0] in text
+    assert len(boxes_of(data.to_dict())) == 60
+
+
+def test_a_step_that_does_not_complete_has_a_page():
+    problem = build_problem(
+        "broken",
+        time_s=[[1.0, np.nan], [1.0, 1.0]],
+        tensors=[TensorSpec(0, 1, [1])],
+        memory_bytes=[None, 5],
+        resident_bytes=[3, 4],
+    )
+    data = report_data(problem, make_plan(problem, [1, 0], planner="hand"))
+    assert data.timeline.step_time_s is None
+    found = json.loads(json_text(data.to_dict()))
+    assert found["step_s"] is None and found["boxes"] == {"gap": [], "length": [], "op": []}
+    assert "cannot run, first" in render(data) and "does not complete" in render(data)
+
+
+def test_only_the_busiest_links_are_in_the_page():
+    problem = random_problem(1, num_groups=200, num_devices=12, width=12)
+    data = report_data(problem, make_plan(problem, np.arange(200) % 12, planner="hand")).to_dict()
+    shown = [row for row in data["rows"] if row["kind"] == "link"]
+    assert len(shown) == MAX_LINKS < data["links"]
+    assert len(data["transfers"]["bytes"]) == sum(row["boxes"] for row in shown) == len(data["transfers"]["group"])
+    assert sum(row["boxes"] for row in data["rows"]) == len(data["boxes"]["gap"])
+
+
+def test_replicas_are_drawn_and_their_groups_known():
+    problem = random_problem(5, num_groups=24, num_devices=4)
+    plan = make_plan(problem, np.arange(24) * 2 // 24, planner="hand", replicas=[[2, 1], [0, 3]])
+    data = report_data(problem, plan)
+    assert data.drawn.num_groups == 48 and set(data.group_of_drawn[:48].tolist()) == set(range(24))
+    assert set(data.device_of_group.tolist()) == {2, 1}
+    page = data.to_dict()
+    assert page["groups"]["device"][0] == 2 and any(row["kind"] == "collective" for row in page["rows"])
+    assert "2 replicas" in render(data)
+
+
+def test_cut_ops_are_drawn():
+    import torch
+    from torch import nn
+
+    from rlplace.cost.price import price
+
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    graph = rlplace.capture(module, (torch.randn(32, 64),), loss=lambda out: out.square().mean())
+    problem = price(graph, "a100-80g:2", level="op", sharding=True)
+    op = next(op for op, dims in problem.sharding.dims.items() if dims.get("m") == 32 and op not in problem.sharding.follows)
+    plan = make_plan(problem, [0] * problem.num_groups, planner="hand", shards={problem.op_names[op]: {"m": 2}})
+    data = report_data(problem, plan)
+    assert data.drawn.num_ops > problem.num_ops and len(np.unique(data.timeline.device_of_op)) == 2
+    assert (data.group_of_drawn >= 0).all() and "1 cut op" in render(data)
+
+
+def test_planners_table_is_sorted_and_marks_this_plan():
+    problem = random_problem(3, num_groups=16, num_devices=2, memory_factor=2.0)
+    plan = make_plan(problem, [0] * 8 + [1] * 8, planner="hand", microbatches=2)
+    rows = planner_rows(problem, plan, simulate(problem, plan), ["round_robin", "heft", "round_robin"])
+    assert sorted(row.planner for row in rows) == ["hand", "heft", "round_robin"]
+    assert [row.planner for row in rows if row.this] == ["hand"]
+    rates = [row.samples_per_s for row in rows if row.feasible]
+    assert rates == sorted(rates, reverse=True)
+    assert planner_rows(problem, plan, simulate(problem, plan), []) == ()
+    with pytest.raises(InputError, match="unknown planner 'hefd'; did you mean 'heft'"):
+        planner_rows(problem, plan, simulate(problem, plan), ["hefd"])
+    with pytest.raises(InputError, match="another kind of problem"):
+        planner_rows(problem, plan, simulate(problem, plan), ["bipartition"])
+
+
+def test_planners_that_find_no_plan_say_so():
+    problem = random_problem(3, num_groups=16, num_devices=2, memory_factor=0.3)
+    plan = make_plan(problem, [0] * 16, planner="hand")
+    row = next(row for row in planner_rows(problem, plan, simulate(problem, plan), ["single"]) if row.planner == "single")
+    assert row.step_time_s is None and not row.feasible and row.note.startswith("no plan: ")
+
+
+def test_predicted_against_measured():
+    problem = random_problem(0, num_groups=6, num_devices=2)
+    plan = make_plan(problem, [0, 1] * 3, planner="hand")
+    places = (PlaceTiming(0, "host0", 0.8, 0.1, 0.05, 0.05, 10**9, 0.7, 2 * 10**9),)
+    mine = PlanTiming(
+        "mine", plan.fingerprint, problem.fingerprint, "hand", "joint", "computed", (1.0, 1.2, 1.1, 1.0), 0.9, places, 2.0
+    )
+    other = dataclasses.replace(mine, name="other", plan="0" * 64, predicted_s=None, mode="replayed")
+    rows = measured_rows(PlanTimings("job", {}, (mine, other)), plan)
+    assert [(row.this, row.error is None) for row in rows] == [(True, False), (False, True)]
+    text = render(report_data(problem, plan, measured=rows))
+    assert "Predicted and measured" in text and "-14.3 %" in text and "host0" in text and "Replayed" in text
+    assert '<svg class="chart"' not in text, "one pair is no picture"
+    both = measured_rows(PlanTimings("job", {}, (mine, dataclasses.replace(mine, name="third"))), plan)
+    assert '<svg class="chart"' in render(report_data(problem, plan, measured=both))
+
+
+def test_report_writes_all_or_nothing(tmp_path):
+    problem = random_problem(0, num_groups=6, num_devices=2)
+    plan = make_plan(problem, [0, 1] * 3, planner="hand")
+    path, trace = tmp_path / "r.html", tmp_path / "t.json"
+    data = rlplace.report(problem, plan, path, planners=(), trace=trace)
+    assert path.read_text().startswith("<!doctype html>") and data.timeline.feasible
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 18
+    path.write_text("kept")
+    with pytest.raises(InputError, match="no folder"):
+        rlplace.report(problem, plan, path, planners=(), trace=tmp_path / "none" / "t.json")
+    with pytest.raises(InputError, match="this problem is"):
+        rlplace.report(random_problem(1, num_groups=6, num_devices=2), plan, path, planners=())
+    assert path.read_text() == "kept" and sorted(p.name for p in tmp_path.iterdir()) == ["r.html", "t.json"]

@@ -54,7 +54,7 @@ class Checkpoint:
 def save_checkpoint(
     folder: str | Path, network: PlacerNetwork, *, environment: str, training: Mapping[str, Any], card: str
 ) -> None:
-    """Writes a checkpoint folder. Its files are those of one call, whoever else writes there; a disk that is full changes none."""
+    """Writes a checkpoint folder: its files are those of one call, whoever else writes there, and a full disk changes none."""
     folder = Path(folder)
     make_folder(folder)
     weights = save_tensors({name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()})
@@ -79,7 +79,9 @@ def load_checkpoint(name: str | Path) -> Checkpoint:
         InputError: Unknown name, malformed config, wrong shapes, or weights that are not finite.
     """
     folder = _find(name)
-    path = folder / WEIGHTS
+    path, card = folder / WEIGHTS, folder / "card.md"
+    if not card.is_file():
+        raise InputError(f"{card}: is missing; a checkpoint is a folder of {WEIGHTS}, config.json and card.md")
     with locked(folder, shared=True):  # not between the files of somebody who saves
         config, payload = read_config(folder), read_bytes(path)
     sizes = _network_config(config, folder)

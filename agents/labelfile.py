@@ -21,7 +21,8 @@ MAX_ARRAY_BYTES = 1 << 28
 """Of one array when decompressed."""
 
 _TYPES = {
-    "features": "float16", "change": "float32", "group": "int32", "nodes": "float32", "edges": "int64", "edge_values": "float32",
+    "features": "float16", "change": "float32", "group": "int32", "nodes": "float32", "edges": "int64",
+    "edge_values": "float32",
 }  # fmt: skip
 _MAX_HEADER = 1000
 

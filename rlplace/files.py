@@ -239,6 +239,25 @@ def check_output(path: str | Path) -> None:
         raise InputError(f"{show(str(path))}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
+def check_folder(path: str | Path) -> None:
+    """Refuses a folder that cannot be made or written to, before the work whose result would be lost; makes nothing."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{path}: cannot be written: it is a file, not a folder")
+        nearest = path.absolute()
+        while not os.path.lexists(nearest):
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            raise InputError(f"{path}: cannot be written: {nearest} is not a folder")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise InputError(f"{path}: cannot be written: the folder {nearest} is read-only")
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{show(str(path))}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
 def write_bytes(path: str | Path, payload: bytes) -> None:
     """Writes a binary file atomically: all bytes or none appear under `path`."""
     path = Path(path)

@@ -22,7 +22,7 @@ from rlplace.problem import Problem
 FORMAT, VERSION = "rlplace.cases", 1
 INDEX = "cases.json"
 _SUFFIX = ".problem.json"
-_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # part of a file name
 _SOURCES = ("graph", "cluster", "cost", "problem", "zoo", "simulator")
 
 

@@ -207,6 +207,13 @@ def _plans(folder: Path, problem: Any) -> None:
         make_plan(problem, half, planner="best", **fields).save(folder / f"{name}.plan.json")
     joined = Problem.load(folder / "joined.problem.json")
     make_plan(joined, [0, 1], planner="best", recompute=[[0], [1]]).save(folder / "recompute.plan.json")
+    source = {
+        "graph": {"model": "zoo:mlp", "batch": 8, "seq": 1, "dtype": "fp32", "optimizer": "adam", "rescaled_from": [4, 8],
+                  "inputs": {"args": [{"tensor": [8, 4], "dtype": "float32"}, {"value": 1}], "kwargs": {"x": {"tuple": []}}}},
+        "cluster": "l4:2", "cluster_fingerprint": None, "groups": 2, "level": "task", "host": "eager", "costs": {"path": None},
+        "op_times": {"l4": {"scaled": 1.0}},
+    }  # fmt: skip
+    dataclasses.replace(make_plan(problem, half, planner="best"), source=source).save(folder / "sourced.plan.json")
     single = make_plan(problem, [0] * problem.num_groups, planner="best", replicas=[[0], [1]], optimizer_sharding=True)
     groups = [{"name": name, "modules": ["m"], "ops": ["m/op"]} for name in problem.group_names]
     dataclasses.replace(single, groups=groups).save(folder / "replicas.plan.json")
@@ -299,6 +306,10 @@ def _agent(folder: Path, problem: Any) -> None:
         "hyperparameters": config,
     }
     save_checkpoint(agent, network, environment="rlplace/Refinement-v0", training=training, card="# test\n")
+    bare = folder / "bare"  # without the digest of its weights, as checkpoints of others may be
+    save_checkpoint(bare, network, environment="rlplace/Refinement-v0", training=training, card="# test\n")
+    plain = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({key: value for key, value in plain.items() if key != "weights"}))
     save_state(agent / "optimizer.safetensors", network, optimizer.state_dict(), (1, 2, 1))
     save_cases([Case("toy", "toy", problem, Execution(2, "1f1b"), False)], folder / "cases", made_by={"torch": "2"})
     rows = np.zeros((2, 3, len(FEATURES)), dtype=np.float16)

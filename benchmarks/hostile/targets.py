@@ -92,6 +92,18 @@ def _plan(path: Path, seeds: Path) -> None:
         again.unlink()
 
 
+def _source(path: Path, seeds: Path) -> None:
+    from rlplace.plan import PlacementPlan
+    from rlplace.runtime.distributed.inputs import micro_batch
+    from rlplace.runtime.distributed.recipe import cluster_of_plan, recipe_of
+
+    found = PlacementPlan.load(path)
+    recipe_of(found)
+    if not str((found.source or {}).get("cluster")).startswith("host"):
+        cluster_of_plan(found)
+    micro_batch(found, None)
+
+
 def _graph(path: Path, seeds: Path) -> None:
     from rlplace.cost import price
     from rlplace.graph import OpGraph
@@ -319,6 +331,7 @@ TARGETS: dict[str, Target] = {
     "plan": Target(
         JSON, tuple(f"{name}.plan.json" for name in ("stages", "ordered", "ranked", "replicas", "recompute", "cut")), _plan, 3.0
     ),
+    "plan source": Target(JSON, ("sourced.plan.json",), _source),
     "op graph": Target(JSON, ("net.graph.json",), _graph, 2.0),
     "cluster file": Target(TOML, ("topology.toml", "rules.toml", "saved.toml"), _cluster, 2.0),
     "CLUSTER text": Target(TEXT, tuple(f"cluster{n}.text" for n in range(5)), _cluster_text, 0.5),
@@ -333,7 +346,7 @@ TARGETS: dict[str, Target] = {
     "comparison lines": Target(LINES, ("rows.jsonl",), _rows, 0.5),
     "cases": Target(JSON, ("cases/cases.json", "cases/toy.problem.json"), _cases),
     "agent config": Target(JSON, ("agent/config.json",), _agent),
-    "agent weights": Target(TENSORS, ("agent/policy.safetensors",), _agent),
+    "agent weights": Target(TENSORS, ("bare/policy.safetensors", "agent/policy.safetensors"), _agent),
     "resume config": Target(JSON, ("agent/config.json",), _resume),
     "resume state": Target(TENSORS, ("agent/optimizer.safetensors",), _resume),
     "labels": Target(BYTES, ("labels.npz",), _labels, 0.5),

@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> int:
     names = _planners(options)
     if "agent" in names:
         check_agent(options.agent)
-    if options.csv:
-        check_output(options.csv)
+    for path in filter(None, (options.csv, options.out)):
+        check_output(path)
     if options.resume and not options.out:
         raise InputError("--resume goes on with a file; name it with --out")
     cases = _cases(options)

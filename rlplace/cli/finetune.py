@@ -139,9 +139,12 @@ def teach(options: argparse.Namespace, checkpoint: Checkpoint, sets: Sequence[Me
 
 
 def check_new(out: str, agent: str) -> None:
-    """Refuses to write over what the agent comes from."""
+    """Refuses to write over what the agent comes from, or where nothing can be written."""
     from pathlib import Path
 
+    from rlplace.files import check_folder
+
+    check_folder(out)
     if Path(agent).is_dir() and Path(agent).resolve() == Path(out).resolve():
         raise InputError(f"finetune: {out} is the agent that is fine-tuned; give the new one another folder")
 

@@ -36,7 +36,9 @@ EXAMPLE = "example: rlplace place hf:gpt2 --cluster a100-80g:4 --out gpt2.plan.j
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument(
-        "model", metavar="MODEL", help="hf:TYPE, zoo:NAME, package.module:function, file.py:function, *.problem.json"
+        "model",
+        metavar="MODEL",
+        help="hf:TYPE, zoo:NAME, package.module:function or file.py:function (runs that code), *.problem.json",
     )
     parser.add_argument("--cluster", metavar="C", help="KIND:COUNT, KIND:HOSTSxCOUNT, joined by +; host (default); *.toml")
     parser.add_argument("--planner", default="agent", metavar="NAME", help="planner (agent); 'rlplace info' lists them")

@@ -42,8 +42,8 @@ def save_cluster(cluster: Cluster, path: str | Path) -> None:
     text = _to_toml(cluster_to_dict(cluster))
     if len(text) > CLUSTER_BYTES:
         raise InputError(
-            f"{path}: the links of {len(cluster.devices)} devices take {len(text)} bytes, a cluster file may have {CLUSTER_BYTES}; "
-            "name the cluster by its text, or write a file with [interconnect] or [topology]"
+            f"{path}: the links of {len(cluster.devices)} devices take {len(text)} bytes, a cluster file may have "
+            f"{CLUSTER_BYTES}; name the cluster by its text, or write a file with [interconnect] or [topology]"
         )
     write_text(path, text)
 

@@ -12,6 +12,7 @@ from rlplace.files import check_keys, finite_number, read_record, write_json
 
 FORMAT = "rlplace.replan"
 VERSION = 1
+_LEAST, _MOST = 1e-15, 1e15  # of weights and times: their ratios are numbers
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,8 @@ def _hypothesis(item: Any, where: str) -> Hypothesis:
     if not isinstance(item["name"], str):
         raise InputError(f"{where}.name must be text")
     times = {key: finite_number(item[key], f"{where}.{key}") for key in ("weight", "running_s", "proposed_s", "best_s")}
-    if min(times.values()) <= 0:
-        raise InputError(f"{where}: numbers must be positive")
+    if min(times.values()) < _LEAST or max(times.values()) > _MOST:
+        raise InputError(f"{where}: numbers must be in {_LEAST:g}..{_MOST:g}")
     return Hypothesis(item["name"], **times)
 
 

@@ -11,6 +11,7 @@ from rlplace.errors import InputError, show
 from rlplace.files import check_keys
 from rlplace.limits import MICROBATCHES
 from rlplace.plan.plan import SCHEDULES, PlacementPlan
+from rlplace.problem.source import check_source
 
 _REQUIRED = {"problem", "planner", "seed", "device_of_group"}
 _OPTIONAL = {
@@ -48,6 +49,8 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
     for key, kind in (("shards", dict), ("source", dict), ("predicted", dict), ("groups", list)):
         if key in data and not isinstance(data[key], kind):
             raise InputError(f"plan: {key} must be {'an object' if kind is dict else 'a list'}")
+    if "source" in data:
+        check_source(data["source"], "plan")
     return PlacementPlan(
         problem=data["problem"],
         planner=data["planner"],

@@ -16,6 +16,7 @@ from rlplace.problem.check import check_counts
 from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
 from rlplace.problem.problem import PHASES, Collective, Device, Links, Problem
 from rlplace.problem.sharding import sharding_from_dict, sharding_to_dict
+from rlplace.problem.source import check_source
 
 FORMAT = "rlplace.problem"
 VERSION = 1
@@ -141,8 +142,8 @@ def _parse(data: dict[str, Any]) -> Problem:
     source = data.get("source")
     if not isinstance(name, str):
         raise InputError("problem: name: expected a string")
-    if source is not None and not isinstance(source, dict):
-        raise InputError("problem: source: expected an object")
+    if source is not None:
+        check_source(source, "problem")
     devices = tuple(_parse_device(item, i) for i, item in enumerate(data["devices"]))
     if not devices:
         raise InputError("problem: devices: a problem needs at least one device")

@@ -41,8 +41,21 @@ class LoadedModel:
     name: str
 
 
+_NO_MODELS = frozenset({*sys.stdlib_module_names, "numpy", "pip", "pkg_resources", "setuptools", "torch"})
+"""Packages whose functions build no model with its inputs, but may do anything else with options out of somebody's plan."""
+
+
+def runs_code(spec: str) -> bool:
+    """Whether a MODEL text names a person's own function: to load it is to run its code."""
+    kind, colon, rest = spec.partition(":")
+    return bool(kind and colon and rest) and kind not in ("hf", "zoo")
+
+
 def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32", device: str = "meta") -> LoadedModel:
     """Builds the model that a MODEL text names.
+
+    ``package.module:function`` and ``file.py:function`` import that module and call that function: this is the only place
+    where rlplace runs code that a text names. Everything else that is loaded is data.
 
     Args:
         spec: ``hf:TYPE[,key=value...]`` (a transformers configuration, random weights), ``zoo:NAME[,key=value...]``,
@@ -130,6 +143,8 @@ def _load_function(place: str, rest: str, batch: int, seq: int) -> tuple[nn.Modu
 
     name, options = split_spec(rest)
     where = f"{place}:{name}"
+    if not place.endswith(".py") and place.partition(".")[0] in _NO_MODELS:
+        raise InputError(f"model {show(where)}: {show(place)} holds no function that returns a model and its inputs; write one")
     module = _import(place)
     function = getattr(module, name, None)
     if not callable(function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan
 
 if TYPE_CHECKING:
@@ -45,19 +46,22 @@ class Recipe:
     def build(self, device: str, seed: int, batch: int | None = None) -> LoadedModel:
         """Builds the model, with random weights that depend on `seed` only, and inputs of one micro-batch."""
         from rlplace.zoo import load_model
+        from rlplace.zoo.load import runs_code
 
+        if runs_code(self.model) and os.environ.get("RANK", "0") == "0":
+            print(f"running code of this machine that the plan names: {show(self.model)}", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return load_model(self.model, batch=batch or self.batch, seq=self.seq, dtype=self.dtype, device=device)
 
 
 def recipe_of(plan: PlacementPlan) -> Recipe:
-    """Reads a plan's `source`.
+    """Reads a plan's `source`. `Recipe.build` runs code where the model is a function of a module, and says so.
 
     Raises:
         InputError: The plan was not made from a MODEL text.
     """
-    source = (plan.source or {}).get("graph") or {}
+    source = _source(plan).get("graph") or {}
     if not isinstance(source.get("model"), str):
         raise InputError(
             "plan: its source does not name a MODEL, so it cannot be built again; plan with 'rlplace place MODEL', or call "
@@ -70,13 +74,32 @@ def recipe_of(plan: PlacementPlan) -> Recipe:
             seq=int(source["seq"]),
             dtype=str(source["dtype"]),
             optimizer=str(source["optimizer"]),
-            autocast=source.get("autocast"),
+            autocast=None if source.get("autocast") is None else str(source["autocast"]),
             master_weights=bool(source.get("master_weights", False)),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise InputError(
             "plan: its source lacks batch, seq, dtype or optimizer; plan again with 'rlplace place MODEL'"
         ) from None
+
+
+_KINDS: dict[str, type] = {
+    "graph": dict, "costs": dict, "capture": dict, "cluster": str, "cluster_fingerprint": str, "graph_fingerprint": str,
+    "groups": int, "level": str, "host": str, "weight_gradients": bool, "sharding": bool, "split_backward": bool,
+}  # fmt: skip
+
+
+def _source(plan: PlacementPlan) -> Mapping[str, Any]:
+    """A plan's `source`, which comes from a file: what is read of it here is of the right type, or null."""
+    source: Mapping[str, Any] = plan.source or {}
+    for key, kind in _KINDS.items():
+        value = source.get(key)
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise InputError(f"plan: source.{key}: {show(value)} is no {kind.__name__}; plan again with 'rlplace place MODEL'")
+    path = (source.get("costs") or {}).get("path")
+    if path is not None and not isinstance(path, str):
+        raise InputError(f"plan: source.costs.path: {show(path)} is no file name")
+    return source
 
 
 def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
@@ -87,7 +110,7 @@ def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
     """
     from rlplace.cluster.parse import parse
 
-    source: Mapping[str, Any] = plan.source or {}
+    source = _source(plan)
     text, wanted = source.get("cluster"), source.get("cluster_fingerprint")
     if given is None and text is None:
         raise InputError("plan: it does not say for which cluster it was made; name it with --cluster")
@@ -121,7 +144,7 @@ def rebuild_problem(plan: PlacementPlan, cluster: Cluster) -> Problem:
     from rlplace.cost.price import price
     from rlplace.cost.split import split_backward
 
-    source: Mapping[str, Any] = plan.source or {}
+    source = _source(plan)
     problem = price(
         _graph(plan),
         cluster,
@@ -160,13 +183,16 @@ def check_problem(plan: PlacementPlan, problem: Problem) -> None:
 
 
 def _graph(plan: PlacementPlan) -> OpGraph:
-    source: Mapping[str, Any] = (plan.source or {}).get("graph") or {}
+    source: Mapping[str, Any] = _source(plan).get("graph") or {}
     recipe = recipe_of(plan)
     if "rescaled_from" not in source:
         return _captured(recipe, recipe.batch, source)
     from rlplace.graph.rescale import rescale
 
-    small, large = (int(samples) for samples in source["rescaled_from"])
+    sizes = source["rescaled_from"]
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(samples) is int and samples > 0 for samples in sizes):
+        raise InputError(f"plan: source.graph.rescaled_from: expected two numbers of samples, found {show(sizes)}")
+    small, large = sizes
     return rescale(_captured(recipe, small, source), _captured(recipe, large, source), recipe.batch)
 
 

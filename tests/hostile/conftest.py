@@ -1,0 +1,41 @@
+"""Seeds of every format, made once; the fuzzer is run from the root of the repository, it is no part of the package."""
+
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = str(Path(__file__).parents[2])
+if ROOT not in sys.path:
+    sys.path.append(ROOT)
+
+
+@pytest.fixture(scope="session")
+def seeds(tmp_path_factory):
+    from benchmarks.hostile.seeds import make_seeds
+
+    folder = tmp_path_factory.mktemp("hostile") / "seeds"
+    make_seeds(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def scratch(seeds, tmp_path_factory):
+    """A copy of the seeds that inputs take the place in."""
+    return Path(shutil.copytree(seeds, tmp_path_factory.mktemp("hostile") / "scratch"))
+
+
+@pytest.fixture
+def no_hang():
+    """A loader that waits for ever is killed with the test, not with the whole run."""
+
+    def stop(number, frame):
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlplace.integrations.device_maps import complete_device_map, plan_from_device_map
     from rlplace.integrations.dynamo import rlplace as dynamo_backend
     from rlplace.integrations.stages import StageSplit, split_points, split_spec
     from rlplace.runtime.step_watch_trainer import StepWatchCallback
@@ -16,12 +17,22 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "StageSplit": "rlplace.integrations.stages:StageSplit",
     "StepWatchCallback": "rlplace.runtime.step_watch_trainer:StepWatchCallback",
+    "complete_device_map": "rlplace.integrations.device_maps:complete_device_map",
     "dynamo_backend": "rlplace.integrations.dynamo:rlplace",
+    "plan_from_device_map": "rlplace.integrations.device_maps:plan_from_device_map",
     "split_points": "rlplace.integrations.stages:split_points",
     "split_spec": "rlplace.integrations.stages:split_spec",
 }
 
-__all__ = ["StageSplit", "StepWatchCallback", "dynamo_backend", "split_points", "split_spec"]
+__all__ = [
+    "StageSplit",
+    "StepWatchCallback",
+    "complete_device_map",
+    "dynamo_backend",
+    "plan_from_device_map",
+    "split_points",
+    "split_spec",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ class StageSplit:
 
     Attributes:
         cuts: One fewer than stages: module path, and whether the cut is at its ``"BEGINNING"`` or ``"END"``.
-        modules: Per stage the paths of the modules whose parameters or buffers are read there, in the order in which that happens.
+        modules: Per stage the paths of the modules whose parameters or buffers are read there, in that order.
         devices: Per stage the plan's device number: the rank that is to run it.
         moved_ops: Ops without parameters that run in the stage beside the one of the plan, because no module begins between.
         units: Stages of each direct child of the model, and of each item of its lists; what torchtitan can move.

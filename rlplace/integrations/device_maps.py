@@ -1,0 +1,239 @@
+"""Device maps of accelerate and transformers: scored by the simulator on the way in, complete on the way out.
+
+A map gives a device by module path, the most specific path decides, ``""`` is the whole model. On the way in every group of a
+problem goes where most of its ops' modules are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlplace.errors import InputError, show, unknown_name
+from rlplace.plan.device_map import round_to_modules, to_device_map
+from rlplace.plan.plan import PlacementPlan, make_plan
+from rlplace.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_OFFLOADED = ("disk", "meta")
+
+
+def plan_from_device_map(
+    problem: Problem, device_map: Mapping[str, Any], *, devices: Sequence[Any] | None = None, model: nn.Module | None = None
+) -> PlacementPlan:
+    """The plan that a device map is, with the simulator's prediction.
+
+    Args:
+        problem: Of the model, priced from its graph (`rlplace.price`), so that it knows the modules.
+        device_map: Device by module path: a number, ``"cuda:1"``, ``"cpu"`` or a `torch.device`.
+        devices: What the map calls each device of the problem; default: accelerators by number from 0, the processor ``"cpu"``.
+        model: Tells modules that run nothing, which maps may name, from names that are wrong.
+
+    Returns:
+        The plan. Whether it fits is in ``predicted["feasible"]``; ``predicted["device_map"]`` counts ``ops_moved``, ops whose
+        group has more ops elsewhere, and ``groups_without_entry``, groups without weights that went with their neighbours.
+
+    Raises:
+        InputError: An entry that is no device of the problem, an unknown module, or weights without an entry.
+    """
+    from rlplace.simulator import simulate
+
+    if problem.group_ops is None or problem.group_modules is None:
+        raise InputError(
+            "device_map: the problem does not say which modules its groups hold; capture the model and price it: "
+            "rlplace.price(rlplace.capture(model, inputs), cluster)"
+        )
+    if not isinstance(device_map, Mapping) or not device_map:
+        raise InputError(f"device_map: expected a dict of device by module path, found {show(device_map)}")
+    index_of = _index_of_name(problem, devices)
+    known = _known_paths(problem)
+    modules = known if model is None else known | {name for name, _ in model.named_modules(remove_duplicate=False)}
+    entries: dict[str, int] = {}
+    held: dict[str, Counter[int]] = {}  # by module: devices of single parameters that it holds itself
+    for path, value in device_map.items():
+        _check_path(path, modules, model)
+        index = _device_index(path, value, index_of)
+        if path in modules:
+            entries[path] = index
+        else:
+            held.setdefault(path.rpartition(".")[0], Counter())[index] += 1
+
+    def device_of(path: str) -> int | None:
+        found = _lookup(entries, path)
+        return held[path].most_common(1)[0][0] if found is None and path in held else found
+
+    chosen: list[int | None] = []
+    moved = 0
+    for ops, own_modules in zip(problem.group_ops, problem.group_modules, strict=True):
+        paths = [op.rpartition("/")[0] for op in ops] or list(own_modules)
+        votes = Counter(found for found in map(device_of, paths) if found is not None)
+        best = min(votes, key=lambda d: (-votes[d], d)) if votes else None
+        chosen.append(best)
+        moved += votes.total() - votes[best] if best is not None else 0
+    lonely = [group for group, found in enumerate(chosen) if found is None]
+    for group in lonely:
+        if problem.gradient_bytes[group] > 0:
+            missing = next(iter(problem.group_modules[group]), problem.group_names[group])
+            raise InputError(f'device_map: no entry covers {missing!r}, which has weights; add it, or "" for the rest')
+    assigned = _with_neighbours(problem, chosen)
+    plan = make_plan(problem, assigned, planner="device_map")
+    told = {"ops_moved": moved, "groups_without_entry": len(lonely)}
+    return plan.with_predicted({**simulate(problem, plan).predicted(problem), "device_map": told})
+
+
+def complete_device_map(plan: PlacementPlan, model: nn.Module, devices: Sequence[Any] | None = None) -> dict[str, Any]:
+    """The plan as a device map that covers every parameter and buffer of the model, as `accelerate.dispatch_model` wants.
+
+    `to_device_map` knows what runs. What does not run goes with what is nearest; a parameter that a module holds itself while
+    its children are on several devices gets an entry of its own name.
+
+    Args:
+        plan: A plan of the model.
+        model: The model.
+        devices: What the map calls each device of the plan; default its number.
+    """
+    entries = dict(to_device_map(plan))
+    rounded = round_to_modules(plan).device_of_module
+    first = next(iter(rounded.values()))
+    for name in model.state_dict():
+        if _lookup(entries, name) is not None:
+            continue
+        owner = name.rpartition(".")[0]
+        device = _nearest(rounded, owner, first)
+        inside = any(path.startswith(f"{owner}.") for path in entries)
+        entries[name if inside or not owner else owner] = device
+    if devices is None:
+        return entries
+    needed = int(plan.device_of_group.max(initial=0)) + 1
+    if len(devices) < needed:
+        raise InputError(f"device_map: the plan uses {needed} devices, {len(devices)} named; name one per device of the plan")
+    return {path: devices[index] for path, index in entries.items()}
+
+
+def _index_of_name(problem: Problem, devices: Sequence[Any] | None) -> dict[str, int]:
+    """Device of the problem by what a map calls it."""
+    if devices is not None:
+        if len(devices) != problem.num_devices:
+            raise InputError(f"device_map: {len(devices)} devices named, the problem has {problem.num_devices}; name one each")
+        names = [_canonical(value) for value in devices]
+    else:
+        names, accelerators = [], 0
+        for device in problem.devices:
+            processor = (device.kind or device.name).startswith("cpu")
+            names.append("cpu" if processor else str(accelerators))
+            accelerators += not processor
+    index: dict[str, int] = {}
+    for number, name in enumerate(names):
+        if index.setdefault(name, number) != number:
+            if devices is not None:
+                raise InputError(f"device_map: {name!r} names two devices of the problem; names must differ")
+    return index
+
+
+def _canonical(value: Any) -> str:
+    """``1``, ``"1"`` and ``"cuda:1"`` are one device; so are ``"cuda"`` and ``0``."""
+    text = str(value).strip().lower()
+    for prefix in ("cuda", "xpu", "npu", "mps"):
+        if text == prefix:
+            return "0"
+        text = text.removeprefix(f"{prefix}:")
+    return "cpu" if text == "cpu:0" else text
+
+
+def _device_index(path: str, value: Any, index_of: Mapping[str, int]) -> int:
+    if isinstance(value, bool) or not (isinstance(value, (int, str)) or type(value).__name__ == "device"):
+        raise InputError(f"device_map: {path!r}: {show(value)} is no device; give a number, 'cuda:1' or 'cpu'")
+    name = _canonical(value)
+    if name in _OFFLOADED:
+        raise InputError(
+            f"device_map: {path!r} is on {name!r}: such weights are loaded anew in every step, which is not simulated; "
+            "infer the map with more memory, or give the cluster a processor (+cpu:1) and put it on 'cpu'"
+        )
+    if name not in index_of:
+        raise InputError(f"device_map: {path!r}: {show(value)} is no device of the problem; it has {', '.join(index_of)}")
+    return index_of[name]
+
+
+def _known_paths(problem: Problem) -> set[str]:
+    found = {""}
+    for modules in problem.group_modules or ():
+        for path in modules:
+            found.update(_prefixes(path))
+    for ops in problem.group_ops or ():
+        for op in ops:
+            found.update(_prefixes(op.rpartition("/")[0]))
+    return found
+
+
+def _check_path(path: Any, modules: set[str], model: nn.Module | None) -> None:
+    """Refuses what is neither a module nor a parameter of one."""
+    if path in modules:
+        return
+    if model is not None:
+        parameters = set(model.state_dict())
+        if path in parameters:
+            return
+        raise unknown_name("module of device_map", path, modules | parameters)
+    # An entry may be one parameter of a module that has others elsewhere.
+    if isinstance(path, str) and path.rpartition(".")[2] in ("weight", "bias") and path.rpartition(".")[0] in modules:
+        return
+    error = unknown_name("module of device_map", path, modules)
+    raise InputError(f"{error}; if it is a module that runs nothing, give model= as well")
+
+
+def _lookup(entries: Mapping[str, int], path: str) -> int | None:
+    for prefix in reversed(list(_prefixes(path))):
+        if prefix in entries:
+            return entries[prefix]
+    return None
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """The path's ancestors, root first, and the path itself."""
+    yield ""
+    parts = path.split(".") if path else []
+    for count in range(len(parts)):
+        yield ".".join(parts[: count + 1])
+
+
+def _nearest(device_of_module: Mapping[str, int], path: str, default: int) -> int:
+    """Device of the module, else of most modules below it, else of those below its closest ancestor that has any."""
+    while True:
+        if path in device_of_module:
+            return device_of_module[path]
+        below = Counter(device for other, device in device_of_module.items() if not path or other.startswith(f"{path}."))
+        if below:
+            return min(below, key=lambda d: (-below[d], d))
+        if not path:
+            return default
+        path = path.rpartition(".")[0]
+
+
+def _with_neighbours(problem: Problem, chosen: Sequence[int | None]) -> list[int]:
+    """Groups without an entry go where what they read is made, else where what they make is read."""
+    found = list(chosen)
+    before: dict[int, list[int]] = {}
+    after: dict[int, list[int]] = {}
+    for tensor, producer in enumerate(problem.tensor_producer.tolist()):
+        owner = int(problem.op_group[producer]) if producer >= 0 else int(problem.tensor_owner[tensor])
+        low, high = problem.consumer_ptr[tensor], problem.consumer_ptr[tensor + 1]
+        for reader in set(problem.op_group[problem.consumers[low:high]].tolist()) - {owner}:
+            before.setdefault(reader, []).append(owner)
+            after.setdefault(owner, []).append(reader)
+    left = {group for group, device in enumerate(found) if device is None}
+    while left:
+        settled = {}
+        for group in sorted(left):
+            near: Iterable[int] = [*before.get(group, ()), *after.get(group, ())]
+            device = next((found[other] for other in near if found[other] is not None), None)
+            if device is not None:
+                settled[group] = device
+        if not settled:
+            settled = dict.fromkeys(left, next((d for d in found if d is not None), 0))
+        for group, device in settled.items():
+            found[group] = device
+        left -= settled.keys()
+    return [device for device in found if device is not None]

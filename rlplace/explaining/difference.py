@@ -252,7 +252,7 @@ def _second_devices(a: Run, b: Run, names: Mapping[str, int]) -> tuple[NDArray[n
     if b.given is not a.given or a.plan.replicas or b.plan.replicas or b.plan.shards or b.plan.order is not None:
         return devices, {}
     renaming = _closest_names(a.given, a.plan.device_of_group, devices)
-    renamed = renaming[devices]
+    renamed = renaming[devices].astype(np.int32)
     if (renamed == devices).all():
         return devices, {}
     stages = b.plan.stage_of_group if b.plan.stage_of_group is not None else b.plan.device_of_group
@@ -260,7 +260,7 @@ def _second_devices(a: Run, b: Run, names: Mapping[str, int]) -> tuple[NDArray[n
     if abs(same.step_s - b.step_s) > SAME * b.step_s:
         return devices, {}
     swapped = {device.name: a.given.devices[renaming[d]].name for d, device in enumerate(a.given.devices) if renaming[d] != d}
-    return renamed.astype(np.int32), swapped
+    return renamed, swapped
 
 
 def _closest_names(problem: Problem, first: NDArray[np.int32], second: NDArray[np.int32]) -> NDArray[np.int64]:

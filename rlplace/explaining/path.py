@@ -11,7 +11,7 @@ Where several inputs arrived in the same instant the first of them is followed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +66,10 @@ def realised_path(run: Run) -> tuple[Link, ...]:
     if run.line.step_time_s is None or run.tasks.num_tasks == 0:
         return ()
     return tuple(link for link in reversed(list(_Walk(run).back())) if link.end_s > link.start_s)
+
+
+Before = tuple[bool, int] | None
+"""What came last before a link could begin: whether it is a transfer, and its number, else a task's; None: the step began."""
 
 
 class _Walk:
@@ -137,7 +141,7 @@ class _Walk:
 
     def back(self) -> Iterator[Link]:
         """The chain from its end."""
-        item: tuple[bool, int] | None = (False, int(self.line.end_s.argmax()))
+        item: Before = (False, int(self.line.end_s.argmax()))
         while item is not None:
             is_transfer, number = item
             if is_transfer:
@@ -147,7 +151,7 @@ class _Walk:
             else:
                 item = yield from self.task(number)
 
-    def task(self, task: int) -> Iterator[Link]:
+    def task(self, task: int) -> Generator[Link, None, Before]:
         op, device = int(self.tasks.op[task]), int(self.device[task])
         start, end = float(self.line.start_s[task]), float(self.line.end_s[task])
         group, microbatch = int(self.problem.op_group[op]), int(self.tasks.microbatch[task])
@@ -165,7 +169,7 @@ class _Walk:
             yield Link(cause, begin, stop, device, -1, group, op, microbatch, blocker)
         return before
 
-    def transfer(self, x: int) -> Iterator[Link]:
+    def transfer(self, x: int) -> Generator[Link, None, Before]:
         source, destination = int(self.line.transfer_source[x]), int(self.line.transfer_destination[x])
         start, end = float(self.line.transfer_start_s[x]), float(self.line.transfer_end_s[x])
         value = self.value_sent[x]
@@ -180,7 +184,7 @@ class _Walk:
             yield Link(CHANNEL, begin, stop, source, destination, group, op, microbatch, blocker)
         return before
 
-    def together(self, index: int) -> Iterator[Link]:
+    def together(self, index: int) -> Generator[Link, None, Before]:
         """A collective; it waited for the last input of all its ops."""
         members = self.members(index).tolist()
         task = members[0]
@@ -200,7 +204,7 @@ class _Walk:
             {use for channel in channels for use in self.channels.get(channel, ()) if use[1] > begin and use[0] < end}
         )
 
-    def made(self, value: int) -> tuple[float, tuple[bool, int] | None]:
+    def made(self, value: int) -> tuple[float, Before]:
         """When a value is there on the device that makes it, and the task that ended then."""
         makers = self.tasks.producers[self.tasks.producer_ptr[value] : self.tasks.producer_ptr[value + 1]]
         if len(makers) == 0:
@@ -208,9 +212,9 @@ class _Walk:
         last = int(makers[self.line.end_s[makers].argmax()])
         return float(self.line.end_s[last]), (False, last)
 
-    def ready(self, task: int) -> tuple[float, tuple[bool, int] | None]:
+    def ready(self, task: int) -> tuple[float, Before]:
         """When a task had all that it needs, and what came last."""
-        best: tuple[float, tuple[bool, int] | None] = (0.0, None)
+        best: tuple[float, Before] = (0.0, None)
         for value in self.input[self.input_ptr[task] : self.input_ptr[task + 1]].tolist():
             x = self.arrival.get((value, int(self.device[task])))
             found = self.made(value) if x is None else (float(self.line.transfer_end_s[x]), (True, x))

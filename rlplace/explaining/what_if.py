@@ -73,7 +73,7 @@ def what_if(run: Run, *, calls: int = CALLS, time_limit_s: float | None = None, 
         time_limit_s: Seconds of each search.
         seed: Of the search.
     """
-    limits = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
+    limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
     reason = _not_replanned(run.plan, calls)
     first = None if reason else _replan(run, run.given, [], **limits)
     answers = [_entry(AS_IS, run, first, reason or _execution_note(run.plan))]
@@ -85,10 +85,10 @@ def what_if(run: Run, *, calls: int = CALLS, time_limit_s: float | None = None, 
     if more is not None:
         answers.append(_entry("one more device, one more replica", more, None, ""))
     if run.plan.order is None and not run.plan.shards:
-        same = _more_microbatches(run)
-        if same is not None:
-            found = None if reason else _replan(same, run.given, [] if first is None else [first.devices], **limits)
-            answers.append(_entry(f"{same.plan.microbatches} micro-batches", same, found, ""))
+        longer = _more_microbatches(run)
+        if longer is not None:
+            found = None if reason else _replan(longer, run.given, [] if first is None else [first.devices], **limits)
+            answers.append(_entry(f"{longer.plan.microbatches} micro-batches", longer, found, ""))
     return tuple(answers)
 
 

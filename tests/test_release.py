@@ -1,0 +1,123 @@
+"""What a user installs: the sdist, the wheel made of it, and the package without the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import rlplace
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("rlplace", "envs", "agents", "checkpoints", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+
+
+def python(*words, cwd, path=""):
+    environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder that holds the wheel's content, made from the sdist."""
+    folder = tmp_path_factory.mktemp("release")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    python("-c", BUILD, "build_sdist", str(folder), cwd=source)
+    (sdist,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    python("-c", BUILD, "build_wheel", str(folder), cwd=unpacked)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    shutil.rmtree(source)
+    shutil.rmtree(folder / "unpacked")
+    return folder / "site"
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_and_its_data(installed):
+    for top, package in (
+        ("rlplace", "rlplace"),
+        ("envs", "rlplace/envs"),
+        ("agents", "rlplace/agents"),
+        ("checkpoints", "rlplace/checkpoints"),
+    ):
+        for path in (ROOT / top).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert (installed / package / path.relative_to(ROOT / top)).is_file(), f"{path} is not in the wheel"
+    assert not (installed / "envs").exists() and not (installed / "agents").exists()
+
+
+@pytest.mark.slow
+def test_the_wheel_works_without_the_repository(installed, tmp_path):
+    where = python(
+        "-c",
+        "import rlplace, rlplace.agents.train as t; print(rlplace.__file__); print(t.__file__)",
+        cwd=tmp_path,
+        path=installed,
+    )
+    assert all(line.startswith(str(installed)) for line in where.split())
+    # Nothing that simulates: a fresh copy would compile every kernel anew, for minutes. `.ci/release` does that.
+    run = ("-m", "rlplace")
+    assert "default" in python(*run, "info", cwd=tmp_path, path=installed)
+    python(*run, "capture", "zoo:mlp", "--cluster", "a100-80g:2", "--out", "mlp.problem.json", cwd=tmp_path, path=installed)
+    assert (tmp_path / "mlp.problem.json").is_file()
+    python("-c", "import rlplace; rlplace.load_agent('default')", cwd=tmp_path, path=installed)
+
+
+@pytest.mark.slow
+def test_importing_everything_public_warns_of_nothing(tmp_path):
+    python("-W", "error", "-c", "import rlplace", cwd=tmp_path)
+    names = ", ".join(name for name in rlplace.__all__ if name != "__version__")
+    python("-W", "error::DeprecationWarning:rlplace", "-c", f"from rlplace import {names}", cwd=tmp_path)
+
+
+def test_the_version_is_one():
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == rlplace.__version__
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "statement"),
+    [
+        ("transformers", "transformers", "from rlplace.zoo import load_model; load_model('hf:gpt2')"),
+        ("ortools", "exact", "run_planner('cp_sat', problem)"),
+        ("accelerate", "accelerate", "run_planner('accelerate', problem)"),
+        ("matplotlib", "plots", "from rlplace.reporting.pictures import check_pictures; check_pictures('pictures')"),
+    ],
+)
+@pytest.mark.slow
+def test_a_missing_extra_is_named(package, extra, statement, tmp_path):
+    code = f"""
+import sys
+sys.modules[{package!r}] = None            # importing it fails from here on
+from rlplace.errors import MissingError
+from rlplace.planners import run_planner
+from rlplace.problem.toys import random_problem
+problem = random_problem(0, num_groups=4, num_devices=2)
+plan = run_planner('single', problem).plan
+try:
+    {statement}
+except MissingError as error:
+    assert "rlplace[{extra}]" in str(error), error
+else:
+    raise AssertionError("nothing was missed")
+"""
+    python("-c", code, cwd=tmp_path)

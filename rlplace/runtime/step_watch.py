@@ -55,7 +55,10 @@ class StepWatch:
     Attributes:
         drifts: Changes that were noticed.
         reports: What planning again has found, one report a finished background process.
+        last_step_s: Seconds of the last step; None before the first, and on processes that do not measure.
     """
+
+    last_step_s: float | None = None
 
     def __init__(
         self,
@@ -160,6 +163,11 @@ class StepWatch:
         """Whether this process is the one that watches."""
         return self._pid == os.getpid()
 
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds of a step by the plan; None: it predicts none, or this process does not watch."""
+        return getattr(self, "_predicted_s", None)
+
     def step(self) -> _Step:
         """A context around one training step. A step that raises does not count."""
         return self._step
@@ -202,6 +210,7 @@ class StepWatch:
         return _passive, ()
 
     def _take(self, seconds: float, busy_s: Sequence[float] | None) -> None:
+        self.last_step_s = seconds
         try:
             detector = self._detector
             number = detector.count

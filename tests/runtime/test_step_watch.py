@@ -347,7 +347,7 @@ def test_the_callback_of_transformers(problem, plan, tmp_path, told):
     from torch import nn
     from transformers import Trainer, TrainingArguments
 
-    from rlplace.runtime.step_watch_trainer import StepWatchCallback
+    from rlplace.integrations import StepWatchCallback
 
     class Model(nn.Module):
         def __init__(self):
@@ -359,10 +359,19 @@ def test_the_callback_of_transformers(problem, plan, tmp_path, told):
 
     arguments = TrainingArguments(
         str(tmp_path / "t"), max_steps=7, gradient_accumulation_steps=2, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, logging_strategy="no", per_device_train_batch_size=2,
+        disable_tqdm=True, logging_strategy="steps", logging_steps=3, per_device_train_batch_size=2,
     )  # fmt: skip
     watch = StepWatch(plan, problem, tmp_path / "a.jsonl", report=told.append)
     data = [{"x": torch.ones(2)} for _ in range(32)]
-    Trainer(Model(), arguments, train_dataset=data, callbacks=[StepWatchCallback(watch)]).train()
+    trainer = Trainer(Model(), arguments, train_dataset=data, callbacks=[StepWatchCallback(watch)])
+    trainer.train()
     assert not watch.active
+    timed = [entry for entry in trainer.state.log_history if "step_time_s" in entry]
+    assert [entry["step"] for entry in timed] == [3, 6, 7]
+    for entry in timed:
+        assert entry["predicted_step_time_s"] == plan.predicted["step_time_s"]
+        assert (
+            entry["step_time_s"] == pytest.approx(entry["step_time_ratio"] * entry["predicted_step_time_s"])
+            and entry["step_time_s"] > 0
+        )
     assert [item.step for item in items(tmp_path / "a.jsonl")] == list(range(7))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,15 @@ def test_importing_everything_public_warns_of_nothing(tmp_path):
 
 def test_the_version_is_one():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == rlplace.__version__
+
+
+def test_every_dependency_has_its_reason():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
+    table = (ROOT / "docs" / "design.md").read_text().partition("## Dependencies")[2]
+    for line in wanted:
+        name = re.match(r"[\w-]+", line)[0]
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", table), f"docs/design.md does not say why {name} is needed"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ from rlplace.simulator.timeline import EXECUTOR
 GROUPS = 5
 """Groups whose alternatives are looked at."""
 
+WORTHWHILE = 0.01
+"""Share of the step time from which a better plan is worth a note."""
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -115,6 +118,9 @@ def explain(
     if plan.order is not None and found:
         notes.append("the plan fixes the order of ops; groups are compared with the same plan run by priority")
     asked = what_if(run, calls=calls, time_limit_s=time_limit_s, seed=seed) if hardware and run.line.feasible else ()
+    base = next((entry for entry in asked if entry.change == AS_IS), None)
+    if base is not None and base.replanned_s is not None and base.replanned_s < (1 - WORTHWHILE) * run.step_s:
+        notes.append(f"a small search finds a plan that takes {ms(base.replanned_s)} ms as things are; plan again")
     relaxed = None if run.line.feasible else relax(problem, plan=plan, at=at, calls=calls, time_limit_s=time_limit_s, seed=seed)
     return Explanation(
         problem=problem.name,
@@ -211,4 +217,6 @@ def _what_if_lines(asked: Sequence[WhatIf]) -> list[str]:
         fits = ms(entry.same_s) if entry.same_feasible else "does not fit"
         rows.append([entry.change, fits, ms(entry.replanned_s), str(entry.samples), gain if entry is not base else ""])
     lines = table(["what if", "same plan ms", "planned anew ms", "samples", "samples/s"], rows)
+    if any(entry.replanned_s is not None for entry in asked):
+        lines.append("planned anew: the best of the same plan, the classical floor and a local search, over all questions")
     return [*lines, *(f"{entry.change}: {entry.note}" for entry in asked if entry.note)]

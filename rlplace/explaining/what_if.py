@@ -1,14 +1,15 @@
 """What other hardware, or more micro-batches, would bring: the same plan simulated there, and the best that a search finds.
 
-Every question is asked twice, because a plan made for four devices does not use a fifth. What is found for the hardware as it
-is starts the search for every other one, and the same plan is always among the answers, so no answer is worse than what is
-known already. What a change is worth is therefore its re-planned step against the re-planned step as things are, by the
-sample where the numbers of samples differ.
+Every question is asked twice, because a plan made for four devices does not use a fifth. The same plan is among the answers,
+and what is found for one question is simulated for all, so no answer is worse than what is known already. What a change is
+worth is therefore its re-planned step against the re-planned step as things are, by the sample where the numbers of samples
+differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from rlplace.explaining import changes
 from rlplace.explaining.bounds import channel_loads, device_loads
 from rlplace.explaining.runs import Run, run_unchecked
 from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
+from rlplace.plan.recompute import recompute
 from rlplace.planners import get_planner
 from rlplace.problem import Problem
 
@@ -59,9 +61,34 @@ class WhatIf:
 
 
 @dataclass(frozen=True, eq=False)
-class _Answer:
-    step_s: float
-    devices: NDArray[np.int32]
+class _Question:
+    """A changed problem and the plan on it.
+
+    Attributes:
+        change: In words.
+        problem: Changed, and with the plan's recomputation lowered: what is planned anew.
+        same: The plan as it is, there.
+        note: See `WhatIf`.
+    """
+
+    change: str
+    problem: Problem
+    same: Run
+    note: str
+
+    @property
+    def schedule(self) -> str:
+        """By which planners plan."""
+        return self.same.plan.schedule if self.same.plan.schedule in FREE_SCHEDULES else "1f1b"
+
+    def step_s(self, devices: NDArray[np.int32]) -> float:
+        """Step time of an assignment; inf when it does not fit."""
+        plan = dataclasses.replace(
+            self.same.plan, device_of_group=devices, priority=None, order=None, stage_of_group=None, schedule=self.schedule,
+            replicas=None, shards=None, recompute=None, optimizer_sharding=False,
+        )  # fmt: skip
+        line = run_unchecked(self.problem, plan).line
+        return float(line.step_time_s) if line.feasible and line.step_time_s is not None else float("inf")
 
 
 def what_if(run: Run, *, calls: int = CALLS, time_limit_s: float | None = None, seed: int = 0) -> tuple[WhatIf, ...]:
@@ -73,28 +100,78 @@ def what_if(run: Run, *, calls: int = CALLS, time_limit_s: float | None = None, 
         time_limit_s: Seconds of each search.
         seed: Of the search.
     """
-    limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
     reason = _not_replanned(run.plan, calls)
-    first = None if reason else _replan(run, run.given, [], **limits)
-    answers = [_entry(AS_IS, run, first, reason or _execution_note(run.plan))]
-    for name, problem, note in _changes(run):
-        same = run_unchecked(problem, _fitted(run.plan, problem))
-        found = None if reason else _replan(same, problem, [] if first is None else [first.devices], **limits)
-        answers.append(_entry(name, same, found, note))
-    more = _more_replicas(run)
-    if more is not None:
-        answers.append(_entry("one more device, one more replica", more, None, ""))
-    if run.plan.order is None and not run.plan.shards:
-        longer = _more_microbatches(run)
-        if longer is not None:
-            found = None if reason else _replan(longer, run.given, [] if first is None else [first.devices], **limits)
-            answers.append(_entry(f"{longer.plan.microbatches} micro-batches", longer, found, ""))
-    return tuple(answers)
+    questions = list(_questions(run, reason or _execution_note(run.plan)))
+    steps: list[float | None] = [None] * len(questions)
+    if not reason:
+        limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
+        steps = _replanned(questions, limits)
+    return tuple(
+        WhatIf(q.change, q.same.line.step_time_s, q.same.line.feasible, q.same.line.samples, step, q.note)
+        for q, step in zip(questions, steps, strict=True)
+    )
 
 
-def _entry(change: str, same: Run, found: _Answer | None, note: str) -> WhatIf:
-    step = None if found is None else found.step_s
-    return WhatIf(change, same.line.step_time_s, same.line.feasible, same.line.samples, step, note)
+def _replanned(questions: list[_Question], limits: dict[str, Any]) -> list[float | None]:
+    """The best step of every question.
+
+    What is found for one question is simulated for all of them, so that the luck of a search is not taken for the worth of a
+    change.
+    """
+    pool: dict[bytes, NDArray[np.int32]] = {}
+    for question in questions:
+        starts = [_devices(question.same.plan), *pool.values()]
+        for devices in _searched(question, starts, limits):
+            pool[devices.tobytes()] = devices
+    best: list[float | None] = []
+    for question in questions:
+        known = [d for d in pool.values() if int(d.max(initial=0)) < question.problem.num_devices]
+        steps = [question.same.step_s] if question.same.line.feasible else []
+        step = min([*steps, *(question.step_s(devices) for devices in known)], default=float("inf"))
+        best.append(step if math.isfinite(step) else None)
+    return best
+
+
+def _searched(question: _Question, starts: list[NDArray[np.int32]], limits: dict[str, Any]) -> list[NDArray[np.int32]]:
+    """The floor's plan, and what a search finds from the best plan that is known."""
+    problem = question.problem
+    execution = {"microbatches": question.same.plan.microbatches, "schedule": question.schedule}
+    found = [devices for devices in starts if int(devices.max(initial=0)) < problem.num_devices]
+    try:
+        fixed = {"seed": limits["seed"], "time_limit_s": limits["time_limit_s"]}
+        found.append(get_planner("best")(problem, **fixed, **execution).device_of_group)
+    except InfeasibleError:
+        pass
+    start = min(found, key=question.step_s)
+    try:
+        found.append(get_planner("local_search")(problem, start=start, **limits, **execution).device_of_group)
+    except InfeasibleError:
+        pass
+    return [np.ascontiguousarray(devices, dtype=np.int32) for devices in found]
+
+
+def _devices(plan: PlacementPlan) -> NDArray[np.int32]:
+    """The plan's devices in the cluster."""
+    own = plan.device_of_group if plan.replicas is None else np.asarray(plan.replicas[0])[plan.device_of_group]
+    return np.ascontiguousarray(own, dtype=np.int32)
+
+
+def _questions(run: Run, note: str) -> Iterable[_Question]:
+    """All questions that make sense for the plan, things as they are first."""
+    yield _question(AS_IS, run.given, run, note)
+    for change, problem, remark in _changes(run):
+        yield _question(change, problem, run_unchecked(problem, _fitted(run.plan, problem)), remark)
+    replicated = _more_replicas(run)
+    if replicated is not None:
+        yield _question("one more device, one more replica", replicated.given, replicated, "")
+    longer = None if run.plan.order is not None or run.plan.shards else _more_microbatches(run)
+    if longer is not None:
+        yield _question(f"{longer.plan.microbatches} micro-batches", run.given, longer, "")
+
+
+def _question(change: str, problem: Problem, same: Run, note: str) -> _Question:
+    again = same.plan.recompute
+    return _Question(change, recompute(problem, again) if again else problem, same, note)
 
 
 def _changes(run: Run) -> Iterable[tuple[str, Problem, str]]:
@@ -137,47 +214,6 @@ def _not_replanned(plan: PlacementPlan, calls: int) -> str:
 
 def _execution_note(plan: PlacementPlan) -> str:
     return "" if plan.schedule in FREE_SCHEDULES else f"planned anew for schedule 1f1b instead of {plan.schedule}"
-
-
-def _replan(
-    same: Run, problem: Problem, starts: list[NDArray[np.int32]], *, calls: int, time_limit_s: float | None, seed: int
-) -> _Answer | None:
-    """The best plan of the floor, of a search from the same plan and of those given; None when nothing fits."""
-    plan = same.plan
-    if plan.recompute:
-        from rlplace.plan.recompute import recompute
-
-        problem = recompute(problem, plan.recompute)
-    here = np.array(plan.device_of_group if plan.replicas is None else np.array(plan.replicas[0])[plan.device_of_group])
-    schedule = plan.schedule if plan.schedule in FREE_SCHEDULES else "1f1b"
-    execution: dict[str, Any] = {"microbatches": plan.microbatches, "schedule": schedule}
-    found = [_Answer(same.step_s, here.astype(np.int32))] if same.line.feasible else []
-    for start in starts:
-        line = run_unchecked(problem, _plain(plan, start, schedule)).line
-        if line.feasible and line.step_time_s is not None:
-            found.append(_Answer(line.step_time_s, start))
-    try:
-        floor = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s, **execution)
-        found.append(_Answer(float(floor.predicted["step_time_s"]), floor.device_of_group))
-    except InfeasibleError:
-        pass
-    start = min(found, key=lambda answer: answer.step_s).devices if found else here
-    try:
-        searched = get_planner("local_search")(
-            problem, seed=seed, time_limit_s=time_limit_s, start=start, calls=calls, **execution
-        )
-        found.append(_Answer(float(searched.predicted["step_time_s"]), searched.device_of_group))
-    except InfeasibleError:
-        pass
-    return min(found, key=lambda answer: answer.step_s, default=None)
-
-
-def _plain(plan: PlacementPlan, devices: NDArray[np.int32], schedule: str) -> PlacementPlan:
-    """Devices alone, run as planners run them."""
-    return dataclasses.replace(
-        plan, device_of_group=devices, priority=None, order=None, stage_of_group=None, schedule=schedule, replicas=None,
-        shards=None, recompute=None, optimizer_sharding=False,
-    )  # fmt: skip
 
 
 def _more_microbatches(run: Run) -> Run | None:

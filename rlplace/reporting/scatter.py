@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 
 from rlplace.reporting.tables import MeasuredRow
@@ -36,11 +37,10 @@ def scatter(rows: Sequence[MeasuredRow]) -> str:
             f'<circle class="{kind}" cx="{_LEFT + at(m):.1f}" cy="{bottom - at(p):.1f}" r="5"><title>{name}</title></circle>'
         )
     ticks = []
-    for value in (low, (low + high) / 2, high):
+    for value in _round_values(low, high):
         x, y = _LEFT + at(value), bottom - at(value)
-        anchor = "end" if value == high else "middle"
-        ticks.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="{anchor}">{seconds_text(value)}</text>')
-        ticks.append(f'<text x="{_LEFT - 6}" y="{max(y, _TOP + 4) + 4:.1f}" text-anchor="end">{seconds_text(value)}</text>')
+        ticks.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{seconds_text(value)}</text>')
+        ticks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{seconds_text(value)}</text>')
     return (
         f'<figure><svg class="chart" viewBox="0 0 {right + 8:.0f} {bottom + 38:.0f}" role="img" '
         'aria-label="Predicted over measured step times; the table has the numbers">'
@@ -49,3 +49,11 @@ def scatter(rows: Sequence[MeasuredRow]) -> str:
         f'<text x="{_LEFT + _SIZE / 2}" y="{bottom + 33}" text-anchor="middle">measured</text>'
         f'<text x="{_LEFT + 8}" y="{_TOP + 16}">predicted</text></svg></figure>'
     )
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """Two to five multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    unit = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
+    return [unit * n for n in range(math.ceil(low / unit), math.floor(high / unit) + 1)]

@@ -154,7 +154,7 @@ def measured(data: ReportData) -> str:
                     _cell(row.mode),
                     _cell(str(row.steps)),
                     _cell(seconds_text(row.measured_s)),
-                    _cell(percent_text(row.spread)),
+                    _cell("-" if row.measured_s is None else percent_text(row.spread)),
                     _cell(seconds_text(row.predicted_s)),
                     _cell("-" if error is None else f"{100 * error:+.1f} %"),
                     _cell(note, "text"),

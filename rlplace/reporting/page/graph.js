@@ -6,7 +6,8 @@ const graph = {
 
   // Where everything lies. Children are ranked by the longest chain of arrows that leads to them; ranks run down, in
   // columns when they are many, and open modules hold their children.
-  arrange() {
+  arrange(kept = -1) { // the box of the node `kept` stays where it is on the screen
+    const old = this.boxes.get(kept), at = old && [this.x + old.x * this.scale, this.y + old.y * this.scale];
     const shown = visibleNodes(), open = tree.open, slot = new Int32Array(tree.parent.length).fill(-1);
     for (const node of shown) slot[node] = node;
     const visible = (group) => { // the shown box that a group is in
@@ -34,7 +35,14 @@ const graph = {
     this.wide = size.wide;
     this.tall = size.tall;
     $("shown").textContent = `${countText(shown.filter((node) => !open.has(node)).length, "box", "es")}, ${countText(this.arrows.length, "arrow")}`;
-    this.fit(false);
+    const { clientWidth: wide, clientHeight: tall } = this.canvas;
+    if (!at || at[0] < -wide / 2 || at[1] < -tall / 2 || at[0] > wide || at[1] > tall) {
+      this.fit(false);
+      return;
+    }
+    this.x = at[0] - this.boxes.get(kept).x * this.scale;
+    this.y = at[1] - this.boxes.get(kept).y * this.scale;
+    this.repaint();
   },
 
   siblings() { // arrows between children of the same module, lifted from the boxes that are shown

@@ -1,4 +1,5 @@
 // Puts everything together.
+const MAX_BOXES = 1500;
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const root = document.documentElement;
 const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
@@ -61,7 +62,14 @@ function watchTools() {
     paintTime();
   });
   $("find").addEventListener("keydown", (event) => { if (event.key === "Enter") nextMatch(); });
-  $("more").addEventListener("click", () => { if (!openLevel(1500)) { tip.hidden = true; } showTree(); graph.arrange(); });
+  $("more").addEventListener("click", () => {
+    const opened = openLevel(MAX_BOXES);
+    showTree();
+    graph.arrange();
+    if (!opened && visibleNodes().some((node) => isModule(node) && !tree.open.has(node))) {
+      $("shown").textContent += `; the next level has more than ${MAX_BOXES}, open single modules`;
+    }
+  });
   $("less").addEventListener("click", () => { closeAll(); showTree(); graph.arrange(); });
   $("between").addEventListener("change", () => { graph.between = $("between").checked; graph.repaint(); });
   $("graph-in").addEventListener("click", () => graph.zoom(1.4));

@@ -107,7 +107,9 @@ const lanes = {
       if (wide > 22 && tall > 12 && hit) {
         context.fillStyle = inkOn(color);
         const name = this.boxName(row, i);
-        context.fillText(fitted(context, shortName(name), Math.min(b, x0 + plot) - Math.max(a, x0) - 8), Math.max(a, x0) + 4, top + tall / 2 + 0.5);
+        const from = Math.max(a, x0), room = Math.min(b, x0 + plot) - from - 8;
+        const whole = fitted(context, shortName(name, 2), room);
+        context.fillText(whole.endsWith("…") ? fitted(context, shortName(name, 1), room) : whole, from + 4, top + tall / 2 + 0.5);
       }
       if (chosen) {
         context.globalAlpha = 1;
@@ -152,9 +154,9 @@ const lanes = {
   },
 };
 
-function shortName(name) { // of a long path its last parts
+function shortName(name, parts) { // of a long path its last parts
   const slash = name.lastIndexOf("/"), path = slash < 0 ? name : name.slice(0, slash);
-  return path.split(".").slice(-2).join(".");
+  return path.split(".").slice(-parts).join(".");
 }
 
 function drawAxis(context, x0, width, height) {

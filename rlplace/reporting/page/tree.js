@@ -69,7 +69,7 @@ function toggle(node) {
   if (!isModule(node) || node === 0) return;
   if (tree.open.has(node)) tree.open.delete(node); else tree.open.add(node);
   showTree(node);
-  graph.arrange();
+  graph.arrange(node);
 }
 
 function nodePath(node) {

@@ -12,9 +12,9 @@ author = "The rlplace authors"
 copyright = "The rlplace authors, Apache-2.0"
 version = release = rlplace.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinxarg.ext", "environment_pages"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "generated_pages"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "generated/verbs.md"]
 default_role = "literal"  # docstrings write `name`
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]

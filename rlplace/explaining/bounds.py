@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlplace.explaining.names import channel_names, module_of
+from rlplace.explaining.names import channel_names, channel_pairs, module_of
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
 from rlplace.explaining.runs import Run
 from rlplace.explaining.story import Stretch, place_of, stretches
@@ -213,7 +213,7 @@ def device_loads(run: Run) -> tuple[DeviceLoad, ...]:
 
 
 def channel_loads(run: Run) -> tuple[ChannelLoad, ...]:
-    """Channels that are used, busiest first."""
+    """Channels that are used, busiest first; of those that the same pairs of devices use the first."""
     problem, line, tasks = run.problem, run.line, run.tasks
     channels = problem.links.effective_channels
     busy: dict[int, float] = {}
@@ -234,7 +234,10 @@ def channel_loads(run: Run) -> tuple[ChannelLoad, ...]:
         task = int(tasks.collective_tasks[tasks.collective_ptr[index]])
         use(problem.collectives[which].channels, float(line.end_s[task] - line.start_s[task]), 0)
     names = channel_names(problem)
-    loads = [ChannelLoad(names.get(c, f"channel {c}"), c, busy[c], size[c], count[c]) for c in busy]
+    known = channel_pairs(problem)  # a channel may be one of collectives alone
+    loads = [
+        ChannelLoad(names.get(c, f"channel {c}"), c, busy[c], size[c], count[c]) for c in busy if c in names or c not in known
+    ]
     return tuple(sorted(loads, key=lambda load: (-load.busy_s, load.channel)))
 
 

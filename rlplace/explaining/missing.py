@@ -9,7 +9,7 @@ from rlplace.errors import InfeasibleError
 from rlplace.explaining.runs import Run
 from rlplace.explaining.trials import Tester, Trial, only_plan_short, overflow, without_advice
 from rlplace.planners.common.bounds import lower_bounds
-from rlplace.planners.common.shortage import check_possible
+from rlplace.planners.common.shortage import check_possible, gigabytes
 from rlplace.problem import Problem
 
 TOTAL, GROUP, FIXED, NOWHERE, DEVICE, OTHER = (
@@ -59,12 +59,18 @@ def find_shortage(problem: Problem, run: Run | None, tester: Tester) -> tuple[Sh
         kind = DEVICE if short else OTHER
         name = problem.devices[device].name if short else None
         return Shortage(kind, message, name, short, proven, error is not None), None
+    only = only_plan_short(problem, tester.execution)
+    if error is None and only is not None and tester.microbatches == 1:
+        device = problem.devices[0]
+        message = (
+            f"{device.name} needs {gigabytes((device.memory_bytes or 0) + only)}, has {gigabytes(device.memory_bytes or 0)}"
+        )
+        return Shortage(DEVICE, f"{message}: {only} bytes short", device.name, only, only, True), None
     if error is None:
         trial = tester.plan("another plan", problem)
         message = f"a plan that fits was found by {trial.how}" if trial.fits else trial.how
         return Shortage(DEVICE, message, None, trial.short_bytes, 0, False), trial
     name = error.device
-    only = only_plan_short(problem, tester.execution)
     if only is not None:  # there is one plan, so its shortage is exact
         name, proven = problem.devices[0].name, only
     return Shortage(constraint, without_advice(error), name, proven, proven, True), None

@@ -25,15 +25,24 @@ def pair_name(problem: Problem, source: int, destination: int) -> str:
     return f"{problem.devices[source].name}->{problem.devices[destination].name}"
 
 
-def channel_names(problem: Problem) -> dict[int, str]:
-    """What each channel is: the pair that it joins, what leaves or enters a device, or the pairs that share it."""
+def channel_pairs(problem: Problem) -> dict[int, list[tuple[int, int]]]:
+    """The pairs of devices that use each channel."""
     pairs: dict[int, list[tuple[int, int]]] = {}
     for i, row in enumerate(problem.links.effective_channels):
         for j, held in enumerate(row):
             if i != j:
                 for channel in held:
                     pairs.setdefault(channel, []).append((i, j))
-    names = {channel: _channel(problem, found) for channel, found in pairs.items()}
+    return pairs
+
+
+def channel_names(problem: Problem) -> dict[int, str]:
+    """What each channel is: the pair that it joins, what leaves or enters a device, or the pairs that share it.
+
+    Of channels that the same pairs use, such as the ports of the only two devices, the first one stands for all.
+    """
+    first = {tuple(found): channel for channel, found in reversed(sorted(channel_pairs(problem).items()))}
+    names = {channel: _channel(problem, list(found)) for found, channel in first.items()}
     repeated: dict[str, list[int]] = {}
     for channel, name in names.items():
         repeated.setdefault(name, []).append(channel)

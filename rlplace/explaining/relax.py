@@ -241,7 +241,7 @@ class _Relaxing:
     def finer_groups(self, shortage: Shortage) -> Iterator[Trial]:
         if self.finer is None or self.run is not None:
             return
-        if shortage.constraint == TOTAL:
+        if shortage.constraint == TOTAL or (self.problem.num_devices == 1 and shortage.constraint != GROUP):
             self.not_tried.append("finer groups: all groups together are too large")
             return
         problem = self.finer()

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=seconds, default=2.0, metavar="S", help="seconds per planner (2)")
     parser.add_argument(
         "--measurements", metavar="FILE", action="append",
-        help="measured step times: a *.timings.json of rlplace measure --plans, or a trial file of rlplace finetune --live",
+        help="measured step times: a *.timings.json of rlplace measure --plans, or a trial file of rlplace finetune",
     )  # fmt: skip
     parser.add_argument("--trace", metavar="T.json", help="write a trace for Perfetto")
     parser.add_argument("--pictures", metavar="DIR", help="write PDF, SVG and PNG pictures for papers (needs matplotlib)")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlplace.cost.timings import PlanTimings
+from rlplace.errors import InputError, show
 from rlplace.files import check_output, write_text
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
@@ -52,6 +54,7 @@ def report(
             `pictures` also when the step does not complete, after the page is written.
         MissingError: Pictures without matplotlib; nothing is written then.
     """
+    check_arguments(problem, plan, planners)
     check_output(path)
     if trace is not None:
         check_output(trace)
@@ -66,3 +69,13 @@ def report(
     if pictures is not None:
         write_pictures(data, pictures)
     return data
+
+
+def check_arguments(problem: Any, plan: Any, planners: Any) -> None:
+    """Refuses what is no problem, no plan, or no list of names."""
+    if not isinstance(problem, Problem):
+        raise InputError(f"report: expected a Problem, found {type(problem).__name__}; Problem.load reads a file")
+    if not isinstance(plan, PlacementPlan):
+        raise InputError(f"report: expected a PlacementPlan, found {type(plan).__name__}; PlacementPlan.load reads a file")
+    if isinstance(planners, str) or not isinstance(planners, Iterable) or not all(isinstance(name, str) for name in planners):
+        raise InputError(f"report: planners must be a list of names such as ['heft', 'best'], found {show(planners)}")

@@ -268,6 +268,11 @@ def test_report_writes_all_or_nothing(tmp_path):
     assert path.read_text().startswith("<!doctype html>") and data.timeline.feasible
     assert len(json.loads(trace.read_text())["traceEvents"]) > 18
     path.write_text("kept")
+    for wrong in ((problem, [0] * 6, path), ("x.problem.json", plan, path)):
+        with pytest.raises(InputError, match="report: expected a P"):
+            rlplace.report(*wrong)
+    with pytest.raises(InputError, match="planners must be a list of names"):
+        rlplace.report(problem, plan, path, planners="heft,best")
     with pytest.raises(InputError, match="no folder"):
         rlplace.report(problem, plan, path, planners=(), trace=tmp_path / "none" / "t.json")
     with pytest.raises(InputError, match="this problem is"):

@@ -231,6 +231,18 @@ def test_timeline_is_painted_zooms_and_tells(browser, page, piped):
     point(browser, "pointerleave", 0, 0)
     assert tip(browser) is None
 
+    for name, x, number in (
+        ("down", 300, 1),
+        ("down", 500, 2),
+        ("move", 520, 2),
+        ("move", 720, 2),
+        ("up", 720, 2),
+        ("up", 300, 1),
+    ):
+        point(browser, f"pointer{name}", x, 60, pointer="touch", pointerId=number)
+    share = text_of(browser, "range").split()[-2]
+    assert float(share) == pytest.approx(100 * (520 - 300) / (720 - 300), abs=0.1), "pinching zooms as fingers part"
+    click(browser, "fit")
     point(browser, "dblclick", LEFT + 300, 60)
     assert text_of(browser, "range") != whole
     before = text_of(browser, "range")
@@ -392,6 +404,22 @@ def test_ten_thousand_tasks(browser, tmp_path):
     browser.execute_script("document.querySelectorAll('#tree [aria-expanded=false]')[3].click()")
     settle(browser)
     assert int(text_of(browser, "shown").split()[0]) > 100
+
+
+def test_hundreds_of_devices_are_drawn_on_a_sharp_screen(browser, tmp_path):
+    problem = random_problem(2, num_groups=400, num_devices=200, width=40)
+    path = tmp_path / "wide.html"
+    path.write_text(render(report_data(problem, make_plan(problem, np.arange(400) % 200, planner="hand"))), encoding="utf-8")
+    metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 3, "mobile": False}
+    show(browser, path.as_uri())
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(path.as_uri())
+    wait(lambda: browser.execute_script("return document.documentElement.dataset.ready") == "yes")
+    sizes = browser.execute_script(
+        "return ['lanes', 'memory'].map((n) => document.getElementById(n)).map((c) => [c.width, c.height])"
+    )
+    assert all(max(size) <= 16384 and size[0] * size[1] <= 1.65e7 for size in sizes)
+    assert all(len(colors_in(browser, name)) > 8 for name in ("lanes", "memory"))
 
 
 def test_plans_that_cannot_run_say_so(browser, tmp_path):

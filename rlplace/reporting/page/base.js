@@ -69,8 +69,9 @@ function mixed(color, share, under) { // a colour over a background, as #RRGGBB
 // A canvas as sharp as the screen; returns its context in CSS pixels.
 function sized(canvas, height) {
   if (height !== undefined) canvas.style.height = `${height}px`;
-  const ratio = Math.min(3, window.devicePixelRatio || 1);
   const width = canvas.clientWidth, tall = canvas.clientHeight;
+  // Browsers leave a canvas of more than 16,384 pixels a side, or 16.7 million in all, empty: hundreds of devices on a sharp screen.
+  const ratio = Math.min(3, window.devicePixelRatio || 1, 16000 / Math.max(width, tall, 1), Math.sqrt(1.6e7 / Math.max(1, width * tall)));
   const pixels = [Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(tall * ratio))];
   if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
   const context = canvas.getContext("2d");

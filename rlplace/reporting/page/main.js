@@ -39,7 +39,9 @@ function showLegends() {
   }
   if (data.rows.some((row) => row.kind === "collective")) items.push(legendItem(data.colors.collective, "collective"));
   $("legend").replaceChildren(...items);
-  $("device-legend").replaceChildren(...data.devices.slice(0, 32).map((device, i) => legendItem(category(i), device.name)));
+  const devices = data.devices.slice(0, 32).map((device, i) => legendItem(category(i), device.name));
+  if (data.devices.length > 32) devices.push(legendItem("transparent", `and ${data.devices.length - 32} more`));
+  $("device-legend").replaceChildren(...devices);
 }
 
 function watchTools() {

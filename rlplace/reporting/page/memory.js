@@ -1,5 +1,5 @@
 // Memory in use, a row a device, on the time axis of the timeline.
-const MEMORY_ROW = 54;
+const MEMORY_ROW = data.devices.length > 24 ? 38 : 54;
 
 function readCurves() {
   return data.memory.map((curve) => {
@@ -38,7 +38,7 @@ const memory = {
       const over = device.memory_bytes !== null && device.peak_bytes > device.memory_bytes;
       context.fillStyle = over ? inks.bad : inks.soft;
       context.fillText(fitted(context, x0 > 100 ? `peak ${bytesText(device.peak_bytes)}` : bytesText(device.peak_bytes), x0 - 14), 10, top + 25);
-      if (device.memory_bytes !== null && x0 > 100) {
+      if (device.memory_bytes !== null && x0 > 100 && MEMORY_ROW > 40) {
         context.fillStyle = inks.soft;
         context.fillText(fitted(context, `of ${bytesText(device.memory_bytes)}`, x0 - 14), 10, top + 39);
       }

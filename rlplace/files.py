@@ -224,6 +224,7 @@ def write_text(path: str | Path, text: str) -> None:
 def check_output(path: str | Path) -> None:
     """Refuses a path that cannot be written, before the work whose result would be lost."""
     path = Path(path)
+    _check_name(path)
     try:
         mode = path.stat().st_mode if path.exists() else None
         if mode is not None and not stat.S_ISREG(mode):
@@ -233,15 +234,19 @@ def check_output(path: str | Path) -> None:
             raise InputError(f"{path}: cannot be written: there is no folder {path.parent}")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise InputError(f"{path}: cannot be written: the folder {path.parent} is read-only")
-    except (OSError, ValueError) as error:  # a name that is too long, a null character, a folder that may not be looked into
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{show(str(path))}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise InputError(f"{show(str(path))}: cannot be written: {error.strerror or error}") from None
+
+
+def _check_name(path: Path) -> None:
+    if "\0" in str(path):
+        raise InputError(f"{show(str(path))}: cannot be written: embedded null byte")
 
 
 def check_folder(path: str | Path) -> None:
     """Refuses a folder that cannot be made or written to, before the work whose result would be lost; makes nothing."""
     path = Path(path)
+    _check_name(path)
     try:
         if path.exists() and not path.is_dir():
             raise InputError(f"{path}: cannot be written: it is a file, not a folder")
@@ -252,10 +257,8 @@ def check_folder(path: str | Path) -> None:
             raise InputError(f"{path}: cannot be written: {nearest} is not a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise InputError(f"{path}: cannot be written: the folder {nearest} is read-only")
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{show(str(path))}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise InputError(f"{show(str(path))}: cannot be written: {error.strerror or error}") from None
 
 
 def write_bytes(path: str | Path, payload: bytes) -> None:

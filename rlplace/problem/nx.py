@@ -77,9 +77,9 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
     for node, data in graph.nodes(data=True):
         group = group_index.setdefault(str(data.get("group", node)), len(group_index))
         if data.get("resident_bytes") is not None:
-            resident.setdefault(group, _whole(data["resident_bytes"], f"node {node!r}: resident_bytes"))
+            resident.setdefault(group, _whole(data["resident_bytes"], f"node {show(node)}: resident_bytes"))
         if data.get("device") is not None:
-            fixed.setdefault(group, _whole(data["device"], f"node {node!r}: device", len(devices) - 1))
+            fixed.setdefault(group, _whole(data["device"], f"node {show(node)}: device", len(devices) - 1))
         op_group.append(group)
         times.append(_times(data.get("time_s"), len(devices), node))
     tensors: dict[tuple[int, Any], set[int]] = {}
@@ -87,14 +87,14 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
     for number, (source, target, data) in enumerate(graph.edges(data=True)):
         tensor = data.get("tensor")
         if not isinstance(tensor, Hashable):
-            raise InputError(f"edge {source!r} to {target!r}: tensor must be a number or a name, found {show(tensor)}")
+            raise InputError(f"edge {show(source)} to {show(target)}: tensor must be a number or a name, found {show(tensor)}")
         key = (index[source], ("edge", number) if tensor is None else tensor)
         tensors.setdefault(key, set()).add(index[target])
-        sizes[key] = max(sizes.get(key, 0), _whole(data.get("bytes", 0), f"edge {source!r} to {target!r}: bytes"))
+        sizes[key] = max(sizes.get(key, 0), _whole(data.get("bytes", 0), f"edge {show(source)} to {show(target)}: bytes"))
     consumers = [sorted(c) for c in tensors.values()]
     unknown = np.full(len(group_index), -1, dtype=np.int64)
     kinds = tuple(str(d.get("kind") or "") for _, d in graph.nodes(data=True))
-    temporary = [_whole(d.get("temporary_bytes", 0), f"node {n!r}: temporary_bytes") for n, d in graph.nodes(data=True)]
+    temporary = [_whole(d.get("temporary_bytes", 0), f"node {show(n)}: temporary_bytes") for n, d in graph.nodes(data=True)]
     return Problem(
         name=name,
         samples_per_microbatch=1,
@@ -134,15 +134,15 @@ def _whole(value: Any, where: str, most: int = MAX_BYTES) -> int:
 def _times(value: Any, num_devices: int, node: Any) -> list[float]:
     values = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * num_devices
     if len(values) != num_devices:
-        raise InputError(f"node {node!r}: time_s has {len(values)} values, the cluster has {num_devices} devices")
+        raise InputError(f"node {show(node)}: time_s has {len(values)} values, the cluster has {num_devices} devices")
     for value in values:
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         if value is not None and (not number or not abs(value) < 1e300):
-            raise InputError(f"node {node!r}: time_s is not a number in range; use None where the op cannot run")
+            raise InputError(f"node {show(node)}: time_s is not a number in range; use None where the op cannot run")
     return [np.nan if v is None else float(v) for v in values]
 
 
 def _phase(value: str, node: Any) -> int:
     if not isinstance(value, str) or value not in PHASES:
-        raise InputError(f"node {node!r}: phase {show(value)} is not one of {', '.join(PHASES)}")
+        raise InputError(f"node {show(node)}: phase {show(value)} is not one of {', '.join(PHASES)}")
     return PHASES.index(value)

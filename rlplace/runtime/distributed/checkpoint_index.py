@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import io
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.files import read_bytes
 
 _CLASSES = {
@@ -72,9 +73,28 @@ class IndexReader(FileSystemReader):
             raise InputError(f"{path}: damaged ({type(error).__name__}); take an earlier checkpoint") from None
         if not isinstance(found, Metadata):
             raise InputError(f"{path}: holds no index of tensors")
+        check_places(found.storage_data, self._folder)
         found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
+
+
+def check_places(places: Any, folder: Path) -> None:
+    """Refuses an index whose tensors lie in other folders, or in what is no file: a pipe would be waited for.
+
+    Args:
+        places: Where each tensor is.
+        folder: Of the checkpoint.
+
+    Raises:
+        InputError: Naming the first such place.
+    """
+    named = {getattr(place, "relative_path", None) for place in places.values()} if isinstance(places, Mapping) else {None}
+    for name in named:
+        if not isinstance(name, str) or os.path.basename(name) != name:
+            raise InputError(f"{folder}: the index names a file outside of the checkpoint: {show(name)}")
+        if not (folder / name).is_file():
+            raise InputError(f"{folder / name}: is missing, or no regular file; take an earlier checkpoint")
 
 
 def check_names(path: Path, index: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> None:

@@ -106,10 +106,11 @@ def alternatives(run: Run, members: Mapping[str, Sequence[int]]) -> tuple[GroupC
 
     Args:
         run: The plan as it is.
-        members: By name the groups of the plan's problem that move together; they share a device.
+        members: By name the groups of the plan's problem that move together; those of one name that sit on different devices
+            are looked at one device after the other.
 
     Raises:
-        InputError: Groups of a set sit on different devices, or the plan has shards, whose parts sit by themselves.
+        InputError: The plan has shards, whose parts sit by themselves.
     """
     if run.plan.shards:
         raise InputError(
@@ -121,16 +122,18 @@ def alternatives(run: Run, members: Mapping[str, Sequence[int]]) -> tuple[GroupC
         base = run_unchecked(run.given, dataclasses.replace(run.plan, order=None))
     path = realised_path(base)
     here = seconds_by_cause(path)
-    return tuple(_choice(base, name, np.array(list(groups)), path, here) for name, groups in members.items())
+    found = []
+    for name, groups in members.items():
+        devices = base.plan.device_of_group[list(groups)]
+        for device in np.unique(devices).tolist():
+            found.append(_choice(base, name, np.array(list(groups))[devices == device], device, path, here))
+    return tuple(found)
 
 
-def _choice(base: Run, name: str, groups: NDArray[np.int64], path: tuple[Link, ...], here: dict[str, float]) -> GroupChoice:
-    problem, plan = base.given, base.plan
-    devices = np.unique(plan.device_of_group[groups])
-    if len(devices) > 1:
-        names = ", ".join(problem.devices[device].name for device in devices)
-        raise InputError(f"explain: the groups of {name!r} sit on {names}; name one of them, or a module that shares a device")
-    device = int(devices[0])
+def _choice(
+    base: Run, name: str, groups: NDArray[np.int64], device: int, path: tuple[Link, ...], here: dict[str, float]
+) -> GroupChoice:
+    problem = base.given
     own = set(groups.tolist())
     found = [_alternative(base, groups, target, here) for target in _targets(base) if target != device]
     found.sort(key=lambda a: (not a.feasible, a.step_time_s is None, a.step_time_s or 0.0))

@@ -93,8 +93,9 @@ def test_a_module_moves_as_a_whole(layers):
     (choice,) = choices(problem, [0, 0, 1, 1], {"half": [0, 1]})
     assert choice.groups == 2 and choice.device == "gpu0"
     assert choice.alternatives[0].step_time_s == simulate(problem, [1, 1, 1, 1]).step_time_s
-    with pytest.raises(InputError, match="sit on gpu0, gpu1"):
-        choices(problem, [0, 0, 1, 1], {"all": [0, 1, 2, 3]})
+    parts = choices(problem, [0, 0, 1, 1], {"all": [0, 1, 2, 3]})
+    assert [(part.device, part.groups) for part in parts] == [("gpu0", 2), ("gpu1", 2)]
+    assert parts[0].alternatives == choice.alternatives
 
 
 def test_replicas_move_a_group_in_all_of_them(layers):

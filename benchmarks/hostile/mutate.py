@@ -17,17 +17,21 @@ _RAW = "\0raw:"
 
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.0, 1e-320, 1e18, 1e308, 1 << 31, (1 << 31) - 1, 1 << 53, 1 << 62, 1 << 63,
-    -(1 << 63), 1 << 64, 10**30, "", " ", "x", "0", "1", "nan", "forward", "\ud800", "\u0000", "\n", "\x1b[31m", "\u202e", "é" * 90,
+    -(1 << 63), 1 << 64, 10**30, "", " ", "x", "0", "1", "nan", "forward", "\ud800", "\u0000", "\n", "\x1b[31m", "\u202e",
+    "é" * 90,
     "a" * 300, "../../x", "/dev/zero", "os:system", [], {}, [[]], [0], [[0]], [0, 1], [1, 0], [[0, 0], [0, 0]], [None], [True],
     ["x"], [1.5], [[0, 1], [2]], {"name": "x"}, {"": None}, {"x": {"x": {"x": []}}}, {"bytes": 0, "consumers": []},
-    _RAW + "NaN", _RAW + "Infinity", _RAW + "-Infinity", _RAW + "1e400", _RAW + "-1e400", _RAW + "1" * 5000, _RAW + "1" + "0" * 400,
-    _RAW + "0." + "1" * 3000, _RAW + "[" * 400 + "]" * 400, _RAW + "[" * 30_000 + "]" * 30_000, _RAW + '{"a":' * 990 + "1" + "}" * 990,
+    _RAW + "NaN", _RAW + "Infinity", _RAW + "-Infinity", _RAW + "1e400", _RAW + "-1e400", _RAW + "1" * 5000,
+    _RAW + "1" + "0" * 400,
+    _RAW + "0." + "1" * 3000, _RAW + "[" * 400 + "]" * 400, _RAW + "[" * 30_000 + "]" * 30_000,
+    _RAW + '{"a":' * 990 + "1" + "}" * 990,
     _RAW + '{"a":1,"a":2}', _RAW + "01", _RAW + "+1", _RAW + "'x'", _RAW + "0x10", _RAW + '"\\ud800\\ud800"', _RAW + "",
     _RAW + "[" + "0," * 20_000 + "0]", _RAW + '"' + "y" * 100_000 + '"',
 )  # fmt: skip
 _KEYS = ("x", "name", "nam", "", "format", "version", "__class__", "ops", "\ud800", "z" * 200)
 _PATTERNS = (
-    b"\x00", b"\xff", b"\xef\xbb\xbf", b"\n", b"\r\n", b'"', b"{", b"}", b"[", b"]", b",", b":", b"-", b"9" * 30, b"1e999", b"NaN",
+    b"\x00", b"\xff", b"\xef\xbb\xbf", b"\n", b"\r\n", b'"', b"{", b"}", b"[", b"]", b",", b":", b"-", b"9" * 30,
+    b"1e999", b"NaN",
     b"\\ud800", b"\xed\xa0\x80", b"\xc0\x80", b"null", b"\\", b"=", b"#", b"'''", b"../", b"\x80\x04", b"(" * 40, b"PK\x03\x04",
 )  # fmt: skip
 
@@ -80,10 +84,12 @@ def _other(data: bytes, rng: Random) -> bytes:
     """A file of another kind under the same name."""
     text = data.decode("utf-8", "replace")
     return rng.choice((
-        b"", b" ", b"\0", b"null", b"[]", b"{}", b"0", b'""', b"\xef\xbb\xbf" + data, text.encode("utf-16"), text.encode("utf-32-be"),
-        text.encode("utf-7"), data[::-1], data * 2, bytes(len(data)), rng.randbytes(200), b"[" * 100_000, b'{"a":' * 50_000,
+        b"", b" ", b"\0", b"null", b"[]", b"{}", b"0", b'""', b"\xef\xbb\xbf" + data, text.encode("utf-16"),
+        text.encode("utf-32-be"), text.encode("utf-7"), data[::-1], data * 2, bytes(len(data)), rng.randbytes(200),
+        b"[" * 100_000, b'{"a":' * 50_000,
         b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94.",
-        b"PK\x03\x04" + rng.randbytes(60), b"SQLite format 3\0" + rng.randbytes(200), b"\x1f\x8b\x08" + rng.randbytes(40), b"a = 1\n",
+        b"PK\x03\x04" + rng.randbytes(60), b"SQLite format 3\0" + rng.randbytes(200), b"\x1f\x8b\x08" + rng.randbytes(40),
+        b"a = 1\n",
         b'{"format": "rlplace.problem", "version": 1}', data.replace(b" ", b"\n"), data.replace(b"1", b"-1"),
     ))  # fmt: skip
 

@@ -16,7 +16,9 @@ _LEVELS = {"task": "best", "op": "best", "split": "bipartition", "cut": "pase"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("model", metavar="MODEL", help="hf:TYPE, zoo:NAME, package.module:function or file.py:function (runs that code)")
+    parser.add_argument(
+        "model", metavar="MODEL", help="hf:TYPE, zoo:NAME, package.module:function or file.py:function (runs that code)"
+    )
     parser.add_argument("--cluster", metavar="C", help="cluster to price for (this machine)")
     parser.add_argument("--out", required=True, metavar="X.problem.json", help="file to write")
     parser.add_argument(

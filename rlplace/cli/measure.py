@@ -18,7 +18,10 @@ EXAMPLE = "example: rlplace measure hf:gpt2 --ops --step --batch 4 --seq 128 --o
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="hf:TYPE, zoo:NAME, package.module:function or file.py:function (runs that code)"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="hf:TYPE, zoo:NAME, package.module:function or file.py:function (runs that code)",
     )
     parser.add_argument("--ops", action="store_true", help="time every distinct op of the model inside real training steps")
     parser.add_argument("--step", action="store_true", help="time whole training steps of the model")

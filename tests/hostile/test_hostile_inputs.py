@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from benchmarks.hostile.mutate import mutate, pack
 from benchmarks.hostile.targets import TARGETS
 from benchmarks.hostile.worker import damaged, run_input

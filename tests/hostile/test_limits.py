@@ -115,7 +115,9 @@ def test_counts_of_a_graph(seeds, monkeypatch, name):
     refused(lambda: OpGraph.load(seeds / "net.graph.json"), f"the limit is {count - 1}")
 
 
-@pytest.mark.parametrize(("file", "old"), [("toy.problem.json", "gpu0"), ("net.graph.json", "0/linear"), ("joined.problem.json", "a/forward")])
+@pytest.mark.parametrize(
+    ("file", "old"), [("toy.problem.json", "gpu0"), ("net.graph.json", "0/linear"), ("joined.problem.json", "a/forward")]
+)
 def test_names(seeds, tmp_path, file, old):
     load = OpGraph.load if file.endswith("graph.json") else Problem.load
     text = (seeds / file).read_text()

@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from benchmarks.hostile.targets import TARGETS
 
+from benchmarks.hostile.targets import TARGETS
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import check_folder, check_output, read_bytes
 

@@ -144,7 +144,8 @@ with open(f"{folder}/filler", "wb", buffering=0) as stream:
         pass
 print("CODE", main(words), file=sys.stderr)
 print("CODE", main(["simulate", words[1], f"{seeds}/stages.plan.json", "--trace", f"{folder}/t.json"]), file=sys.stderr)
-print("CODE", main(["train", "--problems", words[1], "--fit-steps", "0", "--steps", "0", "--out", f"{folder}/run"]), file=sys.stderr)
+train = ["train", "--problems", words[1], "--fit-steps", "0", "--steps", "0", "--out", f"{folder}/run"]
+print("CODE", main(train), file=sys.stderr)
 assert open(f"{folder}/p.plan.json", "rb").read() == before
 print("FULL", sorted(os.listdir(folder)), file=sys.stderr)
 os.unlink(f"{folder}/filler")

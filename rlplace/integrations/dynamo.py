@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from rlplace.errors import InputError, show, unknown_name
+from rlplace.errors import CaptureError, InputError, show, unknown_name
 from rlplace.integrations.dynamo_graph import GraphModule, PlacedCall, Traced
 from rlplace.plan.device_map import device_of_op, round_to_modules
 from rlplace.plan.plan import PlacementPlan
@@ -208,14 +208,29 @@ class _Assignment:
         # A batch is what the first input says; without one, some tensor has to be the input.
         inputs = inputs or [next(p for p, a in enumerate(args) if isinstance(a, torch.Tensor))]
         module = GraphModule(self._graph, args, inputs)
-        graph = capture(module, tuple(args[p].detach().requires_grad_(args[p].requires_grad) for p in inputs),
-                        loss=_sum_of_outputs, optimizer="sgd", name=f"graph {self._number}", method="export")  # fmt: skip
+        given = tuple(args[p].detach().requires_grad_(args[p].requires_grad) for p in inputs)
+        name = f"graph {self._number}"
+        try:
+            graph = capture(module, given, loss=_sum_of_outputs, optimizer="sgd", name=name, method="export")
+        except _NoGradientError:
+            return None
+        except CaptureError as error:
+            raise InputError(
+                f"backend rlplace: {name} cannot be planned ({' '.join(str(error).split())[:300]}); give a plan of the whole "
+                'model, options={"plan": ...}, or leave the code that causes it out with torch.compiler.disable'
+            ) from error
         return place(graph, self._settings.cluster, **self._settings.planning)
+
+
+class _NoGradientError(InputError):
+    """No output of a graph depends on anything that can be trained."""
 
 
 def _sum_of_outputs(outputs: Any) -> torch.Tensor:
     """Stands for the loss when a graph is planned."""
     parts = [value.float().sum() for value in outputs if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not parts:
+        raise _NoGradientError("backend rlplace: no output of the graph has a gradient")
     return torch.stack(parts).sum()
 
 

@@ -6,9 +6,10 @@ that plans are about, for the sizes of a call; other sizes are traced when they 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +53,30 @@ class GraphModule(nn.Module):
         def run(module: nn.Module, given: Sequence[Any]) -> Any:
             by_position = dict(zip(order, given, strict=True)) | plain
             values = [getattr(module, names[p]) if p in names else by_position[p] for p in range(count)]
-            return fx.Interpreter(graph).run(*values)  # unlike a call, it keeps what dynamo noted on every node
+            return _Interpreter(graph).run(*values)  # unlike a call, it keeps what dynamo noted on every node
 
         self._run = run  # a function, so that copies of this module share dynamo's graph instead of copying it
 
     def forward(self, *given: Any) -> Any:
         return self._run(self, given)
+
+
+class _Interpreter(fx.Interpreter):
+    """Enters autocast itself: traced, dynamo's own function for it is noted, but takes no effect on the ops that follow."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as self._regions:  # closes regions that an error leaves open
+            return super().run(*args, **kwargs)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(target, "__name__", "")
+        if name == "_enter_autocast":
+            region = contextlib.ExitStack()
+            region.enter_context(torch.autocast(*args, **kwargs))
+            return self._regions.enter_context(region)
+        if name == "_exit_autocast":
+            return args[0].close()
+        return super().call_function(target, args, kwargs)
 
 
 def module_path_of(op: str) -> str:
@@ -155,7 +174,8 @@ class Runnable:
                 value = aliases.get_attr(source, name)
                 if isinstance(value, torch._subclasses.FakeTensor):
                     raise InputError(
-                        "backend rlplace: the graph holds a tensor of its own; register it as a buffer of the module"
+                        f"backend rlplace: tracing made a tensor of its own ({name}); register it as a buffer of the module, "
+                        "or leave the code that makes it out with torch.compiler.disable"
                     )
                 self._constants[name] = value.detach().to(self.placed.device_of_held[name])
 
@@ -198,19 +218,37 @@ Assign = Callable[[Traced, Sequence[Any]], Mapping[str, torch.device]]
 """Devices of the ops of a traced graph, by op name; also gets the arguments of the call."""
 
 
-def check_autocast(devices: Collection[torch.device]) -> None:
+def check_autocast(graph: fx.GraphModule, devices: Collection[torch.device]) -> None:
     """Refuses autocast that some of the devices would not follow: their ops would run in another dtype than the model's.
 
     Dynamo makes another graph when autocast changes, so that one look per graph is enough.
     """
-    on, off = set(), set()
-    for kind in {device.type for device in devices}:
-        (on if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else off).add(kind)
-    if on and off:
-        raise InputError(
-            f"backend rlplace: autocast is on for {min(on)} and not for {min(off)}, but the plan uses both; "
-            "use devices of one type, or cast the model itself"
-        )
+    kinds = {device.type for device in devices}
+    on = {kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)}
+    regions = {str(n.args[0]) for n in _all_nodes(graph) if getattr(n.target, "__name__", "") == "_enter_autocast"}
+    for found in (on, regions):
+        others = kinds - found
+        if found and others:
+            raise InputError(
+                f"backend rlplace: autocast is on for {min(found)} and not for {min(others)}, but the plan uses both; "
+                "use devices of one type, or cast the model itself"
+            )
+
+
+def check_functions(graph: fx.GraphModule) -> None:
+    """Refuses functions with a backward of their own: what is traced of them is the forward, whose gradient may be another."""
+    for node in _all_nodes(graph):
+        if "autograd_function_apply" in str(node.target):
+            raise InputError(
+                "backend rlplace: the graph calls a torch.autograd.Function, whose own backward would be lost; "
+                "leave the code that calls it out with torch.compiler.disable"
+            )
+
+
+def _all_nodes(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
 
 
 class PlacedCall:
@@ -225,10 +263,11 @@ class PlacedCall:
         key = tuple((tuple(a.shape), a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
         runnable = self._runnables.get(key)
         if runnable is None:
+            check_functions(self._graph)
             with fx.traceback.preserve_node_meta():  # dynamo's notes on its nodes become the modules of the ops
                 traced = trace(self._graph, args)
                 devices = self._assign(traced, args)
-            check_autocast({*devices.values(), self._home})
+            check_autocast(self._graph, {*devices.values(), self._home})
             runnable = Runnable(traced, devices, self._home, args, keep_weights=self._keep)
             if len(self._runnables) >= MOST_SIZES:
                 del self._runnables[next(iter(self._runnables))]

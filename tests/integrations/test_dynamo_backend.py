@@ -151,6 +151,51 @@ def test_autocast_follows_the_processor_and_is_refused_elsewhere(sim):
             compiled(x)
 
 
+def test_autocast_inside_of_the_compiled_code():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        return y.float() + 1
+
+    options = {"cluster": "h100:2", "planner": "round_robin", "devices": ["cpu", "cpu"]}
+    ours = torch.compile(run, backend=dynamo_backend, options=options)(x)
+    torch.testing.assert_close(ours, run(x), rtol=0, atol=0)
+    assert not torch.equal(ours, model(x) + 1) and not torch.is_autocast_enabled("cpu")
+
+
+class Triple(torch.autograd.Function):
+    """Doubles, with another gradient than that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
+def test_what_cannot_be_placed_is_refused(sim):
+    from torch.utils.checkpoint import checkpoint
+
+    layer = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    options = {"cluster": "h100:2", "planner": "round_robin", "devices": sim(2)}
+    for run, message in (
+        (lambda x: Triple.apply(layer(x)), r"a torch\.autograd\.Function, whose own backward would be lost"),
+        (lambda x: checkpoint(layer, x, use_reentrant=False), "checkpoints activations"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(InputError, match=message):
+            torch.compile(run, backend=dynamo_backend, options=options)(x)
+    compiled = torch.compile(lambda x: (layer(x) > 0).sum(), backend=dynamo_backend, options=options)
+    assert int(compiled(x)) == int((layer(x) > 0).sum())  # nothing to train: it stays where it is
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -15,6 +15,8 @@ from rlplace.reporting.tables import MeasuredRow
 from rlplace.reporting.units import bytes_text, percent_text, seconds_text
 from rlplace.simulator import EXECUTOR
 
+_REASONS = 10
+
 
 def escape(value: Any) -> str:
     """Any value as text of the page; what UTF-8 cannot hold is shown as a question mark."""
@@ -40,7 +42,10 @@ def summary(data: ReportData) -> str:
         f'<p class="lead">{escape(", ".join(said))}.</p>',
     ]
     if not line.feasible:
-        reasons = "".join(f"<li>{escape(reason)}</li>" for reason in line.violations)
+        shown = [*line.violations[:_REASONS]]
+        if len(line.violations) > _REASONS:
+            shown.append(f"and {len(line.violations) - _REASONS} more like these")
+        reasons = "".join(f"<li>{escape(reason)}</li>" for reason in shown)
         parts.append(f'<div class="notice bad"><p>This plan cannot run as it is:</p><ul>{reasons}</ul></div>')
     busy = float(line.busy_s.sum())
     moved = int(problem_bytes(data))

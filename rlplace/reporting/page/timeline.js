@@ -1,5 +1,5 @@
 // Rows of devices and links; draws only what is in view.
-const LEFT_WIDE = 132, LEFT_NARROW = 80, AXIS = 26, DEVICE_ROW = 30, LINK_ROW = 18;
+const LEFT_WIDE = 132, LEFT_NARROW = 84, AXIS = 26, DEVICE_ROW = 30, LINK_ROW = 18;
 const view = { from: 0, to: step };
 const left = () => (lanes.canvas.clientWidth < 560 ? LEFT_NARROW : LEFT_WIDE);
 
@@ -69,7 +69,7 @@ const lanes = {
       }
       context.fillStyle = row.kind === "device" ? inks.ink : inks.soft;
       if (row.kind !== "device") context.font = `10.5px ${inks.font}`;
-      const label = fitted(context, row.name, x0 - 14);
+      const label = rowLabel(context, row, x0 - 14);
       context.fillText(label, 10, top + 2 + tall / 2);
       context.font = `11px ${inks.font}`;
       context.save();
@@ -154,6 +154,16 @@ const lanes = {
   },
 };
 
+function rowLabel(context, row, room) { // of a link both ends, each without its beginning where there is no room
+  const ends = row.kind === "link" ? row.name.split(" → ") : [];
+  if (ends.length !== 2 || context.measureText(row.name).width <= room) return fitted(context, row.name, room);
+  const half = (room - context.measureText(" → ").width) / 2;
+  return ends.map((end) => {
+    let text = end;
+    while (text.length > 2 && context.measureText(text).width > half) text = "…" + text.slice(text[0] === "…" ? 2 : 1);
+    return text;
+  }).join(" → ");
+}
 function shortName(name, parts) { // of a long path its last parts
   const slash = name.lastIndexOf("/"), path = slash < 0 ? name : name.slice(0, slash);
   return path.split(".").slice(-parts).join(".");

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from rlplace.runtime.distributed.distribute import distribute
     from rlplace.runtime.distributed.trainer import distribute_trainer
     from rlplace.runtime.step_watch import StepWatch
-    from rlplace.simulator import expand, simulate, simulate_many
+    from rlplace.simulator import simulate, simulate_many
+    from rlplace.simulator.expand import expand
 
 __version__ = "0.1.0"
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.problem import PHASES, Problem
 from rlplace.reporting.columns import front_coded, ticks_of
@@ -24,6 +25,8 @@ FORMAT = "rlplace.report"
 VERSION = 1
 MAX_LINKS = 40
 """Rows of links in the page, the busiest ones."""
+MAX_TASKS = 1_000_000
+"""Of a step that a page is made of; it then has some 70 MB, which browsers still open."""
 CURVE_POINTS = 6000
 """Of the memory of one device in the page."""
 
@@ -181,9 +184,14 @@ def report_data(
         measured: From `rlplace.reporting.tables.measured_rows`.
 
     Raises:
-        InputError: The plan is for another problem, or cannot be lowered.
+        InputError: The plan is for another problem, cannot be lowered, or has more than `MAX_TASKS` tasks.
     """
     drawn, plain = expand(problem, plan)
+    if drawn.num_ops * plain.microbatches > MAX_TASKS:
+        raise InputError(
+            f"report: the step has up to {drawn.num_ops * plain.microbatches} tasks, a page holds {MAX_TASKS}; "
+            "rlplace simulate --trace writes them all, or report the plan with fewer micro-batches"
+        )
     timeline = simulate(drawn, plain)
     first = np.asarray(plan.replicas[0] if plan.replicas else range(problem.num_devices), dtype=np.int32)
     return ReportData(

@@ -86,6 +86,20 @@ def test_maximum_is_the_simulators_peak(seed):
             assert curve.in_use_bytes[-1] == curve.in_use_bytes[0], "everything but resident bytes is free at the end"
 
 
+def test_plans_with_an_order_or_a_schedule_of_actions():
+    problem = random_problem(4, num_groups=16, num_devices=4, shape="chain")
+    plan = np.arange(16, dtype=np.int32) // 4
+    line = simulate(problem, np.arange(16) // 2 % 4, microbatches=4, schedule="interleaved", stage_of_group=np.arange(16) // 2)
+    assert line.step_time_s is not None
+    curves = memory_curves(problem, np.arange(16) // 2 % 4, line)
+    assert [curve.peak_bytes for curve in curves] == line.peak_memory_bytes.tolist()
+    free = simulate(problem, plan)
+    order = [sorted(np.flatnonzero(free.device_of_op == d).tolist(), key=lambda op: free.start_s[op]) for d in range(4)]
+    line = simulate(problem, plan, order=order)
+    assert line.step_time_s is not None
+    assert [c.peak_bytes for c in memory_curves(problem, plan, line)] == line.peak_memory_bytes.tolist()
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_replicas_with_collectives(sharded):
     problem = random_problem(5, num_groups=24, num_devices=4)

@@ -260,6 +260,14 @@ def test_predicted_against_measured():
     assert '<svg class="chart"' in render(report_data(problem, plan, measured=both))
 
 
+def test_steps_of_too_many_tasks_are_refused(monkeypatch):
+    monkeypatch.setattr("rlplace.reporting.data.MAX_TASKS", 35)
+    problem = random_problem(0, num_groups=6, num_devices=2)
+    report_data(problem, make_plan(problem, [0] * 6, planner="hand"))
+    with pytest.raises(InputError, match="up to 36 tasks, a page holds 35"):
+        report_data(problem, make_plan(problem, [0] * 6, planner="hand", microbatches=2))
+
+
 def test_report_writes_all_or_nothing(tmp_path):
     problem = random_problem(0, num_groups=6, num_devices=2)
     plan = make_plan(problem, [0, 1] * 3, planner="hand")

@@ -59,6 +59,7 @@ def _plan(options: argparse.Namespace) -> Explanation:
     from rlplace.explaining.explain import explain
 
     plan, problem = plan_and_problem(options.what, options.problem, options.cluster)
+    say("simulating the plan and what is near it")
     source = (plan.source or {}).get("graph") or {}
     known = options.problem is None and isinstance(source.get("model"), str)
     return explain(

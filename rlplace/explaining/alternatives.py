@@ -23,6 +23,9 @@ from rlplace.problem import Problem
 SAME = 1e-9
 """Step times nearer than this, relative, are equal."""
 
+MOST_TARGETS = 32
+"""Devices on which a group is tried."""
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -89,6 +92,8 @@ class GroupChoice:
                 return f"on {best.device} the plan would be feasible"
             return f"{best.device} would be better: {_ms(here - best.step_time_s)} ms less"
         fitting = [a for a in self.alternatives if a.feasible and a.step_time_s is not None]
+        if not fitting and not self.feasible:
+            return f"no other device alone makes the plan fit: {self.alternatives[0].reason}"
         if not fitting:
             return f"no other device is possible: {self.alternatives[0].reason}"
         if here is None or fitting[0].step_time_s is None:
@@ -135,7 +140,7 @@ def _choice(
 ) -> GroupChoice:
     problem = base.given
     own = set(groups.tolist())
-    found = [_alternative(base, groups, target, here) for target in _targets(base) if target != device]
+    found = [_alternative(base, groups, target, here) for target in targets(base) if target != device]
     found.sort(key=lambda a: (not a.feasible, a.step_time_s is None, a.step_time_s or 0.0))
     return GroupChoice(
         name=name,
@@ -149,9 +154,13 @@ def _choice(
     )
 
 
-def _targets(run: Run) -> range:
-    """The plan's devices; those of one replica when there are several."""
-    return range(len(run.plan.replicas[0])) if run.plan.replicas else range(run.given.num_devices)
+def targets(run: Run) -> list[int]:
+    """The plan's devices, of one replica when there are several; of more than `MOST_TARGETS` those that hold groups first."""
+    count = len(run.plan.replicas[0]) if run.plan.replicas else run.given.num_devices
+    if count <= MOST_TARGETS:
+        return list(range(count))
+    used = np.unique(run.plan.device_of_group).tolist()
+    return list(dict.fromkeys([*used, *range(count)]))[:MOST_TARGETS]
 
 
 def _device_name(run: Run, device: int) -> str:

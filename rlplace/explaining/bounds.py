@@ -118,8 +118,9 @@ class StepBounds:
         story: The same path in order of time.
         devices: All devices, in their order.
         channels: Channels that are used, busiest first.
-        lower_bound_s: No plan of the problem with as many micro-batches and replicas is quicker; 0 where nothing is known.
+        lower_bound_s: No plan of the problem that shares `bound_holds_for` is quicker; 0 where nothing is known.
         lower_bound: What that bound is: ``"critical path"``, ``"work"``, ``"largest group"`` or ``"memory"``.
+        bound_holds_for: ``"as many micro-batches and replicas"``, or of plans with shards ``"the same cuts"``.
     """
 
     step_time_s: float
@@ -130,6 +131,7 @@ class StepBounds:
     channels: tuple[ChannelLoad, ...]
     lower_bound_s: float
     lower_bound: str
+    bound_holds_for: str = "as many micro-batches and replicas"
 
     @property
     def busiest(self) -> DeviceLoad:
@@ -165,6 +167,7 @@ def step_bounds(run: Run) -> StepBounds:
         channels=channel_loads(run),
         lower_bound_s=lower_s,
         lower_bound=name,
+        bound_holds_for="the same cuts" if run.plan.shards else StepBounds.bound_holds_for,
     )
 
 
@@ -270,8 +273,10 @@ def headline(bounds: StepBounds) -> str:
     work, move = bounds.seconds(COMPUTE), bounds.seconds(TRANSFER, COLLECTIVE)
     queue, links = bounds.seconds(DEVICE), bounds.seconds(CHANNEL)
     busiest = bounds.busiest
-    if busiest.busy_s >= 0.9 * step:
+    if busiest.busy_s >= 0.9 * step and queue >= 0.1 * step:
         return f"{busiest.name} computes {_percent(busiest.busy_s / step)} of the step: its work bounds it"
+    if busiest.busy_s >= 0.9 * step:
+        return f"{_percent(work / step)} of the step goes by with ops that depend on one another, most on {busiest.name}"
     named = (
         (work, "ops that depend on one another"),
         (move, "data on its way between devices"),

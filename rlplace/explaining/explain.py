@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlplace.explaining.alternatives import GroupChoice, alternatives, named_groups, weighty_groups
+from rlplace.explaining.alternatives import MOST_TARGETS, GroupChoice, alternatives, named_groups, weighty_groups
 from rlplace.explaining.bounds import StepBounds, headline, step_bounds
 from rlplace.explaining.relax import Relaxations, relax
 from rlplace.explaining.runs import run_plan
@@ -118,6 +118,8 @@ def explain(
     if plan.order is not None and found:
         notes.append("the plan fixes the order of ops; groups are compared with the same plan run by priority")
     asked = what_if(run, calls=calls, time_limit_s=time_limit_s, seed=seed) if hardware and run.line.feasible else ()
+    if found and problem.num_devices > MOST_TARGETS and not plan.replicas:
+        notes.append(f"groups were tried on {MOST_TARGETS} of {problem.num_devices} devices, those that hold groups first")
     base = next((entry for entry in asked if entry.change == AS_IS), None)
     if base is not None and base.replanned_s is not None and base.replanned_s < (1 - WORTHWHILE) * run.step_s:
         notes.append(f"a small search finds a plan that takes {ms(base.replanned_s)} ms as things are; plan again")
@@ -170,7 +172,7 @@ def _bounds_lines(bounds: StepBounds) -> list[str]:
     if bounds.lower_bound_s > 0:
         lines.append(
             f"no plan takes less than {ms(bounds.lower_bound_s)} ms ({bounds.lower_bound}): at most "
-            f"{percent(max(bounds.most_gain, 0.0))} can be gained with as many micro-batches and replicas"
+            f"{percent(max(bounds.most_gain, 0.0))} can be gained with {bounds.bound_holds_for}"
         )
     return lines
 

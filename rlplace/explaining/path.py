@@ -18,9 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.explaining.runs import Run
-from rlplace.simulator.stages import gates
+from rlplace.simulator.stages import Gates, gates
 
 COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER = "compute", "transfer", "collective", "device busy", "link busy", "order"
+HOLDING = ("gpipe", "1f1b")
+"""Schedules that hold tasks back by gates."""
+
 CAUSES = (COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER)
 """What a moment of the chain goes by with: an op runs; a tensor moves; a collective runs; a ready op waits for its device; a
 transfer or collective waits for its channels; a ready op waits for its turn in the order while its device is idle."""
@@ -92,8 +95,11 @@ class _Walk:
             self.collective[self.members(index)] = index
         self.on_device = [self.by_start(self.device == d) for d in range(self.problem.num_devices)]
         self.channels = self.channel_uses()
-        self.gates = gates(self.problem, self.tasks, run.schedule, run.devices, run.stage_of_group)
-        self.closers = self.gate_closers()
+        self.gates: Gates | None = None
+        self.closers: dict[int, list[int]] = {}
+        if run.schedule in HOLDING:
+            self.gates = gates(self.problem, self.tasks, run.schedule, run.devices, run.stage_of_group)
+            self.closers = self.gate_closers(self.gates)
 
     def batches(self) -> list[int]:
         return self.tasks.value_microbatch.tolist()
@@ -101,10 +107,11 @@ class _Walk:
     def members(self, index: int) -> NDArray[np.int32]:
         return self.tasks.collective_tasks[self.tasks.collective_ptr[index] : self.tasks.collective_ptr[index + 1]]
 
-    def by_start(self, here: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Tasks that took a device's time, in order."""
+    def by_start(self, here: NDArray[np.bool_]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
+        """Start, end and op of the tasks that took a device's time, in order."""
         found = np.flatnonzero(here & (self.collective < 0) & (self.line.end_s > self.line.start_s))
-        return found[np.argsort(self.line.start_s[found], kind="stable")]
+        found = found[np.argsort(self.line.start_s[found], kind="stable")]
+        return self.line.start_s[found], self.line.end_s[found], self.tasks.op[found]
 
     def channel_uses(self) -> dict[int, list[tuple[float, float, int]]]:
         """By channel who held it: (start, end, op that made what moves), in order of start."""
@@ -124,10 +131,10 @@ class _Walk:
             rows.sort()
         return uses
 
-    def gate_closers(self) -> dict[int, list[int]]:
+    def gate_closers(self, found: Gates) -> dict[int, list[int]]:
         """By stage the tasks whose end opened a gate, in order of time."""
         last: dict[tuple[int, int], int] = {}
-        for task, batches in enumerate(self.gates.counts_for):
+        for task, batches in enumerate(found.counts_for):
             for batch in batches:
                 before = last.get(batch)
                 if before is None or self.line.end_s[task] > self.line.end_s[before]:
@@ -157,13 +164,9 @@ class _Walk:
         group, microbatch = int(self.problem.op_group[op]), int(self.tasks.microbatch[task])
         yield Link(COMPUTE, start, end, device, -1, group, op, microbatch)
         ready, before = self.ready(task)
-        others = self.on_device[device]
-        first = int(np.searchsorted(self.line.end_s[others], ready, side="right"))
-        spans = []
-        for other in others[first:].tolist():
-            if self.line.start_s[other] >= start:
-                break
-            spans.append((float(self.line.start_s[other]), float(self.line.end_s[other]), int(self.tasks.op[other])))
+        begins, ends, ops = self.on_device[device]
+        among = slice(int(np.searchsorted(ends, ready, side="right")), int(np.searchsorted(begins, start)))
+        spans = list(zip(begins[among].tolist(), ends[among].tolist(), ops[among].tolist(), strict=True))
         for begin, stop, blocker in reversed(_cover(spans, ready, start)):
             cause = DEVICE if blocker >= 0 else ORDER
             yield Link(cause, begin, stop, device, -1, group, op, microbatch, blocker)
@@ -220,8 +223,8 @@ class _Walk:
             found = self.made(value) if x is None else (float(self.line.transfer_end_s[x]), (True, x))
             if found[0] > best[0] or best[1] is None:
                 best = found
-        gate = int(self.gates.gate[task])
-        if gate >= 0:
+        gate = -1 if self.gates is None else int(self.gates.gate[task])
+        if self.gates is not None and gate >= 0:
             stage, position = divmod(gate, self.gates.width)
             later = position - self.gates.open_first[stage]
             if later >= 0:

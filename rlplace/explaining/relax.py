@@ -159,11 +159,10 @@ class _Relaxing:
             if not segments and self.run is not None and self.run.plan.recompute:
                 alike = problem.group_names == self.problem.group_names
                 segments = [list(s) for s in self.run.plan.recompute] if alike else segments_of(problem, EACH)
-            changed = recompute(problem, segments) if segments else problem
-        except InputError as error:
+            return self.tester.plan(name, recompute(problem, segments) if segments else problem, microbatches=microbatches)
+        except InputError as error:  # too many tasks, or nothing to recompute
             self.not_tried.append(f"{name}: {error}")
             return None
-        return self.tester.plan(name, changed, microbatches=microbatches)
 
     def test_plan(self, plan: PlacementPlan, name: str, problem: Problem, microbatches: int | None, again: str) -> Trial:
         if problem.group_names != self.problem.group_names:
@@ -258,6 +257,8 @@ class _Relaxing:
         room = float(limits[like])
         least = math.ceil(shortage.proven_bytes / room) if math.isfinite(room) and room > 0 else 1
         problem, count, wanted = self.problem, 0, 1
+        if problem.num_devices >= MOST_DEVICES:
+            self.not_tried.append(f"one more device: only up to {MOST_DEVICES} are tried")
         while problem.num_devices + (wanted - count) <= MOST_DEVICES:
             while count < wanted:
                 larger = changes.with_device(problem, like)

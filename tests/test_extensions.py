@@ -213,7 +213,7 @@ def test_two_packages_with_one_name(site):
 
 def test_info_lists_plug_ins_with_their_errors(example, wrong, capsys):
     assert main(["info", "--json"]) == 0
-    found = {(item["what"], item["name"]): item for item in json.loads(capsys.readouterr().out)["plug-ins"]}
+    found = {(item["what"], item["name"]): item for item in json.loads(capsys.readouterr().out)["plugins"]}
     good = found["planner", "even_cut"]
     assert (good["package"], good["error"]) == ("rlplace-example-plugin 1.0", None)
     assert found["device kind", "toy40"]["error"] is None and found["cost model", "roofline"]["error"] is None

@@ -61,7 +61,7 @@ def _facts() -> dict[str, Any]:
         "presets": sorted(KINDS),
         "checkpoints": shipped_checkpoints(),
         "environments": sorted(name for name in gymnasium.registry if name.startswith("rlplace/")),
-        "plug-ins": _plug_ins({PLANNER_GROUP: PLANNERS, DEVICES: {*KINDS, *RESERVED}, COSTS: ()}),
+        "plugins": _plug_ins({PLANNER_GROUP: PLANNERS, DEVICES: {*KINDS, *RESERVED}, COSTS: ()}),
     }
 
 

@@ -127,7 +127,7 @@ def trace(graph: fx.GraphModule, args: Sequence[Any]) -> Traced:
 
 def _written(module: fx.GraphModule) -> frozenset[str]:
     memory = aliases.UnionFind()
-    writes = []
+    writes: list[fx.Node] = []
     for node in module.graph.nodes:
         for other in aliases.shared_with(node):
             memory.union(other, node)

@@ -238,7 +238,7 @@ def _find_cuts(
     for stage in range(1, stages):
         low = max(number for number in anchors if ops[number].stage < stage)
         high = min(number for number in anchors if ops[number].stage >= stage)
-        candidates = []
+        candidates: list[tuple[int, bool, int, str, str, int]] = []
         for path, (begin, end) in spans.items():
             for where, at in (("BEGINNING", begin), ("END", end + 1)):
                 if low < at <= high and path not in used:

@@ -156,7 +156,7 @@ def test_info(capsys):
     code, out, _ = run(capsys, "info", "--json")
     data = json.loads(out)
     assert code == 0
-    assert set(data) == {"versions", "devices", "planners", "presets", "checkpoints", "environments"}
+    assert set(data) == {"versions", "devices", "planners", "presets", "checkpoints", "environments", "plugins"}
     assert "agent" in data["planners"] and "mi300x" in data["presets"] and "rlplace/Placement-v0" in data["environments"]
 
 

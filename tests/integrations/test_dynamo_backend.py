@@ -67,7 +67,8 @@ def backends(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "rlplace"]
 
 
-@pytest.mark.parametrize("name", ["awkward", pytest.param("inception", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awkward", "inception"])
 def test_a_plan_of_the_whole_model_trains_like_eager(sim, caplog, name):
     caplog.set_level(logging.INFO, "rlplace")
     torch.manual_seed(0)

@@ -111,6 +111,7 @@ def test_a_stage_may_begin_inside_a_layer_and_after_a_module():
     assert split_points(plan, model, (TOKENS,)).moved_ops == 1
 
 
+@pytest.mark.slow
 def test_a_pipeline_planned_for_four_devices():
     model, _ = net(layers=6)
     graph = rlplace.capture(model, {"tokens": TOKENS}, loss=lambda y: y.square().mean())

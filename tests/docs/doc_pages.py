@@ -1,23 +1,30 @@
 """Runs what a page of the documentation says: its fenced blocks, in order, in one empty folder.
 
-* ``python``: in one interpreter a page, so that later blocks see earlier names.
-* ``bash``: by bash, with errors ending it.
-  Setting up an environment (`python3 -m venv`) is what CI itself does, so such blocks are left out.
+* ``python``: in one process a page, so that later blocks see earlier names. ``python root``: only where root runs the tests.
+* ``bash``: by bash, with errors ending it. Setting up an environment (`python3 -m venv`) is what CI itself does, so such blocks
+  are left out.
 * ``console``: commands that need what a test does not have (a GPU, root, several hosts, hours); not run, but every line
   that starts `rlplace` is parsed by the real parser.
 * What all pages take for granted (`model`, `example_inputs`, `loader`, `graph`, `problem`) is made by `GIVEN`; an HTML comment
-  that starts with ``setup`` holds Python for more. Readers do not see either.
+  that starts with ``setup`` holds Python for more, one that starts with ``in tests`` replaces words (``A -> B``, a line each)
+  by others that take less time. Readers do not see either.
 
 Anything else (``text``, ``toml``, ``json``) is shown only.
+
+As a program, `python doc_pages.py PAGE FOLDER ...` imports and makes what is given once and forks a process for each page; it
+prints a line of JSON a page.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +32,7 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ("python", "bash")
-SHOWN = ("", "text", "toml", "json", "ini", "{toctree}", "{eval-rst}")
+SHOWN = ("", "text", "toml", "json", "sql", "diff", "{toctree}", "{eval-rst}", "{include}")
 GIVEN = """
 import os
 import gymnasium
@@ -42,12 +49,12 @@ problems, inputs = [problem], example_inputs
 """
 """A small model, its batches, and its problem on two devices."""
 
-_SETUP = re.compile(r"<!--\s*setup\n(.*?)-->", re.DOTALL)
+_HIDDEN = re.compile(r"<!--\s*(setup|in tests)\n(.*?)-->", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language (``setup`` for hidden Python), text, and line in the page."""
+    """A fenced block or a hidden comment: its language (``setup``, ``in tests`` for comments), text, and line in the page."""
 
     language: str
     text: str
@@ -55,8 +62,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """All pages, the README first."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """All pages, the README first; those that are generated from the code have their own tests."""
+    found = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parts[-2] not in ("generated", "_build"))
+    return [ROOT / "README.md", *found]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -65,39 +73,12 @@ def blocks(page: Path) -> list[Block]:
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
         line = (token.map or [0])[0] + 1
         if token.type == "fence":
-            found.append(Block(token.info.strip().partition(" ")[0], token.content, line))
-        elif token.type == "html_block" and (match := _SETUP.match(token.content)):
-            found.append(Block("setup", match[1], line))
+            language, _, needs = token.info.strip().partition(" ")
+            if needs != "root" or os.geteuid() == 0:
+                found.append(Block(language, token.content, line))
+        elif token.type == "html_block" and (match := _HIDDEN.match(token.content)):
+            found.append(Block(match[1], match[2], line))
     return found
-
-
-def program(page: Path) -> str:
-    """One Python program that runs all blocks of a page; errors name the page's own lines."""
-    found = blocks(page)
-    lines = ["import subprocess as _subprocess"]
-    if any(block.language == "python" for block in found):
-        lines.append(GIVEN)
-    for block in found:
-        name = f"{page.relative_to(ROOT)}:{block.line}"
-        if block.language in ("python", "setup"):
-            padded = "\n" * block.line + block.text  # so that tracebacks have the line of the page
-            lines.append(f"exec(compile({padded!r}, {str(page)!r}, 'exec'), globals())")
-        elif block.language == "bash" and not block.text.startswith("python3 -m venv"):
-            lines.append(f"print('+ {name}', flush=True)")
-            lines.append(f"_subprocess.run(['bash', '-euo', 'pipefail', '-c', {block.text!r}], check=True)")
-    return "\n".join(lines)
-
-
-def run_page(page: Path, folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs a page in a folder that shows the repository's examples and benchmarks beside what the page makes."""
-    for name in ("examples", "benchmarks"):
-        (folder / name).symlink_to(ROOT / name)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.run(
-        [sys.executable, "-c", program(page)], cwd=folder, env=environment, timeout=timeout_s, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
 
 
 def commands(block: Block) -> list[list[str]]:
@@ -110,3 +91,56 @@ def commands(block: Block) -> list[list[str]]:
                 rest = words[start + 1 :]
                 found.append(rest[: rest.index("&&")] if "&&" in rest else rest)
     return found
+
+
+def run(page: Path, names: dict[str, object]) -> None:
+    """Runs the blocks of a page in this process and folder.
+
+    Raises:
+        Exception: Whatever a Python block raises, or `CalledProcessError` of a bash block.
+    """
+    found = blocks(page)
+    shorter = [line.split(" -> ") for block in found if block.language == "in tests" for line in block.text.splitlines() if line]
+    for block in found:
+        text = block.text
+        for old, new in shorter:
+            text = text.replace(old, new)
+        if block.language in ("python", "setup"):
+            padding = "\n" * block.line  # so that tracebacks have the line of the page
+            exec(compile(padding + text, str(page), "exec"), names)
+        elif block.language == "bash" and not text.startswith("python3 -m venv"):
+            print(f"+ {page.relative_to(ROOT)}:{block.line}", flush=True)
+            subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Forks a process for every PAGE FOLDER pair and says how it ended."""
+    names: dict[str, object] = {"__name__": "__page__"}
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    exec(compile(GIVEN, "given", "exec"), names)
+    for page, folder in zip(map(Path, arguments[::2]), map(Path, arguments[1::2]), strict=True):
+        for name in ("examples", "benchmarks"):
+            (folder / name).symlink_to(ROOT / name)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                os.chdir(folder)
+                sys.path.insert(0, str(folder))
+                output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                try:
+                    run(page, names)
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps({"page": str(page), "code": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

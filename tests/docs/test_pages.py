@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 
 import doc_pages as pages
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from rlplace.cli.main import build_parser
 
 PAGES = {str(page.relative_to(pages.ROOT)): page for page in pages.pages()}
+PARTS = 4
 RUNNABLE = [name for name, page in PAGES.items() if any(block.language in pages.RUN for block in pages.blocks(page))]
 
 
@@ -17,7 +22,7 @@ RUNNABLE = [name for name, page in PAGES.items() if any(block.language in pages.
 def test_blocks_have_a_known_language_and_commands_parse(name):
     for block in pages.blocks(PAGES[name]):
         where = f"{name}:{block.line}"
-        assert block.language in (*pages.RUN, *pages.SHOWN, "console", "setup"), f"{where}: {block.language}"
+        assert block.language in (*pages.RUN, *pages.SHOWN, "console", "setup", "in tests"), f"{where}: {block.language}"
         for words in pages.commands(block) if block.language in ("bash", "console") else ():
             try:
                 build_parser().parse_args([word for word in words if word != "..."])
@@ -34,7 +39,22 @@ def test_links_lead_to_files(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_a_page_runs(name, tmp_path):
-    done = pages.run_page(PAGES[name], tmp_path, timeout_s=300)
-    assert done.returncode == 0, done.stdout[-3000:]
+@pytest.mark.parametrize("part", range(PARTS))
+def test_pages_run(part, tmp_path):
+    """A process for several pages, as importing torch takes longer than most of them."""
+    names, words = RUNNABLE[part::PARTS], []
+    for number, name in enumerate(names):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        words += [str(PAGES[name]), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, pages.__file__, *words]
+    done = subprocess.run(command, env=environment, timeout=600, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    codes = [json.loads(line)["code"] for line in done.stdout.splitlines() if line.startswith('{"page"')]
+    failed = [
+        f"{name} ({code}):\n{(tmp_path / str(number) / 'output.txt').read_text()[-1500:]}"
+        for number, (name, code) in enumerate(zip(names, codes, strict=True))
+        if code
+    ]
+    assert not failed, "\n".join(failed)

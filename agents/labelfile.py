@@ -30,7 +30,8 @@ _MAX_HEADER = 1000
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Writes arrays by name as one compressed file, atomically."""
     stream = io.BytesIO()
-    np.savez_compressed(stream, **dict(arrays))
+    named: dict[str, Any] = dict(arrays)
+    np.savez_compressed(stream, **named)
     write_bytes(path, stream.getvalue())
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.graph.export import TrainingGraph, export_training_graph
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.graph.functions import refuse_functions
 from rlplace.runtime import aliases
 from rlplace.runtime.place_graph import PlacedGraph, place_graph
 
@@ -117,7 +118,7 @@ class OpLevelForward:
     def _export(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         mode = new_fake_mode()
         try:
-            with without_placed_forward(self._model), torch.enable_grad(), warnings.catch_warnings():
+            with without_placed_forward(self._model), torch.enable_grad(), refuse_functions(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model = fake_copy(self._model, mode)
                 fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs)), mode)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.graph.export import export_training_graph
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.graph.functions import refuse_functions
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime import aliases
 from rlplace.runtime.distributed.functional import replace_in_place_ops
@@ -97,7 +98,7 @@ def forward_graph(
     mode = new_fake_mode()
     first_name = first_names(model)
     try:
-        with torch.enable_grad(), warnings.catch_warnings(), torch.autocast("cpu", enabled=False):
+        with torch.enable_grad(), refuse_functions(), warnings.catch_warnings(), torch.autocast("cpu", enabled=False):
             warnings.simplefilter("ignore")
             fake = fake_copy(model, mode)
             fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs)), mode)

@@ -130,7 +130,7 @@ def test_distribute_takes_the_engine_for_such_a_plan(results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_seven_models_train_on_random_places(world):
     cases = []
     for number, name in enumerate([*SEVEN, "awkward", "dlrm", "swin"]):

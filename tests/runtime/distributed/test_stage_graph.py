@@ -40,21 +40,22 @@ def test_micro_batches_of_a_pipeline():
     check(("gpt2", "lstm"), 2, deal="chain", microbatches=2, schedule="1f1b")
 
 
+WAYS = {
+    "groups": {"seed": 3},
+    "ops": {"groups": None, "seed": 4},
+    "micro-batches": {"seed": 5, "microbatches": 2},
+    "gpipe": {"deal": "chain", "microbatches": 4, "schedule": "gpipe"},
+    "1f1b": {"deal": "chain", "microbatches": 4, "schedule": "1f1b"},
+}
+LONG = {("groups", 4), ("micro-batches", 2), ("gpipe", 4), ("1f1b", 2)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"seed": 3},
-        {"groups": None, "seed": 4},
-        {"seed": 5, "microbatches": 2},
-        {"deal": "chain", "microbatches": 4, "schedule": "gpipe"},
-        {"deal": "chain", "microbatches": 4, "schedule": "1f1b"},
-    ],
-    ids=["groups", "ops", "micro-batches", "gpipe", "1f1b"],
+    ("way", "world"), [pytest.param(way, n, marks=[pytest.mark.long] * ((way, n) in LONG)) for way in WAYS for n in (2, 4)]
 )
-def test_all_models(world, options):
-    check(MODELS, world, **options)
+def test_all_models(way, world):
+    check(MODELS, world, **WAYS[way])
 
 
 @pytest.mark.slow

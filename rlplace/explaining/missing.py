@@ -50,22 +50,14 @@ def find_shortage(problem: Problem, run: Run | None, tester: Tester) -> tuple[Sh
         run: A plan of it that does not fit; None: it is not known that one exists.
         tester: Looks for a plan where no bound proves that there is none.
     """
-    constraint, error, proven = _proof(problem)
     if run is not None:
-        device, short = overflow(run)
-        if len(run.plan.replicas or [()]) > 1 or run.plan.shards:
-            proven = 0  # of a plan of another kind
-        message = f"the plan does not fit: {'; '.join(run.line.violations)}"
-        kind = DEVICE if short else OTHER
-        name = problem.devices[device].name if short else None
-        return Shortage(kind, message, name, short, proven, error is not None), None
+        return _of_plan(run), None
+    constraint, error, proven = _proof(problem)
     only = only_plan_short(problem, tester.execution)
     if error is None and only is not None and tester.microbatches == 1:
-        device = problem.devices[0]
-        message = (
-            f"{device.name} needs {gigabytes((device.memory_bytes or 0) + only)}, has {gigabytes(device.memory_bytes or 0)}"
-        )
-        return Shortage(DEVICE, f"{message}: {only} bytes short", device.name, only, only, True), None
+        single, limit = problem.devices[0].name, problem.devices[0].memory_bytes or 0
+        message = f"{single} needs {gigabytes(limit + only)}, has {gigabytes(limit)}: {only} bytes short"
+        return Shortage(DEVICE, message, single, only, only, True), None
     if error is None:
         trial = tester.plan("another plan", problem)
         message = f"a plan that fits was found by {trial.how}" if trial.fits else trial.how
@@ -74,6 +66,21 @@ def find_shortage(problem: Problem, run: Run | None, tester: Tester) -> tuple[Sh
     if only is not None:  # there is one plan, so its shortage is exact
         name, proven = problem.devices[0].name, only
     return Shortage(constraint, without_advice(error), name, proven, proven, True), None
+
+
+def _of_plan(run: Run) -> Shortage:
+    """What a plan lacks, and whether any plan like it lacks something.
+
+    Bounds know nothing of cut ops, and of replicas only that they need no less than one.
+    """
+    plan, replicated = run.plan, len(run.plan.replicas or [()]) > 1
+    error, proven = None, 0
+    if not plan.shards and not (replicated and plan.recompute):
+        _, error, proven = _proof(run.given if replicated else run.problem)
+    device, short = overflow(run)
+    message = f"the plan does not fit: {'; '.join(run.line.violations)}"
+    name = run.problem.devices[device].name if short else None
+    return Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None)
 
 
 def _proof(problem: Problem) -> tuple[str, InfeasibleError | None, int]:

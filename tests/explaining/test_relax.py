@@ -1,6 +1,7 @@
 """What makes an infeasible problem fit: exact shortages, and nothing is suggested that was not simulated to fit."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -11,7 +12,7 @@ from rlplace.explaining.missing import FIXED, GROUP, NOWHERE, OTHER, TOTAL
 from rlplace.explaining.relax import relax
 from rlplace.explaining.runs import run_plan
 from rlplace.plan import make_plan
-from rlplace.problem.toys import TensorSpec, build_problem, memory_tight_pair
+from rlplace.problem.toys import TensorSpec, build_problem, memory_tight_pair, random_problem
 from rlplace.simulator import simulate
 
 
@@ -159,10 +160,32 @@ def test_nothing_helps():
     assert all(trial.short_bytes > 0 for trial in found.trials)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_proven_holds_for_every_plan(seed):
+    """Of all 32 plans none lacks less than what is said of every plan."""
+    problem = random_problem(seed, 5, 2, memory_factor=0.55 + 0.08 * seed)
+    found = relax(problem, calls=0)
+    limits = np.array([device.memory_bytes for device in problem.devices])
+    least = min(
+        int(np.maximum(simulate(problem, devices).peak_memory_bytes - limits, 0).sum())
+        for devices in itertools.product(range(2), repeat=5)
+    )
+    assert found.shortage.proven_bytes <= least and (least > 0 or not found.shortage.proven)
+
+
+def test_bounds_of_plans_that_recompute(layers):
+    """Without recomputation the activations alone are too large, which says nothing of a plan that recomputes."""
+    problem = layers(4, memory=4 * 16 + 12)
+    plan = make_plan(problem, [0] * 4, planner="test", recompute=[[0], [1], [2], [3]])
+    assert relax(problem, calls=0).shortage.proven
+    found = relax(problem, plan=plan, calls=0)
+    line = run_plan(problem, plan).line
+    assert not line.feasible and found.shortage.short_bytes == int(line.peak_memory_bytes[0]) - (4 * 16 + 12)
+    assert not found.shortage.proven
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_said_to_fit_was_simulated_to_fit(seed):
-    from rlplace.problem.toys import random_problem
-
     problem = random_problem(seed, 10, 2, memory_factor=0.7)
     found = relax(problem, calls=16)
     for trial in found.trials:

@@ -1,0 +1,134 @@
+"""Mutation testing of the simulator and of everything that counts memory.
+
+    python -m benchmarks.mutation --out mutants.jsonl                 goes on where it stopped
+    python -m benchmarks.mutation --out mutants.jsonl --report        only the table and the survivors
+
+A mutant is a file with one operator, number or statement changed. The quick tests of its room run against it; a mutant that
+they do not notice has survived, and is a hole in the tests unless it means the same as the original. Some mutants a file are
+drawn by seed, since a mutant takes from seconds (noticed at once) to a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.mutation.mutants import mutants
+
+ROOT = Path(__file__).resolve().parents[2]
+_SIMULATOR = [
+    f"tests/simulator/test_{name}.py"
+    for name in (
+        "timelines_by_hand",
+        "simulator_identities",
+        "simulator_golden",
+        "reference_properties",
+        "simulator_api",
+        "collectives",
+        "pipelines",
+        "pipeline_actions",
+        "expand",
+        "twin_schedules",
+        "twin",
+        "incremental",
+    )
+]
+_MEMORY = [
+    f"tests/cost/test_{name}.py"
+    for name in ("memory_closed_forms", "memory_allocator", "memory_footprint", "inner_peak", "update_memory")
+]
+TARGETS = {
+    **{
+        f"rlplace/simulator/{name}.py": _SIMULATOR
+        for name in (
+            "reference",
+            "timeline",
+            "api",
+            "expand",
+            "tasks",
+            "priority",
+            "stages",
+            "schedules",
+            "actions",
+            "inputs",
+            "lowering",
+            "replicas",
+            "theory",
+        )
+    },
+    **{f"rlplace/cost/{name}.py": _MEMORY for name in ("lifetimes", "holdings", "footprint", "allocator", "memory")},
+    "envs/memory.py": [
+        "tests/envs/test_construction.py",
+        "tests/envs/test_environments.py",
+        "tests/envs/test_awkward_problems.py",
+        "tests/envs/test_refinement_moves.py",
+    ],
+    "rlplace/planners/common/repair.py": ["tests/planners/test_repair.py", "tests/planners/test_memory_bound.py"],
+    "rlplace/planners/common/shortage.py": ["tests/planners/test_shortage.py", "tests/planners/test_memory_bound.py"],
+}
+"""Files and the tests that should notice."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a line of JSON a mutant")
+    parser.add_argument("--each", type=int, default=12, help="mutants of a file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--files", nargs="+", default=list(TARGETS), choices=list(TARGETS), metavar="FILE")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a mutant counts as noticed by hanging")
+    parser.add_argument("--report", action="store_true")
+    args = parser.parse_args()
+    done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if not args.report:
+        known = {(row["file"], row["number"]) for row in done}
+        for file in args.files:
+            found = mutants((ROOT / file).read_text())
+            for mutant in random.Random(f"{args.seed} {file}").sample(found, min(args.each, len(found))):
+                if (file, mutant.number) in known:
+                    continue
+                row = {"file": file, "number": mutant.number, "line": mutant.line, "what": mutant.what, "of": len(found)}
+                row |= _run(file, mutant.number, args.timeout)
+                done.append(row)
+                with args.out.open("a") as out:
+                    out.write(json.dumps(row) + "\n")
+                print(f"{row['result']:9s} {row['seconds']:6.1f} s  {file}:{mutant.line}  {mutant.what}", flush=True)
+    _report(done)
+
+
+def _run(file: str, number: int, timeout_s: float) -> dict[str, object]:
+    tests = [path for path in TARGETS[file] if (ROOT / path).exists()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "benchmarks.mutation.plugin", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "MUTANT": f"{file}:{number}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    start_s = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, timeout=timeout_s, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return {"result": "hangs", "seconds": timeout_s, "by": ""}
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    result = "survived" if done.returncode == 0 else "killed"
+    return {"result": result, "seconds": round(time.monotonic() - start_s, 1), "by": failed[0][:160] if failed else ""}
+
+
+def _report(rows: list[dict[str, object]]) -> None:
+    print("\n| file | places | tried | noticed | survived |\n|---|---|---|---|---|")
+    files = collections.defaultdict(list)
+    for row in rows:
+        files[row["file"]].append(row)
+    for file, mine in files.items():
+        lost = sum(row["result"] == "survived" for row in mine)
+        print(f"| `{file}` | {mine[0]['of']} | {len(mine)} | {len(mine) - lost} | {lost} |")
+    lost = [row for row in rows if row["result"] == "survived"]
+    print(f"| all | | {len(rows)} | {len(rows) - len(lost)} | {len(lost)} |\n\nsurvivors:")
+    for row in lost:
+        print(f"- {row['file']}:{row['line']} {row['what']}")
+
+
+if __name__ == "__main__":
+    main()

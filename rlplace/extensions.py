@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from types import MappingProxyType
 from typing import Any
 
@@ -102,7 +102,7 @@ def wrong(extension: Extension, what: str) -> InputError:
 def _scan() -> Mapping[str, Mapping[str, Extension]]:
     found: dict[str, dict[str, list[EntryPoint]]] = {group: {} for group in GROUPS}
     for group, entries in found.items():
-        for entry in entry_points(group=group):
+        for entry in _entries(group):
             same = entries.setdefault(entry.name, [])
             if all((other.value, _distribution(other)) != (entry.value, _distribution(entry)) for other in same):
                 same.append(entry)
@@ -110,6 +110,22 @@ def _scan() -> Mapping[str, Mapping[str, Extension]]:
         group: {name: Extension(group, name, tuple(entries[name])) for name in sorted(entries)}
         for group, entries in found.items()
     }
+
+
+def _entries(group: str) -> Iterable[EntryPoint]:
+    try:
+        return entry_points(group=group)
+    except Exception:  # one package with broken metadata is no reason to lose all others
+        return [entry for package in distributions() for entry in _entries_of(package) if entry.group == group]
+
+
+def _entries_of(package: Distribution) -> Iterable[EntryPoint]:
+    try:
+        return package.entry_points
+    except Exception as error:
+        name = package.metadata["Name"]
+        logging.getLogger("rlplace").warning("entry points of package %s cannot be read (%s); they are left out", name, error)
+        return ()
 
 
 @functools.cache

@@ -211,6 +211,13 @@ def test_two_packages_with_one_name(site):
         get_planner("boasts")
 
 
+def test_broken_metadata_of_one_package_is_left_out(example, site, caplog):
+    plugin_site.install(site, "broken-plugin", "other_plugin", "", {"rlplace.planners": {"x": "other_plugin:x"}})
+    (site / "broken_plugin-1.0.dist-info" / "entry_points.txt").write_text("[rlplace.planners]\nno equals sign\n")
+    assert "even_cut" in planner_names()
+    assert "entry points of package broken-plugin cannot be read" in caplog.text
+
+
 def test_info_lists_plug_ins_with_their_errors(example, wrong, capsys):
     assert main(["info", "--json"]) == 0
     found = {(item["what"], item["name"]): item for item in json.loads(capsys.readouterr().out)["plugins"]}

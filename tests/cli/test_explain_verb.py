@@ -76,6 +76,15 @@ def test_a_problem_file_that_fits_is_planned_and_explained(capsys, files):
     assert code == 0 and "planner best" in out and "planning with best" in err
 
 
+def test_place_names_the_command(capsys, tmp_path):
+    path = str(tmp_path / "tight.problem.json")
+    random_problem(0, 8, 2, memory_factor=0.5).save(path)
+    code, _, err = run(capsys, "place", path, "--planner", "best")
+    assert code == 3 and f"'rlplace explain {path}' says what would make it fit" in err
+    code, out, _ = run(capsys, "explain", path, "--calls", "8")
+    assert code == 0 and "makes it fit" in out and "fewer samples a micro-batch, which needs the model" in out
+
+
 @pytest.mark.slow
 def test_from_place_to_what_makes_it_fit(capsys, tmp_path):
     """An infeasible place names the command, which tests relaxations on the model itself."""

@@ -89,5 +89,6 @@ def unknown_name(what: str, name: Any, known: Iterable[str]) -> InputError:
     choices = sorted(known)
     near = difflib.get_close_matches(name[:80], choices, n=1, cutoff=0.5) if isinstance(name, str) else []
     some = [*choices[:40], "..."] if len(choices) > 40 else choices
-    hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(some)
+    listed = ", ".join(some)
+    hint = f"did you mean {show(near[0])}?" if near else "known: " + (listed if len(listed) <= 400 else f"{listed[:397]}...")
     return InputError(f"unknown {what} {show(name)}; {hint}")

@@ -118,9 +118,8 @@ def atoms(
 
 
 def _colocated_pairs(graph: OpGraph, anchor: NDArray[np.int32]) -> Pairs:
-    first = np.full(int(graph.op_colocate.max()) + 1, -1, dtype=np.int32)
-    first[graph.op_colocate[::-1]] = anchor[::-1]
-    return first[graph.op_colocate], anchor
+    _, first, inverse = np.unique(graph.op_colocate, return_index=True, return_inverse=True)
+    return anchor[first][inverse], anchor
 
 
 def _same_value_pairs(value: NDArray[np.int32]) -> Pairs:

@@ -94,7 +94,10 @@ def _build(item: Any) -> Any:
         match dict(item):
             case {"tensor": list(shape), "dtype": str(dtype), **rest} if not rest:
                 if all(type(size) is int and size >= 0 for size in shape):
-                    return torch.empty(shape, dtype=_dtype(dtype), device="meta")
+                    try:
+                        return torch.empty(shape, dtype=_dtype(dtype), device="meta")
+                    except (RuntimeError, OverflowError, TypeError):
+                        raise InputError(f"inputs: a tensor of shape {show(shape)} is larger than torch can name") from None
             case {"value": value, **rest} if not rest and type(value) in _PLAIN:
                 return value
             case {"tuple": list(values), **rest} if not rest:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
     kind, colon, rest = spec.partition(":")
     if not colon or not rest or not kind:
         raise InputError(
-            f"model {spec[:120]!r}: expected hf:TYPE, zoo:NAME, package.module:function or file.py:function, as in hf:gpt2"
+            f"model {show(spec, 120)}: expected hf:TYPE, zoo:NAME, package.module:function or file.py:function, as in hf:gpt2"
         )
     if kind == "hf":
         from rlplace.zoo.transformers import load_transformers
@@ -159,15 +160,15 @@ def _load_function(place: str, rest: str, batch: int, seq: int) -> tuple[nn.Modu
     except RlplaceError:
         raise
     except (Exception, SystemExit) as error:
-        raise InputError(f"model {where!r}: the function raised {type(error).__name__}: {_first_line(error)}") from error
+        raise InputError(f"model {show(where)}: the function raised {type(error).__name__}: {_first_line(error)}") from error
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
         raise InputError(
-            f"model {where!r}: the function must return (module, example_inputs) or (module, example_inputs, loss)"
+            f"model {show(where)}: the function must return (module, example_inputs) or (module, example_inputs, loss)"
         )
     inputs = result[1]
     loss = result[2] if len(result) == 3 else None
     if loss is not None and not callable(loss):
-        raise InputError(f"model {where!r}: the loss must be a function of the module's output")
+        raise InputError(f"model {show(where)}: the loss must be a function of the module's output")
     if not isinstance(inputs, Mapping):
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     return result[0], dict(inputs) if isinstance(inputs, Mapping) else inputs, loss
@@ -177,7 +178,7 @@ def _import(place: str) -> Any:
     """Imports a dotted module, also from the current folder, or a Python file."""
     if place.endswith(".py"):
         path = Path(place)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise InputError(f"model {show(place)}: file not found")
         found = importlib.util.spec_from_file_location(f"rlplace_model_{path.stem}", path)
         assert found is not None and found.loader is not None
@@ -195,9 +196,9 @@ def _import(place: str) -> Any:
             raise InputError(
                 f"model {show(place)}: no module of this name; hf:, zoo:, package.module: or file.py: come first"
             ) from None
-        raise InputError(f"model {place!r}: its import fails: {_first_line(error)}") from error
+        raise InputError(f"model {show(place)}: its import fails: {_first_line(error)}") from error
     except (Exception, SystemExit) as error:
-        raise InputError(f"model {place!r}: its import raised {type(error).__name__}: {_first_line(error)}") from error
+        raise InputError(f"model {show(place)}: its import raised {type(error).__name__}: {_first_line(error)}") from error
     finally:
         sys.path.remove(str(Path.cwd()))
     return imported if module is None else module

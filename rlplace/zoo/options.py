@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import InputError, show, unknown_name
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
@@ -22,9 +22,9 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise InputError(f"model {text[:120]!r}: expected key=value after the name, found {part[:40]!r}")
+            raise InputError(f"model {show(text, 120)}: expected key=value after the name, found {show(part, 40)}")
         if key in options:
-            raise InputError(f"model {text[:120]!r}: option {key!r} appears twice")
+            raise InputError(f"model {show(text, 120)}: option {show(key)} appears twice")
         options[key] = value.strip()
     return name.strip(), options
 
@@ -77,16 +77,16 @@ def _boolean(text: str, where: str) -> bool:
         return True
     if text.lower() in _FALSE:
         return False
-    raise InputError(f"{where}: {text[:40]!r} is not true or false")
+    raise InputError(f"{where}: {show(text, 40)} is not true or false")
 
 
 def _number(text: str, kind: type[Any], where: str, what: str) -> Any:
     try:
         value = kind(text)
     except ValueError:
-        raise InputError(f"{where}: {text[:40]!r} is not {what}") from None
+        raise InputError(f"{where}: {show(text, 40)} is not {what}") from None
     if value != value or value in (float("inf"), float("-inf")):
-        raise InputError(f"{where}: {text[:40]!r} is not finite")
+        raise InputError(f"{where}: {show(text, 40)} is not finite")
     return value
 
 

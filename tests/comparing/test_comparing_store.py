@@ -79,7 +79,7 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda lines: [lines[0], "{]", *lines[1:]], "line 2 is not valid JSON"),
+        (lambda lines: [lines[0], "{]", *lines[1:]], "line 2: not valid JSON"),
         (lambda lines: lines[1:], "expected format"),
         (lambda lines: [], "holds no comparison"),
         (lambda lines: [lines[0], *lines[2:]], "is not in the file"),

@@ -100,8 +100,8 @@ def test_random_cells_follow_the_seed():
         ("zoo:transformer,width=10,heads=3", "cannot be built"),
         ("no.such.module:build", "no module of this name"),
         ("missing_file.py:build", "file not found"),
-        ("json:nothing", "unknown function of json 'nothing'"),
-        ("json:dumps", "dumps"),
+        ("rlplace.errors:nothing", "unknown function of rlplace.errors 'nothing'"),
+        ("json:dumps", "holds no function that returns a model"),
     ],
 )
 def test_refused(spec, words):

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import Loaded, add_model_options, load, natural, positive, print_json, say, seconds
+from rlplace.cli.common import Loaded, add_model_options, load, model_options, natural, positive, print_json, say, seconds
 from rlplace.cli.plans import plan_and_problem, problem_at
 from rlplace.errors import InfeasibleError, InputError
 
@@ -41,6 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb; that a plan or model does not fit is a result, not a failure."""
     if options.what.endswith(_PLAN):
+        given = model_options(options)
+        given += [
+            f"--{name.replace('_', '-')}"
+            for name in ("microbatches", "global_batch")
+            if getattr(options, name) not in (None, 1)
+        ]
+        if given:
+            raise InputError(
+                f"{options.what} says itself what it was made from; leave {given[0]} out, or name the model instead"
+            )
         _show(_plan(options), options)
         return 0
     if options.problem or options.group:

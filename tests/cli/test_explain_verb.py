@@ -56,6 +56,8 @@ def test_what_does_not_go_together(capsys, files, tmp_path):
         ("explain", plan): "says nothing of where its problem came from",
         ("explain", plan, "--problem", problem, "--cluster", "cpu:2"): "has its own devices",
         ("explain", plan, "--problem", problem, "--group", "group33"): "did you mean 'group3'",
+        ("explain", plan, "--problem", problem, "--batch", "4"): "leave --batch=4 out",
+        ("explain", plan, "--problem", problem, "--microbatches", "4"): "leave --microbatches out",
         ("explain", problem, "--group", "group3"): "--group goes with a plan file",
         ("explain", problem, "--problem", problem): "--problem goes with a plan file",
         ("explain", problem, "--global-batch", "8"): "leave --global-batch out",

@@ -41,16 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb; that a plan or model does not fit is a result, not a failure."""
     if options.what.endswith(_PLAN):
-        given = model_options(options)
-        given += [
-            f"--{name.replace('_', '-')}"
-            for name in ("microbatches", "global_batch")
-            if getattr(options, name) not in (None, 1)
-        ]
-        if given:
-            raise InputError(
-                f"{options.what} says itself what it was made from; leave {given[0]} out, or name the model instead"
-            )
+        _refuse_model_options(options)
         _show(_plan(options), options)
         return 0
     if options.problem or options.group:
@@ -59,6 +50,14 @@ def run(options: argparse.Namespace) -> int:
     if options.global_batch is not None:
         raise InputError("explain looks at one way to run a step; give --microbatches, or leave --global-batch out")
     return _model(options)
+
+
+def _refuse_model_options(options: argparse.Namespace) -> None:
+    words = model_options(options)
+    words += ["--microbatches"] if options.microbatches > 1 else []
+    words += ["--global-batch"] if options.global_batch is not None else []
+    if words:
+        raise InputError(f"{options.what} says itself what it was made from; leave {words[0]} out, or name the model instead")
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import milliseconds, print_json, say, seconds
+from rlplace.cli.plans import plan_and_problem
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,19 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb; an infeasible plan has a report too."""
     from rlplace.files import check_output
-    from rlplace.plan import PlacementPlan
-    from rlplace.problem import Problem
     from rlplace.reporting.report import report
 
     check_output(options.out)
-    plan = PlacementPlan.load(options.plan)
-    if options.problem is not None:
-        if options.cluster is not None:
-            raise InputError("report: a problem file has its own devices; leave --cluster or --problem out")
-        problem = Problem.load(options.problem)
-        plan = PlacementPlan.load(options.plan, problem)
-    else:
-        problem = _rebuilt(plan, options)
+    plan, problem = plan_and_problem(options.plan, options.problem, options.cluster)
     names = [name.strip() for name in options.planners.split(",") if name.strip()]
     data = report(
         problem,
@@ -89,15 +81,6 @@ def run(options: argparse.Namespace) -> int:
     verdict = "feasible" if line.feasible else "infeasible: " + "; ".join(line.violations)
     print(f"step time {milliseconds(line.step_time_s)} ms, {line.samples} samples, {verdict}")
     return 0
-
-
-def _rebuilt(plan: PlacementPlan, options: argparse.Namespace) -> Problem:
-    from rlplace.runtime.distributed.recipe import problem_of_plan
-
-    if not plan.source:
-        raise InputError(f"{options.plan}: says nothing of where its problem came from; name the problem file with --problem")
-    say("building the plan's problem again; --problem X.problem.json would read it")
-    return problem_of_plan(plan, options.cluster)
 
 
 def _measured(paths: list[str] | tuple[()], problem: Problem, plan: PlacementPlan) -> list[MeasuredRow]:

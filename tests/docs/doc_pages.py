@@ -100,7 +100,8 @@ def run(page: Path, names: dict[str, object]) -> None:
         Exception: Whatever a Python block raises, or `CalledProcessError` of a bash block.
     """
     found = blocks(page)
-    shorter = [line.split(" -> ") for block in found if block.language == "in tests" for line in block.text.splitlines() if line]
+    hidden = "\n".join(block.text for block in found if block.language == "in tests")
+    shorter = [line.split(" -> ") for line in hidden.splitlines() if line]
     for block in found:
         text = block.text
         for old, new in shorter:

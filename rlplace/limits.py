@@ -44,5 +44,8 @@ OP_TIMES = 1 << 27
 """Ops times devices: every pair has a time."""
 
 MICROBATCHES = 1 << 16
+MODULES = 1 << 12
+"""Layers, blocks, experts or tables of a zoo model, each kind."""
+
 NAME_LENGTH = 4096
 """Characters of the name of a device, group, op or parameter."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, RlplaceError, show, unknown_name
+from rlplace.limits import MODULES
 from rlplace.zoo.options import parse_options, split_spec
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class LoadedModel:
     loss: Callable[[Any], torch.Tensor] | None
     name: str
 
+
+_COUNTS = ("blocks", "branches", "cells", "depth", "experts", "layers", "nodes", "tables")
+"""Options of zoo models that say how many modules are made, each of which takes memory even on the meta device."""
 
 _NO_MODELS = frozenset({*sys.stdlib_module_names, "numpy", "pip", "pkg_resources", "setuptools", "torch"})
 """Packages whose functions build no model with its inputs, but may do anything else with options out of somebody's plan."""
@@ -129,8 +133,9 @@ def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, 
     defaults = {key: p.default for key, p in inspect.signature(build).parameters.items() if key not in ("batch", "seq")}
     values = parse_options(options, defaults, f"zoo:{name}")
     for key, value in values.items():
-        if isinstance(value, int) and not isinstance(value, bool) and key != "seed" and not 1 <= value <= MAX_SIZE:
-            raise InputError(f"zoo:{name}: option {key} must be from 1 to {MAX_SIZE}, found {value}")
+        most = MODULES if key in _COUNTS else MAX_SIZE
+        if isinstance(value, int) and not isinstance(value, bool) and key != "seed" and not 1 <= value <= most:
+            raise InputError(f"zoo:{name}: option {key} must be from 1 to {most}, found {show(value)}")
     try:
         with build_on(device):
             module, inputs = build(batch=batch, seq=seq, **values)

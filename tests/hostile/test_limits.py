@@ -140,3 +140,10 @@ def test_micro_batches(seeds, tmp_path):
             assert PlacementPlan.load(path).microbatches == count
         else:
             refused(lambda path=path: PlacementPlan.load(path), r"must be in 1\.\.65536")
+
+
+def test_modules_of_a_zoo_model():
+    from rlplace.zoo import load_model
+
+    refused(lambda: load_model("zoo:mlp,layers=4097", batch=1, seq=1), "option layers must be from 1 to 4096")
+    refused(lambda: load_model("zoo:mlp,layers=" + "9" * 4000, batch=1, seq=1), "option layers must be from 1 to 4096")

@@ -27,7 +27,8 @@ CPU_S = 20.0
 MEMORY_BYTES = 1 << 30
 """Address space that one process may take beyond what it has when all modules are loaded."""
 
-MAX_MESSAGE = 600
+MAX_MESSAGE = 1000
+"""What `rlplace.errors.plain` cuts messages to."""
 
 
 @dataclass

@@ -155,9 +155,14 @@ class Store:
         for key, value in as_dict(self.settings).items():
             if known[key] != value:
                 raise InputError(
-                    f"{self.path}: made with {key} {known[key]}, now {value}; rows under other settings do not compare: "
+                    f"{self.path}: made with {key} {_told(known[key])}, now {_told(value)}; rows under other settings do not compare: "
                     "use the same, or another --out"
                 )
+
+
+def _told(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else show(value)
 
 
 def _line(data: dict[str, Any]) -> str:

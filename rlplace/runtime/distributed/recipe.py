@@ -118,10 +118,10 @@ def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
     try:
         found = parse(name)
     except InputError as error:
-        raise InputError(f"the plan's cluster {name!r} cannot be read ({error}); name it with --cluster") from None
+        raise InputError(f"the plan's cluster {show(name)} cannot be read ({error}); name it with --cluster") from None
     if wanted is not None and found.fingerprint != wanted:
         raise InputError(
-            f"the plan is for cluster {str(wanted)[:12]} ({text or 'no name'}), {name!r} is {found.fingerprint[:12]}; plan "
+            f"the plan is for cluster {str(wanted)[:12]} ({show(text) if text else 'no name'}), {show(name)} is {found.fingerprint[:12]}; plan "
             "again for this cluster, or name the one that it was made for with --cluster"
         )
     return found

@@ -155,8 +155,8 @@ class Store:
         for key, value in as_dict(self.settings).items():
             if known[key] != value:
                 raise InputError(
-                    f"{self.path}: made with {key} {_told(known[key])}, now {_told(value)}; rows under other settings do not compare: "
-                    "use the same, or another --out"
+                    f"{self.path}: made with {key} {_told(known[key])}, now {_told(value)}; rows under other settings do not "
+                    "compare: use the same, or another --out"
                 )
 
 

@@ -229,7 +229,8 @@ def _check(measurements: Sequence[Measurement], kind: DeviceKind, holdout: float
     for m in measurements:
         if m.environment.device_kind != kind.name:
             raise InputError(
-                f"calibrate: {m.name[:80]} was measured on {m.environment.device_kind[:80]}, expected {kind.name}; one table a kind"
+                f"calibrate: {m.name[:80]} was measured on {m.environment.device_kind[:80]}, expected {kind.name}; "
+                "one table a kind"
             )
     first = measurements[0]
     for m in measurements[1:]:

@@ -51,6 +51,19 @@ def _member(owner: Any, name: str) -> Any:
     return owner[name]
 
 
+def _touch(index: Metadata) -> None:
+    """Reads every field that loading relies on: unpickling makes objects without them, or with others in their place."""
+    dict(index.storage_data)
+    for name, item in dict(index.state_dict_metadata).items():
+        if not isinstance(name, str):
+            raise TypeError("a name that is no text")
+        if isinstance(item, TensorStorageMetadata):
+            [int(size) for size in item.size]
+            [(list(chunk.offsets), list(chunk.sizes)) for chunk in item.chunks]
+            if not isinstance(item.properties.dtype, torch.dtype):
+                raise TypeError("a dtype that is none")
+
+
 class IndexReader(FileSystemReader):
     """Reads a folder whose tensors may come from anywhere."""
 
@@ -67,6 +80,8 @@ class IndexReader(FileSystemReader):
         path = self._folder / ".metadata"
         try:
             found = _Unpickler(io.BytesIO(read_bytes(path))).load()
+            if isinstance(found, Metadata):
+                _touch(found)
         except InputError as error:
             raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
         except Exception as error:  # a damaged pickle raises anything

@@ -14,8 +14,13 @@ import pytest
 from rlplace.cli.main import build_parser
 
 PAGES = {str(page.relative_to(pages.ROOT)): page for page in pages.pages()}
-PARTS = 4
 RUNNABLE = [name for name, page in PAGES.items() if any(block.language in pages.RUN for block in pages.blocks(page))]
+PARTS = 4
+
+
+def started(name):
+    """How many programs a page starts: what it costs."""
+    return sum(len(block.text.splitlines()) for block in pages.blocks(PAGES[name]) if block.language == "bash")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -42,7 +47,7 @@ def test_links_lead_to_files(name):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_pages_run(part, tmp_path):
     """A process for several pages, as importing torch takes longer than most of them."""
-    names, words = RUNNABLE[part::PARTS], []
+    names, words = sorted(RUNNABLE, key=started)[part::PARTS], []
     for number, name in enumerate(names):
         folder = tmp_path / str(number)
         folder.mkdir()

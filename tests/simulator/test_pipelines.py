@@ -234,6 +234,27 @@ def test_what_an_action_schedule_cannot_run_is_refused(placed, stages, schedule,
         simulate_reference(problem, placed, microbatches=4, schedule=schedule, stage_of_group=numbers)
 
 
+def test_a_gradient_that_flows_forward_is_refused_by_action_schedules():
+    problem = build_problem(
+        "ahead",
+        time_s=[[1.0] * 2] * 4,
+        tensors=[TensorSpec(0, 0, [1, 3]), TensorSpec(1, 0, [2]), TensorSpec(3, 0, [2])],
+        memory_bytes=[None] * 2,
+        group=[0, 1, 1, 0],  # op 3, a backward of the first stage, feeds op 2, one of the second
+        phase=[FORWARD, FORWARD, BACKWARD, BACKWARD],
+    )
+    with pytest.raises(InputError, match="'op3' sends a gradient to a later stage"):
+        simulate_reference(problem, [0, 1], microbatches=2, schedule="interleaved")
+
+
+def test_ops_of_one_action_go_by_priority():
+    problem = build_problem(
+        "pair", time_s=[[1.0]] * 3, tensors=[TensorSpec(0, 0, [2])], memory_bytes=[None], group=[0, 0, 0], phase=[FORWARD] * 3
+    )
+    for priority, expected in (([3.0, 2.0, 1.0], [0, 1, 2]), ([1.0, 2.0, 3.0], [1, 0, 2]), ([2.0, 1.0, 3.0], [0, 2, 1])):
+        assert schedule_order(problem, np.zeros(1, int), "interleaved", 1, None, np.array(priority)) == [expected]
+
+
 def test_a_forward_that_needs_its_own_backward_is_stuck_under_gpipe_and_says_so():
     problem = build_problem(
         "penalty",

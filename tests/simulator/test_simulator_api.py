@@ -118,6 +118,13 @@ def test_overflow_is_relative_to_each_limit() -> None:
     assert Simulator(problem).evaluate([0, 1]) == (5.0, 0.0)
 
 
+def test_every_row_of_a_batch_is_a_call() -> None:
+    simulator = Simulator(memory_tight_pair().problem)
+    simulator.evaluate_many(np.array([[0, 0], [0, 1], [1, 1]]))
+    simulator.evaluate([0, 1])
+    assert simulator.calls == 4
+
+
 def test_a_step_that_cannot_complete_is_inf_nan_and_none() -> None:
     problem = build_problem("null", time_s=[[1.0, np.nan]], tensors=[], memory_bytes=[None, None], resident_bytes=[5])
     assert Simulator(problem).evaluate([1]) == (np.inf, 0.0)
@@ -125,6 +132,9 @@ def test_a_step_that_cannot_complete_is_inf_nan_and_none() -> None:
     assert batch.feasible.tolist() == [True, False] and np.isnan(batch.step_time_s[1])
     assert batch[1].step_time_s is None and batch[1].peak_memory_bytes.tolist() == [0, 5]
     assert [item.step_time_s for item in batch] == [1.0, None]
+    line = simulate(problem, [1])
+    transfers = ("transfer_tensor", "transfer_source", "transfer_destination", "transfer_start_s", "transfer_end_s")
+    assert all(len(getattr(line, name)) == 0 for name in (*transfers, "transfer_microbatch"))
     assert len(batch) == 2 and len(simulate_many(problem, np.zeros((0, 1), dtype=int))) == 0
     with pytest.raises(IndexError):
         batch[2]

@@ -1,10 +1,10 @@
-"""Trains a placer on graphs of your own: here map-reduce jobs, made with networkx, that have nothing to do with neural networks.
+"""Trains a placer on graphs of your own: here map-reduce jobs, made with networkx, that are no neural networks at all.
 
     python examples/own_graphs.py [FOLDER]
 
-Nodes carry seconds and bytes, edges carry bytes; any directed acyclic graph will do. Every graph becomes a problem file, `train`
-learns from the files of the first part, and the agent is then compared on graphs that it has not seen. The same on the command
-line: `rlplace train --problems FOLDER/train --test FOLDER/test --out FOLDER/agent`. Takes about a minute; a placer worth
+Nodes carry seconds and bytes, edges carry bytes; any directed acyclic graph will do. Every graph becomes a problem file,
+`train` learns from the files of the first part, and the agent is then compared on graphs that it has not seen. On the command
+line: `rlplace train --problems FOLDER/train --test FOLDER/test --out FOLDER/agent`. Takes half a minute; a placer worth
 keeping wants hundreds of graphs and the default settings.
 """
 

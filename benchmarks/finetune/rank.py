@@ -41,7 +41,7 @@ FIRST = 8
 """Plans that every method begins with."""
 
 UNTUNED_CALLS = 4096
-JUDGED = 3  # rounds in which the answers of all methods are timed in turn
+JUDGED = 5  # rounds in which the answers of all methods are timed in turn
 JUDGED_STEPS = 4
 
 

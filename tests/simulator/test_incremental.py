@@ -15,7 +15,7 @@ from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator
 from rlplace.simulator.incremental import IncrementalSimulator
 
-SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def walk(problem: Problem, rng: np.random.Generator, steps: int, microbatches: int) -> int:

@@ -121,9 +121,8 @@ def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
         raise InputError(f"the plan's cluster {show(name)} cannot be read ({error}); name it with --cluster") from None
     if wanted is not None and found.fingerprint != wanted:
         raise InputError(
-            f"the plan is for cluster {str(wanted)[:12]} ({show(text) if text else 'no name'}), {show(name)} is "
-            f"{found.fingerprint[:12]}; plan "
-            "again for this cluster, or name the one that it was made for with --cluster"
+            f"the plan is for cluster {str(wanted)[:12]} ({text or 'no name'}), {show(name)} is "
+            f"{found.fingerprint[:12]}; plan again for this cluster, or name the one that it was made for with --cluster"
         )
     return found
 

@@ -10,7 +10,7 @@ from rlplace.runtime.distributed.replicas import GradientReducer
 from rlplace.runtime.distributed.shares import share_of
 
 MODELS = ("gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm")
-LONG = ("bert", "mixtral")  # the same roads as gpt2 and t5
+LONG = ("bert", "mixtral", "t5", "vit")  # the same roads as gpt2 and resnet
 DOUBLE = {"loss": 2e-6, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-9, "buffer": 1e-9}
 SINGLE = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-5, "parameter": 1e-4, "buffer": 1e-4}
 """transformers computes the loss in single precision, and mixtral runs in single precision only."""

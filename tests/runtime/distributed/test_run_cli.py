@@ -55,6 +55,7 @@ def test_trains_and_verifies_under_torchrun(plan):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_saves_and_resumes_under_torchrun(plan, tmp_path):
     folder = tmp_path / "checkpoints"
     code, _, err = torchrun(2, "--plan", plan, "--steps", 4, "--checkpoint", folder, "--checkpoint-every", 2)

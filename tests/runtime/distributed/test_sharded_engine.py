@@ -110,6 +110,7 @@ def test_layers_cut_by_columns_and_rows():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_batch_over_four_processes():
     cases = [(name, batch(name, 4)) for name in (*MODELS, "swin", "transformer", "awkward", "dlrm", "inception", "llama")]
     for result in launch.run(4, worker.models, cases, timeout_s=540)[0]:

@@ -47,7 +47,7 @@ WAYS = {
     "gpipe": {"deal": "chain", "microbatches": 4, "schedule": "gpipe"},
     "1f1b": {"deal": "chain", "microbatches": 4, "schedule": "1f1b"},
 }
-LONG = {("groups", 4), ("micro-batches", 2), ("gpipe", 4), ("1f1b", 2)}
+LONG = {("groups", 4), ("ops", 4), ("micro-batches", 2), ("gpipe", 4), ("1f1b", 2)}
 
 
 @pytest.mark.slow

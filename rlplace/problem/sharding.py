@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
-from rlplace.files import check_keys
+from rlplace.files import check_keys, finite_number
 
 if TYPE_CHECKING:
     from rlplace.problem.problem import Problem
@@ -228,9 +228,10 @@ def sharding_from_dict(data: Any, dims: Mapping[int, Mapping[str, int]], devices
 
 def _fixed(value: Any, devices: int) -> NDArray[np.float64]:
     rows = [row if isinstance(row, list) else [row] * devices for row in value] if isinstance(value, list) else [None]
-    if any(row is None or len(row) != devices or any(type(x) not in (int, float) for x in row) for row in rows):
+    if any(row is None or len(row) != devices for row in rows):
         raise InputError(f"sharding.fixed_s: expected a number, or {devices} numbers, for every op")
-    return np.array(rows, dtype=np.float64).reshape(len(rows), devices)
+    seconds = [[finite_number(x, "sharding.fixed_s") for x in row] for row in rows]
+    return np.array(seconds, dtype=np.float64).reshape(len(rows), devices)
 
 
 def _rows(value: Any, keys: set[str], where: str) -> list[dict[str, Any]]:

@@ -215,6 +215,8 @@ def test_problem_files_hold_the_sharding(block):
         (("held", 0, "access"), {"a": []}, "by op number"),
         (("statistics", 0, "sums"), [[["nothing"], 4]], "dimension that the op does not have"),
         (("fixed_s",), [1.0], "expected"),
+        (("fixed_s", 0), 10**400, "fixed_s: the number is too large"),
+        (("fixed_s", 0), "x", "fixed_s: expected a number"),
         (("nothing",), 1, "nothing"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.files import check_keys, finite_number, read_record, write_json
 
 FORMAT = "rlplace.replan"
@@ -178,6 +178,6 @@ def _hypothesis(item: Any, where: str) -> Hypothesis:
 
 
 def _count(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(f"{where} must be a whole number from 0 up")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise InputError(f"{where} must be a whole number from 0 up to 2^62, found {show(value)}")
     return value

@@ -67,10 +67,10 @@ def check_sizes(index: Mapping[str, Any], folder: Path) -> None:
 
 def check_setting(saved: Any, present: Any, where: str) -> None:
     """Refuses a saved setting of an optimizer that is of another kind than the one that it takes the place of."""
-    if present is None or saved is None:
+    if present is None:
         good = saved is None or isinstance(saved, (bool, int, float, str))
-    elif isinstance(present, bool):
-        good = isinstance(saved, bool)
+    elif isinstance(present, bool):  # None: torch decides, as with `foreach`
+        good = saved is None or isinstance(saved, bool)
     elif isinstance(present, (tuple, list)):
         good = isinstance(saved, list) and len(saved) == len(present) and all(_number(item) for item in saved)
     elif isinstance(present, str):

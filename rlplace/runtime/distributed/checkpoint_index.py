@@ -104,10 +104,13 @@ def check_places(places: Any, folder: Path) -> None:
     Raises:
         InputError: Naming the first such place.
     """
-    named = {getattr(place, "relative_path", None) for place in places.values()} if isinstance(places, Mapping) else {None}
-    for name in named:
+    named = set()
+    for place in places.values() if isinstance(places, Mapping) else [None]:
+        name = getattr(place, "relative_path", None)
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise InputError(f"{folder}: the index names a file outside of the checkpoint: {show(name)}")
+        named.add(name)
+    for name in named:
         if not (folder / name).is_file():
             raise InputError(f"{folder / name}: is missing, or no regular file; take an earlier checkpoint")
 

@@ -227,8 +227,8 @@ def sharding_from_dict(data: Any, dims: Mapping[int, Mapping[str, int]], devices
 
 
 def _fixed(value: Any, devices: int) -> NDArray[np.float64]:
-    rows = [row if isinstance(row, list) else [row] * devices for row in value] if isinstance(value, list) else [None]
-    if any(row is None or len(row) != devices for row in rows):
+    rows = [row if isinstance(row, list) else [row] * devices for row in value] if isinstance(value, list) else [[]]
+    if any(len(row) != devices for row in rows):
         raise InputError(f"sharding.fixed_s: expected a number, or {devices} numbers, for every op")
     seconds = [[finite_number(x, "sharding.fixed_s") for x in row] for row in rows]
     return np.array(seconds, dtype=np.float64).reshape(len(rows), devices)

@@ -98,16 +98,19 @@ def _measured(paths: list[str] | tuple[()], problem: Problem, plan: PlacementPla
 
 
 def _is_database(path: str) -> bool:
+    from rlplace.files import open_regular
+
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             return stream.read(16) == b"SQLite format 3\x00"
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _trials(path: str, problem: Problem, plan: PlacementPlan) -> list[MeasuredRow]:
+    from rlplace.cost.timings import spread_of
     from rlplace.measured.store import TrialStore
-    from rlplace.reporting.tables import MeasuredRow, spread_of
+    from rlplace.reporting.tables import MeasuredRow
 
     with TrialStore(path, create=False) as store:
         trials = store.trials(problem=problem.fingerprint)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from rlplace.comparing.records import ProblemInfo
 from rlplace.planners.common.bounds import device_time_s, lower_bounds
-from rlplace.planners.common.execution_bound import execution_bound, finite, largest
+from rlplace.planners.common.execution_bound import finite
 from rlplace.planners.common.memory_bound import least_devices, memory_forced
 from rlplace.problem import Problem
-
-__all__ = ["execution_bound", "largest", "problem_info"]
 
 
 def problem_info(problem: Problem, model: str, cluster: str, *, view: str) -> ProblemInfo:

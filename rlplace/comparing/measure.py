@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from rlplace.comparing.bounds import execution_bound
 from rlplace.comparing.records import FAILED, INFEASIBLE, MAKESPAN, MISSING, OK, RATE, VIEWS, Row, Settings
 from rlplace.errors import InfeasibleError, MissingError, RlplaceError
 from rlplace.placing import Priced, plan_priced
 from rlplace.plan import PlacementPlan
 from rlplace.planners import PLANNERS, get_planner, takes_microbatches
 from rlplace.planners.common.evaluate import count_calls
+from rlplace.planners.common.execution_bound import execution_bound
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -44,6 +44,14 @@ class PlaceTiming:
     predicted_peak_bytes: int | None = None
 
 
+def spread_of(step_s: Sequence[float]) -> float:
+    """Interquartile range over the median; 0 for fewer than four steps."""
+    if len(step_s) < 4:
+        return 0.0
+    low, _, high = statistics.quantiles(step_s, n=4)
+    return (high - low) / statistics.median(step_s)
+
+
 @dataclass(frozen=True)
 class PlanTiming:
     """The timed steps of one plan.
@@ -79,11 +87,8 @@ class PlanTiming:
 
     @property
     def spread(self) -> float:
-        """Interquartile range over the median; 0 for fewer than four steps."""
-        if len(self.step_s) < 4:
-            return 0.0
-        low, _, high = statistics.quantiles(self.step_s, n=4)
-        return (high - low) / self.median_s
+        """See `spread_of`."""
+        return spread_of(self.step_s)
 
     @property
     def error(self) -> float | None:

@@ -18,6 +18,7 @@ from rlplace.errors import InputError, unknown_name
 from rlplace.explaining.bounds import seconds_by_cause
 from rlplace.explaining.path import Link, realised_path
 from rlplace.explaining.runs import Run, moved, run_unchecked
+from rlplace.explaining.text import ms
 from rlplace.problem import Problem
 
 SAME = 1e-9
@@ -90,7 +91,7 @@ class GroupChoice:
         if best is not None and best.step_time_s is not None:
             if not self.feasible or here is None:
                 return f"on {best.device} the plan would be feasible"
-            return f"{best.device} would be better: {_ms(here - best.step_time_s)} ms less"
+            return f"{best.device} would be better: {ms(here - best.step_time_s)} ms less"
         fitting = [a for a in self.alternatives if a.feasible and a.step_time_s is not None]
         if not fitting and not self.feasible:
             return f"no other device alone makes the plan fit: {self.alternatives[0].reason}"
@@ -102,8 +103,8 @@ class GroupChoice:
         if slower <= here * SAME:
             return f"{fitting[0].device} would do as well"
         cause = max(fitting[0].changes.items(), key=lambda item: item[1], default=("", 0.0))
-        why = f", {cause[0]} {_ms(cause[1], sign=True)} ms" if cause[1] > 0 else ""
-        return f"best here: {fitting[0].device} takes {_ms(slower)} ms more{why}"
+        why = f", {cause[0]} {ms(cause[1], sign=True)} ms" if cause[1] > 0 else ""
+        return f"best here: {fitting[0].device} takes {ms(slower)} ms more{why}"
 
 
 def alternatives(run: Run, members: Mapping[str, Sequence[int]]) -> tuple[GroupChoice, ...]:
@@ -218,7 +219,3 @@ def named_groups(problem: Problem, name: str) -> dict[str, list[int]]:
     if not inside:
         raise unknown_name("group or module", name, problem.group_names)
     return {name: inside}
-
-
-def _ms(seconds: float, sign: bool = False) -> str:
-    return f"{seconds * 1e3:+.3f}" if sign else f"{seconds * 1e3:.3f}"

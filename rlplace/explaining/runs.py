@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline, simulate
-from rlplace.simulator.expand import lower_plan
+from rlplace.simulator.expand import group_origins, lower_plan
 from rlplace.simulator.schedules import ACTION_SCHEDULES
 from rlplace.simulator.tasks import TaskGraph, task_graph
 
@@ -56,13 +56,7 @@ class Run:
     @cached_property
     def given_group(self) -> NDArray[np.int64]:
         """int64 [H], the group of `given` that each simulated group is, a copy of or a part of."""
-        count = self.given.num_groups
-        if self.problem.num_groups == count:
-            return np.arange(count)
-        if self.plan.replicas:
-            return np.arange(self.problem.num_groups) % count
-        number = {name: group for group, name in enumerate(self.given.group_names)}
-        return np.array([number[name.rpartition("@")[0]] for name in self.problem.group_names], dtype=np.int64)
+        return group_origins(self.given, self.plan, self.problem)
 
     @property
     def step_s(self) -> float:

@@ -7,11 +7,11 @@ problem goes where most of its ops' modules are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.plan.device_map import round_to_modules, to_device_map
+from rlplace.plan.device_map import path_prefixes, round_to_modules, to_device_map
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
 
@@ -161,10 +161,10 @@ def _known_paths(problem: Problem) -> set[str]:
     found = {""}
     for modules in problem.group_modules or ():
         for path in modules:
-            found.update(_prefixes(path))
+            found.update(path_prefixes(path))
     for ops in problem.group_ops or ():
         for op in ops:
-            found.update(_prefixes(op.rpartition("/")[0]))
+            found.update(path_prefixes(op.rpartition("/")[0]))
     return found
 
 
@@ -185,18 +185,10 @@ def _check_path(path: Any, modules: set[str], model: nn.Module | None) -> None:
 
 
 def _lookup(entries: Mapping[str, int], path: str) -> int | None:
-    for prefix in reversed(list(_prefixes(path))):
+    for prefix in reversed(path_prefixes(path)):
         if prefix in entries:
             return entries[prefix]
     return None
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    """The path's ancestors, root first, and the path itself."""
-    yield ""
-    parts = path.split(".") if path else []
-    for count in range(len(parts)):
-        yield ".".join(parts[: count + 1])
 
 
 def _nearest(device_of_module: Mapping[str, int], path: str, default: int) -> int:

@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError
 from rlplace.files import check_keys, finite_number, read_record, write_json
+from rlplace.measured.checks import whole
 
 FORMAT = "rlplace.replan"
 VERSION = 1
 _LEAST, _MOST = 1e-15, 1e15  # of weights and times: their ratios are numbers
+_MOST_COUNT = (1 << 62) - 1
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,11 @@ def _parse(data: dict[str, Any]) -> ReplanReport:
         located=data["located"],
         hypotheses=tuple(_hypothesis(item, f"hypotheses[{n}]") for n, item in enumerate(data["hypotheses"])),
         proposal=proposal,
-        moved_groups=_count(data["moved_groups"], "moved_groups"),
-        migration_bytes=_count(data["migration_bytes"], "migration_bytes"),
+        moved_groups=whole(data["moved_groups"], 0, _MOST_COUNT, "moved_groups"),
+        migration_bytes=whole(data["migration_bytes"], 0, _MOST_COUNT, "migration_bytes"),
         transfer_s=None if transfer is None else finite_number(transfer, "transfer_s"),
         restart_s=finite_number(data["restart_s"], "restart_s"),
-        break_even_steps=None if even is None else _count(even, "break_even_steps"),
+        break_even_steps=None if even is None else whole(even, 0, _MOST_COUNT, "break_even_steps"),
         note=data["note"],
     )
 
@@ -175,9 +177,3 @@ def _hypothesis(item: Any, where: str) -> Hypothesis:
     if min(times.values()) < _LEAST or max(times.values()) > _MOST:
         raise InputError(f"{where}: numbers must be in {_LEAST:g}..{_MOST:g}")
     return Hypothesis(item["name"], **times)
-
-
-def _count(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
-        raise InputError(f"{where} must be a whole number from 0 up to 2^62, found {show(value)}")
-    return value

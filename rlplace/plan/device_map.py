@@ -113,17 +113,17 @@ def to_device_map(plan: PlacementPlan) -> dict[str, int]:
     rounded = round_to_modules(plan).device_of_module
     below: dict[str, set[int]] = {}
     for path, device in rounded.items():
-        for prefix in _prefixes(path):
+        for prefix in path_prefixes(path):
             below.setdefault(prefix, set()).add(device)
     entries: dict[str, int] = {}
     for path in sorted(below, key=lambda p: (p.count("."), p) if p else (-1, "")):
-        covered = any(prefix in entries for prefix in _prefixes(path)[:-1])
+        covered = any(prefix in entries for prefix in path_prefixes(path)[:-1])
         if not covered and len(below[path]) == 1:
             entries[path] = next(iter(below[path]))
     return entries
 
 
-def _prefixes(path: str) -> list[str]:
+def path_prefixes(path: str) -> list[str]:
     """The path's ancestors, root first, and the path itself."""
     if not path:
         return [""]

@@ -19,6 +19,7 @@ from rlplace.reporting.modules import GroupEdges, ModuleTree, group_edges, modul
 from rlplace.reporting.palette import COLLECTIVE_COLOR, COLORS, PHASE_COLORS, TRANSFER_COLOR
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
 from rlplace.simulator import Timeline, expand, simulate
+from rlplace.simulator.expand import group_origins
 from rlplace.simulator.timeline import resident_by_device
 
 FORMAT = "rlplace.report"
@@ -46,7 +47,7 @@ class ReportData:
         modules: The tree of the groups of `problem`.
         edges: Between groups of `problem`.
         device_of_group: int32 [G], of the first replica.
-        group_of_drawn: int32, the group of `problem` that each group of `drawn` comes from, -1 for what replicas add.
+        group_of_drawn: int64, the group of `problem` that each group of `drawn` comes from.
         planners: Rows of the table of planners, may be empty.
         measured: Rows of predicted against measured, may be empty.
     """
@@ -61,7 +62,7 @@ class ReportData:
     modules: ModuleTree
     edges: GroupEdges
     device_of_group: NDArray[np.int32]
-    group_of_drawn: NDArray[np.int32]
+    group_of_drawn: NDArray[np.int64]
     planners: tuple[PlannerRow, ...] = ()
     measured: tuple[MeasuredRow, ...] = ()
 
@@ -205,17 +206,10 @@ def report_data(
         modules=module_tree(problem, plan),
         edges=group_edges(problem),
         device_of_group=first[plan.device_of_group],
-        group_of_drawn=_origins(problem, drawn),
+        group_of_drawn=group_origins(problem, plan, drawn),
         planners=tuple(planners),
         measured=tuple(measured),
     )
-
-
-def _origins(problem: Problem, drawn: Problem) -> NDArray[np.int32]:
-    """The group that each group of a lowered problem is a copy (``NAME@r``) or a part of; -1 for others."""
-    number = {name: group for group, name in enumerate(problem.group_names)}
-    found = [number.get(name, number.get(name.rpartition("@")[0], -1)) for name in drawn.group_names]
-    return np.array(found, dtype=np.int32)
 
 
 __all__ = ["FORMAT", "VERSION", "ReportData", "report_data"]

@@ -179,7 +179,7 @@ def paint(lanes: Lanes, *, width: int = 640, row_height: int = 24, gap: int = 6)
         uint8 [devices * (row_height + gap) + gap, width, 3] on white.
     """
     devices = sum(row.kind == DEVICE for row in lanes.rows)
-    image = np.full((devices * (row_height + gap) + gap, width, 3), 255, dtype=np.uint8)
+    image = empty_image(devices, width=width, row_height=row_height, gap=gap)
     scale = (width - 1) / max(lanes.step_s, 1e-30)
     colors = rgb(COLORS)[lanes.group % len(COLORS)]
     low = np.floor(lanes.start_s * scale).astype(int)

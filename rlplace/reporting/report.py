@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rlplace.reporting.defaults import DEFAULT_PLANNERS
 from rlplace.reporting.pictures import check_pictures, write_pictures
 from rlplace.reporting.render import render
 from rlplace.reporting.tables import MeasuredRow, measured_rows, planner_rows
-from rlplace.simulator import simulate, write_trace
+from rlplace.simulator import write_trace
 
 
 def report(
@@ -60,9 +61,10 @@ def report(
         check_output(trace)
     if pictures is not None:
         check_pictures(pictures)
-    rows = planner_rows(problem, plan, simulate(problem, plan), planners, seed=seed, time_limit_s=time_limit_s, report=progress)
     measured = measured_rows(measurements, plan) if isinstance(measurements, PlanTimings) else tuple(measurements or ())
-    data = report_data(problem, plan, planners=rows, measured=measured)
+    data = report_data(problem, plan, measured=measured)
+    rows = planner_rows(problem, plan, data.timeline, planners, seed=seed, time_limit_s=time_limit_s, report=progress)
+    data = dataclasses.replace(data, planners=rows)
     write_text(path, render(data))
     if trace is not None:
         write_trace(data.drawn, data.timeline, trace)

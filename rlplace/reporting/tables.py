@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -173,11 +172,3 @@ def measured_rows(timings: PlanTimings, plan: PlacementPlan) -> tuple[MeasuredRo
         )
         for row in timings.plans
     )
-
-
-def spread_of(step_s: Sequence[float]) -> float:
-    """Interquartile range over the median; 0 for fewer than four steps."""
-    if len(step_s) < 4:
-        return 0.0
-    low, middle, high = statistics.quantiles(step_s, n=4)
-    return (high - low) / middle

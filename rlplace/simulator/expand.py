@@ -43,6 +43,26 @@ class Expanded:
     stage_of_group: NDArray[np.int32] | None
 
 
+def group_origins(problem: Problem, plan: PlacementPlan, lowered: Problem) -> NDArray[np.int64]:
+    """The group that each group of a lowered problem is, is a copy of, or is a part of.
+
+    Args:
+        problem: What the plan is for.
+        plan: The plan.
+        lowered: What `expand` or `lower_plan` made of both.
+
+    Returns:
+        int64, one number a group of `lowered`.
+    """
+    count = problem.num_groups
+    if lowered.num_groups == count:
+        return np.arange(count)
+    if plan.replicas:
+        return np.arange(lowered.num_groups) % count
+    number = {name: group for group, name in enumerate(problem.group_names)}
+    return np.array([number[name.rpartition("@")[0]] for name in lowered.group_names], dtype=np.int64)
+
+
 def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPlan]:
     """Lowers replicas, shards, recomputation and the sharded optimizer.
 

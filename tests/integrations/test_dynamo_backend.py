@@ -10,6 +10,7 @@ import pytest
 import sim_device
 import small_models
 import torch
+from own_backward import Triple
 from torch import nn
 
 from rlplace.errors import InputError, MissingError
@@ -166,18 +167,6 @@ def test_autocast_inside_of_the_compiled_code():
     ours = torch.compile(run, backend=dynamo_backend, options=options)(x)
     torch.testing.assert_close(ours, run(x), rtol=0, atol=0)
     assert not torch.equal(ours, model(x) + 1) and not torch.is_autocast_enabled("cpu")
-
-
-class Triple(torch.autograd.Function):
-    """Doubles, with another gradient than that."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 3 * gradient
 
 
 def test_what_cannot_be_placed_is_refused(sim):

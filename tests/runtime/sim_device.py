@@ -19,6 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
@@ -69,6 +70,15 @@ def setup() -> str | None:
     if "reason" not in _state:
         _state["reason"] = _setup()
     return _state["reason"]  # type: ignore[return-value]
+
+
+@pytest.fixture
+def sim():
+    """``sim(n)`` names n simulated devices; their copies are in ``copies``."""
+    if (reason := setup()) is not None:
+        pytest.skip(reason)
+    copies.clear()
+    return lambda count: [f"sim:{index}" for index in range(count)]
 
 
 def _setup() -> str | None:

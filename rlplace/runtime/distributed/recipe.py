@@ -13,6 +13,7 @@ import torch
 
 from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan
+from rlplace.problem.source import check_source
 
 if TYPE_CHECKING:
     from rlplace.cluster.spec import Cluster
@@ -83,15 +84,13 @@ def recipe_of(plan: PlacementPlan) -> Recipe:
         ) from None
 
 
-_KINDS: dict[str, type] = {
-    "graph": dict, "costs": dict, "capture": dict, "cluster": str, "cluster_fingerprint": str, "graph_fingerprint": str,
-    "groups": int, "level": str, "host": str, "weight_gradients": bool, "sharding": bool, "split_backward": bool,
-}  # fmt: skip
+_KINDS: dict[str, type] = {"groups": int, "weight_gradients": bool, "sharding": bool, "split_backward": bool}
 
 
 def _source(plan: PlacementPlan) -> Mapping[str, Any]:
-    """A plan's `source`, which comes from a file: what is read of it here is of the right type, or null."""
+    """A plan's `source`, which may come from a file: what is read of it here is of the right type, or null."""
     source: Mapping[str, Any] = plan.source or {}
+    check_source(source, "plan")
     for key, kind in _KINDS.items():
         value = source.get(key)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):

@@ -357,7 +357,7 @@ def test_the_files_that_are_mutated_are_good(loaders: dict[str, Callable[[Any], 
 
 @pytest.mark.parametrize("name", [*FORMATS, *NEWER])
 def test_mutated_files_are_read_or_refused_with_one_line(loaders: dict[str, Callable[[Any], None]], name: str) -> None:
-    @settings(max_examples=120, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=120, derandomize=True, database=None)
     @given(CHOICES)
     def check(choices: Any) -> None:
         try:

@@ -62,7 +62,7 @@ def topologies(draw):
     return Topology(count, (*shared, *ports), paths)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(topologies())
 def test_left_out_channels_change_no_conflict(topology):
     check_topology(topology)

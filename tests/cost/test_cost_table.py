@@ -147,7 +147,7 @@ def places(data):
         yield from places(value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 10**6), VALUES)
 def test_a_mutated_table_loads_or_is_refused_with_one_line(index, value):
     data = copy.deepcopy(table_to_dict(TABLE))

@@ -208,7 +208,7 @@ def sequences(draw):
     return ids, sizes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sequences(), st.sampled_from([1 << 40, 64 * MIB, 150 * MIB]))
 def test_agrees_with_the_slow_model(sequence, capacity):
     ids, sizes = sequence
@@ -237,7 +237,7 @@ OPTIONS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sequences(), OPTIONS, st.sampled_from([None, 80 * MIB, 200 * MIB]))
 def test_invariants(sequence, options, capacity):
     ids, sizes = sequence

@@ -45,7 +45,7 @@ def with_ties(problem, seed):
     return changed(problem, time_s=time, links=links)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.sampled_from(["list", "gpipe", "1f1b"]), st.booleans())
 def test_the_list_of_allocations_has_the_simulators_peak(seed, microbatches, schedule, synthetic):
     rng = np.random.default_rng(seed)
@@ -67,7 +67,7 @@ def test_the_list_of_allocations_has_the_simulators_peak(seed, microbatches, sch
     assert np.array_equal(np.sort(life.item), np.sort(np.tile(np.arange(len(life.device)), 2)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.sampled_from(["task", "op"]), st.booleans(), st.sampled_from(["foreach", "fused", "single"]))
 def test_parts_add_up_and_kernels_and_pages_stay_above_what_is_live(seed, level, expandable, kernel):
     graph = random_graph(seed, 30, tied=seed % 2 == 0)

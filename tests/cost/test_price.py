@@ -27,7 +27,7 @@ def model_bytes(graph):
     return held + int(graph.tensor_bytes[read].sum())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs, st.integers(1, 20))
 def test_levels_agree_on_one_device(graph, groups):
     task, op = both_levels(graph, ONE, groups)
@@ -55,7 +55,7 @@ def test_levels_agree_on_one_device(graph, groups):
     assert by_task.peak_memory_bytes[0] >= in_order.peak_memory_bytes[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(graphs, st.integers(1, 20), st.integers(0, 100))
 def test_any_assignment_completes_at_both_levels_and_when_split(graph, groups, seed):
     task, op = both_levels(graph, FOUR, groups)

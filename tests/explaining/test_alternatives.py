@@ -46,7 +46,7 @@ def test_a_better_place_is_named():
     assert choice.verdict == "gpu0 would be better: 3000.000 ms less"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), microbatches=st.integers(1, 2), schedule=st.sampled_from(["list", "1f1b"]))
 def test_figures_are_those_of_simulations_and_causes_add_up(seed, microbatches, schedule):
     problem = random_problem(seed, 10, 3, memory_factor=1.5)

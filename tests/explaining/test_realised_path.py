@@ -54,7 +54,7 @@ def check(run, path):
     assert bounds.lower_bound_s <= line.step_time_s * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), schedule=st.sampled_from(["list", "gpipe", "1f1b"]), microbatches=st.integers(1, 3))
 def test_links_cover_the_step_where_ties_are_the_rule(training_problem, seed, schedule, microbatches):
     rng = np.random.default_rng(seed)
@@ -67,7 +67,7 @@ def test_links_cover_the_step_where_ties_are_the_rule(training_problem, seed, sc
     check(run, path)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), shape=st.sampled_from(["layered", "branchy", "wavefront"]), microbatches=st.integers(1, 3))
 def test_links_cover_the_step_of_training_steps(seed, shape, microbatches):
     problem = random_problem(seed, 12, 3, shape=shape, hosts=2, shared_parameters=2)
@@ -180,7 +180,7 @@ def test_a_step_that_cannot_complete_has_no_path():
     assert path_of(problem, [1])[1] == ()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6))
 def test_orders_of_their_own(training_problem, seed):
     """An order that was right for other times makes devices wait while they are idle."""

@@ -61,7 +61,7 @@ def test_more_micro_batches():
     assert answer.sample_s < found[AS_IS].sample_s
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 10**6))
 def test_nothing_is_worse_than_what_is_known(seed):
     problem = random_problem(seed, 10, 3, hosts=3)

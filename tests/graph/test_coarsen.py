@@ -64,7 +64,7 @@ def check(graph, grouping, target):
     assert merge_cyclic_tasks(graph, grouping.op_cluster) is None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(graphs, st.integers(1, 60))
 def test_invariants_on_random_graphs(graph, target):
     grouping = coarsen(graph, target)
@@ -78,7 +78,7 @@ def test_invariants_on_random_graphs(graph, target):
     assert grouping.num_groups >= min(target, finest.num_groups) - 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(graphs)
 def test_without_ties_a_group_is_one_cluster(graph):
     grouping = coarsen(graph, 15)
@@ -222,7 +222,7 @@ def test_bad_cost():
             coarsen(graph, 2, cost=cost)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(0, 10_000))
 def test_strong_components_agree_with_networkx(count, seed):
     import networkx as nx
@@ -237,7 +237,7 @@ def test_strong_components_agree_with_networkx(count, seed):
     assert {frozenset(np.flatnonzero(found == c).tolist()) for c in set(found.tolist())} == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 40), st.integers(0, 10_000))
 def test_contraction_keeps_a_graph_acyclic_and_its_books_straight(count, seed):
     rng = np.random.default_rng(seed)

@@ -63,7 +63,7 @@ def check_split(graph):
     return split
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(graphs, st.integers(1, 20))
 def test_random_graphs_keep_their_work_and_run_everywhere(graph, groups):
     check_split(graph)

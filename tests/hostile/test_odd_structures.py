@@ -17,7 +17,7 @@ from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.toys import fork_join
 from rlplace.simulator import expand, simulate
 
-quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=60, derandomize=True, database=None)
 
 numbers = st.one_of(
     st.integers(-2, 5), st.sampled_from([0, 1, 1e-9, 0.5, 1e9, 1e18, -1.0, 1 << 60, 1 << 62, 1 << 63, 1e300, math.nan])
@@ -174,7 +174,7 @@ def test_the_strategies_give_good_ones_too():
     """A strategy of which everything is refused at the first check would look at nothing behind it."""
     counts = {"problem": 0, "plan": 0}
 
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=60, derandomize=True, database=None)
     @given(problems().map(renamed), plans)
     def count(problem, plan):
         for name, call, data in (("problem", problem_from_dict, problem), ("plan", run_plan, plan)):

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlplace.errors import InputError
@@ -290,7 +290,6 @@ def test_hostile_data_is_refused_or_works(changes, missing):
     assert (factor[~np.isnan(factor)] > 0).all()
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(_GOOD)), st.lists(st.lists(st.floats(0.5, 2.0), max_size=4), max_size=4))
 def test_wrong_shapes_are_refused(name, value):
     try:

@@ -20,7 +20,7 @@ FACTS = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TEXT, FACTS)
 def test_a_site_survives_json(name, facts):
     site = Site(name, facts)
@@ -30,7 +30,7 @@ def test_a_site_survives_json(name, facts):
     assert Site("other", dict(reversed(facts.items()))).fingerprint == site.fingerprint
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(FACTS, TEXT.filter(bool), TEXT)
 def test_every_fact_counts(facts, key, value):
     with_fact = Site("", facts | {key: value})

@@ -56,7 +56,7 @@ def trials(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(trials(), min_size=1, max_size=4))
 def test_what_goes_in_comes_out(given_trials):
     with new_store() as store:

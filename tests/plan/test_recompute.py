@@ -181,14 +181,14 @@ def check_exact(problem, seed):
     return again, before, after
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 24), st.sampled_from(["layered", "branchy", "chain"]))
 def test_random_problems_grow_by_exactly_what_runs_again(seed, groups, shape):
     problem = random_problem(seed, groups, 3, shape=shape, shared_parameters=seed % 3, null_fraction=0.1 * (seed % 2))
     check_exact(problem, seed)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 40), st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["task", "op"]))
 def test_random_graphs_grow_by_exactly_what_runs_again(seed, size, tied, in_place, weights, level):
     graph = random_graph(seed, size, tied=tied, in_place=in_place)

@@ -77,7 +77,7 @@ def brute_force(chain, workers, gap):
 numbers = st.integers(0, 9)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.data())
 def test_equals_brute_force_with_traffic_and_memory(data):
     layers, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
@@ -107,7 +107,7 @@ def test_equals_brute_force_with_traffic_and_memory(data):
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=8), st.integers(1, 4), st.integers(0, 8)
 )  # fmt: skip

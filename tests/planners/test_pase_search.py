@@ -49,7 +49,7 @@ def random_case(draw: st.DrawFn) -> tuple[LayerGraph, CostTables, tuple[int, ...
 
 
 @given(random_case())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_search_equals_brute_force_in_any_order(case: tuple[LayerGraph, CostTables, tuple[int, ...]]) -> None:
     graph, tables, order = case
     best = brute_force(graph, tables)
@@ -59,7 +59,7 @@ def test_search_equals_brute_force_in_any_order(case: tuple[LayerGraph, CostTabl
 
 
 @given(random_case())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_pieces_give_the_same_choice(case: tuple[LayerGraph, CostTables, tuple[int, ...]]) -> None:
     graph, tables, order = case
     with pytest.MonkeyPatch.context() as patch:

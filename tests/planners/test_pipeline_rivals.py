@@ -63,7 +63,7 @@ def plain_optimum(times, sizes, weights, levels, stages=None):
     return solve(len(levels) - 1, 0, len(times), levels[-1].machines)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0.5, 2.0, 50.0])), min_size=1, max_size=2),
@@ -122,7 +122,7 @@ def straight_brute_force(times, sizes, devices, bandwidth):
     return best
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6), st.integers(1, 3))
 def test_straight_pipelines_are_among_the_candidates(layers, devices):
     times, sizes = zip(*layers, strict=True)
@@ -180,7 +180,7 @@ def test_reports_do_not_need_a_feasible_replication():
     assert set(report) >= {"bottleneck_s", "stages", "levels"}
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=40), st.integers(1, 6))
 def test_block_partition_keeps_its_bound(costs, parts):
     cuts = block_partition(costs, parts)

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.cost.split import split_backward
@@ -42,7 +42,7 @@ def constrained(seed, groups, devices, factor):
     return problem_from_dict(data)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     seed=st.integers(0, 10_000), groups=st.integers(1, 24), devices=st.integers(1, 4),
     factor=st.sampled_from([None, 1.3, 2.0]), name=st.sampled_from(CLASSICAL),

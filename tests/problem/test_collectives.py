@@ -90,7 +90,7 @@ def test_long_rings_visit_everybody(count):
     assert slowest >= natural
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.sampled_from(COLLECTIVES), st.lists(st.floats(0, 1e11), min_size=2, max_size=6))
 def test_larger_messages_never_take_less(seed, kind, sizes):
     rng = np.random.default_rng(seed)

@@ -136,7 +136,7 @@ VALUES = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 10**6), VALUES), min_size=1, max_size=2))
 def test_mutated_fabrics_answer_or_are_refused(changes):
     data = [copy.deepcopy(FABRIC)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.errors import InputError
@@ -15,7 +15,7 @@ from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator
 from rlplace.simulator.incremental import IncrementalSimulator
 
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=60, derandomize=True)
 
 
 def walk(problem: Problem, rng: np.random.Generator, steps: int, microbatches: int) -> int:

@@ -96,7 +96,7 @@ def replay(lists, num_stages, forward_s, input_s, weight_s):
     return max(clock), peak
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     case=st.sampled_from(sorted(CASES)),
     devices=st.integers(1, 6),

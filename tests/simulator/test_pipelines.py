@@ -185,7 +185,7 @@ def test_stages_on_a_cycle_count_as_one():
     assert line.peak_memory_bytes.tolist() == [4, 2, 1]  # device 0 hosts two of the four groups
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(["list", "gpipe", "1f1b"]))
 def test_every_task_runs_once_and_after_what_it_reads(seed, microbatches, schedule):
     problem = random_problem(seed, 8, num_devices=3, shared_parameters=2, hosts=1 + seed % 2)

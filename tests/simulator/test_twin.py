@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.problem import Links, Problem
@@ -17,8 +17,8 @@ from rlplace.simulator import Simulator, Timeline, default_priority, simulate, s
 from rlplace.simulator import reference as plain
 from rlplace.simulator.priority import default_priority as plain_priority
 
-QUICK = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-THOUSANDS = settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=300, derandomize=True)
+THOUSANDS = settings(max_examples=1500, derandomize=True)
 
 small = st.integers(0, 3)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import Generator
 
@@ -20,7 +20,7 @@ from rlplace.simulator import Simulator, Timeline, simulate, simulate_many
 from rlplace.simulator.reference import STUCK_ORDER, simulate_reference
 
 Draw = Callable[[Generator], Problem]
-QUICK = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=300, derandomize=True)
 
 
 def run_options(rng: Generator, problem: Problem, plan: np.ndarray) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def shard_maps(draw):
     return {f"op{i}": {f"d{j}": draw(counts) for j in range(draw(st.integers(1, 3)))} for i in range(ops)}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(shards=shard_maps(), world=st.sampled_from([1, 2, 4, 6, 8, 12]))
 def test_mesh_has_axes_for_every_op_or_refuses(shards, world):
     fits = all(world % prod(dims.values()) == 0 for dims in shards.values())
@@ -101,7 +101,7 @@ def moved_piece(values, shape, dims, device):
     ]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_moves_lead_from_one_layout_to_the_other(data):
     source = data.draw(layouts())
@@ -124,7 +124,7 @@ def test_moves_lead_from_one_layout_to_the_other(data):
     assert not partial
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_joined_axes_move_the_same(data):
     source = data.draw(layouts())
@@ -187,7 +187,7 @@ CALLS = {
 }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("name", CALLS)
 def test_views_of_pieces_are_pieces_of_views(name, data):

@@ -68,7 +68,7 @@ def test_text_of_rates_and_cores():
             parse_cores(text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(alphabet="0123456789.,;gmkbit- ", max_size=30))
 def test_any_text_is_rates_or_one_error(text):
     try:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.hostile.seeds import COSTS, FABRIC, MEASUREMENT
 from rlplace.agents.checkpoint import load_checkpoint, save_checkpoint
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.cluster import Cluster
@@ -66,16 +67,6 @@ PROBLEM: dict[str, Any] = {
     "source": {"model": "hf:toy"},
 }
 
-FABRIC: dict[str, Any] = {
-    "devices": [0, 1],
-    "basis": "measured",
-    "source": "test",
-    "links": [[0, 1, 2e10]],
-    "curves": [
-        {"group_size": 2, "algorithm": "ring", "pieces": [[0, 2.4e-5, 2.28e10], [4194304, 2.3e-5, 2.26e10]]},
-        {"kind": "all_gather", "group_size": 2, "pieces": [[0, 1e-5, 2e10]]},
-    ],
-}
 JOINED: dict[str, Any] = PROBLEM | {
     "links": PROBLEM["links"] | {"fabrics": [FABRIC]},
     "groups": [{"name": name, "resident_bytes": 40} for name in "ab"],
@@ -105,52 +96,8 @@ TOPOLOGY: dict[str, Any] = {
     },
     "fabric": [FABRIC],
 }
-COSTS: dict[str, Any] = {
-    "format": "rlplace.cost",
-    "version": 1,
-    "name": "lab",
-    "source": "test",
-    "kinds": {
-        "l4": {
-            "eager_issue_s": 6e-6,
-            "step_factor": 1.02,
-            "curves": [
-                {"op": "gemm", "dtype": "float32", "direction": "forward", "compute_efficiency": 0.8, "saturation": 0.5,
-                 "compute_half_flops": 2e10, "bandwidth_efficiency": 0.85, "bandwidth_half_bytes": 5e7, "floor_s": 5e-6,
-                 "overhead_s": 1e-5, "basis": "calibrated", "source": "x",
-                 "residual": {"features": ["log_m", "waves_128"], "mean": [8, 0], "scale": [2, 1], "low": [0, -9],
-                              "high": [20, 9], "weights": [[[0.1, -0.2], [0.3, 0.4]], [[1, -1]]], "bias": [[0, 0.1], [0]],
-                              "bound": 2}},
-            ],
-            "measured": [{"op": "elementwise", "dtype": "float32", "direction": "forward",
-                          "shapes": [{"dims": {"bytes": 128}, "seconds": 0.00055}]}],
-            "targets": [{"target": "aten.linear.default", "dtype": "float32", "direction": "backward",
-                         "compute_efficiency": 1, "compute_half_flops": 0, "bandwidth_efficiency": 1,
-                         "bandwidth_half_bytes": 0, "basis": "calibrated",
-                         "shapes": [{"dims": {"m": 4, "n": 4, "k": 4, "flops": 256, "bytes": 400}, "seconds": 1e-5}]}],
-        }
-    },
-}  # fmt: skip
-MEASUREMENT: dict[str, Any] = {
-    "format": "rlplace.measurement",
-    "version": 1,
-    "name": "mlp",
-    "model": {"model": "zoo:mlp", "batch": 64, "seq": 1, "dtype": "fp32", "optimizer": "adam"},
-    "environment": {"device": "a processor", "device_kind": "cpu", "device_type": "cpu", "torch": "2.13.0", "threads": 1,
-                    "clock_mhz": 2600.0, "temperature_c": 40, "details": {"cores": 2, "allocator": "keep", "load": 0.5}},
-    "cache": "step",
-    "control": {"shape": "mm", "first_s": 0.0016, "last_s": 0.0017},
-    "host_s": 0.0017,
-    "ops": [
-        {"target": "aten.linear.default", "kind": "gemm", "dtype": "float32", "direction": "forward", "flops": 134217728.0,
-         "size_bytes": 4722688, "dims": {"k": 1024, "m": 64, "n": 1024}, "count": 8, "seconds": 0.00138, "p10_s": 0.00131,
-         "p90_s": 0.00151, "repeats": 25, "issue_s": 1e-5},
-        {"target": "aten.view.default", "kind": "view", "dtype": "float32", "direction": "backward", "flops": 0,
-         "size_bytes": 0, "count": 1, "seconds": 0, "p10_s": 0, "p90_s": 1e-6, "repeats": 25},
-    ],
-    "step": {"seconds": 0.0757, "min_s": 0.0731, "p10_s": 0.0739, "p90_s": 0.0785, "repeats": 25, "undisturbed": 25,
-             "busy_s": 0.0757, "instrumented_s": 0.0782, "peak_memory_bytes": 1000},
-}  # fmt: skip
+COSTS_FILE = {"format": "rlplace.cost", "version": 1, **COSTS}
+MEASUREMENT_FILE = {"format": "rlplace.measurement", "version": 1, **MEASUREMENT}
 
 HUGE_INTEGER = 10**5000
 VALUES = st.sampled_from(
@@ -310,7 +257,7 @@ def make_loaders(folder: Any) -> dict[str, Callable[[Any], None]]:
 
     def load_costs(choices: Any) -> None:
         path = folder / "x.cost.json"
-        path.write_text(_json(mutate(COSTS, choices)))
+        path.write_text(_json(mutate(COSTS_FILE, choices)))
         found = CostTable.load(path)
         seconds = op_times(graph, KINDS["l4"], found)
         assert (seconds >= 0).all() and (seconds < 1e9).all()
@@ -320,7 +267,7 @@ def make_loaders(folder: Any) -> dict[str, Callable[[Any], None]]:
 
     def load_measurement(choices: Any) -> None:
         path = folder / "x.measure.json"
-        path.write_text(_json(mutate(MEASUREMENT, choices)))
+        path.write_text(_json(mutate(MEASUREMENT_FILE, choices)))
         found = Measurement.load(path)
         found.save(path)
         assert Measurement.load(path) == found

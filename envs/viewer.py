@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
 from rlplace.reporting.lanes import empty_image, lanes_of, paint
-from rlplace.reporting.units import bytes_text, seconds_text
+from rlplace.text import bytes_text, seconds_text
 
 
 def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVEL = {
     "errors": 0,
     "limits": 0,
+    "text": 0,
     "files": 1,
     "interrupts": 1,
     "extensions": 1,

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import milliseconds, natural, print_json, print_table, say
+from rlplace.cli.common import natural, print_json, print_table, say
 from rlplace.errors import InputError
+from rlplace.text import ms
 
 if TYPE_CHECKING:
     from rlplace.cluster.presets import DeviceKind
@@ -81,8 +82,8 @@ def _rows(errors: Sequence[FitError]) -> list[list[str]]:
             str(error.ops),
             f"{100 * error.mean:.1f}",
             f"{100 * error.weighted:.1f}",
-            milliseconds(error.measured_s),
-            milliseconds(error.predicted_s),
+            ms(error.measured_s),
+            ms(error.predicted_s),
             f"{100 * error.total:+.1f}",
             f"{100 * error.loaned:.1f}",
         ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError
+from rlplace.text import table
 
 if TYPE_CHECKING:
     from rlplace.cluster.spec import Cluster
@@ -261,19 +262,4 @@ def print_json(data: Any) -> None:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A plain table on stdout: first column left, the others right aligned."""
-    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        cells = [
-            str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
-
-
-def milliseconds(value: float | None) -> str:
-    """A time for a table."""
-    return "-" if value is None else f"{value * 1e3:.3f}"
-
-
-def gigabytes(value: float | None) -> str:
-    """A size for a table, in units of 10^9 bytes."""
-    return "-" if value is None else f"{value / 1e9:.3f}"
+    print("\n".join(table(header, rows)))

@@ -7,8 +7,9 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import milliseconds, print_table
+from rlplace.cli.common import print_table
 from rlplace.files import canonical_json
+from rlplace.text import ms, percent
 
 if TYPE_CHECKING:
     from rlplace.comparing import Comparison, ProblemInfo, Row, Summary
@@ -98,8 +99,8 @@ def _problem_cells(info: ProblemInfo) -> list[str]:
     bound, binding = largest(*parts)
     least = "none fits" if info.least_devices is None else f"{info.least_devices} of {info.devices}"
     return [
-        place_of(info.model, info.cluster, info.view), str(info.groups), milliseconds(bound), binding,
-        *(milliseconds(part) for part in parts), least,
+        place_of(info.model, info.cluster, info.view), str(info.groups), ms(bound), binding,
+        *(ms(part) for part in parts), least,
     ]  # fmt: skip
 
 
@@ -116,13 +117,13 @@ def _row_cells(rows: Sequence[Row]) -> list[list[str]]:
                 name if name != last else "",
                 row.planner,
                 _short(row),
-                milliseconds(row.step_time_s),
-                "" if row.spread_s is None else milliseconds(row.spread_s),
+                ms(row.step_time_s),
+                "" if row.spread_s is None else ms(row.spread_s),
                 _number(row.samples_per_s, ".2f"),
                 "-" if row.replicas is None else f"{row.replicas} x {row.microbatches}",
                 _number(row.ratio, ".4f"),
-                _percent(row.gap),
-                _percent(row.memory_share),
+                percent(row.gap),
+                percent(row.memory_share),
                 f"{row.simulator_calls:.0f}",
                 f"{row.seconds:.2f}",
                 note if len(note) <= 100 else f"{note[:97]}...",
@@ -145,14 +146,10 @@ def _summary_cells(summary: Summary) -> list[str]:
     interval = "-" if summary.low is None else f"{summary.low:.4f} to {summary.high:.4f}"
     return [
         summary.planner, f"{summary.feasible}/{summary.problems}", _number(summary.ratio, ".4f"), interval, str(summary.wins),
-        str(summary.ties), str(summary.losses), str(summary.only_reference), str(summary.only_it), _percent(summary.gap),
+        str(summary.ties), str(summary.losses), str(summary.only_reference), str(summary.only_it), percent(summary.gap),
         f"{summary.simulator_calls:.0f}", f"{summary.seconds:.2f}",
     ]  # fmt: skip
 
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"

@@ -10,8 +10,9 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import load, milliseconds, print_json, say
+from rlplace.cli.common import load, print_json, say
 from rlplace.errors import InputError, RlplaceError
+from rlplace.text import ms
 
 if TYPE_CHECKING:
     import torch
@@ -223,8 +224,8 @@ class _Progress:
         spent, best = self._campaign.spent, self._campaign.best()
         new = max(1, spent.plans - self._known)
         left_s = (time.monotonic() - self._begin_s) / new * max(0, self._plans - spent.plans)
-        what = f"{milliseconds(trial.median_s)} ms" if math.isfinite(trial.median_s) else f"{trial.status}: {trial.reason[:80]}"
+        what = f"{ms(trial.median_s)} ms" if math.isfinite(trial.median_s) else f"{trial.status}: {trial.reason[:80]}"
         told = {"done": "", "dropped": ", given up"}.get(trial.status, "")
         again = ", again" if trial.anchor else ""
-        at_best = "-" if best is None else f"{milliseconds(self._campaign.seconds(best))} ms"
+        at_best = "-" if best is None else f"{ms(self._campaign.seconds(best))} ms"
         say(f"{spent.plans}/{self._plans} plans: {what}{told}{again}; best {at_best}; about {left_s:.0f} s left")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import add_model_options, milliseconds, positive, pricing_flags, print_json, print_table, say, seconds
+from rlplace.cli.common import add_model_options, positive, pricing_flags, print_json, print_table, say, seconds
 from rlplace.errors import InputError
+from rlplace.text import ms
 
 if TYPE_CHECKING:
     from rlplace.cost.measurement import Measurement
@@ -109,21 +110,17 @@ def _measure_model(options: argparse.Namespace) -> int:
 def _show(found: Measurement) -> None:
     rows = []
     for op in sorted(found.ops, key=lambda op: -op.seconds * op.count)[:15]:
-        spread = f"{milliseconds(op.p10_s)}..{milliseconds(op.p90_s)}"
-        rows.append(
-            [op.target, op.direction, str(op.count), milliseconds(op.seconds), spread, milliseconds(op.seconds * op.count)]
-        )
+        spread = f"{ms(op.p10_s)}..{ms(op.p90_s)}"
+        rows.append([op.target, op.direction, str(op.count), ms(op.seconds), spread, ms(op.seconds * op.count)])
     if rows:
         print_table(["op", "direction", "count", "ms", "p10..p90", "ms a step"], rows)
-        print(
-            f"{len(found.ops)} distinct ops, {milliseconds(found.ops_s)} ms a step, {milliseconds(found.host_s)} ms beside them"
-        )
+        print(f"{len(found.ops)} distinct ops, {ms(found.ops_s)} ms a step, {ms(found.host_s)} ms beside them")
     if found.step is not None:
         step = found.step
-        spread = f"{milliseconds(step.p10_s)}..{milliseconds(step.p90_s)}"
-        print(f"step time {milliseconds(step.seconds)} ms ({spread}), {step.undisturbed} of {step.repeats} steps undisturbed")
+        spread = f"{ms(step.p10_s)}..{ms(step.p90_s)}"
+        print(f"step time {ms(step.seconds)} ms ({spread}), {step.undisturbed} of {step.repeats} steps undisturbed")
         if step.busy_s is not None:
-            print(f"processor time of a step {milliseconds(step.busy_s)} ms")
+            print(f"processor time of a step {ms(step.busy_s)} ms")
         if step.peak_memory_bytes is not None:
             print(f"peak memory {step.peak_memory_bytes / 1e9:.3f} GB")
-    print(f"control {found.control.shape}: {milliseconds(found.control.first_s)} ms, at the end x {found.control.drift:.3f}")
+    print(f"control {found.control.shape}: {ms(found.control.first_s)} ms, at the end x {found.control.drift:.3f}")

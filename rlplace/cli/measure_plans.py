@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import gigabytes, milliseconds, print_json, print_table, say
+from rlplace.cli.common import print_json, print_table, say
 from rlplace.errors import InputError, RlplaceError
+from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
         done.append(timed.timing)
         if dist.get_rank() == 0:
             PlanTimings(recipe.model, environment, tuple(done)).save(options.out)  # kept if a later plan fails
-            say(f"{name}: {milliseconds(timed.timing.median_s)} ms, predicted {milliseconds(timed.timing.predicted_s)} ms")
+            say(f"{name}: {ms(timed.timing.median_s)} ms, predicted {ms(timed.timing.predicted_s)} ms")
             if options.trace and path == plans[0][0]:
                 write_measured_trace(timed, problems[plan.problem], plan, options.trace)
     return PlanTimings(recipe.model, environment, tuple(done))
@@ -129,12 +130,12 @@ def _show(timings: PlanTimings) -> None:
             [
                 plan.name,
                 plan.engine,
-                milliseconds(plan.median_s),
+                ms(plan.median_s),
                 f"{100 * plan.spread:.1f} %",
-                milliseconds(plan.predicted_s),
+                ms(plan.predicted_s),
                 error,
                 busy,
-                gigabytes(peak or None),
+                gb(peak or None),
             ]
         )
     print_table(["plan", "engine", "ms", "spread", "predicted ms", "error", "busy %", "peak GB"], rows)

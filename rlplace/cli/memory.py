@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import gigabytes, print_table, say
+from rlplace.cli.common import print_table, say
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
+from rlplace.text import gb
 
 if TYPE_CHECKING:
     from rlplace.cost.footprint import Footprint
@@ -68,9 +69,9 @@ def show_memory(footprints: list[Footprint]) -> None:
     shown = [part for part in PARTS if any(item.parts[part] for item in footprints)]
     rows = []
     for item in footprints:
-        cells = [gigabytes(item.parts[part]) for part in shown]
+        cells = [gb(item.parts[part]) for part in shown]
         fits = ("yes" if not item.retries else "barely") if item.fits else "no"
-        rows.append([item.device, *cells, gigabytes(item.total_bytes), gigabytes(item.capacity_bytes), fits])
+        rows.append([item.device, *cells, gb(item.total_bytes), gb(item.capacity_bytes), fits])
     print_table(["GB", *shown, "total", "memory", "fits"], rows)
     print("at each device's worst moment in two replayed steps; slack is what the allocator holds beyond what was asked of it")
     if any(item.retries and item.fits for item in footprints):
@@ -90,7 +91,7 @@ def warn_of_update(placed: Placed, options: argparse.Namespace) -> None:
     for device, size in zip(placed.problem.devices, needed.tolist(), strict=True):
         if device.memory_bytes is not None and size > device.memory_bytes and device.kind != "cpu":
             say(
-                f"note: on {device.name} the optimizer's foreach update needs {gigabytes(size)} of "
-                f"{gigabytes(device.memory_bytes)} GB; make the optimizer with fused=True or foreach=False, or place with "
+                f"note: on {device.name} the optimizer's foreach update needs {gb(size)} of "
+                f"{gb(device.memory_bytes)} GB; make the optimizer with fused=True or foreach=False, or place with "
                 "--memory to see it all"
             )

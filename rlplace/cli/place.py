@@ -12,9 +12,7 @@ import numpy as np
 from rlplace.cli.common import (
     add_model_options,
     check_agent,
-    gigabytes,
     load,
-    milliseconds,
     model_options,
     natural,
     positive,
@@ -28,6 +26,7 @@ from rlplace.cli.strategies import count, show_strategies
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
 from rlplace.problem import Problem
+from rlplace.text import gb, ms
 
 HELP = "plan where every part of a model runs"
 EXAMPLE = "example: rlplace place hf:gpt2 --cluster a100-80g:4 --out gpt2.plan.json"
@@ -142,7 +141,7 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
         limit = device.memory_bytes
         share = "-" if limit is None else f"{100 * peaks[index] / limit:.1f} %"
         groups = "-" if plan.shards else str(counts[index])
-        rows.append([device.name, device.kind or "-", groups, gigabytes(peaks[index]), gigabytes(limit), share])
+        rows.append([device.name, device.kind or "-", groups, gb(peaks[index]), gb(limit), share])
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
     if predicted.get("strategies"):
@@ -156,17 +155,15 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
         f"{samples * plan.microbatches * len(rows_of)} samples a step: {count(len(rows_of), 'replica')} x "
         f"{count(plan.microbatches, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}"
     )
-    print(f"step time {milliseconds(predicted['step_time_s'])} ms, {predicted['samples_per_s']:.2f} samples/s")
+    print(f"step time {ms(predicted['step_time_s'])} ms, {predicted['samples_per_s']:.2f} samples/s")
     if predicted.get("floor_step_time_s") and len(rows_of) == 1:
-        print(f"best classical planner {milliseconds(predicted['floor_step_time_s'])} ms")
+        print(f"best classical planner {ms(predicted['floor_step_time_s'])} ms")
     if len(rows_of) == 1 and plan.microbatches == 1:
         _show_speedup(plan, problem)
     if predicted.get("proof"):
         print(proof_line(predicted["proof"]))
     if predicted.get("held_back_bytes"):
-        kept = [
-            f"{gigabytes(n)} GB of {d.name}" for n, d in zip(predicted["held_back_bytes"], problem.devices, strict=True) if n
-        ]
+        kept = [f"{gb(n)} GB of {d.name}" for n, d in zip(predicted["held_back_bytes"], problem.devices, strict=True) if n]
         print(f"held back so that the plan fits op by op, too: {', '.join(kept)}")
     if "op_level" in predicted:
         print(op_level_line(predicted["op_level"], problem))
@@ -174,9 +171,9 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
 
 def op_level_line(op_level: dict[str, Any], problem: Problem) -> str:
     """What the finer simulation says, with the devices that it finds too small."""
-    line = f"simulated op by op {milliseconds(op_level['step_time_s'])} ms, feasible {op_level['feasible']}"
+    line = f"simulated op by op {ms(op_level['step_time_s'])} ms, feasible {op_level['feasible']}"
     over = [
-        f"{device.name} needs {gigabytes(peak)} GB of {gigabytes(device.memory_bytes)}"
+        f"{device.name} needs {gb(peak)} GB of {gb(device.memory_bytes)}"
         for device, peak in zip(problem.devices, op_level["peak_memory_bytes"], strict=True)
         if device.memory_bytes is not None and peak > device.memory_bytes
     ]
@@ -189,7 +186,7 @@ def proof_line(proof: dict[str, Any]) -> str:
     """What an exact planner knows about its plan, or about the coarse program that it solved."""
     bound, gap = proof.get("lower_bound_s"), proof.get("gap")
     of = f" (coarse program of {proof['nodes']} nodes)" if proof.get("program") == "coarse" else ""
-    known = "" if bound is None or gap is None else f", lower bound {milliseconds(bound)} ms, gap {100 * gap:.2f} %"
+    known = "" if bound is None or gap is None else f", lower bound {ms(bound)} ms, gap {100 * gap:.2f} %"
     return f"proof: {proof['status']}{of}{known}"
 
 
@@ -206,7 +203,7 @@ def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
     if quickest is None:
         return
     ratio = quickest / plan.predicted["step_time_s"]
-    line = f"one device with room for all would take {milliseconds(quickest)} ms: {used} devices are {ratio:.2f} times as fast"
+    line = f"one device with room for all would take {ms(quickest)} ms: {used} devices are {ratio:.2f} times as fast"
     if ratio < 0.75 * used and not plan.predicted.get("strategies"):
         line += "; with --global-batch the batch is split over replicas and micro-batches where that is quicker"
     print(line)

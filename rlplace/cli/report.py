@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import milliseconds, print_json, say, seconds
+from rlplace.cli.common import print_json, say, seconds
 from rlplace.cli.plans import plan_and_problem
 from rlplace.errors import InputError
+from rlplace.text import ms
 
 if TYPE_CHECKING:
     from rlplace.plan import PlacementPlan
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     for path in written:
         print(f"wrote {path}")
     verdict = "feasible" if line.feasible else "infeasible: " + "; ".join(line.violations)
-    print(f"step time {milliseconds(line.step_time_s)} ms, {line.samples} samples, {verdict}")
+    print(f"step time {ms(line.step_time_s)} ms, {line.samples} samples, {verdict}")
     return 0
 
 

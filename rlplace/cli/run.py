@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 from rlplace.cli.common import (
     OPTIMIZERS,
-    gigabytes,
-    milliseconds,
     natural,
     positive,
     print_json,
@@ -23,6 +21,7 @@ from rlplace.cli.common import (
     seconds,
 )
 from rlplace.errors import InputError
+from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
     from rlplace.plan.plan import PlacementPlan
@@ -143,7 +142,7 @@ def _step_printer(options: argparse.Namespace) -> Callable[[int, float, float], 
     stream = sys.stderr if options.json else sys.stdout
 
     def on_step(step: int, loss: float, seconds: float) -> None:
-        print(f"step {step + 1}  loss {loss:.6f}  {milliseconds(seconds)} ms", file=stream, flush=True)
+        print(f"step {step + 1}  loss {loss:.6f}  {ms(seconds)} ms", file=stream, flush=True)
 
     return on_step
 
@@ -159,16 +158,16 @@ def _show(result: JobResult, options: argparse.Namespace) -> None:
             rank["host"],
             rank["device"],
             "-" if rank["stage"] is None else str(rank["stage"]),
-            milliseconds(rank["median_step_s"]),
-            gigabytes(rank["peak_memory_bytes"]),
-            gigabytes(rank["predicted_memory_bytes"]),
+            ms(rank["median_step_s"]),
+            gb(rank["peak_memory_bytes"]),
+            gb(rank["predicted_memory_bytes"]),
         ]
         for rank in result.ranks
     ]
     print_table(["rank", "host", "device", "plan's device", "step ms", "peak GB", "predicted GB"], rows)
     print()
     print(f"engine {result.engine}")
-    print(f"median step time {milliseconds(result.step_s)} ms, predicted {milliseconds(result.predicted_step_s)} ms")
+    print(f"median step time {ms(result.step_s)} ms, predicted {ms(result.predicted_step_s)} ms")
     if result.comparison is not None:
         for line in result.comparison.lines():
             print(line)

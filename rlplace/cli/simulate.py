@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from rlplace.cli.common import gigabytes, milliseconds, print_json, print_table, say
+from rlplace.cli.common import print_json, print_table, say
+from rlplace.text import gb, ms
 
 HELP = "simulate a plan on its problem"
 EXAMPLE = "example: rlplace simulate bert.problem.json bert.plan.json --trace bert.trace.json"
@@ -42,11 +43,11 @@ def run(options: argparse.Namespace) -> int:
         print_json({**predicted, "busy_s": timeline.busy_s.tolist(), "violations": list(timeline.violations)})
         return 0
     rows = [
-        [device.name, milliseconds(busy), gigabytes(peak), gigabytes(device.memory_bytes)]
+        [device.name, ms(busy), gb(peak), gb(device.memory_bytes)]
         for device, busy, peak in zip(problem.devices, timeline.busy_s, timeline.peak_memory_bytes, strict=True)
     ]
     print_table(["device", "busy ms", "peak GB", "memory GB"], rows)
     print()
-    print(f"step time {milliseconds(timeline.step_time_s)} ms, {timeline.samples} samples, executor {predicted['executor']}")
+    print(f"step time {ms(timeline.step_time_s)} ms, {timeline.samples} samples, executor {predicted['executor']}")
     print("feasible" if timeline.feasible else "infeasible: " + "; ".join(timeline.violations))
     return 0

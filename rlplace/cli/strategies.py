@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlplace.cli.common import milliseconds, print_table
+from rlplace.cli.common import print_table
+from rlplace.text import ms
 
 Entry = Mapping[str, Any]
 """An entry of ``predicted["strategies"]``; see `rlplace.planners.strategy.sweep`."""
@@ -28,7 +29,7 @@ def show_strategies(entries: Sequence[Entry]) -> None:
             f"{entry['replicas']} x {entry['width']}",
             f"{entry['microbatches']} x {entry['samples']}",
             entry["schedule"] or "-",
-            milliseconds(entry["step_time_s"]),
+            ms(entry["step_time_s"]),
             f"{entry['samples_per_s']:.2f}" if found else "-",
             f"{100 * entry['busy']:.0f} %" if found else "-",
         ]
@@ -60,7 +61,7 @@ def explain(entries: Sequence[Entry]) -> list[str]:
             how = "as quick" if slower < 1.0005 else f"{slower:.2f} times {what}"
             lines.append(f"  {describe(entry)}: {how}, devices compute {100 * entry['busy']:.0f} %")
         elif entry["bound_s"] is not None and str(entry["reason"]).startswith("cannot"):
-            lines.append(f"  {entry['kind']}: takes {milliseconds(entry['bound_s'])} ms at the least, cannot be quicker")
+            lines.append(f"  {entry['kind']}: takes {ms(entry['bound_s'])} ms at the least, cannot be quicker")
         else:
             lines.append(f"  {entry['kind']}: {str(entry['reason']).partition(';')[0]}")
     late = sum(str(entry["reason"]).startswith("not tried: the time") for entry in entries)

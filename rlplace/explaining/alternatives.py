@@ -18,8 +18,8 @@ from rlplace.errors import InputError, unknown_name
 from rlplace.explaining.bounds import seconds_by_cause
 from rlplace.explaining.path import Link, realised_path
 from rlplace.explaining.runs import Run, moved, run_unchecked
-from rlplace.explaining.text import ms
 from rlplace.problem import Problem
+from rlplace.text import ms
 
 SAME = 1e-9
 """Step times nearer than this, relative, are equal."""

@@ -11,11 +11,12 @@ from rlplace.explaining.alternatives import MOST_TARGETS, GroupChoice, alternati
 from rlplace.explaining.bounds import StepBounds, headline, step_bounds
 from rlplace.explaining.relax import Relaxations, relax
 from rlplace.explaining.runs import run_plan
-from rlplace.explaining.text import MOST_ROWS, gb, ms, percent, table
+from rlplace.explaining.sides import MOST_ROWS
 from rlplace.explaining.what_if import AS_IS, CALLS, WhatIf, what_if
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.simulator.timeline import EXECUTOR
+from rlplace.text import gb, ms, percent, table
 
 GROUPS = 5
 """Groups whose alternatives are looked at."""

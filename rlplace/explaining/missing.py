@@ -9,8 +9,9 @@ from rlplace.errors import InfeasibleError
 from rlplace.explaining.runs import Run
 from rlplace.explaining.trials import Tester, Trial, only_plan_short, overflow, without_advice
 from rlplace.planners.common.bounds import lower_bounds
-from rlplace.planners.common.shortage import check_possible, gigabytes
+from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
+from rlplace.text import bytes_text
 
 TOTAL, GROUP, FIXED, NOWHERE, DEVICE, OTHER = (
     "total memory", "largest group", "fixed groups", "no device", "device memory", "times or links",
@@ -56,7 +57,7 @@ def find_shortage(problem: Problem, run: Run | None, tester: Tester) -> tuple[Sh
     only = only_plan_short(problem, tester.execution)
     if error is None and only is not None and tester.microbatches == 1:
         single, limit = problem.devices[0].name, problem.devices[0].memory_bytes or 0
-        message = f"{single} needs {gigabytes(limit + only)}, has {gigabytes(limit)}: {only} bytes short"
+        message = f"{single} needs {bytes_text(limit + only)}, has {bytes_text(limit)}: {only} bytes short"
         return Shortage(DEVICE, message, single, only, only, True), None
     if error is None:
         trial = tester.plan("another plan", problem)

@@ -20,12 +20,12 @@ from rlplace.errors import InputError
 from rlplace.explaining import changes
 from rlplace.explaining.missing import GROUP, NOWHERE, TOTAL, Shortage, find_shortage
 from rlplace.explaining.runs import Run, run_unchecked
-from rlplace.explaining.text import gb, gigabytes, ms, table
 from rlplace.explaining.trials import Tester, Trial, simulated
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.recompute import recompute
 from rlplace.plan.segments import layer_segments
 from rlplace.problem import Problem
+from rlplace.text import bytes_text, gb, ms, table
 
 MOST_DEVICES = 64
 """Devices up to which more of them are tried."""
@@ -60,7 +60,7 @@ class Relaxations:
         lines = [f"{self.shortage.constraint}: {self.shortage.message}"]
         if self.shortage.proven:
             least = self.shortage.proven_bytes
-            lines.append(f"every plan lacks at least {least} bytes ({gigabytes(least)})" if least else "no plan can meet it")
+            lines.append(f"every plan lacks at least {least} bytes ({bytes_text(least)})" if least else "no plan can meet it")
         if self.fitting:
             rows = [[t.relaxation, ms(t.step_time_s), str(t.samples), gb(t.peak_bytes), t.how] for t in self.fitting]
             lines += ["", *table(["makes it fit", "step ms", "samples", "peak GB", "<simulated plan"], rows)]
@@ -68,7 +68,7 @@ class Relaxations:
             lines.append("nothing that was tried makes it fit")
         failed = [trial for trial in self.trials if not trial.fits]
         if failed:
-            rows = [[t.relaxation, gigabytes(t.short_bytes) if t.short_bytes else t.how] for t in failed]
+            rows = [[t.relaxation, bytes_text(t.short_bytes) if t.short_bytes else t.how] for t in failed]
             lines += ["", *table(["does not fit", "<still short"], rows)]
         return [*lines, *(f"not tried: {line}" for line in self.not_tried)]
 
@@ -283,7 +283,7 @@ class _Relaxing:
             return
 
         def tested(factor: float) -> Trial | None:
-            amount = gigabytes(sizes[0] * factor) if len(sizes) == 1 else f"{factor:g} times the memory"
+            amount = bytes_text(sizes[0] * factor) if len(sizes) == 1 else f"{factor:g} times the memory"
             return self.test(f"{amount} on every device", changes.with_memory(self.problem, factor))
 
         low, high = 1.0, 2.0

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlplace.explaining.text import MOST_ROWS, gb, ms, percent, table
+from rlplace.text import gb, ms, percent, table
+
+MOST_ROWS = 12
+"""Rows of a table of parts; the rest is summed up in one more."""
 
 
 @dataclass(frozen=True)

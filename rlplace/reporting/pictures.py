@@ -13,7 +13,7 @@ from rlplace.files import write_bytes
 from rlplace.reporting.data import ReportData
 from rlplace.reporting.lanes import DEVICE
 from rlplace.reporting.palette import COLORS, LIMIT_COLOR, PHASE_COLORS, rgb
-from rlplace.reporting.units import seconds_text
+from rlplace.text import seconds_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from rlplace.reporting.tables import MeasuredRow
-from rlplace.reporting.units import seconds_text
+from rlplace.text import seconds_text
 
 _LEFT, _TOP, _SIZE = 64.0, 10.0, 260.0
 

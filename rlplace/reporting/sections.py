@@ -12,8 +12,8 @@ from rlplace.cost.timings import PlaceTiming
 from rlplace.reporting.data import ReportData
 from rlplace.reporting.scatter import scatter
 from rlplace.reporting.tables import MeasuredRow
-from rlplace.reporting.units import bytes_text, percent_text, seconds_text
 from rlplace.simulator import EXECUTOR
+from rlplace.text import bytes_text, percent, seconds_text
 
 _REASONS = 10
 
@@ -53,7 +53,7 @@ def summary(data: ReportData) -> str:
         ("Step time", seconds_text(step), ""),
         ("Throughput", "-" if not step else f"{line.samples / step:,.1f}", "" if not step else "samples/s"),
         ("Devices used", str(used), f"of {problem.num_devices}"),
-        ("Computing", "-" if not step else percent_text(busy / (step * max(1, used))), "of those devices' time"),
+        ("Computing", "-" if not step else percent(busy / (step * max(1, used))), "of those devices' time"),
         ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), _largest_share(data)),
         ("Between devices", bytes_text(moved), f"in {len(line.transfer_tensor):,} transfers"),
     ]
@@ -118,7 +118,7 @@ def planners(data: ReportData) -> str:
                     _cell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
                     _cell(relation),
                     _cell(str(row.devices_used or "-")),
-                    _cell("-" if row.memory_share is None else percent_text(row.memory_share), "" if row.feasible else "bad"),
+                    _cell("-" if row.memory_share is None else percent(row.memory_share), "" if row.feasible else "bad"),
                     _cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
                     _cell(". ".join(part for part in (note, row.note) if part), "text"),
                 ],
@@ -159,7 +159,7 @@ def measured(data: ReportData) -> str:
                     _cell(row.mode),
                     _cell(str(row.steps)),
                     _cell(seconds_text(row.measured_s)),
-                    _cell("-" if row.measured_s is None else percent_text(row.spread)),
+                    _cell("-" if row.measured_s is None else percent(row.spread)),
                     _cell(seconds_text(row.predicted_s)),
                     _cell("-" if error is None else f"{100 * error:+.1f} %"),
                     _cell(note, "text"),
@@ -172,7 +172,7 @@ def measured(data: ReportData) -> str:
     if picture:
         body = f'<div class="pair"><div>{body}</div>{picture}</div>'
     errors = [abs(row.error) for row in data.measured if row.error is not None]
-    said = [f"Mean error {percent_text(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
+    said = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
     said.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
     if any(row.mode == "replayed" for row in data.measured):
         said.append("Replayed: ops slept as long as predicted while real tensors crossed the real links.")
@@ -253,13 +253,13 @@ def _cell(value: Any, kind: str = "") -> tuple[str, str]:
 def _share(value: float, *, over: bool = False) -> tuple[str, str]:
     width = 100 * min(1.0, max(0.0, value))
     bar = f'<svg class="meter{" over" if over else ""}" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
-    return f'{escape(percent_text(value))}{bar}<rect width="{width:.1f}" height="10"/></svg>', "bad" if over else ""
+    return f'{escape(percent(value))}{bar}<rect width="{width:.1f}" height="10"/></svg>', "bad" if over else ""
 
 
 def _largest_share(data: ReportData) -> str:
     pairs = zip(data.timeline.peak_memory_bytes.tolist(), data.problem.devices, strict=True)
     shares = [peak / device.memory_bytes for peak, device in pairs if device.memory_bytes]
-    return f"up to {percent_text(max(shares))} of a device" if shares else "no limits"
+    return f"up to {percent(max(shares))} of a device" if shares else "no limits"
 
 
 def _plural(count: int, word: str, ending: str = "s") -> str:

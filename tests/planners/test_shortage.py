@@ -5,7 +5,7 @@ import pytest
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import lower_bounds
-from rlplace.planners.common.shortage import check_possible, gigabytes
+from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.toys import TensorSpec, build_problem
 
@@ -124,10 +124,6 @@ def test_missing_links():
 
     with pytest.raises(InfeasibleError, match="missing links"):
         get_planner("best")(changed(problem, cut))
-
-
-def test_readable_sizes():
-    assert [gigabytes(n) for n in (744e9, 12.34e6, 999, 1.5e12)] == ["744 GB", "12.3 MB", "999 bytes", "1.5 TB"]
 
 
 def test_with_micro_batches_the_thrifty_schedule_is_advised():

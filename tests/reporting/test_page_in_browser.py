@@ -299,7 +299,7 @@ def test_memory_follows_the_timeline(browser, page, piped):
     used = int(curve.in_use_bytes[np.searchsorted(curve.time_s, at, side="right") - 1])
     point(browser, "pointermove", LEFT + 0.4 * (width - LEFT - 8), AXIS + 2 * 54 + 20, name="memory")
     assert tip(browser)[0].startswith("gpu2: ")
-    from rlplace.reporting.units import bytes_text
+    from rlplace.text import bytes_text
 
     assert tip(browser)[0].split(": ")[1].split()[1] == bytes_text(used).split()[1]
     assert float(tip(browser)[0].split(": ")[1].split()[0]) == pytest.approx(float(bytes_text(used).split()[0]), rel=0.02)

@@ -11,19 +11,11 @@ from rlplace.errors import InfeasibleError
 from rlplace.planners.common.bounds import live_bytes
 from rlplace.problem import Problem
 from rlplace.simulator.timeline import Timeline
+from rlplace.text import bytes_text
 
 _SEARCH = "planner 'annealing', finer groups, more or larger devices, or a smaller batch"
 _HARDER = "a longer search, finer groups, more or larger devices, or a smaller batch"
 _ADVICE = {"single": "planner 'best', which splits the model", "annealing": _HARDER, "local_search": _HARDER}
-
-
-def gigabytes(size_bytes: float) -> str:
-    """Bytes for people, in decimal units: ``"744 GB"``, ``"12.3 MB"``."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= scale:
-            value = size_bytes / scale
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    return f"{int(size_bytes)} bytes"
 
 
 def check_possible(problem: Problem) -> None:
@@ -67,10 +59,10 @@ def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str, s
     device, short = int(over.argmax()), int(over.max())
     spare = float(np.maximum(limits - line.peak_memory_bytes, 0.0).sum())
     thrifty = "the schedule 1f1b, " if line.microbatches > 1 and schedule != "1f1b" else ""
-    others = f" ({gigabytes(spare)} are free on other devices)" if math.isfinite(spare) and spare > 0 else ""
+    others = f" ({bytes_text(spare)} are free on other devices)" if math.isfinite(spare) and spare > 0 else ""
     raise InfeasibleError(
-        f"{planner} found no plan that fits: its closest one needs {gigabytes(line.peak_memory_bytes[device])} on "
-        f"{problem.devices[device].name}, which has {gigabytes(limits[device])}: {short} bytes short{others}; "
+        f"{planner} found no plan that fits: its closest one needs {bytes_text(line.peak_memory_bytes[device])} on "
+        f"{problem.devices[device].name}, which has {bytes_text(limits[device])}: {short} bytes short{others}; "
         f"try {thrifty}{_ADVICE.get(planner, _SEARCH)}",
         device=problem.devices[device].name,
         short_bytes=short,
@@ -110,9 +102,9 @@ def _check_largest(problem: Problem) -> None:
     device = int(np.where(problem.group_allowed[group], problem.memory_limit_bytes, -np.inf).argmax())
     relax = _relaxations(problem, float(short[group]), batch=bool(problem.resident_bytes[group] <= limit[group]))
     raise InfeasibleError(
-        f"group {problem.group_names[group]!r} alone needs {gigabytes(needed[group])}, the largest device it may sit on, "
-        f"{problem.devices[device].name}, offers {gigabytes(limit[group])}: {int(short[group])} bytes short; "
-        f"use finer groups, a device with at least {gigabytes(needed[group])}, or {relax}",
+        f"group {problem.group_names[group]!r} alone needs {bytes_text(needed[group])}, the largest device it may sit on, "
+        f"{problem.devices[device].name}, offers {bytes_text(limit[group])}: {int(short[group])} bytes short; "
+        f"use finer groups, a device with at least {bytes_text(needed[group])}, or {relax}",
         device=problem.devices[device].name,
         short_bytes=int(short[group]),
     )
@@ -141,8 +133,8 @@ def _check_fixed(problem: Problem) -> None:
         if needed > problem.memory_limit_bytes[device]:
             short = needed - int(problem.memory_limit_bytes[device])
             raise InfeasibleError(
-                f"the {int(mine.sum())} groups fixed to {item.name} need {gigabytes(needed)} resident, it offers "
-                f"{gigabytes(problem.memory_limit_bytes[device])}: {short} bytes short; unfix some of them",
+                f"the {int(mine.sum())} groups fixed to {item.name} need {bytes_text(needed)} resident, it offers "
+                f"{bytes_text(problem.memory_limit_bytes[device])}: {short} bytes short; unfix some of them",
                 device=item.name,
                 short_bytes=short,
             )
@@ -157,15 +149,15 @@ def _check_total(problem: Problem) -> None:
     if resident + live <= capacity:
         return
     short = resident + live - int(capacity)
-    what = f"groups need {gigabytes(resident)} resident"
+    what = f"groups need {bytes_text(resident)} resident"
     if resident <= capacity:
-        what += f" and {gigabytes(live)} of activations when the backward pass starts"
+        what += f" and {bytes_text(live)} of activations when the backward pass starts"
     else:
         short = resident - int(capacity)
     count = len(problem.devices)
     offer = f"{count} devices offer" if count > 1 else f"{problem.devices[0].name} offers"
     raise InfeasibleError(
-        f"the model does not fit: {what}, {offer} {gigabytes(capacity)}: {gigabytes(short)} ({short} bytes) short; "
+        f"the model does not fit: {what}, {offer} {bytes_text(capacity)}: {bytes_text(short)} ({short} bytes) short; "
         f"try {_more_devices(problem, resident + live)}, or {_relaxations(problem, short, batch=resident <= capacity)}",
         short_bytes=short,
     )
@@ -198,5 +190,5 @@ def _relaxations(problem: Problem, short: float, *, batch: bool) -> str:
     sgd = "sgd instead of adam"
     if optimizer > 0:
         enough = "enough" if optimizer >= short else "not enough alone"
-        sgd = f"plain sgd (frees {gigabytes(optimizer)} of optimizer state, {enough})"
+        sgd = f"plain sgd (frees {bytes_text(optimizer)} of optimizer state, {enough})"
     return f"{'a smaller batch, ' if batch else ''}{sgd}, or bf16"

@@ -11,11 +11,11 @@ from rlplace.errors import InfeasibleError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import Execution
-from rlplace.planners.common.shortage import gigabytes
 from rlplace.planners.strategy.choices import Layout, Strategy
 from rlplace.planners.strategy.stages import other_schedules
 from rlplace.problem import Links, Problem
 from rlplace.simulator import simulate
+from rlplace.text import bytes_text
 
 Placed = tuple[Problem, PlacementPlan]
 """A problem and a plan for it."""
@@ -78,7 +78,7 @@ def _check_resident(problem: Problem, layout: Layout) -> None:
     room = float(offered.max() if layout.replicas == 1 else offered.min())
     if needed > room:
         raise InfeasibleError(
-            f"groups need {gigabytes(needed)} resident, one device offers {gigabytes(room)}; use several devices a replica",
+            f"groups need {bytes_text(needed)} resident, one device offers {bytes_text(room)}; use several devices a replica",
             short_bytes=needed - int(room),
         )
 

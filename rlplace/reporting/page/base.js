@@ -29,7 +29,7 @@ function bytesText(value) {
   for (const [unit, scale] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
     if (Math.abs(value) >= scale) return `${Number((value / scale).toPrecision(3))} ${unit}`;
   }
-  return `${Math.round(value)} B`;
+  return `${Math.round(value)} bytes`;
 }
 const countText = (count, word, ending = "s") => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : ending}`;
 

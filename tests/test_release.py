@@ -20,12 +20,33 @@ SOURCES = ("rlplace", "envs", "agents", "checkpoints", "pyproject.toml", "README
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
-def python(*words, cwd, path=""):
-    environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+USERS_CODE = """
+import torch
+
+import rlplace
+
+model = torch.nn.Linear(4, 2)
+graph = rlplace.capture(model, (torch.empty(8, 4),), loss=torch.sum)
+cluster = rlplace.Cluster.preset("a100-80g:2")
+problem = rlplace.price(graph, cluster)
+plan = rlplace.place(problem, time_limit_s=1.0)
+reveal_type(graph)
+reveal_type(plan)
+reveal_type(rlplace.simulate(problem, plan).step_time_s)
+reveal_type(rlplace.load_agent("default"))
+reveal_type(rlplace.explain(problem, plan))
+reveal_type(rlplace.apply(model, plan, ["cpu", "cpu"]))
+wrong: str = rlplace.place(problem)
+rlplace.place(problem, time_limit="soon")
+"""
+
+
+def python(*words, cwd, path="", rc=0, **environment):
+    environment |= {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == rc, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
 
@@ -89,6 +110,26 @@ def test_importing_everything_public_warns_of_nothing(tmp_path):
     python("-W", "error", "-c", "import rlplace", cwd=tmp_path)
     names = ", ".join(name for name in rlplace.__all__ if name != "__version__")
     python("-W", "error::DeprecationWarning:rlplace", "-c", f"from rlplace import {names}", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_users_code_is_type_checked(installed, tmp_path):
+    """Names that load on first use have their types, and wrong uses are found."""
+    (tmp_path / "mine.py").write_text(USERS_CODE)
+    check = ("-m", "mypy", "--strict", "--follow-imports=silent", "--ignore-missing-imports", "mine.py")
+    said = python(*check, cwd=tmp_path, rc=1, MYPYPATH=str(installed))
+    types = re.findall(r'Revealed type is "([^"]*)"', said)
+    found = [name.rpartition(".")[2] for name in types]
+    assert found == [
+        "OpGraph",
+        "PlacementPlan",
+        "float",
+        "Agent",
+        "Explanation",
+        "Module",
+    ]
+    errors = [line for line in said.splitlines() if ": error:" in line]
+    assert len(errors) == 2 and "[assignment]" in errors[0] and "[call-arg]" in errors[1], said
 
 
 def test_the_version_is_one():

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rlplace import limits
 from rlplace.errors import InputError, unknown_name
+from rlplace.problem.check import check_names
 from rlplace.problem.order import topological_order
 
 if TYPE_CHECKING:
@@ -45,20 +46,6 @@ def _first(mask: NDArray[np.bool_]) -> int:
     return int(np.flatnonzero(mask)[0])
 
 
-def _check_names(names: tuple[str, ...], where: str) -> None:
-    if len(set(names)) == len(names) and all(type(name) is str and 0 < len(name) <= limits.NAME_LENGTH for name in names):
-        return
-    seen: set[str] = set()
-    for index, name in enumerate(names):
-        if not isinstance(name, str) or not name:
-            raise _fail(f"{where}[{index}]", "name must be a non-empty string")
-        if len(name) > limits.NAME_LENGTH:
-            raise _fail(f"{where}[{index}]", f"name has {len(name)} characters, the limit is {limits.NAME_LENGTH}")
-        if name in seen:
-            raise _fail(f"{where}[{index}]", f"name {name[:80]!r} appears twice")
-        seen.add(name)
-
-
 def _check_shape(graph: OpGraph, field: str, count: int) -> None:
     values = getattr(graph, field)
     shape = values.shape if isinstance(values, np.ndarray) else (len(values),)
@@ -82,7 +69,7 @@ def _check_ops(graph: OpGraph) -> None:
         raise _fail("ops", "the graph is empty; it needs at least one op")
     if not 1 <= graph.samples <= MAX_BYTES:
         raise _fail("samples", f"{graph.samples} is not a positive count")
-    _check_names(graph.op_names, "op_names")
+    check_names(graph.op_names, "graph", "op_names")
     for field in ("op_target", "op_kind", "op_module", "op_phase", "op_forward", "op_parameter", "op_dtype", "op_flops",
                   "op_bytes", "op_temporary_bytes", "op_colocate"):  # fmt: skip
         _check_shape(graph, field, count)
@@ -122,7 +109,7 @@ def _check_ops(graph: OpGraph) -> None:
 
 
 def _check_parameters(graph: OpGraph) -> None:
-    _check_names(tuple(p.name for p in graph.parameters), "parameters")
+    check_names(tuple(p.name for p in graph.parameters), "graph", "parameters")
     for index, parameter in enumerate(graph.parameters):
         where = f"parameters[{index}] ({parameter.name[:80]})"
         for field in ("size_bytes", "gradient_bytes", "optimizer_bytes"):

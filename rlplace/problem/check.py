@@ -56,24 +56,31 @@ def check_counts(ops: int, devices: int, tensors: int, edges: int) -> None:
             raise InputError(f"problem: {count} {what}, the limit is {most}")
 
 
+def check_names(names: tuple[str, ...], record: str, where: str) -> None:
+    """Checks that names are strings of the length that names may have, and that none appears twice.
+
+    Raises:
+        InputError: Says which one of `where` in what `record`.
+    """
+    if all(type(name) is str and 0 < len(name) <= limits.NAME_LENGTH for name in names) and len(set(names)) == len(names):
+        return
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if not isinstance(name, str) or not name:
+            raise InputError(f"{record}: {where}[{index}]: name must be a non-empty string")
+        if len(name) > limits.NAME_LENGTH:
+            raise InputError(f"{record}: {where}[{index}]: name has {len(name)} characters, the limit is {limits.NAME_LENGTH}")
+        if name in seen:
+            raise InputError(f"{record}: {where}[{index}]: name {name[:80]!r} appears twice")
+        seen.add(name)
+
+
 def _fail(where: str, what: str) -> InputError:
     return InputError(f"problem: {where}: {what}")
 
 
 def _first(mask: Any) -> int:
     return int(np.flatnonzero(mask)[0])
-
-
-def _check_unique(names: tuple[str, ...], where: str) -> None:
-    seen: set[str] = set()
-    for index, name in enumerate(names):
-        if not isinstance(name, str) or not name:
-            raise _fail(f"{where}[{index}]", "name must be a non-empty string")
-        if len(name) > limits.NAME_LENGTH:
-            raise _fail(f"{where}[{index}]", f"name has {len(name)} characters, the limit is {limits.NAME_LENGTH}")
-        if name in seen:
-            raise _fail(f"{where}[{index}]", f"name {name[:80]!r} appears twice")
-        seen.add(name)
 
 
 def _check_bytes(values: NDArray[np.int64], where: str, count: int, least: int = 0) -> None:
@@ -93,7 +100,7 @@ def _check_devices(problem: Problem) -> None:
     check_counts(len(problem.op_names), len(problem.devices), len(problem.tensor_bytes), len(problem.consumers))
     if not 1 <= problem.samples_per_microbatch <= MAX_BYTES:
         raise _fail("samples_per_microbatch", f"{problem.samples_per_microbatch} is not a positive count")
-    _check_unique(tuple(d.name for d in problem.devices), "devices")
+    check_names(tuple(d.name for d in problem.devices), "problem", "devices")
     for index, device in enumerate(problem.devices):
         where = f"devices[{index}] ({show(device.name)})"
         if not 0 <= device.reserved_bytes <= MAX_BYTES:
@@ -141,7 +148,7 @@ def _check_links(problem: Problem) -> None:
 
 def _check_groups(problem: Problem) -> None:
     count = problem.num_groups
-    _check_unique(problem.group_names, "groups")
+    check_names(problem.group_names, "problem", "groups")
     _check_bytes(problem.resident_bytes, "groups.resident_bytes", count)
     parts = []
     for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
@@ -165,7 +172,7 @@ def _check_ops(problem: Problem) -> None:
     count, devices = problem.num_ops, problem.num_devices
     if count == 0:
         raise _fail("ops", "the graph is empty; a problem needs at least one op")
-    _check_unique(problem.op_names, "ops")
+    check_names(problem.op_names, "problem", "ops")
     if problem.op_group.shape != (count,) or problem.op_phase.shape != (count,):
         raise _fail("ops", "group and phase must be given for every op")
     bad = (problem.op_group < 0) | (problem.op_group >= problem.num_groups)

@@ -178,7 +178,9 @@ def _prefix(seconds: NDArray[np.float64], workers: int) -> NDArray[np.float64]:
     rows = np.broadcast_to(seconds, (workers, len(seconds))) if seconds.ndim == 1 else seconds.T
     if len(rows) != workers:
         raise InputError(f"chain: times are for {len(rows)} workers, the pipeline has {workers}")
-    return np.concatenate([np.zeros((workers, 1)), np.cumsum(rows, axis=1)], axis=1)
+    prefix = np.zeros((workers, rows.shape[1] + 1))  # in C order whatever that of the times, so that kernels compile once
+    np.cumsum(rows, axis=1, out=prefix[:, 1:])
+    return prefix
 
 
 def _arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:

@@ -133,7 +133,8 @@ class _Run:
         bound = np.maximum(self.fair * (1 + eps), largest * (1 + 1e-9))
         if objective == "cut":
             bound = np.full(bands, np.inf)
-        self.limit = np.ascontiguousarray(np.broadcast_to(np.maximum(bound, 1e-30), (len(row), bands)))
+        # A copy, since a broadcast array is read-only, for which the kernels would be compiled once more.
+        self.limit = np.broadcast_to(np.maximum(bound, 1e-30), (len(row), bands)).copy()
 
     def starts(self, rng: np.random.Generator) -> Iterator[NDArray[np.int32]]:
         """Seeds, at least one."""

@@ -10,17 +10,15 @@ and with the spent budget. Timelines come from the simulations that are made any
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs.guide import analysis, draw, facts, features, pressure, view
 from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import draw_moves
-from rlplace.envs.guide.facts import INNER, stamp_of
 from rlplace.envs.guide.features import move_features
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
 from rlplace.planners.common.movekernels import Tables, draw_move, random
-from rlplace.simulator import fast
 from rlplace.simulator import records as r
 from rlplace.simulator.fast import STAMP, simulate_plans
 
@@ -30,7 +28,7 @@ STEP, OVERFLOW, BEST_STEP, BEST_OVERFLOW = range(4)
 CALLS, LOOKS, TAKEN, STALLED, FRESH = range(5)
 
 
-@njit(**INNER)
+@inner
 def _penalized(step_s, overflow):
     """`Score.penalized_s`."""
     if overflow == 0.0:
@@ -38,7 +36,7 @@ def _penalized(step_s, overflow):
     return step_s * (1.0 + OVERFLOW_SLOPE * (overflow + OVERFLOW_BASE))
 
 
-@njit(**INNER)
+@inner
 def _better(step_s, overflow, than_step_s, than_overflow):
     """Whether one `Score.rank` is smaller than another."""
     feasible = overflow == 0.0 and step_s != np.inf
@@ -48,7 +46,7 @@ def _better(step_s, overflow, than_step_s, than_overflow):
     return _penalized(step_s, overflow) < _penalized(than_step_s, than_overflow)
 
 
-@njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True, fastmath=True)
+@inner(fastmath=True)
 def network_scores(table, count, ptr, groups, embed, linear, first, first_bias, second, second_bias, last, logits):
     """Logits of the first `count` rows of a table, as `rlplace.agents.network.PlacerNetwork.scores` computes them.
 
@@ -79,7 +77,7 @@ def network_scores(table, count, ptr, groups, embed, linear, first, first_bias, 
         logits[k] = total
 
 
-@njit(**INNER)
+@inner
 def _known(seen, key):
     """Whether a key is in the table of seen plans; it is afterwards, unless the table is full there."""
     if key == 0:
@@ -98,7 +96,7 @@ def _known(seen, key):
 
 
 def _compile(stamp):
-    @njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)
+    @entry
     def search(
         simulation, trial, facts, view, tables, weights, embed, plan, best, score, counts, state, keys, seen, shares, ptr,
         groups, targets, kinds, table, logits, calls, microbatches, noise, tries, stale, mixed, fill, hot, cooling, patience,
@@ -265,5 +263,4 @@ def _compile(stamp):
     return search
 
 
-_MODULES = (analysis, draw, facts, features, pressure, view, fast, movekernels, evaluate, r)
-search = _compile(stamp_of(*_MODULES) ^ STAMP)
+search = _compile(stamp_of(analysis, draw, facts, features, pressure, view, movekernels, evaluate) ^ STAMP)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rlplace.agents.arguments import check_counts, check_limit, start_devices
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
+from rlplace.agents.first_use import compile_ahead
 from rlplace.agents.search import Search, warm_up
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
@@ -103,6 +104,7 @@ class Agent:
         if time_limit_s is not None:
             check_limit(time_limit_s)
         check_possible(problem)  # no search finds what a bound rules out
+        compile_ahead()
         warm_up()
         deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         base = floor_of(problem, start, run, seed=seed, time_limit_s=time_limit_s)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from rlplace.compiled import entry
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance
 from rlplace.envs.observation import memory_pressure
@@ -128,7 +128,7 @@ class Construction:
         )  # fmt: skip
 
 
-@njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)  # type: ignore[misc]
+@entry
 def device_features(  # type: ignore[no-untyped-def]
     group, plan, load_s, free_s, finish_s, need_bytes, limit_bytes, allowed, time_s, mean_time_s, neighbor_ptr, neighbor,
     neighbor_bytes, seconds_per_byte, latency_s, criticality, depth, ideal_s, progress, static, finish, out,
@@ -148,12 +148,12 @@ def device_features(  # type: ignore[no-untyped-def]
     for d in range(devices):
         largest = max(largest, load_s[d])
         ready = free_s[d]
-        for entry in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
-            other = neighbor[entry]
+        for place in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
+            other = neighbor[place]
             where = plan[other]
             if where >= 0:
                 # An edge carries activations and their gradients: half of its bytes hold up the forward.
-                sent = latency_s[where, d] + 0.5 * neighbor_bytes[entry] * seconds_per_byte[where, d]
+                sent = latency_s[where, d] + 0.5 * neighbor_bytes[place] * seconds_per_byte[where, d]
                 ready = max(ready, finish_s[other] + sent)
         finish[d] = ready + time_s[group, d]
         if allowed[group, d]:
@@ -162,8 +162,8 @@ def device_features(  # type: ignore[no-untyped-def]
         best = 0.0
     for d in range(devices):
         near, total, sent = 0.0, 0.0, 0.0
-        for entry in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
-            size, where = neighbor_bytes[entry], plan[neighbor[entry]]
+        for place in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
+            size, where = neighbor_bytes[place], plan[neighbor[place]]
             total += size
             if where == d:
                 near += size

@@ -17,6 +17,7 @@ LEVEL = {
     "files": 1,
     "interrupts": 1,
     "extensions": 1,
+    "compiled": 2,
     "problem": 2,
     "graph": 3,
     "cluster": 3,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,12 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
                 worst = both[int(np.argmax(values))]
                 where = f"{values.max():.3f} ({worst['cluster']}, {worst['model']}, seed {worst['seed']})"
                 print(f"| {name} | {_ratio(both, own, name)} | {' / '.join(map(str, counts))} | {where} |")
+        print("\nThe same by the fastest of an answer's timed steps, which other work on the machine disturbs least\n")
+        print("| over | ratio |\n|---|---|")
+        for name in everybody:
+            both = [row for row in rows if own in row["judged_s"] and name in row["judged_s"]]
+            if name != own and both:
+                print(f"| {name} | {_ratio(both, own, name, np.min)} |")
         print("\nBy seed, over the un-tuned agent\n\n| seed | " + " | ".join(methods[1:]) + " |")
         print("|---|" + "---|" * len(methods[1:]))
         for seed in sorted(seeds):
@@ -60,10 +66,10 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _values(rows: Sequence[dict[str, Any]], name: str, over: str) -> Any:
+def _values(rows: Sequence[dict[str, Any]], name: str, over: str, statistic: Callable[..., Any] = np.median) -> Any:
     return np.array(
         [
-            float(np.median(row["judged_s"][name]) / np.median(row["judged_s"][over]))
+            float(statistic(row["judged_s"][name]) / statistic(row["judged_s"][over]))
             for row in rows
             if name in row["judged_s"] and over in row["judged_s"]
         ]
@@ -74,8 +80,8 @@ def _mean(values: Any) -> float:
     return float(np.exp(np.log(values).mean())) if len(values) else float("nan")
 
 
-def _ratio(rows: Sequence[dict[str, Any]], name: str, over: str) -> str:
-    values = _values(rows, name, over)
+def _ratio(rows: Sequence[dict[str, Any]], name: str, over: str, statistic: Callable[..., Any] = np.median) -> str:
+    values = _values(rows, name, over, statistic)
     if not len(values):
         return "-"
     rng = np.random.default_rng(0)

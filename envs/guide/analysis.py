@@ -8,17 +8,17 @@ All tasks of the step are looked at, those of every micro-batch. Axes as in `rlp
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs.guide import facts, pressure, view
-from rlplace.envs.guide.facts import INNER, KERNEL, Facts, stamp_of
+from rlplace.envs.guide.facts import Facts
 from rlplace.envs.guide.pressure import STRICT, TIGHT, fill_sharing, fill_windows, tightness
 from rlplace.envs.guide.view import BUSIEST, CHAIN_SENT, CHAIN_WAIT, CHAIN_WORK, CHANNEL, OVERFLOW, STEP, WORK, View
 
 _QUEUE = 8  # tasks that a waiting task is looked for behind
 
 
-@njit(**INNER)
+@inner
 def _totals(f, v, plan, transfer, peak, step, overflow):
     devices = len(v.load)
     v.load[:] = 0.0
@@ -43,7 +43,7 @@ def _totals(f, v, plan, transfer, peak, step, overflow):
     v.total[STEP], v.total[OVERFLOW] = step, overflow
 
 
-@njit(**INNER)
+@inner
 def _slack(f, v, plan, start, end, step, by_start):
     devices = len(v.load)
     following = np.full(devices, step)
@@ -98,7 +98,7 @@ def _slack(f, v, plan, start, end, step, by_start):
                     v.margin[edge] = min(v.margin[edge], v.late[reader] - (end[reader] - start[reader]))
 
 
-@njit(**INNER)
+@inner
 def _ready(f, v, plan, end, value, device):
     """When a value is on a device."""
     arrived = v.arrival[value * len(v.load) + device]
@@ -110,7 +110,7 @@ def _ready(f, v, plan, end, value, device):
     return made
 
 
-@njit(**INNER)
+@inner
 def _chain(f, v, plan, start, end, final, limit):
     """Walks the chain of events that ends the step back to its beginning."""
     devices = len(v.load)
@@ -168,7 +168,7 @@ def _chain(f, v, plan, start, end, final, limit):
 
 
 def _compile(stamp):
-    @njit(**KERNEL)
+    @entry
     def analyse(facts, view, plan, start, end, transfer, peak, step, overflow):
         """Fills a view.
 

@@ -10,10 +10,10 @@ of the current plan says that time is lost.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs.guide import facts, view
-from rlplace.envs.guide.facts import INNER, KERNEL, Facts, stamp_of
+from rlplace.envs.guide.facts import Facts
 from rlplace.envs.guide.view import STEP, View
 from rlplace.planners.common import movekernels
 from rlplace.planners.common.movekernels import random
@@ -26,12 +26,12 @@ _ON_CHAIN = 0.45  # share of seeds drawn by what a remedy on the critical chain 
 _TIGHT = 0.25  # share drawn by tightness; the others are uniform
 
 
-@njit(**INNER)
+@inner
 def _below(state, count):
     return min(np.int64(random(state) * count), count - 1)
 
 
-@njit(**INNER)
+@inner
 def _pick(cumulative, state):
     """An index drawn by the increments of a non-decreasing array; -1 when it does not rise."""
     total = cumulative[len(cumulative) - 1]
@@ -47,7 +47,7 @@ def _pick(cumulative, state):
     return low
 
 
-@njit(**INNER)
+@inner
 def _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state):
     """A group and a device that it may go to; the device is -1 where there is none."""
     groups, devices = group_s.shape
@@ -82,7 +82,7 @@ def _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state):
     return g, d
 
 
-@njit(**INNER)
+@inner
 def _put(group_s, plan, g, d, groups, targets, count):
     """Adds a group to a move if it may go there and is not there already."""
     if plan[g] != d and group_s[g, d] < np.inf:
@@ -91,7 +91,7 @@ def _put(group_s, plan, g, d, groups, targets, count):
     return count
 
 
-@njit(**INNER)
+@inner
 def _run(group_s, order, position, plan, g, d, state, groups, targets, at):
     """Consecutive groups on the seed's device: up to a number of them, or all up to the next group on the target."""
     size, here = len(plan), plan[g]
@@ -110,7 +110,7 @@ def _run(group_s, order, position, plan, g, d, state, groups, targets, at):
     return count - at
 
 
-@njit(**INNER)
+@inner
 def _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets, at, mark):
     """Connected groups on the seed's device, nearest first."""
     here = plan[g]
@@ -134,7 +134,7 @@ def _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets
     return count - at
 
 
-@njit(**INNER)
+@inner
 def _swap(group_s, mean_s, plan, g, d, state, groups, targets, at):
     """The seed goes to the device, a group from there comes back, of several drawn the one of the most similar work."""
     size, here, best = len(plan), plan[g], np.int64(-1)
@@ -149,7 +149,7 @@ def _swap(group_s, mean_s, plan, g, d, state, groups, targets, at):
     return _put(group_s, plan, best, here, groups, targets, count) - at
 
 
-@njit(**INNER)
+@inner
 def _devices(group_s, plan, d, e, exchange, groups, targets, at):
     """Empties device `d` into `e`, or exchanges the two."""
     count = at
@@ -162,7 +162,7 @@ def _devices(group_s, plan, d, e, exchange, groups, targets, at):
 
 
 def _compile(stamp):
-    @njit(**KERNEL)
+    @entry
     def draw_moves(facts, view, plan, state, shares, ptr, groups, targets, kinds):
         """Fills up to K moves and returns their number.
 

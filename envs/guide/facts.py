@@ -5,9 +5,6 @@ Axes: D devices, G groups, K tasks, V values, M merged edges between groups, C c
 
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +15,6 @@ from rlplace.planners.common.groupgraph import finite_links
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.simulator.tasks import TaskGraph, task_graph
-
-KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
 
 
 class Facts(NamedTuple):
@@ -61,14 +55,6 @@ class Facts(NamedTuple):
     depth: Any  # float64 [G]
     order: Any  # int32 [G], depth first
     position: Any  # int64 [G], of a group in `order`
-
-
-def stamp_of(*modules: ModuleType) -> int:
-    """Stands for the content of modules that compiled code comes from.
-
-    numba's cache looks at the file of an entry point and at enclosed values alone, so entry points enclose this one.
-    """
-    return zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in modules))
 
 
 def make_facts(instance: Instance) -> Facts:

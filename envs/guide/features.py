@@ -9,10 +9,10 @@ Times are divided by the step time of the current plan, bytes by the memory limi
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs.guide import facts, pressure, view
-from rlplace.envs.guide.facts import INNER, KERNEL, Facts, stamp_of
+from rlplace.envs.guide.facts import Facts
 from rlplace.envs.guide.pressure import STRICT, TIGHT
 from rlplace.envs.guide.view import BUSIEST, CHAIN_SENT, CHAIN_WAIT, CHAIN_WORK, CHANNEL, OVERFLOW, STEP, WORK, View
 
@@ -78,14 +78,14 @@ NUM_FEATURES = len(FEATURES)
 CLIP = 8.0
 
 
-@njit(**INNER)
+@inner
 def _crossing_s(f, edge, a, b):
     """Seconds that the values of an edge take from one device to another, all micro-batches."""
     return f.edge_count[edge] * f.latency[a, b] + f.edge_bytes[edge] * f.inverse[a, b] + f.edge_fixed_s[edge]
 
 
 def _compile(stamp):
-    @njit(**KERNEL)
+    @entry
     def move_features(facts, view, plan, ptr, groups, targets, kinds, count, microbatches, trial, out):
         """Fills `out` float32 [K, F] for the first `count` moves.
 

@@ -9,9 +9,8 @@ shorten it; a value that others read on a device is there for every reader.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from rlplace.envs.guide.facts import INNER
+from rlplace.compiled import inner
 
 BINS = 64
 """Parts that the step is divided into."""
@@ -23,13 +22,13 @@ SHARPNESS = (20.0, 200.0)
 """How fast work with slack stops counting as critical: half at 5 % and at 0.5 % of the step."""
 
 
-@njit(**INNER)
+@inner
 def tightness(slack, step, way):
     """1 without slack, falling with it; `way` is TIGHT or STRICT."""
     return 1.0 / (1.0 + SHARPNESS[way] * max(slack, 0.0) / max(step, 1e-30))
 
 
-@njit(**INNER)
+@inner
 def fill_windows(f, v, plan, start, end, step):
     """Fills what of a `View` asks who runs during the tasks of a group: idle, clash and crowd; and urgent."""
     devices = len(v.load)
@@ -70,7 +69,7 @@ def fill_windows(f, v, plan, start, end, step):
                     v.crowd[way, g] += v.clash[way, g, d]
 
 
-@njit(**INNER)
+@inner
 def fill_sharing(f, v, plan):
     """What readers of the same tensors on the same device share: a value is sent there once."""
     devices = len(v.load)

@@ -1,20 +1,15 @@
-"""Prices of moves: one simulation each, in one compiled loop. Every price is a label that a network can learn from.
-
-The kernel holds the compiled simulator, at whose files numba's cache would not look; a stamp of their content is therefore an
-enclosed value.
-"""
+"""Prices of moves: one simulation each, in one compiled loop. Every price is a label that a network can learn from."""
 
 # Compiled functions take their types from their arguments.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from numba import njit
-
+from rlplace.compiled import entry
 from rlplace.simulator.fast import STAMP, simulate_plans
 
 
 def _compile(stamp):
-    @njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)
+    @entry
     def price_moves(simulation, plan, ptr, groups, targets, which, trial, step_s, overflow):
         """Simulates the plan after each of some moves.
 

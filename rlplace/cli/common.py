@@ -210,6 +210,14 @@ def check_agent(name: str) -> None:
     load_checkpoint(name)
 
 
+def compile_first() -> None:
+    """On the first use on this machine has the agent's kernels compiled, and says why that takes time."""
+    from rlplace.agents.first_use import compile_ahead
+
+    if compile_ahead():
+        say("first use on this machine: compiling the simulator and the planners, which takes about a minute, once")
+
+
 def positive(text: str) -> int:
     """Argparse type: a whole number from 1 up."""
     return _whole(text, 1)

@@ -14,6 +14,7 @@ from rlplace.cli.common import (
     capture_model,
     check_agent,
     check_costs,
+    compile_first,
     load_problem,
     positive,
     price_model,
@@ -72,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     names = _planners(options)
     if "agent" in names:
         check_agent(options.agent)
+        compile_first()
     for path in filter(None, (options.csv, options.out)):
         check_output(path)
     if options.resume and not options.out:

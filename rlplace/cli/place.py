@@ -12,6 +12,7 @@ import numpy as np
 from rlplace.cli.common import (
     add_model_options,
     check_agent,
+    compile_first,
     load,
     model_options,
     natural,
@@ -80,6 +81,7 @@ def run(options: argparse.Namespace) -> int:
     get_planner(options.planner)
     if options.planner == "agent":
         check_agent(options.agent)
+        compile_first()
     loaded = load(options.model, options.cluster, options)
     extra: dict[str, Any] = {"agent": options.agent} if options.planner == "agent" else {}
     if options.microbatches > 1:

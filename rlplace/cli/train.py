@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import natural, positive, print_json, say
+from rlplace.cli.common import compile_first, natural, positive, print_json, say
 from rlplace.errors import InputError, MissingError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("--resume continues in its own folder; leave --out out")
     out = Path(options.resume or options.out or "runs/agent")
     config, problems = _config(options, out)
+    compile_first()
     source = cases_of(problems, seed=config.seed, cluster=options.cluster)
     given = cases_of(options.test) if options.test else None
     if given is not None and given.count is None:

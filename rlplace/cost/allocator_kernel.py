@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+
+from rlplace.compiled import entry, inner
 
 MIN_BLOCK = 512
 SMALL_SIZE = 1 << 20
@@ -33,7 +34,6 @@ LARGE_SEGMENT, MAX_SPLIT, NON_SPLIT_ROUNDING, EXPANDABLE, CAPACITY = range(5)
 """Entries of `Heap.option`; CAPACITY is -1 without a limit."""
 
 _ADDRESS_SPACE = 1 << 54
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
 
 
 class Heap(NamedTuple):
@@ -56,7 +56,7 @@ class Heap(NamedTuple):
     option: Any  # int64 [5]
 
 
-@njit(**_INNER)
+@inner
 def _new_block(heap, address, size, pool, state):
     if heap.tally[SPARE_SLOTS] > 0:
         heap.tally[SPARE_SLOTS] -= 1
@@ -73,14 +73,14 @@ def _new_block(heap, address, size, pool, state):
     return slot
 
 
-@njit(**_INNER)
+@inner
 def _drop_slot(heap, block):
     heap.state[block] = UNUSED
     heap.spare[heap.tally[SPARE_SLOTS]] = block
     heap.tally[SPARE_SLOTS] += 1
 
 
-@njit(**_INNER)
+@inner
 def _lower_bound(heap, pool, size, address):
     """Position of the first cached block that is not smaller than (size, address)."""
     low, high = 0, heap.cached_count[pool]
@@ -95,7 +95,7 @@ def _lower_bound(heap, pool, size, address):
     return low
 
 
-@njit(**_INNER)
+@inner
 def _insert(heap, block):
     pool = heap.pool[block]
     at = _lower_bound(heap, pool, heap.size[block], heap.address[block])
@@ -108,7 +108,7 @@ def _insert(heap, block):
     heap.born[block] = heap.searches[pool]
 
 
-@njit(**_INNER)
+@inner
 def _remove_at(heap, pool, at):
     row = heap.cached[pool]
     heap.cached_count[pool] -= 1
@@ -116,13 +116,13 @@ def _remove_at(heap, pool, at):
         row[i] = row[i + 1]
 
 
-@njit(**_INNER)
+@inner
 def _remove(heap, block):
     pool = heap.pool[block]
     _remove_at(heap, pool, _lower_bound(heap, pool, heap.size[block], heap.address[block]))
 
 
-@njit(**_INNER)
+@inner
 def _insert_unmapped(heap, block):
     pool = heap.pool[block]
     row = heap.unmapped[pool]
@@ -135,7 +135,7 @@ def _insert_unmapped(heap, block):
     heap.state[block] = UNMAPPED
 
 
-@njit(**_INNER)
+@inner
 def _remove_unmapped(heap, block):
     pool = heap.pool[block]
     row = heap.unmapped[pool]
@@ -147,7 +147,7 @@ def _remove_unmapped(heap, block):
         row[i] = row[i + 1]
 
 
-@njit(**_INNER)
+@inner
 def _splice(heap, block, before, after):
     if before >= 0:
         heap.next[before] = block
@@ -157,7 +157,7 @@ def _splice(heap, block, before, after):
     heap.next[block] = after
 
 
-@njit(**_INNER)
+@inner
 def _try_merge(heap, block, other, state):
     """Swallows a neighbour that is free (or unmapped, as `state` says)."""
     if other < 0 or heap.state[other] != state:
@@ -175,13 +175,13 @@ def _try_merge(heap, block, other, state):
     _drop_slot(heap, other)
 
 
-@njit(**_INNER)
+@inner
 def _expandable_size(heap, block):
     after = heap.next[block]
     return heap.size[block] + (heap.size[after] if after >= 0 and heap.state[after] == UNMAPPED else 0)
 
 
-@njit(**_INNER)
+@inner
 def _get_free_block(heap, pool, size):
     heap.searches[pool] += 1
     at = _lower_bound(heap, pool, size, 0)
@@ -202,17 +202,17 @@ def _get_free_block(heap, pool, size):
     return block
 
 
-@njit(**_INNER)
+@inner
 def _fits(heap, size):
     return heap.option[CAPACITY] < 0 or heap.tally[RESERVED] + size <= heap.option[CAPACITY]
 
 
-@njit(**_INNER)
+@inner
 def _page(heap, pool):
     return SMALL_SEGMENT if pool == 0 else heap.option[LARGE_SEGMENT]
 
 
-@njit(**_INNER)
+@inner
 def _map_block(heap, block, size):
     """Puts whole pages behind the front of an unmapped block; it takes in its free neighbours. False: out of memory."""
     page = _page(heap, heap.pool[block])
@@ -233,7 +233,7 @@ def _map_block(heap, block, size):
     return True
 
 
-@njit(**_INNER)
+@inner
 def _find_expandable_block(heap, pool, size):
     """Lowest place in the segment where free and unmapped neighbours add up to `size`."""
     if heap.unmapped_count[pool] == 0:
@@ -254,7 +254,7 @@ def _find_expandable_block(heap, pool, size):
     return -1
 
 
-@njit(**_INNER)
+@inner
 def _try_allocate_expandable_block(heap, pool, size):
     candidate = _find_expandable_block(heap, pool, size)
     if candidate < 0:
@@ -270,7 +270,7 @@ def _try_allocate_expandable_block(heap, pool, size):
     return candidate
 
 
-@njit(**_INNER)
+@inner
 def _allocation_size(heap, size):
     if size <= SMALL_SIZE:
         return SMALL_SEGMENT
@@ -279,7 +279,7 @@ def _allocation_size(heap, size):
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-@njit(**_INNER)
+@inner
 def _alloc_block(heap, pool, size):
     if heap.option[EXPANDABLE]:
         return _try_allocate_expandable_block(heap, pool, size)
@@ -293,7 +293,7 @@ def _alloc_block(heap, pool, size):
     return block
 
 
-@njit(**_INNER)
+@inner
 def _release_block(heap, block):
     _remove(heap, block)
     heap.tally[RESERVED] -= heap.size[block]
@@ -301,7 +301,7 @@ def _release_block(heap, block):
     _drop_slot(heap, block)
 
 
-@njit(**_INNER)
+@inner
 def _release_available_cached_blocks(heap, pool, size):
     """With a split limit: gives back oversize blocks, but only enough of them for `size`."""
     limit = heap.option[MAX_SPLIT]
@@ -322,7 +322,7 @@ def _release_available_cached_blocks(heap, pool, size):
     return released >= wanted
 
 
-@njit(**_INNER)
+@inner
 def _unmap_block(heap, block):
     """Takes the memory from the whole pages inside a free block."""
     page = _page(heap, heap.pool[block])
@@ -347,7 +347,7 @@ def _unmap_block(heap, block):
     _insert_unmapped(heap, block)
 
 
-@njit(**_INNER)
+@inner
 def _release_cached_blocks(heap):
     """Gives back every cached block that is a whole segment, and every free page of expandable segments."""
     for pool in (1, 0):
@@ -359,7 +359,7 @@ def _release_cached_blocks(heap):
                 _release_block(heap, block)
 
 
-@njit(**_INNER)
+@inner
 def _garbage_collect_cached_blocks(heap, threshold):
     """Above the threshold: gives back cached large segments, those unused for longest first."""
     limit = np.int64(threshold * heap.option[CAPACITY])
@@ -388,7 +388,7 @@ def _garbage_collect_cached_blocks(heap, threshold):
                 at += 1
 
 
-@njit(**_INNER)
+@inner
 def _should_split(heap, block, size):
     remaining = heap.size[block] - size
     if heap.pool[block] == 0 or heap.option[EXPANDABLE]:
@@ -396,7 +396,7 @@ def _should_split(heap, block, size):
     return size < heap.option[MAX_SPLIT] and remaining > SMALL_SIZE
 
 
-@njit(**_INNER)
+@inner
 def _malloc(heap, size, threshold):
     """A used block of at least `size` bytes; -1: out of memory."""
     pool = 0 if size <= SMALL_SIZE else 1
@@ -425,7 +425,7 @@ def _malloc(heap, size, threshold):
     return block
 
 
-@njit(**_INNER)
+@inner
 def _free(heap, block):
     heap.tally[ALLOCATED] -= heap.size[block]
     heap.state[block] = FREE
@@ -434,7 +434,7 @@ def _free(heap, block):
     _insert(heap, block)
 
 
-@njit(**_INNER)
+@inner
 def _floor_log2(value):
     result = 0
     while value > 1:
@@ -443,7 +443,7 @@ def _floor_log2(value):
     return result
 
 
-@njit(**_INNER)
+@inner
 def _round_size(size, divisions):
     """`divisions` holds the number of steps between powers of two, by interval from 1 MiB to 64 GiB."""
     if size < MIN_BLOCK:
@@ -456,7 +456,7 @@ def _round_size(size, divisions):
     return -(-size // MIN_BLOCK) * MIN_BLOCK
 
 
-@njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)
+@entry
 def run_events(heap, divisions, threshold, ids, sizes, block_of, allocated, reserved):
     """Replays events in order; see `rlplace.cost.allocator.replay`.
 

@@ -26,17 +26,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from rlplace.compiled import entry
 from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import finite_links, group_graph
 from rlplace.planners.common.subsets import device_subsets, map_parts
 from rlplace.problem import Problem
-
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}  # less to compile; see `kernels`
 
 MAX_STATES = 4096
 """Sets of devices, like ones counted, up to which all device orders are searched."""
@@ -169,7 +167,7 @@ def _cover(
     return np.array(kinds[::-1], dtype=np.int64), np.array(cuts[::-1], dtype=np.int64)
 
 
-@njit(**_KERNEL)
+@entry
 def _extend(start, kind, bound, prefix, barrier, size, limits):
     """The end of the longest segment from `start` that a device of class `kind` can take."""
     low, high = start, barrier[kind, start]
@@ -182,7 +180,7 @@ def _extend(start, kind, bound, prefix, barrier, size, limits):
     return low
 
 
-@njit(**_KERNEL)
+@entry
 def _reach(bound, prefix, barrier, size, limits, counts, reach, last):
     """Fills `reach` and `last`: the longest prefix covered by every multiset of devices, and the class of its last device."""
     for state in range(1, len(reach)):
@@ -216,7 +214,7 @@ def _cheapest_cuts(
     return cuts
 
 
-@njit(**_KERNEL)
+@entry
 def _cheapest(prefix, barrier, size, limits, cut_s, bound, best, start, queue, value):
     """Fills `best` and `start` [K + 1, G + 1].
 

@@ -17,6 +17,7 @@ from rlplace.planners import ONE_SHOT, PLANNERS
 from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, Execution, uncounted
 from rlplace.planners.common.floor import REPAIRS, best_of, finish
 from rlplace.planners.common.shortage import check_possible
+from rlplace.planners.compiler.partition import warm_up as warm_up_partitions
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
@@ -37,6 +38,7 @@ def warm_up() -> None:
     with uncounted():
         for _ in floor_answers(problem, Evaluator(problem), Deadline(None)):
             pass
+    warm_up_partitions(problem)
 
 
 def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Answer | None:

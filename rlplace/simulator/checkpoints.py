@@ -9,18 +9,15 @@ after a move begins at the last of them before that one. The result is that of a
 
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-from rlplace.simulator import fast
+from rlplace.compiled import entry, inner
 from rlplace.simulator import records as r
-from rlplace.simulator.fast import ENTRY, STAMP, begin, report, reset
+from rlplace.simulator.fast import STAMP, begin, report, reset
 from rlplace.simulator.loop import DONE, PAUSED, run
-from rlplace.simulator.queues import INNER, part
+from rlplace.simulator.queues import part
 
 
 class State(NamedTuple):
@@ -63,7 +60,7 @@ def saved_for(work: r.Work, checkpoints: int) -> Saved:
     )
 
 
-@njit(**INNER)
+@inner
 def _copy(target, at, source, begin, count):
     """Copies `count` items; returns where the next ones go."""
     for i in range(count):
@@ -71,7 +68,7 @@ def _copy(target, at, source, begin, count):
     return at + count
 
 
-@njit(**INNER)
+@inner
 def _save(g, w, state, saved, number):
     """Saves where a run stands."""
     clock, layout, words, halves = saved.clock[number], w.layout, saved.words[number], saved.halves[number]
@@ -90,7 +87,7 @@ def _save(g, w, state, saved, number):
     _copy(halves, at, absent, 0, len(absent))
 
 
-@njit(**INNER)
+@inner
 def _restore(g, w, state, saved, number):
     """Brings back where a run stood; the order of parts is that of `_save`."""
     clock, layout, words, halves = saved.clock[number], w.layout, saved.words[number], saved.halves[number]
@@ -115,7 +112,7 @@ def _restore(g, w, state, saved, number):
     _copy(absent, 0, halves, at + count, len(absent))
 
 
-@njit(**INNER)
+@inner
 def _shift_memory(g, w, device_of_group, sign):
     """Adds or takes away what is resident, so that saved states fit every plan that they may be continued for."""
     device, sizes, num_groups = w.device, g.bytes, len(device_of_group)
@@ -131,7 +128,7 @@ def _shift_memory(g, w, device_of_group, sign):
 def _compile(stamp):
     """The function that is called from outside, with the stamp as an enclosed value."""
 
-    @njit(**ENTRY)
+    @entry(nogil=True)
     def run_from(graph, work, state, saved, ranks, device_of_group, pauses, first, peak, busy_s):
         """Simulates a plan from a saved state on.
 
@@ -178,4 +175,4 @@ def _compile(stamp):
     return run_from
 
 
-run_from = _compile(zlib.crc32(Path(str(fast.__file__)).read_bytes(), STAMP))
+run_from = _compile(STAMP)

@@ -21,29 +21,26 @@ Sums run left to right in float64; no fast-math, so the compiler may neither reo
 
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
+import sys
 
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import entry, inner, stamp_of
 from rlplace.simulator import gates, loop, queues
 from rlplace.simulator import records as r
 from rlplace.simulator.gates import admit, open_gates, prepare_gates
 from rlplace.simulator.loop import BAD_DEVICE, CANNOT_RUN, DONE, STUCK, run
-from rlplace.simulator.queues import DUE, INNER, part
+from rlplace.simulator.queues import DUE, part
 
 __all__ = ["BAD_DEVICE", "CANNOT_RUN", "DONE", "STUCK", "bottom_levels", "simulate_plans"]
 
-_SOURCES = (Path(str(module.__file__)) for module in (r, queues, gates, loop))
-STAMP = zlib.crc32(b"".join(source.read_bytes() for source in _SOURCES))
-"""Stands for the files that `simulate_plans` is compiled from: numba's cache looks at this one and at enclosed values only."""
+STAMP = stamp_of(r, queues, gates, loop, sys.modules[__name__])
+"""Of all that `simulate_plans` is compiled from."""
 
-ENTRY = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _NEVER = np.iinfo(np.int64).max
 
 
-@njit(**INNER)
+@inner
 def reset(g, w, device_of_group):
     """Empties all queues and fills the devices with what is resident; returns DONE or BAD_DEVICE."""
     device, channel, value, clock, ready, sizes = w.device, w.channel, w.value, w.layout, w.ready, g.bytes
@@ -82,7 +79,7 @@ def reset(g, w, device_of_group):
     return DONE
 
 
-@njit(**INNER)
+@inner
 def begin(g, w, ranks, device_of_group, stage_of_group):
     """Admits the tasks that miss nothing, and opens the first gates."""
     clock = w.layout
@@ -94,7 +91,7 @@ def begin(g, w, ranks, device_of_group, stage_of_group):
     clock[r.WAITING], clock[r.SLOTS], clock[r.FOUND] = counts
 
 
-@njit(**INNER)
+@inner
 def report(g, w, peak, busy_s):
     """Copies peaks and busy seconds; returns the memory overflow relative to the limits, summed over devices."""
     device, sizes, overflow = w.device, g.bytes, 0.0
@@ -110,7 +107,7 @@ def report(g, w, peak, busy_s):
 def _compile(stamp):
     """The function that is called from outside, with the stamp as an enclosed value."""
 
-    @njit(**ENTRY)
+    @entry(nogil=True)
     def simulate_plans(graph, work, ranks, position, device_of_group, stage_of_group, outcome, step_s, peak, busy_s):
         """Simulates one plan per row of `device_of_group`; `work` holds what happened in the last.
 
@@ -156,7 +153,7 @@ def _compile(stamp):
 simulate_plans = _compile(STAMP)
 
 
-@njit(**ENTRY)
+@entry(nogil=True)
 def bottom_levels(topological_order, time_s, output_ptr, outputs, consumer_ptr, consumers, level):
     """Fills `level` float64 [N] with `reference.default_priority`: mean time plus the longest way to the end."""
     for i in range(len(level) - 1, -1, -1):

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import inner
 from rlplace.simulator import records as r
-from rlplace.simulator.queues import INNER, add_ready, join_queues, levels, part
+from rlplace.simulator.queues import add_ready, join_queues, levels, part
 
 
-@njit(**INNER)
+@inner
 def prepare_gates(g, w, stage):
     """Sorts the ops that wait by stage, and counts what each batch waits for.
 
@@ -64,7 +64,7 @@ def prepare_gates(g, w, stage):
     return stages_to_sink(part(g, r.LINKS), stage, stages)
 
 
-@njit(**INNER)
+@inner
 def next_stage(apart_ptr, apart, stage, op, after):
     """The lowest stage above `after` that an op of APART_STAGES closes, NONE after the last."""
     lowest = np.int64(r.NONE)
@@ -75,7 +75,7 @@ def next_stage(apart_ptr, apart, stage, op, after):
     return lowest
 
 
-@njit(**INNER)
+@inner
 def stages_to_sink(links, stage, stages):
     """int64 [S], stages on the longest path to a sink of the forward stage graph, both ends counted; a cycle counts as one."""
     reach = np.zeros((stages, stages), dtype=np.bool_)
@@ -105,7 +105,7 @@ def stages_to_sink(links, stage, stages):
     return longest
 
 
-@njit(**INNER)
+@inner
 def admit(g, w, ranks, device_of_group, tasks, counts):
     """Tasks that wait for one thing less, in their order: what misses nothing any more is ready, or a collective's.
 
@@ -129,7 +129,7 @@ def admit(g, w, ranks, device_of_group, tasks, counts):
     return waiting, used, found
 
 
-@njit(**INNER)
+@inner
 def member_waits(g, w, collective, used, found):
     """One task less keeps a collective waiting; the last one lets it join the queues of its channels."""
     absent, held, slots = part(w, r.ABSENT), part(g, r.HELD), w.slot
@@ -145,7 +145,7 @@ def member_waits(g, w, collective, used, found):
     return np.uint32(used + 1), found
 
 
-@njit(**INNER)
+@inner
 def open_gates(g, w, ranks, device_of_group, stage, count, counts):
     """The next gates of a stage open; see `admit`."""
     opened, gate_ptr, gate_ops = part(w, r.OPENED), part(w, r.GATE_PTR), part(w, r.GATE_OPS)
@@ -166,7 +166,7 @@ def open_gates(g, w, ranks, device_of_group, stage, count, counts):
     return counts
 
 
-@njit(**INNER)
+@inner
 def close_apart(g, w, ranks, device_of_group, stage_of_group, t, counts):
     """The batches of all stages that a task of an op of APART_STAGES is part of wait for one task less; see `admit`."""
     apart_ptr, apart, left, op = part(g, r.APART_PTR), part(g, r.APART), part(w, r.LEFT), g.task[t].op

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import inner
 from rlplace.simulator import records as r
 from rlplace.simulator.gates import close_apart, member_waits, open_gates
 from rlplace.simulator.queues import (
     DUE,
     IDLE,
-    INNER,
     RUNNING,
     add_ready,
     first_ready,
@@ -34,7 +33,7 @@ _OWNED = 1 << 30  # uses of what a group owns: its bytes there are never freed
 _LOWER_HALF = 0xFFFFFFFF
 
 
-@njit(**INNER)
+@inner
 def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
     """Goes on from where `w` stands, until nothing happens any more or `pause` tasks have ended.
 
@@ -270,7 +269,7 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
             return PAUSED, now
 
 
-@njit(**INNER)
+@inner
 def continue_pass(ready, d, middle, low, pass_ptr, number):
     """The lowest ready rank of the pass that a device is working on, else of all."""
     if number != r.NONE:
@@ -280,7 +279,7 @@ def continue_pass(ready, d, middle, low, pass_ptr, number):
     return first_ready(ready, d, middle, low)
 
 
-@njit(**INNER)
+@inner
 def start_collective(g, w, device_of_group, collective, now):
     """The tasks of a collective start together; returns the longest of their times, NaN if one cannot run."""
     task, time_s, device, value, times = g.task, g.time_s, w.device, w.value, w.time_s
@@ -305,7 +304,7 @@ def start_collective(g, w, device_of_group, collective, now):
     return longest
 
 
-@njit(**INNER)
+@inner
 def first_bytes(value, gathered_ptr, gathered_of, t, d):
     """Bytes of the values of several producers of which this task is the first to start."""
     total = 0

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from rlplace.compiled import inner
 from rlplace.simulator.records import NONE
 
 IDLE, RUNNING, DUE = range(3)
 """State of a device; DUE: idle, and in the list of those that may have something to start."""
 
-INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
-"""A division by zero cannot happen, so no code for its error, and nobody outside calls these: both shorten the compilation."""
 
-
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def levels(tasks):
     """Where the second and the third level of a set of ready tasks begin."""
     low = (tasks + 63) >> 6
@@ -31,7 +29,7 @@ def levels(tasks):
     return top, top + middle
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def part(owner, number):
     """One of the lists that share the words of a `Graph` or a `Work`."""
     return owner.words[owner.layout[number] : owner.layout[number + 1]]
@@ -47,12 +45,12 @@ def _lowest_bit(typingctx, word):
     return types.int64(types.uint64), codegen
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def _bit(number):
     return np.uint64(1) << np.uint64(number & 63)
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def add_ready(ready, device, due, waiting, middle, low, rank, d):
     """Adds a rank to a device's set; `middle` and `low` are where its levels begin.
 
@@ -71,13 +69,13 @@ def add_ready(ready, device, due, waiting, middle, low, rank, d):
     return np.uint32(waiting + idle)
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def is_ready(ready, device, low, rank):
     """Whether a rank is in a device's set."""
     return ready[device, low + (rank >> 6)] & _bit(rank) != 0
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def remove_ready(ready, device, middle, low, rank):
     """Removes a rank from a device's set."""
     word = ready[device, low + (rank >> 6)] & ~_bit(rank)
@@ -89,7 +87,7 @@ def remove_ready(ready, device, middle, low, rank):
             ready[device, rank >> 18] &= ~_bit(rank >> 12)
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def first_ready(ready, device, middle, low):
     """The lowest rank of a set that is not empty."""
     i = 0
@@ -100,7 +98,7 @@ def first_ready(ready, device, middle, low):
     return (i << 6) + _lowest_bit(ready[device, low + i])
 
 
-@njit(**INNER)
+@inner
 def next_ready(ready, device, middle, low, rank):
     """The lowest rank of a set from `rank` on, or NONE."""
     every, i = ~np.uint64(0), np.int64(rank)
@@ -125,7 +123,7 @@ def next_ready(ready, device, middle, low, rank):
     return np.int64(NONE)
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def push_event(event, size, time_s, key):
     """Adds to a heap of `size` events, ordered by (time, key)."""
     i = np.uint32(size)
@@ -138,7 +136,7 @@ def push_event(event, size, time_s, key):
     event[i].time_s, event[i].key = time_s, key
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def pop_event(event, size):
     """Removes the first of `size` events and returns its key."""
     first = event[0].key
@@ -163,7 +161,7 @@ def pop_event(event, size):
     return first
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def join_queues(slots, channel, channels, following, width, startable, found, slot, begin, end):
     """A slot joins the queues of `channels[begin:end]`; returns how many slots can start now."""
     blocked = 0
@@ -184,7 +182,7 @@ def join_queues(slots, channel, channels, following, width, startable, found, sl
     return np.uint32(found + (blocked == 0))
 
 
-@njit(forceinline=True, **INNER)
+@inner(forceinline=True)
 def leave_queues(slots, channel, channels, following, width, startable, found, slot):
     """A slot gives its channels to the next in their queues; returns how many slots can start now."""
     node = np.uint32(slot * width)

@@ -1,5 +1,9 @@
 """After the warm-up nothing is left to compile: a kernel with a second signature would be paid out of a time limit."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
@@ -11,7 +15,14 @@ from rlplace.envs.guide import analysis, draw, features, price
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.planners import balanced, get_planner
+from rlplace.planners.annealing import kernels as annealing
+from rlplace.planners.bipartition import kernels as bipartition
 from rlplace.planners.common import kernels, listkernels, movekernels
+from rlplace.planners.compiler import coarsen, fm, seeds
+from rlplace.planners.m_sct import kernels as m_sct
+from rlplace.planners.pardnn import kernels as pardnn
+from rlplace.planners.pardnn import sweep_kernel
+from rlplace.planners.pipedream import kernels as pipedream
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.toys import random_problem as toy_problem
@@ -19,7 +30,27 @@ from rlplace.simulator import fast, simulate, simulate_many
 
 KERNELS = {
     f"{module.__name__}.{name}": value
-    for module in (fast, kernels, listkernels, movekernels, balanced, analysis, draw, features, price, guided)
+    for module in (
+        fast,
+        kernels,
+        listkernels,
+        movekernels,
+        balanced,
+        annealing,
+        bipartition,
+        coarsen,
+        fm,
+        seeds,
+        m_sct,
+        pardnn,
+        sweep_kernel,
+        pipedream,
+        analysis,
+        draw,
+        features,
+        price,
+        guided,
+    )
     for name, value in vars(module).items()
     if isinstance(value, Dispatcher)
 }
@@ -60,3 +91,17 @@ def test_adapting_has_compiled_everything_before_its_time_begins():
     guide = Guide(make_instance(random_problem(1, 20, 4, memory_factor=1.3, hosts=2)), 32, 0)
     assert walk(guide, guide.instance.floor, 4, np.random.default_rng(0))
     assert signatures() == before
+
+
+@pytest.mark.slow
+def test_no_kernel_is_compiled_twice():
+    """In a process of its own: other tests may have called kernels with other arrays."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from test_one_signature import KERNELS; "
+        "from rlplace.agents import search; from rlplace.planners import best; search.warm_up(); best.warm_up(); "
+        "print(len(KERNELS), {name: kernel.signatures for name, kernel in KERNELS.items() if len(kernel.signatures) > 1})"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    count, _, more = done.stdout.strip().partition(" ")
+    assert int(count) > 30 and more == "{}"

@@ -1,23 +1,18 @@
 """The compiled loop of `annealing`: moves, simulations and decisions without a step back to Python.
 
-Scores are those of `rlplace.planners.common.evaluate.Score`. The kernel holds the compiled simulator, at whose files numba's
-cache would not look; a stamp of their content is therefore an enclosed value.
+Scores are those of `rlplace.planners.common.evaluate.Score`. The kernel holds the compiled simulator.
 """
 
 # Compiled functions take their types from their arguments.
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
-
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import entry, inner, stamp_of
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
-from rlplace.planners.common.movekernels import INNER, Tables, draw_move, random
-from rlplace.simulator import fast
+from rlplace.planners.common.movekernels import Tables, draw_move, random
 from rlplace.simulator.fast import STAMP, simulate_plans
 
 IDLE = 1000
@@ -26,7 +21,7 @@ IDLE = 1000
 _COOL_EVERY = 16  # simulations between two changes of the temperature
 
 
-@njit(**INNER)
+@inner
 def _penalized(step_s, overflow):
     """`Score.penalized_s`."""
     if overflow == 0.0:
@@ -34,7 +29,7 @@ def _penalized(step_s, overflow):
     return step_s * (1.0 + OVERFLOW_SLOPE * (overflow + OVERFLOW_BASE))
 
 
-@njit(**INNER)
+@inner
 def _better(step_s, overflow, than_step_s, than_overflow):
     """Whether one `Score.rank` is smaller than another."""
     feasible = overflow == 0.0 and step_s != np.inf
@@ -45,7 +40,7 @@ def _better(step_s, overflow, than_step_s, than_overflow):
 
 
 def _compile(stamp):
-    @njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)
+    @entry
     def anneal(simulation, trial, tables, state, devices, best, score, groups, targets, calls, hot, cooling, progress, slope):
         """Makes `calls` simulations, fewer when no move is found; returns how many.
 
@@ -103,5 +98,4 @@ def _compile(stamp):
     return anneal
 
 
-_SOURCES = (Path(str(module.__file__)) for module in (fast, movekernels, evaluate))
-anneal = _compile(zlib.crc32(b"".join(source.read_bytes() for source in _SOURCES), STAMP))
+anneal = _compile(stamp_of(movekernels, evaluate) ^ STAMP)

@@ -10,13 +10,11 @@ are prefix seconds of the two passes; `cut_a` and `cut_g` [L + 1] the bytes that
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+from rlplace.compiled import entry, inner
 
 
-@njit(**_INNER)
+@inner
 def _worker(
     i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions, overlap,
 ):  # fmt: skip
@@ -50,7 +48,7 @@ def _worker(
     return (max(load, traffic) if overlap else load + traffic), traffic
 
 
-@njit(**_KERNEL)
+@entry
 def worker_costs(
     forward, backward, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions, overlap,
     cost,
@@ -63,7 +61,7 @@ def worker_costs(
         )[0]  # fmt: skip
 
 
-@njit(**_KERNEL)
+@entry
 def partition(
     gap, bound, objective, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions,
     overlap, left_ahead, left_back, best, origin,
@@ -118,7 +116,7 @@ def partition(
                             origin[i + 1, p, d] = p0 * (layers + 1) + q0
 
 
-@njit(**_KERNEL)
+@entry
 def reach(bound, ahead, back, farthest, origin):
     """Fills `farthest` and `origin` [W + 1, L + 1]: compute only, no gap, no worker above `bound`.
 

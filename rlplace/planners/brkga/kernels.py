@@ -1,27 +1,21 @@
 """Compiled decoder of `brkga`: a list scheduler that random keys steer.
 
-The pricing of transfers is that of `rlplace.planners.common.listkernels`, whose file numba's cache would not look at; a stamp
-of its content is therefore an enclosed value of the kernel.
+The pricing of transfers is that of `rlplace.planners.common.listkernels`.
 """
 
 # Compiled functions take their types from their arguments.
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
-
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import entry, stamp_of
 from rlplace.planners.common import listkernels
 from rlplace.planners.common.listkernels import _inputs_present, _pop, _push
 
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-
 
 def _compile(stamp):
-    @njit(**_KERNEL)
+    @entry
     def decode(
         keys, barred, bias_s, rank, limit, result, room, finish, arrival, channel_free, free, missing, heap_key, heap_op, heap,
         num_missing, order, output_ptr, outputs, consumer_ptr, consumers, time_s, op_group, footprint, input_ptr, inputs,
@@ -94,4 +88,4 @@ def _compile(stamp):
     return decode
 
 
-decode = _compile(zlib.crc32(Path(str(listkernels.__file__)).read_bytes()))
+decode = _compile(stamp_of(listkernels))

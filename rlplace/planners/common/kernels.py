@@ -5,15 +5,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from rlplace.compiled import entry, inner
 
 # A division by zero cannot happen, so no code for its error, nor for callers in C; results and buffers come from the caller:
 # all of it shortens the first start, when everything is compiled.
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
 
 
-@njit(**_INNER)
+@inner
 def _communication(group, device, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
     """Seconds of all transfers of `group` if it sat on `device`, neighbours staying put."""
     total = 0.0
@@ -28,7 +27,7 @@ def _communication(group, device, devices, ptr, neighbor, edge, out, size, count
     return total
 
 
-@njit(**_KERNEL)
+@entry
 def shed(
     device, need, devices, load, room, footprint, time_s, members, slot, rows,
     ptr, neighbor, edge, out, size, count, fixed, latency, inverse,
@@ -92,7 +91,7 @@ def shed(
     return moved
 
 
-@njit(**_KERNEL)
+@entry
 def all_communication(devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse, rows):
     """Fills `rows` [G, D] with the seconds of all transfers of each group if it sat on each device."""
     for g in range(len(devices)):
@@ -100,7 +99,7 @@ def all_communication(devices, ptr, neighbor, edge, out, size, count, fixed, lat
             rows[g, d] = _communication(g, d, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse)
 
 
-@njit(**_INNER)
+@inner
 def _part_traffic(part, other, where, size, count, latency, inverse):
     """Seconds of all transfers of two parts, both directions, each pair counted once."""
     total = 0.0
@@ -114,7 +113,7 @@ def _part_traffic(part, other, where, size, count, latency, inverse):
     return total
 
 
-@njit(**_KERNEL)
+@entry
 def swap_parts(where, size, count, load, latency, inverse, rounds):
     """Exchanges the devices `where` of parts while that lowers traffic plus the number of parts times the largest load."""
     parts = len(where)
@@ -138,7 +137,7 @@ def swap_parts(where, size, count, load, latency, inverse, rounds):
             return
 
 
-@njit(**_KERNEL)
+@entry
 def place_illegal(order, devices, time_s, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
     """Moves groups off devices where they may not sit, to the one with the least time plus transfers, in group order."""
     for i in range(len(order)):
@@ -152,7 +151,7 @@ def place_illegal(order, devices, time_s, ptr, neighbor, edge, out, size, count,
             devices[g] = where
 
 
-@njit(**_INNER)
+@inner
 def _fewer_missing(order, devices, time_s, ptr, neighbor, out, linked, settled):
     """Moves each group in turn to the device with fewest missing links to settled neighbours; returns how many are left."""
     num_devices = len(linked)
@@ -176,7 +175,7 @@ def _fewer_missing(order, devices, time_s, ptr, neighbor, out, linked, settled):
     return missing
 
 
-@njit(**_KERNEL)
+@entry
 def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, passes):
     """Moves groups so that fewer edges need a link that does not exist; returns the number still missing.
 
@@ -202,7 +201,7 @@ def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, pass
     return missing
 
 
-@njit(**_KERNEL)
+@entry
 def chain_savings(
     last, by_start, device_of_op, start_s, end_s, arrival_s, op_group, input_ptr, inputs, producer, idle, before, latest, saved,
     touched,
@@ -259,7 +258,7 @@ def chain_savings(
             return
 
 
-@njit(**_KERNEL)
+@entry
 def run_costs(
     groups, targets, order, position, devices, moved, allowed, time_s, ptr, neighbor, edge, out, size, count, fixed, latency,
     inverse, low, high, cost_s,

@@ -14,15 +14,14 @@ Arrays are those of `rlplace.planners.common.oparrays.OpArrays`. State of a sche
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from rlplace.compiled import entry, inner
 
 # A division by zero cannot happen, so no code for its error, nor for callers in C. Values that go to an inner function are made
 # with `np.int64` and `np.bool_`: for literals numba would compile it once more.
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
 
 
-@njit(**_KERNEL)
+@entry
 def upward_rank(order, mean, edge, op_group, input_ptr, inputs, producer, below):
     """Adds to `below` [N] the mean time of each op plus the longest way to the end; `edge` [T] counts between groups."""
     for i in range(len(order) - 1, -1, -1):
@@ -35,7 +34,7 @@ def upward_rank(order, mean, edge, op_group, input_ptr, inputs, producer, below)
                 below[source] = max(below[source], cost + below[op])
 
 
-@njit(**_INNER)
+@inner
 def _inputs_present(
     op, device, commit, contention, devices, finish, arrival, channel_free, input_ptr, inputs, producer, holder, size, table,
     tables, latency, inverse, channel_ptr, channels,
@@ -66,7 +65,7 @@ def _inputs_present(
     return present
 
 
-@njit(**_INNER)
+@inner
 def _find_gap(device, starts, ends, count, ready, length):
     """Start of the first idle gap of `length` not before `ready`, and the index of the busy interval after it."""
     low, high = 0, count[device]
@@ -83,7 +82,7 @@ def _find_gap(device, starts, ends, count, ready, length):
     return time, low
 
 
-@njit(**_INNER)
+@inner
 def _occupy(device, starts, ends, count, at, start, end):
     """Inserts a busy interval before index `at`, merged with those it touches."""
     size = count[device]
@@ -105,7 +104,7 @@ def _occupy(device, starts, ends, count, at, start, end):
         count[device] = size + 1
 
 
-@njit(**_KERNEL)
+@entry
 def heft(
     order, mask, contention, devices, room, start, finish, arrival, channel_free, busy_start, busy_end, count, time_s, op_group,
     footprint, input_ptr, inputs, producer, holder, size, table, tables, latency, inverse, channel_ptr, channels,
@@ -155,7 +154,7 @@ def heft(
             _occupy(best_device, busy_start, busy_end, count, best_slot, best_start, best_start + seconds)
 
 
-@njit(**_INNER)
+@inner
 def _push(device, keys, items, size, key, item):
     """Adds to the device's binary heap with the smallest (key, item) on top."""
     i = size[device]
@@ -169,7 +168,7 @@ def _push(device, keys, items, size, key, item):
     keys[device, i], items[device, i] = key, item
 
 
-@njit(**_INNER)
+@inner
 def _pop(device, keys, items, size):
     """Removes the top of the device's heap; the caller has read it."""
     last = size[device] - 1
@@ -193,7 +192,7 @@ def _pop(device, keys, items, size):
     keys[device, i], items[device, i] = key, item
 
 
-@njit(**_KERNEL)
+@entry
 def earliest_task_first(
     priority, mask, devices, room, start, finish, arrival, channel_free, free, missing, done, offered, fresh, later_key,
     later_op, later, now_key, now_op, now, output_ptr, outputs, consumer_ptr, consumers, time_s, op_group, footprint,

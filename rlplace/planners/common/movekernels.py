@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+from rlplace.compiled import entry, inner
+
 """Nobody outside calls these."""
 
 CLUSTER = 8
@@ -35,7 +35,7 @@ class Tables(NamedTuple):
     position: Any  # int64 [G], of a group in `order`
 
 
-@njit(**INNER)
+@inner
 def random(state):
     """A float64 in [0, 1); `state` uint64 [1] moves on."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
@@ -46,13 +46,13 @@ def random(state):
     return np.float64(z >> np.uint64(11)) * 2.0**-53
 
 
-@njit(**INNER)
+@inner
 def _below(state, count):
     """A whole number from 0 up, below `count`."""
     return np.int64(random(state) * count)
 
 
-@njit(**INNER)
+@inner
 def _other(t, state, group, devices):
     """Another device that the group may sit on."""
     first, count = t.allowed_ptr[group], t.allowed_ptr[group + 1] - t.allowed_ptr[group]
@@ -62,7 +62,7 @@ def _other(t, state, group, devices):
     return t.allowed[first + at]
 
 
-@njit(**INNER)
+@inner
 def _neighbor(t, state, group, devices, groups, targets):
     here, count = devices[group], 0
     for i in range(t.neighbor_ptr[group], t.neighbor_ptr[group + 1]):
@@ -85,7 +85,7 @@ def _neighbor(t, state, group, devices, groups, targets):
     return 1
 
 
-@njit(**INNER)
+@inner
 def _swap(t, state, group, devices, groups, targets):
     for _ in range(4):
         other = t.movable[_below(state, len(t.movable))]
@@ -96,7 +96,7 @@ def _swap(t, state, group, devices, groups, targets):
     return 0
 
 
-@njit(**INNER)
+@inner
 def _segment(t, state, group, devices, groups, targets):
     # Short segments are common, long ones possible: lengths fall off geometrically up to half of all groups.
     size = len(devices)
@@ -118,7 +118,7 @@ def _segment(t, state, group, devices, groups, targets):
     return count
 
 
-@njit(**INNER)
+@inner
 def _cluster(t, state, group, devices, groups, targets):
     here, device = devices[group], _other(t, state, group, devices)
     size = 2 + _below(state, 6)
@@ -149,7 +149,7 @@ def _cluster(t, state, group, devices, groups, targets):
     return count
 
 
-@njit(**INNER)
+@inner
 def draw_move(t, state, devices, groups, targets):
     """Draws a move that changes `devices` int32 [G] into `groups` and `targets` int32 [max(G, CLUSTER)]; returns its length.
 
@@ -171,7 +171,7 @@ def draw_move(t, state, devices, groups, targets):
     return _cluster(t, state, group, devices, groups, targets)
 
 
-@njit(cache=True, error_model="numpy", no_cfunc_wrapper=True)
+@entry
 def draw(tables, state, devices, groups, targets):
     """`draw_move` for callers in Python; `tables` is a plain tuple."""
     return draw_move(Tables(*tables), state, devices, groups, targets)

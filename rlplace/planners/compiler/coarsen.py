@@ -9,12 +9,10 @@ else to go, come out first.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from rlplace.compiled import entry
 from rlplace.planners.compiler.nets import Level
-
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 WIDE = 32
 """Nets with more readers than this say nothing about who belongs together."""
@@ -45,7 +43,7 @@ def match(
     return np.unique(leader, return_inverse=True)[1].astype(np.int32)
 
 
-@njit(**_KERNEL)
+@entry
 def _match(
     order, part, band, here_s, allowed, most_s, seconds, source, pin_ptr, pins, s_ptr, s_nets, r_ptr, r_nets, partner, weight
 ):  # fmt: skip

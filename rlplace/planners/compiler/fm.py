@@ -10,10 +10,8 @@ is balanced.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+from rlplace.compiled import entry, inner
 
 BUCKETS = 512
 """Gain buckets on each side of zero."""
@@ -22,13 +20,13 @@ LOOKS = 24
 """Entries of a device's buckets that are looked at for one that fits, before the device is passed over."""
 
 
-@njit(**_INNER)
+@inner
 def _seconds(net, a, b, size, count, fixed, latency, inverse):
     """Seconds that a net takes from device a to another device b."""
     return count[net] * latency[a, b] + size[net] * inverse[a, b] + fixed[net]
 
 
-@njit(**_INNER)
+@inner
 def _gains(vertex, part, held, source, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets, latency, inverse, gain, near):
     """Fills a row of `gain` with the seconds saved by moving a vertex to each device, and `near` where it has neighbours."""
     here = part[vertex]
@@ -64,7 +62,7 @@ def _gains(vertex, part, held, source, size, count, fixed, s_ptr, s_nets, r_ptr,
                         near[b] = True
 
 
-@njit(**_INNER)
+@inner
 def _unlink(entry, target, bucket_of, head, following, before):
     if bucket_of[entry] < 0:
         return
@@ -77,7 +75,7 @@ def _unlink(entry, target, bucket_of, head, following, before):
     bucket_of[entry] = -1
 
 
-@njit(**_INNER)
+@inner
 def _link(entry, target, gain, quantum, bucket_of, head, following, before, top):
     bucket = np.int64(np.floor(gain / quantum)) + BUCKETS
     bucket = min(max(bucket, 0), 2 * BUCKETS - 1)
@@ -89,13 +87,13 @@ def _link(entry, target, gain, quantum, bucket_of, head, following, before, top)
     top[target] = max(top[target], bucket)
 
 
-@njit(**_INNER)
+@inner
 def _over(value, limit):
     """What a value is above its limit, as a share of the limit; rounding of sums does not count."""
     return max(0.0, value / limit - 1.0 - 1e-9) if limit < np.inf else 0.0
 
 
-@njit(**_INNER)
+@inner
 def _excess_change(vertex, here, to, band, time_s, footprint, load, used, limit, room):
     """By how much the excess changes when a vertex moves."""
     w = band[vertex]
@@ -106,7 +104,7 @@ def _excess_change(vertex, here, to, band, time_s, footprint, load, used, limit,
     return change + _over(used[here] - size, room[here]) - _over(used[here], room[here])
 
 
-@njit(**_INNER)
+@inner
 def _in_order(vertex, to, part, before_ptr, before, after_ptr, after):
     """Whether stages stay in order when a vertex moves: what feeds it sits no later, what it feeds no earlier."""
     for i in range(before_ptr[vertex], before_ptr[vertex + 1]):
@@ -118,7 +116,7 @@ def _in_order(vertex, to, part, before_ptr, before, after_ptr, after):
     return True
 
 
-@njit(**_KERNEL)
+@entry
 def state(
     part, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, latency, inverse, limit, room, held, load, used
 ):
@@ -142,7 +140,7 @@ def state(
     return cut, excess
 
 
-@njit(**_KERNEL)
+@entry
 def refine(
     part, loose, patience, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets,
     before_ptr, before, after_ptr, after, latency, inverse, limit, room,
@@ -258,7 +256,7 @@ def refine(
     return _better(best_excess, best_cut, best_load, start_excess, start_cut, start_load)
 
 
-@njit(**_INNER)
+@inner
 def _better(excess, cut, load, than_excess, than_cut, than_load):
     if abs(excess - than_excess) > 1e-9:
         return excess < than_excess
@@ -267,7 +265,7 @@ def _better(excess, cut, load, than_excess, than_cut, than_load):
     return load < than_load * (1 - 1e-9)
 
 
-@njit(**_KERNEL)
+@entry
 def all_gains(part, source, pin_ptr, pins, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets, latency, inverse, gains):
     """Fills `gains` [G, K]: seconds of transfers that moving one vertex to each device saves."""
     held = np.zeros((len(source), len(latency)), dtype=np.int32)

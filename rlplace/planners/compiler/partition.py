@@ -101,6 +101,13 @@ def partition(
     return Partition(np.array(row, dtype=np.int32)[part[run.cluster]], score[1], score[2])
 
 
+def warm_up(problem: Problem) -> None:
+    """Compiles what partitions of small problems do without: bands, and levels that fuse vertices."""
+    run = _Run(problem, list(range(problem.num_devices)), 0.3, 2, "combined", False, problem_nets(problem), 0)
+    size = len(run.level.band)
+    match(run.level, np.zeros(size, dtype=np.int32), np.arange(size), run.link, np.inf)
+
+
 class _Run:
     """One call of `partition`."""
 

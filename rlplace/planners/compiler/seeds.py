@@ -10,15 +10,13 @@ turns.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from rlplace.compiled import entry
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.planners.compiler.nets import Level
 from rlplace.problem import Problem
-
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def bands(problem: Problem, count: int) -> NDArray[np.int32]:
@@ -47,7 +45,7 @@ def earliest_starts(problem: Problem) -> NDArray[np.float64]:
     return np.where(np.isfinite(first), first, 0.0)
 
 
-@njit(**_KERNEL)
+@entry
 def _top_levels(order, mean, input_ptr, inputs, producer, start):
     for op in order:
         for i in range(input_ptr[op], input_ptr[op + 1]):
@@ -117,7 +115,7 @@ def streamed(
     return part
 
 
-@njit(**_KERNEL)
+@entry
 def _stream(
     order, part, time_s, footprint, band, seconds, source, pin_ptr, pins, s_ptr, s_nets, r_ptr, r_nets, limit, room
 ):  # fmt: skip

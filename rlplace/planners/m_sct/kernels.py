@@ -1,27 +1,20 @@
 """Compiled list scheduling for `m_sct`: earliest task first with devices that wait for a favorite child.
 
-The queues and the pricing of transfers are those of `rlplace.planners.common.listkernels`, whose file numba's cache would not
-look at; a stamp of its content is therefore an enclosed value of the kernel.
+The queues and the pricing of transfers are those of `rlplace.planners.common.listkernels`.
 """
 
 # Compiled functions take their types from their arguments.
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
-
 import numpy as np
-from numba import njit
 
+from rlplace.compiled import entry, inner, stamp_of
 from rlplace.planners.common import listkernels
 from rlplace.planners.common.listkernels import _inputs_present, _pop, _push
 
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
 
-
-@njit(**_INNER)
+@inner
 def _latest_start(op, group, devices, mask, room, footprint, present, free):
     """When every device that may take the op could have started it."""
     if devices[group] >= 0:
@@ -33,7 +26,7 @@ def _latest_start(op, group, devices, mask, room, footprint, present, free):
     return latest
 
 
-@njit(**_INNER)
+@inner
 def _awaits(op, device, group, devices, mask, room, footprint, present, free):
     """Whether no other device could start the open op, a favorite, earlier than this one."""
     if op < 0 or devices[group] >= 0 or present[op, device] == np.inf:
@@ -48,7 +41,7 @@ def _awaits(op, device, group, devices, mask, room, footprint, present, free):
 
 
 def _compile(stamp):
-    @njit(**_KERNEL)
+    @entry
     def favorite_child_first(
         favorite, priority, mask, devices, room, start, finish, arrival, channel_free, free, missing, done, offered, fresh,
         later_key, later_op, later, now_key, now_op, now, present, made, last, output_ptr, outputs, consumer_ptr, consumers,
@@ -182,4 +175,4 @@ def _compile(stamp):
     return favorite_child_first
 
 
-favorite_child_first = _compile(zlib.crc32(Path(str(listkernels.__file__)).read_bytes()))
+favorite_child_first = _compile(stamp_of(listkernels))

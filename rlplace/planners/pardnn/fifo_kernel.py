@@ -7,13 +7,10 @@ Arrays are those of `rlplace.planners.common.oparrays.OpArrays`.
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
-from numba import njit
-
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+from rlplace.compiled import entry, inner
 
 
-@njit(**_INNER)
+@inner
 def _push(keys, items, size, key, item):
     """Adds to a binary heap with the smallest (key, item) on top."""
     i = size
@@ -26,7 +23,7 @@ def _push(keys, items, size, key, item):
     keys[i], items[i] = key, item
 
 
-@njit(**_INNER)
+@inner
 def _pop(keys, items, size):
     """Removes the top of the heap of `size` entries; the caller has read it."""
     last = size - 1
@@ -46,14 +43,14 @@ def _pop(keys, items, size):
     keys[i], items[i] = key, item
 
 
-@njit(**_INNER)
+@inner
 def _transfer_s(tensor, source, device, size, table, tables, latency, inverse):
     if table[tensor] >= 0:
         return tables[table[tensor], source, device]
     return latency[source, device] + size[tensor] * inverse[source, device]
 
 
-@njit(**_KERNEL)
+@entry
 def fifo(
     devices, start, end, arrival, free, missing, ready, heap_key, heap_op, time_s, op_group, input_ptr, inputs, producer,
     holder, output_ptr, outputs, consumer_ptr, consumers, size, table, tables, latency, inverse,

@@ -9,13 +9,11 @@ Graph arguments are those of `rlplace.planners.pardnn.nodegraph.NodeGraph`, edge
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+from rlplace.compiled import entry, inner
 
 
-@njit(**_KERNEL)
+@entry
 def levels(order, weight, out_ptr, out, out_cost, cluster, top, bottom):
     """Fills `top` and `bottom` [V]; edges inside a cluster (numbers from 0 up) cost nothing."""
     for i in range(len(order)):
@@ -34,7 +32,7 @@ def levels(order, weight, out_ptr, out, out_cost, cluster, top, bottom):
         bottom[node] = weight[node] + longest
 
 
-@njit(**_KERNEL)
+@entry
 def heaviest_paths(order, weight, out_ptr, out, out_cost, barred, count, cluster, bottom):
     """Gives the nodes of the heaviest path of what is left the number 0, then 1, up to `count`; returns how many there were.
 
@@ -68,7 +66,7 @@ def heaviest_paths(order, weight, out_ptr, out, out_cost, barred, count, cluster
     return count
 
 
-@njit(**_KERNEL)
+@entry
 def greedy_paths(starts, out_ptr, out, out_cost, barred, bottom, cluster, number):
     """Cuts what is left into paths: from each start on to the unvisited child on the longest way to the end.
 
@@ -92,7 +90,7 @@ def greedy_paths(starts, out_ptr, out, out_cost, barred, bottom, cluster, number
     return number
 
 
-@njit(**_INNER)
+@inner
 def _add(tree, index, value):
     """Adds to one level of a Fenwick tree."""
     i = index + 1
@@ -101,7 +99,7 @@ def _add(tree, index, value):
         i += i & -i
 
 
-@njit(**_INNER)
+@inner
 def _sum(tree, end):
     """Sum over the levels before `end`."""
     total, i = 0.0, end
@@ -111,7 +109,7 @@ def _sum(tree, end):
     return total
 
 
-@njit(**_INNER)
+@inner
 def _assign(
     cluster, device, place, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr, near,
     near_cost,
@@ -127,7 +125,7 @@ def _assign(
         traffic[near[k], device] += near_cost[k]
 
 
-@njit(**_KERNEL)
+@entry
 def map_clusters(
     place, reason, sequence, rounds, most_communicating, distance, work_share, ticks, trees, open_tree, span_start, span_end,
     cluster_time, own_in_span, total, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr, near, near_cost,

@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {"error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+from rlplace.compiled import entry, inner
 
 OP_END, ARRIVED, SENT, OP_START, OP_END_AT_ONCE = range(5)
 """Kinds of events, in the order in which they count within an instant; the last is the end of an op of no time."""
@@ -59,7 +57,7 @@ class State(NamedTuple):
     stamp: Any  # int64 [1], last such number
 
 
-@njit(**_INNER)
+@inner
 def _hold(tensor, device, f, s):
     """A copy appears on a device, unless it is there."""
     if not s.held[tensor, device]:
@@ -68,7 +66,7 @@ def _hold(tensor, device, f, s):
         s.peak[device] = max(s.peak[device], s.memory[device])
 
 
-@njit(**_INNER)
+@inner
 def _drop(tensor, device, f, s):
     """A copy leaves a device, if it is there."""
     if s.held[tensor, device]:
@@ -76,7 +74,7 @@ def _drop(tensor, device, f, s):
         s.memory[device] -= f.size[tensor]
 
 
-@njit(**_INNER)
+@inner
 def _freed(group, f, s):
     """Bytes that leave the group's device with it now, the paper's Mpot."""
     device = s.devices[group]
@@ -101,7 +99,7 @@ def _freed(group, f, s):
     return freed
 
 
-@njit(**_INNER)
+@inner
 def _move(group, target, f, s):
     """Moves a group: what it still reads and makes is from now on on the other device."""
     device = s.devices[group]
@@ -135,7 +133,7 @@ def _move(group, target, f, s):
     s.peak[target] = max(s.peak[target], s.memory[target])
 
 
-@njit(**_INNER)
+@inner
 def _neighbours(group, device, f, s):
     """Seconds of transfers between a group and groups on a device, if they were apart."""
     seconds = 0.0
@@ -153,7 +151,7 @@ def _neighbours(group, device, f, s):
     return seconds
 
 
-@njit(**_INNER)
+@inner
 def _added(group, target, f, s):
     """Bytes that a group brings to a device now; what it reads may be there."""
     s.stamp[0] += 1
@@ -177,7 +175,7 @@ def _added(group, target, f, s):
     return added
 
 
-@njit(**_INNER)
+@inner
 def _target(group, f, s):
     """The device to move a group to, -1 if none has room.
 
@@ -200,7 +198,7 @@ def _target(group, f, s):
     return best
 
 
-@njit(**_INNER)
+@inner
 def _relieve(device, slack, moves, f, s):
     """The paper's greedy min-knapsack: the cheaper of the best group by cost per freed byte and the cheapest that is enough."""
     need = s.memory[device] - f.limit[device] + slack
@@ -240,7 +238,7 @@ def _relieve(device, slack, moves, f, s):
     return made
 
 
-@njit(**_INNER)
+@inner
 def _end(op, f, s):
     """An op ends: its temporaries go, its inputs if nobody else waits for them, and its outputs if nobody does."""
     device = s.devices[f.op_group[op]]
@@ -262,7 +260,7 @@ def _end(op, f, s):
             _drop(tensor, device, f, s)
 
 
-@njit(**_KERNEL)
+@entry
 def sweep(kind, item, place, moves, slack, f, s):
     """Tracks Mcons over the events of a run and, where it passes a limit, moves groups away; returns the moves made.
 

@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}  # less to compile
+from rlplace.compiled import entry
 
 
-@njit(**_KERNEL)
+@entry
 def min_plus(left, right, left_row, right_row):
     """Minimum over v of ``left[left_row[o], v] + right[right_row[o], v, w]`` for all o and w.
 
@@ -46,7 +45,7 @@ def min_plus(left, right, left_row, right_row):
     return values, arg_min
 
 
-@njit(**_KERNEL)
+@entry
 def walk(
     current, layer_cost, offsets, pointers, near, edge_cost, layers, picks, accepts, beta, restart, patience
 ):  # fmt: skip

@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-_KERNEL = {"cache": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+from rlplace.compiled import entry
 
 
-@njit(**_KERNEL)
+@entry
 def straight(inside, time_s, crossing, resident, stash, inverse, limit, flight, best, origin):
     """Fills `best` and `origin` [W + 1, S]: the first workers have the layers of a state, one stage each.
 
@@ -37,7 +36,7 @@ def straight(inside, time_s, crossing, resident, stash, inverse, limit, flight, 
                     origin[k + 1, t] = s
 
 
-@njit(**_KERNEL)
+@entry
 def replicated(inside, base, weight, kept, crossing, inverse, limit, every_start, best, origin, copies):
     """Fills `best`, `origin`, `copies` [S, S, M + 1]: layers between two states on at most so many machines.
 

@@ -1,0 +1,51 @@
+"""The first use after an installation: other processes compile the kernels while this one captures a model or begins to."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import rlplace
+from rlplace.compiled import is_compiled
+
+# Modules whose `warm_up` compiles, and the kernel that it compiles last or nearly so.
+_PARTS = (
+    ("rlplace.agents.search", "rlplace.agents.guided", "search"),
+    ("rlplace.planners.best", "rlplace.planners.compiler.seeds", "_stream"),
+)
+
+
+@cache
+def compile_ahead() -> bool:
+    """Starts a process for each set of kernels that nobody has compiled on this machine yet, once.
+
+    Nothing waits for them but whoever needs a kernel that is being compiled (`rlplace.compiled`). They end with this process at
+    the latest.
+
+    Returns:
+        Whether there is anything to compile.
+    """
+    cold = [module for module, where, name in _PARTS if not is_compiled(getattr(import_module(where), name))]
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for module in cold:
+            _start(f"from {module} import warm_up; warm_up()")
+    return bool(cold)
+
+
+def _start(code: str) -> None:
+    root = str(Path(rlplace.__file__).resolve().parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    quiet = subprocess.DEVNULL
+    helper = subprocess.Popen([sys.executable, "-P", "-c", code], env=environment, stdin=quiet, stdout=quiet, stderr=quiet)
+    atexit.register(_end, helper)
+
+
+def _end(helper: subprocess.Popen[bytes]) -> None:
+    helper.kill()
+    helper.wait()

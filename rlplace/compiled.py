@@ -1,0 +1,74 @@
+"""How kernels are compiled by numba: once on a machine, however many processes want one at the same time.
+
+numba keeps compiled kernels in a cache on disk. Processes that start together (ranks of a job, workers of tests) all find it
+empty, though, and would all compile the same for a minute. Here the first one keeps a lock meanwhile; the others wait and load.
+
+numba's cache notices changes of a kernel's own file and of enclosed values only. A kernel whose code comes from other files as
+well therefore encloses their `stamp_of`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from numba import njit
+from numba.core.compiler_lock import global_compiler_lock
+
+from rlplace.files import locked
+
+PATIENCE_S = 300.0
+"""How long a process waits for another one to compile; it then compiles as well."""
+
+
+def entry(function: Any = None, *, nogil: bool = False) -> Any:
+    """Decorates a function that Python calls: compiled on its first call, or loaded from the cache.
+
+    Args:
+        function: To compile.
+        nogil: Whether other threads may run meanwhile.
+    """
+    if function is None:
+        return lambda function: entry(function, nogil=nogil)
+    kernel = njit(cache=True, nogil=nogil, error_model="numpy", no_cfunc_wrapper=True)(function)
+    lock = Path(kernel._cache.cache_path) / f"{kernel._cache._impl.filename_base}.lock"
+    compile_now = kernel.compile
+
+    def compile_once(signature: Any) -> Any:
+        with contextlib.suppress(OSError):  # without a place for a lock there is none for a cache
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            lock.touch()
+        # Threads of this process queue at numba's own lock, so that none holds the file's while it waits for that one.
+        with global_compiler_lock, locked(lock, patience_s=PATIENCE_S):
+            return compile_now(signature)  # which first looks into the cache
+
+    kernel.compile = compile_once
+    return kernel
+
+
+def inner(function: Any = None, *, fastmath: bool = False, forceinline: bool = False) -> Any:
+    """Decorates a function that only compiled functions call: it becomes a part of them, without wrappers, and is not cached.
+
+    Args:
+        function: To compile.
+        fastmath: Whether sums may be reordered.
+        forceinline: Whether it becomes a part of its callers whatever LLVM thinks of that.
+    """
+    if function is None:
+        return lambda function: inner(function, fastmath=fastmath, forceinline=forceinline)
+    # A division by zero cannot happen, so no code for its error, and nobody outside calls these: both shorten the compilation.
+    options = {"fastmath": fastmath, "forceinline": forceinline, "error_model": "numpy"}
+    return njit(**options, no_cfunc_wrapper=True, no_cpython_wrapper=True)(function)
+
+
+def stamp_of(*modules: ModuleType) -> int:
+    """Stands for the content of modules that compiled code comes from, to be enclosed by entries."""
+    return zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in modules))
+
+
+def is_compiled(kernel: Any) -> bool:
+    """Whether an entry was compiled on this machine, by any process and for any arguments, since its file changed."""
+    return bool(kernel.signatures) or bool(kernel._cache._cache_file._load_index())

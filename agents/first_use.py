@@ -7,16 +7,17 @@ import os
 import subprocess
 import sys
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import rlplace
+from rlplace.agents import guided
 from rlplace.compiled import is_compiled
+from rlplace.planners.compiler import seeds
 
-# Modules whose `warm_up` compiles, and the kernel that it compiles last or nearly so.
+# What compiles, and the kernel that it compiles last or nearly so.
 _PARTS = (
-    ("rlplace.agents.search", "rlplace.agents.guided", "search"),
-    ("rlplace.planners.best", "rlplace.planners.compiler.seeds", "_stream"),
+    ("from rlplace.agents.search import warm_up; warm_up()", guided.search),
+    ("from rlplace.planners.best import warm_up; warm_up()", seeds._stream),
 )
 
 
@@ -30,10 +31,10 @@ def compile_ahead() -> bool:
     Returns:
         Whether there is anything to compile.
     """
-    cold = [module for module, where, name in _PARTS if not is_compiled(getattr(import_module(where), name))]
+    cold = [code for code, kernel in _PARTS if not is_compiled(kernel)]
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for module in cold:
-            _start(f"from {module} import warm_up; warm_up()")
+        for code in cold:
+            _start(code)
     return bool(cold)
 
 

@@ -37,7 +37,7 @@ reveal_type(rlplace.load_agent("default"))
 reveal_type(rlplace.explain(problem, plan))
 reveal_type(rlplace.apply(model, plan, ["cpu", "cpu"]))
 wrong: str = rlplace.place(problem)
-rlplace.place(problem, time_limit="soon")
+rlplace.place(problem, time_limit_s="soon")
 """
 
 
@@ -123,13 +123,13 @@ def test_a_users_code_is_type_checked(installed, tmp_path):
     assert found == [
         "OpGraph",
         "PlacementPlan",
-        "float",
+        "float | None",
         "Agent",
         "Explanation",
         "Module",
     ]
     errors = [line for line in said.splitlines() if ": error:" in line]
-    assert len(errors) == 2 and "[assignment]" in errors[0] and "[call-arg]" in errors[1], said
+    assert len(errors) == 2 and "[assignment]" in errors[0] and "[arg-type]" in errors[1], said
 
 
 def test_the_version_is_one():

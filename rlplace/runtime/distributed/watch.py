@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import select
@@ -123,7 +124,8 @@ class Watch(threading.Thread):
         self._parent = os.getppid()
         self._wake, self._terminate = _listen()
         self._beat = 0
-        self._beats: dict[int, tuple[int, float]] = {}
+        # By rank: its beat, when that was new here, when it was last looked at, whether it was seen to be new.
+        self._beats: dict[int, tuple[int, float, float, bool]] = {}
         self._missing = 0
 
     def introduce(self, part: str | None = None) -> None:
@@ -224,14 +226,19 @@ class Watch(threading.Thread):
         return not _alive(member.pid)
 
     def silent_s(self, rank: int) -> float | None:
-        """Seconds since this process last saw a sign of life of another; None when it is the first look."""
+        """Seconds since this process last saw a sign of life of another.
+
+        None while that is not known: a beat is as old as anything until another one follows, or should have.
+        """
         found = self.board.look(f"beat/{rank}")
-        number = 0 if found is None else int(found["n"])
-        before = self._beats.get(rank)
-        if before is None or before[0] != number:
-            self._beats[rank] = (number, time.monotonic())
-            return None if before is None else 0.0
-        return time.monotonic() - before[1]
+        number, now_s = 0 if found is None else int(found["n"]), time.monotonic()
+        before, since_s, looked_s, seen = self._beats.get(rank, (None, now_s, -math.inf, False))
+        if before == number:
+            self._beats[rank] = (number, since_s, now_s, seen)
+            return now_s - since_s if seen or now_s - since_s > _FRESH_S else None
+        fresh = now_s - looked_s <= _FRESH_S
+        self._beats[rank] = (number, now_s, now_s, fresh)
+        return 0.0 if fresh else None
 
     def standstill(self, now: activity.Activity, least_s: float | None = None) -> str | None:
         """Follows the chain of waits from here to a rank that stands still; None when it makes progress or is not yet known.

@@ -126,7 +126,7 @@ def optimizer_of(kind, parameters):
     )
 
 
-def train_and_compare(running, optimizer="sgd", steps=3, tolerance=1e-6):
+def train_and_compare(running, optimizer="sgd", steps=3):
     """Trains with and without a plan; returns the worst relative error of losses, gradients, parameters and buffers."""
     model, _, _ = running.reference()
     own, ranks = running.own, running.ranks
@@ -155,6 +155,8 @@ def train_and_compare(running, optimizer="sgd", steps=3, tolerance=1e-6):
         for name, buffer in own.buffers.items():
             if name in buffers and len(ranks.replicas) == 1:  # each replica counts its own batches
                 worst = max(worst, (relative(buffer, buffers[name]), f"buffer {step} {name}"))
+    # In single precision sums in another order differ by some units in the last place, by how many depends on the processor.
+    tolerance = 4e-6 if running.options.get("double") is False else 1e-6
     assert worst[0] < tolerance, (running.name, *worst)
     return worst
 

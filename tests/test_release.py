@@ -113,6 +113,7 @@ def test_importing_everything_public_warns_of_nothing(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_users_code_is_type_checked(installed, tmp_path):
     """Names that load on first use have their types, and wrong uses are found."""
     (tmp_path / "mine.py").write_text(USERS_CODE)

@@ -22,6 +22,16 @@ FABRIC: dict[str, Any] = {
         {"kind": "all_gather", "group_size": 2, "pieces": [[0, 1e-5, 2e10]]},
     ],
 }
+REDUCED: dict[str, Any] = {
+    "ops": [
+        {"name": f"{name}/{phase}", "group": group, "phase": phase, "time_s": time_s, "kind": kind}
+        for phase, time_s, kind in (("forward", 1e-3, ""), ("backward", 2e-3, ""), ("update", 1e-4, "collective"))
+        for group, name in enumerate("ab")
+    ],
+    "tensors": [{"producer": op, "bytes": 64, "consumers": [op + 2]} for op in range(4)],
+    "collectives": [{"ops": [4, 5], "channels": [0, 1]}],
+}
+"""Two groups a and b that end in a collective: fields of a problem."""
 TOPOLOGY = """format = "rlplace.cluster"
 version = 1
 name = "lab"
@@ -179,13 +189,7 @@ def _problems(folder: Path) -> Any:
                   "channels": [[[], [0, 3]], [[1, 2], []]], "fabrics": [FABRIC]},
         "groups": [{"name": "a", "resident_bytes": 40, "weight_bytes": 10, "gradient_bytes": 10, "optimizer_bytes": 20},
                    {"name": "b", "resident_bytes": 64, "device": 1}],
-        "ops": [
-            {"name": f"{name}/{phase}", "group": group, "phase": phase, "time_s": time_s, "kind": kind}
-            for phase, time_s, kind in (("forward", 1e-3, ""), ("backward", 2e-3, ""), ("update", 1e-4, "collective"))
-            for group, name in enumerate("ab")
-        ],
-        "tensors": [{"producer": op, "bytes": 64, "consumers": [op + 2]} for op in range(4)],
-        "collectives": [{"ops": [4, 5], "channels": [0, 1]}],
+        **REDUCED,
     }  # fmt: skip
     (folder / "joined.problem.json").write_text(json.dumps(joined))
     return problem

@@ -118,7 +118,7 @@ def planners(data: ReportData) -> str:
                     _cell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
                     _cell(relation),
                     _cell(str(row.devices_used or "-")),
-                    _cell("-" if row.memory_share is None else percent(row.memory_share), "" if row.feasible else "bad"),
+                    _cell(percent(row.memory_share), "" if row.feasible else "bad"),
                     _cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
                     _cell(". ".join(part for part in (note, row.note) if part), "text"),
                 ],

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.hostile.seeds import COSTS, FABRIC, MEASUREMENT
+from benchmarks.hostile.seeds import COSTS, FABRIC, MEASUREMENT, REDUCED
 from rlplace.agents.checkpoint import load_checkpoint, save_checkpoint
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.cluster import Cluster
@@ -70,13 +70,7 @@ PROBLEM: dict[str, Any] = {
 JOINED: dict[str, Any] = PROBLEM | {
     "links": PROBLEM["links"] | {"fabrics": [FABRIC]},
     "groups": [{"name": name, "resident_bytes": 40} for name in "ab"],
-    "ops": [
-        {"name": f"{name}/{phase}", "group": group, "phase": phase, "time_s": time_s, "kind": kind}
-        for phase, time_s, kind in (("forward", 1e-3, ""), ("backward", 2e-3, ""), ("update", 1e-4, "collective"))
-        for group, name in enumerate("ab")
-    ],
-    "tensors": [{"producer": op, "bytes": 64, "consumers": [op + 2]} for op in range(4)],
-    "collectives": [{"ops": [4, 5], "channels": [0, 1]}],
+    **REDUCED,
 }
 TOPOLOGY: dict[str, Any] = {
     "format": "rlplace.cluster",

@@ -159,7 +159,7 @@ def train(cases):
 
 def _train(name, places, schedule, options):
     options = dict(options)
-    tolerance = options.pop("tolerance", 1e-6)
+    tolerance = options.pop("tolerance", None)
     running = Running(name, places, schedule, **options)
     worst = train_and_compare(running, "adamw", tolerance=tolerance)
     engine = running.engine

@@ -161,20 +161,22 @@ def capture_model(model: str, options: argparse.Namespace) -> Captured:
     return Captured(capture_at(options.batch), capture_at)
 
 
+def pricing(options: argparse.Namespace, *, finer: int = 1) -> dict[str, Any]:
+    """What the options say on `rlplace.price`'s arguments, with so many times the groups."""
+    return {
+        "groups": finer * options.granularity,
+        "weight_gradients": options.weight_gradients,
+        "costs": options.costs,
+        "host": options.host_mode,
+    }
+
+
 def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Loaded:
     """Prices a captured model for a cluster."""
     from rlplace.placing import Priced
 
     graph = captured.graph
-    priced = Priced.model(
-        graph,
-        captured.capture_at,
-        machine,
-        groups=options.granularity,
-        weight_gradients=options.weight_gradients,
-        costs=options.costs,
-        host=options.host_mode,
-    )
+    priced = Priced.model(graph, captured.capture_at, machine, **pricing(options))
     say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {priced.first.num_groups} groups")
     say(f"op times ({options.host_mode}): {basis_summary(priced.first)}")
     return Loaded(priced, graph)

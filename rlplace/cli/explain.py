@@ -6,7 +6,18 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import Loaded, add_model_options, load, model_options, natural, positive, print_json, say, seconds
+from rlplace.cli.common import (
+    Loaded,
+    add_model_options,
+    load,
+    model_options,
+    natural,
+    positive,
+    pricing,
+    print_json,
+    say,
+    seconds,
+)
 from rlplace.cli.plans import plan_and_problem, problem_at
 from rlplace.errors import InfeasibleError, InputError
 
@@ -122,14 +133,7 @@ def _finer(loaded: Loaded, options: argparse.Namespace) -> Callable[[], Problem]
     from rlplace.cost.price import price
 
     machine = parse(options.cluster or "host")
-    return lambda: price(
-        graph,
-        machine,
-        groups=4 * options.granularity,
-        weight_gradients=options.weight_gradients,
-        costs=options.costs,
-        host=options.host_mode,
-    )
+    return lambda: price(graph, machine, **pricing(options, finer=4))
 
 
 def _show(found: Explanation, options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from rlplace.explaining.changes import with_optimizer
 from rlplace.explaining.names import channel_names, channel_pairs, module_of
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
 from rlplace.explaining.runs import Run
@@ -257,12 +258,8 @@ def share_optimizer(problem: Problem, replicas: int) -> Problem:
     """The problem as one of so many replicas has it that share optimizer state and updates."""
     time_s = problem.time_s.copy()
     time_s[problem.op_phase == UPDATE] /= replicas
-    known = np.maximum(problem.optimizer_bytes, 0)
-    kept = -(-known // replicas)
-    optimizer = np.where(problem.optimizer_bytes >= 0, kept, -1)
-    return dataclasses.replace(
-        problem, time_s=time_s, resident_bytes=problem.resident_bytes - known + kept, optimizer_bytes=optimizer
-    )
+    kept = -(-np.maximum(problem.optimizer_bytes, 0) // replicas)
+    return with_optimizer(dataclasses.replace(problem, time_s=time_s), kept)
 
 
 def headline(bounds: StepBounds) -> str:

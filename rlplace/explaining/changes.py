@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -249,8 +248,12 @@ def with_speed(problem: Problem, device: int, factor: float) -> Problem:
 
 def without_optimizer(problem: Problem, keep: float = 0.0) -> Problem:
     """Optimizer state cut to a share of its bytes, rounded up."""
+    return with_optimizer(problem, np.ceil(np.maximum(problem.optimizer_bytes, 0) * keep).astype(np.int64))
+
+
+def with_optimizer(problem: Problem, size_bytes: NDArray[np.int64]) -> Problem:
+    """Optimizer state of so many bytes an op, int64 [N], where its size is known."""
     known = np.maximum(problem.optimizer_bytes, 0)
-    kept = np.ceil(known * keep).astype(np.int64)
-    optimizer = np.where(problem.optimizer_bytes >= 0, kept, -1)
-    fields: dict[str, Any] = {"resident_bytes": problem.resident_bytes - known + kept, "optimizer_bytes": optimizer}
-    return dataclasses.replace(problem, **fields)
+    optimizer = np.where(problem.optimizer_bytes >= 0, size_bytes, -1)
+    resident = problem.resident_bytes - known + np.maximum(optimizer, 0)
+    return dataclasses.replace(problem, resident_bytes=resident, optimizer_bytes=optimizer)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rlplace.runtime.distributed.events import Recorder
+from rlplace.runtime.distributed.order import Expected
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,23 @@ class Microbatch:
     number: int
     leaves: Sequence[Any]
     weight: float
+
+
+@dataclass(frozen=True, eq=False)
+class StepOptions:
+    """How an engine is to run its steps.
+
+    Attributes:
+        schedule: Of the plan.
+        expected: Times of the priced problem, by which passes are ordered; None: by the sizes of their values.
+        recompute: Segments by group that are computed again in the backward, see `recompute_sets`.
+        optimizer_sharding: Whether replicas share the optimizer's work.
+    """
+
+    schedule: str
+    expected: Expected | None = None
+    recompute: Mapping[str, int] | None = None
+    optimizer_sharding: bool = False
 
 
 class Engine(ABC):

@@ -15,7 +15,7 @@ from rlplace.problem import Problem
 from rlplace.runtime.check import backward_elsewhere
 from rlplace.runtime.distributed.assign import assign, planned_groups, planned_spots
 from rlplace.runtime.distributed.cut import cut_graph
-from rlplace.runtime.distributed.engine import Engine
+from rlplace.runtime.distributed.engine import Engine, StepOptions
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.order import expected_of
 from rlplace.runtime.distributed.ranks import Ranks
@@ -77,9 +77,8 @@ def make_stage_graph(setup: Setup, *, replay: bool = False) -> Made:
     def engine_for(graph: ForwardGraph) -> Engine:
         assignment = assigned if graph is source else assign(graph, planned, places, groups)
         cut = first if graph is source else cut_graph(graph, assignment, "group", plan.recompute)
-        buffers = {**own.buffers, **{name: value.to(ranks.device) for name, value in graph.constants.items()}}
-        again = recompute_sets(plan.recompute, assignment)
-        return kind(cut, ranks, own.parameters, buffers, own.owners, plan.schedule, expected, again, plan.optimizer_sharding)
+        options = StepOptions(plan.schedule, expected, recompute_sets(plan.recompute, assignment), plan.optimizer_sharding)
+        return kind(cut, ranks, own.holding(graph.constants, ranks.device), options)
 
     return Made("replay" if replay else "stage_graph", own, engine_for)
 

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.cut import Segment
+from rlplace.runtime.distributed.cut import Cut, Segment
+from rlplace.runtime.distributed.engine import StepOptions
 from rlplace.runtime.distributed.order import Expected, segment_seconds
+from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.stage_graph import StageGraphEngine
+from rlplace.runtime.distributed.tensors import Own
 
 _WAKE_S = 1e-4  # a sleeping process wakes up about so late
 
@@ -24,8 +27,8 @@ class ReplayEngine(StageGraphEngine):
     The order of segments follows the times of the plan's problem, as in any engine; how long they sleep follows `slept`.
     """
 
-    def __init__(self, slept: Expected | None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, slept: Expected | None, cut: Cut, ranks: Ranks, own: Own, options: StepOptions) -> None:
+        super().__init__(cut, ranks, own, options)
         if slept is None:
             raise InputError("replay: there are no times to replay; give the problem that the plan was made for")
         self._slept = slept

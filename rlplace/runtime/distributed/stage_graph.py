@@ -8,24 +8,24 @@ are posted one segment ahead. Gradients of parameters that replicas share are su
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rlplace.runtime.distributed.cut import Cut, Segment
-from rlplace.runtime.distributed.engine import Engine, Microbatch, zero_loss
+from rlplace.runtime.distributed.engine import Engine, Microbatch, StepOptions, zero_loss
 from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.groups import group_of
-from rlplace.runtime.distributed.order import Expected, Step, step_order
+from rlplace.runtime.distributed.order import Step, step_order
 from rlplace.runtime.distributed.outputs import output_names
 from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.replicas import GradientReducer
 from rlplace.runtime.distributed.segment import segment_module
+from rlplace.runtime.distributed.tensors import Own
 from rlplace.runtime.distributed.turns import Message, Turn, turns_of
 from rlplace.runtime.distributed.wire import Wire
 
@@ -45,36 +45,24 @@ class StageGraphEngine(Engine):
         recorder: Takes the times of a step, once it is switched on.
     """
 
-    def __init__(
-        self,
-        cut: Cut,
-        ranks: Ranks,
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, torch.Tensor],
-        owners: Mapping[str, tuple[int, ...]],
-        schedule: str,
-        expected: Expected | None = None,
-        recompute: Mapping[str, int] | None = None,
-        optimizer_sharding: bool = False,
-    ) -> None:
+    def __init__(self, cut: Cut, ranks: Ranks, own: Own, options: StepOptions) -> None:
         self.cut = cut
         self.ranks = ranks
-        self.parameters = parameters
-        self.buffers = buffers
-        self.owners = owners
-        self.schedule = schedule
-        self.expected = expected
+        self.parameters = own.parameters
+        self.buffers = own.buffers
+        self.owners = own.owners
+        self.options = options
         self.recorder = Recorder(ranks.device)
         place = ranks.place
         placeholders = (node.name for node in cut.graph.module.graph.nodes if node.op == "placeholder")
         self._held = dict(zip(placeholders, cut.graph.held, strict=False))
         self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
-        self._code = {index: segment_module(cut, segment, ranks.device, recompute) for index, segment in self._mine.items()}
+        again = options.recompute
+        self._code = {index: segment_module(cut, segment, ranks.device, again) for index, segment in self._mine.items()}
         self._programs: dict[tuple[int, bool], _Program] = {}
         latest = dict.fromkeys(name for index in sorted(self._mine, reverse=True) for name in reversed(self._mine[index].held))
-        self._reducer = GradientReducer(
-            parameters, owners, ranks, [name for name in latest if name in parameters], sharded=optimizer_sharding
-        )
+        last_first = [name for name in latest if name in own.parameters]
+        self._reducer = GradientReducer(own.parameters, own.owners, ranks, last_first, sharded=options.optimizer_sharding)
 
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
         """See `Engine.train`."""
@@ -120,7 +108,8 @@ class StageGraphEngine(Engine):
             return state
         key = (len(microbatches), training)
         if key not in self._programs:
-            order = step_order(self.cut, len(microbatches), self.schedule, training=training, expected=self.expected)
+            how = self.options
+            order = step_order(self.cut, len(microbatches), how.schedule, training=training, expected=how.expected)
             self._programs[key] = self._program(order, place)
             state.wire.connect(self._directions(self._programs[key]))
         program = self._programs[key]

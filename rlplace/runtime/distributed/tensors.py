@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,12 @@ class Own:
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, torch.Tensor]
     owners: Mapping[str, tuple[int, ...]]
+
+    def holding(self, constants: Mapping[str, torch.Tensor], device: torch.device) -> Own:
+        """The same with the constants of another graph."""
+        return dataclasses.replace(
+            self, buffers={**self.buffers, **{name: value.to(device) for name, value in constants.items()}}
+        )
 
 
 def own_tensors(

@@ -90,7 +90,7 @@ class Running:
         places, constants = self.built.places, self.built.graph.constants
         self.own = own_tensors(self.built.model, places.owners, constants, self.ranks.place, self.ranks.device)
         schedule = self.built.plan.schedule
-        self.engine = JointEngine(places, self.ranks, self.own.parameters, self.own.buffers, self.own.owners, schedule)
+        self.engine = JointEngine(places, self.ranks, self.own, schedule)
 
     @property
     def parts(self):

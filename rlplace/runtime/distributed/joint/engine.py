@@ -8,12 +8,12 @@ are made and sent to the owner after the last micro-batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import fx
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed import activity
@@ -27,6 +27,7 @@ from rlplace.runtime.distributed.joint.program import Message, Program, Turn, ca
 from rlplace.runtime.distributed.joint.views import base_of
 from rlplace.runtime.distributed.randomness import random_key, seeded
 from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.tensors import Own
 from rlplace.runtime.distributed.wire import Wire
 
 Key = tuple[fx.Node, int]
@@ -40,30 +41,20 @@ class JointEngine(Engine):
         owners: Devices of the plan that hold a tensor, by name.
     """
 
-    def __init__(
-        self,
-        places: JointPlaces,
-        ranks: Ranks,
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, torch.Tensor],
-        owners: Mapping[str, tuple[int, ...]],
-        schedule: str = "list",
-    ) -> None:
+    def __init__(self, places: JointPlaces, ranks: Ranks, own: Own, schedule: str = "list") -> None:
         """Prepares a process; nothing is sent.
 
         Args:
             places: What runs where.
             ranks: Which process this is.
-            parameters: Those that this place owns by ``places.owners``, by name.
-            buffers: Likewise, constants among them.
-            owners: Of every parameter and buffer of the model, see `Own`.
+            own: What this place holds by ``places.owners``.
             schedule: ``"list"``, ``"gpipe"`` or ``"1f1b"``.
         """
         self.places = places
         self.ranks = ranks
-        self.parameters = parameters
-        self.buffers = {**buffers, **{name: value.to(ranks.device) for name, value in places.joint.constants.items()}}
-        self.owners = owners
+        self.parameters = own.parameters
+        self.buffers = own.holding(places.joint.constants, ranks.device).buffers
+        self.owners = own.owners
         self.schedule = schedule
         self.recorder = Recorder(ranks.device)
         self._programs: dict[tuple[int, bool], Program] = {}

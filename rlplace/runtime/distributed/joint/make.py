@@ -43,8 +43,7 @@ def make_joint(setup: Setup) -> Made:
 
     def engine_for(graph: ForwardGraph) -> Engine:
         places = first if graph is source else build_joint(graph, plan, ranks.device, own.owners)
-        buffers = {**own.buffers, **{name: value.to(ranks.device) for name, value in graph.constants.items()}}
-        return JointEngine(places, ranks, own.parameters, buffers, own.owners, plan.schedule)
+        return JointEngine(places, ranks, own.holding(graph.constants, ranks.device), plan.schedule)
 
     return Made("joint_graph", own, engine_for)
 

@@ -6,19 +6,17 @@ works on which micro-batch when. What goes where else is `chain`'s matter, what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rlplace.runtime.distributed.cut import Cut
-from rlplace.runtime.distributed.engine import Engine, Microbatch, zero_loss
+from rlplace.runtime.distributed.engine import Engine, Microbatch, StepOptions, zero_loss
 from rlplace.runtime.distributed.events import Recorder
 from rlplace.runtime.distributed.groups import group_of
-from rlplace.runtime.distributed.order import Expected
 from rlplace.runtime.distributed.pipeline.chain import chain_of
 from rlplace.runtime.distributed.pipeline.current import Aside, Current, asides_of
 from rlplace.runtime.distributed.pipeline.order import pipeline_order, torch_layout
@@ -27,6 +25,7 @@ from rlplace.runtime.distributed.pipeline.torch_schedules import Stage, make_sch
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.replicas import GradientReducer
 from rlplace.runtime.distributed.stage_graph import StageGraphEngine
+from rlplace.runtime.distributed.tensors import Own
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,41 +49,27 @@ class PipelineEngine(Engine):
         most_held: The same for all own stages together.
     """
 
-    def __init__(
-        self,
-        cut: Cut,
-        ranks: Ranks,
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, torch.Tensor],
-        owners: Mapping[str, tuple[int, ...]],
-        schedule: str,
-        expected: Expected | None = None,
-        recompute: Mapping[str, int] | None = None,
-        optimizer_sharding: bool = False,
-    ) -> None:
+    def __init__(self, cut: Cut, ranks: Ranks, own: Own, options: StepOptions) -> None:
         self.cut = cut
         self.ranks = ranks
-        self.parameters = parameters
-        self.buffers = buffers
-        self.owners = owners
-        self.schedule = schedule
-        self.expected = expected
-        self.recompute = recompute
-        self.optimizer_sharding = optimizer_sharding
+        self.own = own
+        self.parameters = own.parameters
+        self.buffers = own.buffers
+        self.options = options
         self.recorder = Recorder(ranks.device)
         self.chain = chain_of(cut)
         self.most_in_flight: dict[int, int] = {}
         self.most_held = 0
         self._modules = [
-            StageModule(self.chain, number, parameters, buffers, ranks.device, recompute)
+            StageModule(self.chain, number, own.parameters, own.buffers, ranks.device, options.recompute)
             for number, place in enumerate(self.chain.places)
             if place == ranks.place
         ]
         self._programs: dict[int, Program] = {}
         self._forward_only: StageGraphEngine | None = None
         latest = dict.fromkeys(name for module in reversed(self._modules) for name in reversed(module.segment.held))
-        order = [name for name in latest if name in parameters]
-        self._reducer = GradientReducer(parameters, owners, ranks, order, sharded=optimizer_sharding)
+        order = [name for name in latest if name in own.parameters]
+        self._reducer = GradientReducer(own.parameters, own.owners, ranks, order, sharded=options.optimizer_sharding)
 
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
         """See `Engine.train`."""
@@ -100,9 +85,8 @@ class PipelineEngine(Engine):
     def evaluate(self, microbatches: Sequence[Microbatch]) -> list[list[Any]]:
         """See `Engine.evaluate`; without a backward there is no schedule to keep."""
         if self._forward_only is None:
-            self._forward_only = StageGraphEngine(
-                self.cut, self.ranks, self.parameters, self.buffers, self.owners, "list", self.expected
-            )
+            options = StepOptions("list", self.options.expected)
+            self._forward_only = StageGraphEngine(self.cut, self.ranks, self.own, options)
         self._forward_only.recorder = self.recorder
         return self._forward_only.evaluate(microbatches)
 
@@ -139,16 +123,16 @@ class PipelineEngine(Engine):
         group_rank = {place: ranks.index(self.ranks.rank_of(place)) for place in set(chain.places)}
         group = group_of(ranks, "pipeline")
         of_stage = [group_rank[place] for place in chain.places]
-        actions = pipeline_order(chain, self.schedule, count, self.expected)
+        actions = pipeline_order(chain, self.options.schedule, count, self.options.expected)
         stages = [Stage(module, of_stage, self.ranks.device, group) for module in self._modules]
         forwards = {
             place: [(action.stage, action.microbatch) for action in row if action.kind == "F"] for place, row in actions.items()
         }
         schedule = make_schedule(
-            self.schedule,
+            self.options.schedule,
             stages,
             count,
-            torch_layout(chain, self.schedule, count),
+            torch_layout(chain, self.options.schedule, count),
             {group_rank[place]: row for place, row in actions.items()},
         )
         return Program(schedule, asides_of(chain, forwards))

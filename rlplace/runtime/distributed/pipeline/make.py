@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.assign import Assignment, assign, planned_groups, planned_spots
 from rlplace.runtime.distributed.cut import Cut, cut_graph
-from rlplace.runtime.distributed.engine import Engine
+from rlplace.runtime.distributed.engine import Engine, StepOptions
 from rlplace.runtime.distributed.engines import Made, Setup
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.order import expected_of
@@ -39,13 +39,12 @@ def make_pipeline(setup: Setup) -> Made:
 
     def engine_for(graph: ForwardGraph) -> Engine:
         assignment, cut = cut_of(graph)
-        buffers = {**own.buffers, **{name: value.to(ranks.device) for name, value in graph.constants.items()}}
+        held = own.holding(graph.constants, ranks.device)
         if graph.loss is None:
-            return StageGraphEngine(cut, ranks, own.parameters, buffers, own.owners, "list", expected)
+            return StageGraphEngine(cut, ranks, held, StepOptions("list", expected))
         _refuse(why_not(cut, plan))
         again = recompute_sets(plan.recompute, assignment)
-        sharding = plan.optimizer_sharding
-        return PipelineEngine(cut, ranks, own.parameters, buffers, own.owners, plan.schedule, expected, again, sharding)
+        return PipelineEngine(cut, ranks, held, StepOptions(plan.schedule, expected, again, plan.optimizer_sharding))
 
     return Made("pipeline", own, engine_for)
 

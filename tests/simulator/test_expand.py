@@ -140,6 +140,20 @@ def test_each_replica_of_a_pipeline_runs_as_one_alone(schedule, microbatches):
         assert line.peak_memory_bytes.tolist() == alone.peak_memory_bytes[:2].tolist() * 2
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_each_replica_has_stages_of_its_own(schedule):
+    """Two stages a device, so the schedule goes by the plan's stages."""
+    problem = pipeline_chain(4, 4, split=True)
+    fields = {"planner": "hand", "microbatches": 4, "schedule": schedule, "stage_of_group": [0, 1, 2, 3]}
+    alone = simulate(problem, make_plan(problem, [0, 1, 0, 1], **fields))
+    plan = make_plan(problem, [0, 1, 0, 1], **fields, replicas=[[0, 1], [2, 3]])
+    wide, plain = expand(problem, plan)
+    assert schedule == "interleaved" or list(plain.stage_of_group) == list(range(8))  # interleaved is an order by then
+    for line in (simulate(problem, plan), simulate(wide, plain)):
+        assert line.step_time_s == alone.step_time_s
+        assert line.peak_memory_bytes.tolist() == alone.peak_memory_bytes[:2].tolist() * 2
+
+
 def test_one_replica_elsewhere_is_the_same_plan_on_other_devices():
     problem = random_problem(7, 12, 4)
     plain, line = run(problem, make_plan(problem, [0] * 6 + [1] * 6, planner="hand", replicas=[[3, 2]]))

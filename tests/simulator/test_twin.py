@@ -154,7 +154,10 @@ def test_batch_and_simulator_equal_single_simulations(problem: Problem, seed: in
             ]
             assert overflow == pytest.approx(sum(short), rel=1e-12, abs=0.0)
             assert (simulator.peak_memory_bytes == line.peak_memory_bytes).all()
-        assert simulator.calls == len(plans)
+        step, overflow = simulator.evaluate_many(plans)
+        assert np.array_equal(step, np.where(np.isnan(batch.step_time_s), np.inf, batch.step_time_s))
+        assert [simulator.evaluate(plan)[1] for plan in plans] == overflow.tolist()
+        assert simulator.calls == 3 * len(plans)
 
 
 def test_random_costs_on_larger_graphs_equal_reference() -> None:

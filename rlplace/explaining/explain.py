@@ -9,10 +9,11 @@ from typing import Any
 
 from rlplace.explaining.alternatives import MOST_TARGETS, GroupChoice, alternatives, named_groups, weighty_groups
 from rlplace.explaining.bounds import StepBounds, headline, step_bounds
+from rlplace.explaining.questions import AS_IS
 from rlplace.explaining.relax import Relaxations, relax
 from rlplace.explaining.runs import run_plan
 from rlplace.explaining.sides import MOST_ROWS
-from rlplace.explaining.what_if import AS_IS, CALLS, WhatIf, what_if
+from rlplace.explaining.what_if import CALLS, WhatIf, what_if
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.simulator.timeline import EXECUTOR
@@ -99,7 +100,7 @@ def explain(
         group: A group, or a module whose groups share a device, to look at; default those that matter most.
         groups: How many of those.
         hardware: Whether to ask what other hardware would bring, which plans anew for each change.
-        at: For an infeasible plan: prices its problem for a micro-batch of so many samples.
+        at: Prices the plan's problem for a micro-batch of so many samples: to make it fit, or to split a global batch anew.
         calls: Simulations of each search, beside the classical floor; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
         seed: Of the searches.
@@ -118,13 +119,14 @@ def explain(
         found = alternatives(run, chosen or weighty_groups(run, groups))
     if plan.order is not None and found:
         notes.append("the plan fixes the order of ops; groups are compared with the same plan run by priority")
-    asked = what_if(run, calls=calls, time_limit_s=time_limit_s, seed=seed) if hardware and run.line.feasible else ()
+    limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
+    asked = what_if(run, at=at, **limits) if hardware and run.line.feasible else ()
     if found and problem.num_devices > MOST_TARGETS and not plan.replicas:
         notes.append(f"groups were tried on {MOST_TARGETS} of {problem.num_devices} devices, those that hold groups first")
     base = next((entry for entry in asked if entry.change == AS_IS), None)
     if base is not None and base.replanned_s is not None and base.replanned_s < (1 - WORTHWHILE) * run.step_s:
         notes.append(f"a small search finds a plan that takes {ms(base.replanned_s)} ms as things are; plan again")
-    relaxed = None if run.line.feasible else relax(problem, plan=plan, at=at, calls=calls, time_limit_s=time_limit_s, seed=seed)
+    relaxed = None if run.line.feasible else relax(problem, plan=plan, at=at, **limits)
     return Explanation(
         problem=problem.name,
         planner=plan.planner,
@@ -221,5 +223,5 @@ def _what_if_lines(asked: Sequence[WhatIf]) -> list[str]:
         rows.append([entry.change, fits, ms(entry.replanned_s), str(entry.samples), gain if entry is not base else ""])
     lines = table(["what if", "same plan ms", "planned anew ms", "samples", "samples/s"], rows)
     if any(entry.replanned_s is not None for entry in asked):
-        lines.append("planned anew: the best of the same plan, the classical floor and a local search, over all questions")
+        lines.append("planned anew: the quickest plan known, of the same one, the floor and searches, over all questions")
     return [*lines, *(f"{entry.change}: {entry.note}" for entry in asked if entry.note)]

@@ -1,0 +1,144 @@
+"""The questions about a plan: the same plan on changed hardware, with one more replica, or with more micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.explaining import changes
+from rlplace.explaining.bounds import channel_loads, device_loads
+from rlplace.explaining.runs import Run, run_unchecked
+from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
+from rlplace.plan.recompute import recompute
+from rlplace.problem import Problem
+
+AS_IS = "as it is"
+
+Change = Callable[[Problem], Problem]
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A change and the plan with it.
+
+    Attributes:
+        change: In words.
+        made: Makes it to a problem on the plan's devices, whatever its micro-batch.
+        same: The plan as it is, there.
+    """
+
+    change: str
+    made: Change
+    same: Run
+
+    @cached_property
+    def problem(self) -> Problem:
+        """Changed, and with the plan's recomputation lowered: what is planned anew."""
+        again = self.same.plan.recompute
+        return recompute(self.same.given, again) if again else self.same.given
+
+    @property
+    def schedule(self) -> str:
+        """By which planners plan."""
+        return self.same.plan.schedule if self.same.plan.schedule in FREE_SCHEDULES else "1f1b"
+
+    def step_s(self, devices: NDArray[np.int32]) -> float:
+        """Step time of an assignment without replicas; inf when it does not fit."""
+        plan = dataclasses.replace(
+            self.same.plan, device_of_group=devices, priority=None, order=None, stage_of_group=None, schedule=self.schedule,
+            replicas=None, shards=None, recompute=None, optimizer_sharding=False,
+        )  # fmt: skip
+        return fitting_s(run_unchecked(self.problem, plan))
+
+
+def fitting_s(run: Run) -> float:
+    """Step time; inf for a plan that does not fit or cannot complete."""
+    return run.step_s if run.line.feasible else float("inf")
+
+
+def questions(run: Run) -> Iterable[Question]:
+    """All questions that make sense for a plan, things as they are first."""
+    yield Question(AS_IS, _unchanged, run)
+    for change, made in _changes(run):
+        problem = made(run.given)
+        yield Question(change, made, run_unchecked(problem, _fitted(run.plan, problem)))
+    replicated = _more_replicas(run)
+    if replicated is not None:
+        yield replicated
+    longer = None if run.plan.order is not None or run.plan.shards else _more_microbatches(run)
+    if longer is not None:
+        yield Question(f"{longer.plan.microbatches} micro-batches", _unchanged, longer)
+
+
+def _unchanged(problem: Problem) -> Problem:
+    return problem
+
+
+def _one_more(problem: Problem, like: int) -> Problem:
+    larger = changes.with_device(problem, like)
+    assert larger is not None  # asked only where one can be linked
+    return larger
+
+
+def _changes(run: Run) -> Iterable[tuple[str, Change]]:
+    """Name and change of every question that makes sense for the problem."""
+    given = run.given
+    loads = device_loads(run)
+    busiest = int(np.argmax([load.busy_s for load in loads]))
+    if changes.with_device(given, busiest) is not None:
+        yield f"one more device like {given.devices[busiest].name}", partial(_one_more, like=busiest)
+    if any(device.memory_bytes is not None for device in given.devices):
+        yield "double the memory", partial(changes.with_memory, factor=2.0)
+    yield f"{given.devices[busiest].name} twice as fast", partial(changes.with_speed, device=busiest, factor=2.0)
+    if given.num_devices == 1:
+        return
+    yield "all links twice as fast", partial(changes.with_links, factor=2.0)
+    used = channel_loads(run)
+    if used:
+        yield f"link {used[0].name} twice as fast", partial(changes.with_links, factor=2.0, channel=used[0].channel)
+    yield "communication for free", changes.with_free_links
+
+
+def _fitted(plan: PlacementPlan, problem: Problem) -> PlacementPlan:
+    """The plan for a problem that may have more devices."""
+    if plan.order is None:
+        return plan
+    empty: list[Any] = [[]] * (problem.num_devices - len(plan.order))
+    return dataclasses.replace(plan, order=[*plan.order, *empty])
+
+
+def _more_microbatches(run: Run) -> Run | None:
+    """The plan with 4 micro-batches instead of one, or with twice as many."""
+    plan = run.plan
+    single = plan.microbatches == 1
+    schedule = "1f1b" if single and plan.schedule == "list" else plan.schedule
+    try:
+        return run_unchecked(
+            run.given, dataclasses.replace(plan, microbatches=4 if single else 2 * plan.microbatches, schedule=schedule)
+        )
+    except InputError:  # too many tasks, or a schedule that cannot run so many
+        return None
+
+
+def _more_replicas(run: Run) -> Question | None:
+    """Data parallel on single devices: the plan with one more replica on one more device."""
+    rows = run.plan.replicas
+    if not rows or len(rows) < 2 or any(len(row) != 1 for row in rows):
+        return None
+    like = int(rows[0][0])
+    problem = changes.with_device(run.given, like)
+    if problem is None or problem.num_devices > run.given.num_devices + 1:
+        return None
+    plan = dataclasses.replace(run.plan, replicas=[*rows, [problem.num_devices - 1]])
+    try:
+        same = run_unchecked(problem, _fitted(plan, problem))
+    except InputError:
+        return None
+    return Question("one more device, one more replica", partial(_one_more, like=like), same)

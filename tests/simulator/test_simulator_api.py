@@ -136,6 +136,9 @@ def test_a_step_that_cannot_complete_is_inf_nan_and_none() -> None:
     transfers = ("transfer_tensor", "transfer_source", "transfer_destination", "transfer_start_s", "transfer_end_s")
     assert all(len(getattr(line, name)) == 0 for name in (*transfers, "transfer_microbatch"))
     assert len(batch) == 2 and len(simulate_many(problem, np.zeros((0, 1), dtype=int))) == 0
+    assert len(simulate_many(problem, np.zeros((0, 1)))) == 0  # no numbers, so none of the wrong kind
+    with pytest.raises(InputError, match="whole numbers"):
+        simulate(problem, [0.5])
     with pytest.raises(IndexError):
         batch[2]
 

@@ -24,6 +24,10 @@ from rlplace.graph.recurrent import quick_recurrent_shapes
 from rlplace.graph.scan import whole_scans
 
 
+class TransformedError(RuntimeError):
+    """The forward calls a function of `torch.func`, whose exported nodes only run as a whole."""
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingGraph:
     """An exported forward.
@@ -60,15 +64,27 @@ def export_training_graph(
 
     Raises:
         CheckpointedError: The model checkpoints activations.
+        TransformedError: It calls `torch.vmap` or another function of `torch.func`.
     """
     with any_dtype_grouped_mm(), quick_recurrent_shapes(), whole_scans(), warnings.catch_warnings():
         # nn.LSTM and nn.GRU re-list their own weights while they are traced; export warns about that.
         warnings.filterwarnings("ignore", message="The tensor attribute")
         with quiet_logs(), quiet_prints(), refuse_checkpoints():
             program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
+    _refuse_transforms(program.graph)
     module = program.module(check_guards=False)
     names = {node.name: op_name(module_path(node), node.name) for node in module.graph.nodes if is_op(node)}
     return TrainingGraph(program, module, names)
+
+
+def _refuse_transforms(graph: fx.Graph) -> None:
+    """Between the first node of a transform and its last, values are no tensors that could be looked at or moved."""
+    for node in graph.nodes:
+        if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            raise TransformedError(
+                f"the forward calls torch.vmap or another function of torch.func ({node.target.__name__}), which an exported "
+                "graph cannot split into ops; use method 'dispatch'"
+            )
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -287,6 +287,23 @@ def test_data_dependent_forward_falls_back_to_modules():
     assert set(graph.op_kind) == {"module", "optimizer"}
 
 
+def test_transforms_of_functions_fall_back_to_the_dispatch_trace():
+    """The exported nodes of a transform only run as a whole, and what is left of a broken-off run spoils the process."""
+
+    def rows(self, x):
+        return torch.vmap(self.first)(x).square().mean()
+
+    net = Net(rows, first=nn.Linear(16, 8))
+    graph = capture(net, torch.empty(4, 16))
+    assert graph.capture["method"] == "dispatch" and "torch.vmap" in graph.capture["notes"][0]
+    whole = capture(Net(lambda self, x: self.first(x).square().mean(), first=nn.Linear(16, 8)), torch.empty(4, 16))
+    assert whole.capture["method"] == "export"  # nothing of the transform is left behind
+    products = [float(graph.op_flops[graph.op_phase == phase].max()) for phase in (FORWARD, BACKWARD)]
+    assert products == [2.0 * 4 * 16 * 8] * 2
+    with pytest.raises(CaptureError, match="use method 'dispatch'"):
+        capture(net, torch.empty(4, 16), method="export")
+
+
 def test_custom_autograd_function_is_attributed():
     class Double(torch.autograd.Function):
         @staticmethod

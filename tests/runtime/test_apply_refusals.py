@@ -151,6 +151,29 @@ def test_a_forward_that_depends_on_values_runs_at_module_level(sim):
     torch.testing.assert_close(equality.on_cpu(placed(-x)), expected[1])
 
 
+class Rows(nn.Module):
+    """Its rows pass one by one, which an exported graph shows as a region that only runs as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(torch.vmap(lambda row: self.a(row).tanh())(x))
+
+
+def test_a_forward_with_vmap_runs_at_module_level(sim):
+    model, x = Rows(), torch.randn(2, 4)
+    expected = model(x).detach()
+    graph = rlplace.capture(model, (x,), loss=torch.sum)
+    assert graph.capture["method"] == "dispatch"
+    problem = rlplace.price(graph, "a100-80g:2")
+    module_of = np.array([name.startswith("b") for name in problem.group_names], dtype=np.int32)
+    placed = apply(model, make_plan(problem, module_of, planner="test"), sim(2), example_inputs=(x,))
+    assert placed.report.level == "module" and "torch.vmap" in placed.report.why_not_op
+    torch.testing.assert_close(equality.on_cpu(placed(x)), expected)
+
+
 def test_a_backward_that_runs_elsewhere_takes_the_op_level():
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     example = torch.zeros(2, 4)

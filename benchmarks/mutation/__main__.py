@@ -74,6 +74,7 @@ TARGETS = {
         for name in ("lifetimes", "holdings", "footprint", "allocator", "memory", "allocator_kernel")
     },
     "envs/memory.py": [
+        "tests/envs/test_memory_bounds.py",
         "tests/envs/test_construction.py",
         "tests/envs/test_environments.py",
         "tests/envs/test_awkward_problems.py",
@@ -112,8 +113,8 @@ def main() -> None:
 
 
 def _run(file: str, number: int, timeout_s: float) -> dict[str, object]:
-    tests = [path for path in TARGETS[file] if (ROOT / path).exists()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "benchmarks.mutation.plugin", "-p", "no:cacheprovider", *tests]
+    options = ["-x", "-q", "-p", "benchmarks.mutation.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *TARGETS[file]]
     environment = {**os.environ, "MUTANT": f"{file}:{number}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
@@ -124,6 +125,8 @@ def _run(file: str, number: int, timeout_s: float) -> dict[str, object]:
         except subprocess.TimeoutExpired:
             return {"result": "hangs", "seconds": timeout_s, "by": ""}
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode not in (0, 1, 2):  # passed, failed, or broken while it was imported
+        raise SystemExit(f"pytest could not run the tests of {file}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     result = "survived" if done.returncode == 0 else "killed"
     return {"result": result, "seconds": round(time.monotonic() - start_s, 1), "by": failed[0][:160] if failed else ""}
 

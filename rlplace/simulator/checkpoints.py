@@ -114,13 +114,9 @@ def _restore(g, w, state, saved, number):
 
 @inner
 def _shift_memory(g, w, device_of_group, sign):
-    """Adds or takes away what is resident, so that saved states fit every plan that they may be continued for."""
-    device, sizes, num_groups = w.device, g.bytes, len(device_of_group)
-    for d in range(len(device)):
-        device[d].memory += sign * sizes[num_groups + d]
-        device[d].peak += sign * sizes[num_groups + d]
-    for group in range(num_groups):
-        d = device_of_group[group]
+    """Adds or takes away what groups have resident, so that saved states fit every plan that they may be continued for."""
+    device, sizes = w.device, g.bytes
+    for group, d in enumerate(device_of_group):
         device[d].memory += sign * sizes[group]
         device[d].peak += sign * sizes[group]
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rlplace.planners.common.evaluate import Evaluator
-from rlplace.planners.common.repair import legalize, repair
+from rlplace.planners.common.evaluate import Deadline, Evaluator
+from rlplace.planners.common.repair import legalize, repair, repair_answer
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.problem.toys import TensorSpec, build_problem, memory_tight_chain, memory_tight_pair
@@ -54,6 +54,33 @@ def test_repair_swaps_when_no_single_move_fits():
     fixed = repair(problem, [0, 0, 1, 1])
     assert fixed is not None
     assert sorted(problem.resident_bytes[fixed == fixed[0]].tolist()) == [4, 6]
+
+
+def test_the_exchange_that_frees_just_enough_comes_first():
+    """Three bytes are missing: 13 for 10 frees them and fits exactly, 13 for 11 frees two."""
+    problem = build_problem(
+        "exact", time_s=[[1.0, 1.0]] * 5, tensors=[], memory_bytes=[20, 40], resident_bytes=[13, 10, 10, 11, 16]
+    )
+    evaluator = Evaluator(problem)
+    assert repair(problem, [0, 0, 1, 1, 1], evaluator).tolist() == [1, 0, 0, 1, 1]
+    assert evaluator.calls == 4  # as it is, both single moves, the exchange
+
+
+def test_what_does_not_lower_the_overflow_is_not_kept():
+    problem = build_problem("odd", time_s=[[1.0, 1.0]] * 3, tensors=[], memory_bytes=[100, 100], resident_bytes=[60, 60, 60])
+    evaluator = Evaluator(problem)
+    assert repair(problem, [0, 0, 0], evaluator) is None
+    assert evaluator.calls < 10
+
+
+def test_one_call_or_no_time_look_at_the_start_alone():
+    problem = memory_tight_chain().problem
+    start = np.zeros(problem.num_groups, dtype=np.int32)
+    for max_calls, seconds in ((1, None), (100, 0.0)):
+        evaluator, deadline = Evaluator(problem), Deadline(seconds)
+        deadline.secured = True  # no time beyond the limit
+        answer = repair_answer(problem, start, evaluator, deadline, max_calls=max_calls)
+        assert evaluator.calls == 1 and answer.devices.tolist() == start.tolist() and not answer.score.feasible
 
 
 def test_legalize_respects_null_times_and_fixed_devices():

@@ -59,6 +59,21 @@ def test_largest_group_names_group_and_device():
     assert error.value.device == problem.devices[0].name
 
 
+def test_devices_where_a_group_may_not_sit_do_not_count():
+    problem = build_problem("picky", time_s=[[float("nan"), 1.0], [1.0, 1.0]], tensors=[], memory_bytes=[500, 300],
+                            resident_bytes=[400, 10])  # fmt: skip
+    with pytest.raises(InfeasibleError, match=r"alone needs 400 bytes.* offers 300 bytes: 100 bytes short") as error:
+        check_possible(problem)
+    assert error.value.device == problem.devices[1].name
+
+
+def test_a_smaller_batch_is_advised_where_what_is_resident_just_fits():
+    problem = build_problem("full", time_s=[[1.0], [1.0]], tensors=[TensorSpec(0, 10, [1])], memory_bytes=[100],
+                            resident_bytes=[100, 0])  # fmt: skip
+    with pytest.raises(InfeasibleError, match=r"10 bytes short.* a smaller batch"):
+        check_possible(problem)
+
+
 def test_fixed_groups_that_exceed_their_device():
     def fix(data):
         for group in data["groups"][:3]:
@@ -108,7 +123,7 @@ def test_unproven_infeasibility_names_the_device():
     """Three groups of 60 on two devices of 100: the sum fits, no assignment does."""
     problem = four_groups([100, 100], (60, 60, 60, 0))
     check_possible(problem)
-    with pytest.raises(InfeasibleError, match="20 bytes short") as error:
+    with pytest.raises(InfeasibleError, match=r"20 bytes short \(40 bytes are free on other devices\)") as error:
         get_planner("best")(problem)
     assert error.value.short_bytes == 20
     assert error.value.device in {d.name for d in problem.devices}

@@ -145,7 +145,7 @@ def test_the_state_of_a_training(tmp_path, make_network):
     for one, two in zip(network.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[one]["exp_avg"], fresh.state[two]["exp_avg"])
         assert torch.equal(optimizer.state[one]["step"], fresh.state[two]["step"])
-    whole = load_file(path)
+    whole = {name: value.clone() for name, value in load_file(path).items()}  # older safetensors map the file
     for change, message in (
         ({"progress": None}, "how far"),
         ({"progress": torch.zeros(2)}, "how far"),

@@ -125,7 +125,7 @@ def _run(file: str, number: int, timeout_s: float) -> dict[str, object]:
         except subprocess.TimeoutExpired:
             return {"result": "hangs", "seconds": timeout_s, "by": ""}
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode not in (0, 1, 2):  # passed, failed, or broken while it was imported
+    if done.returncode in (4, 5):  # pytest's codes for arguments that it cannot take and for no tests
         raise SystemExit(f"pytest could not run the tests of {file}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     result = "survived" if done.returncode == 0 else "killed"
     return {"result": result, "seconds": round(time.monotonic() - start_s, 1), "by": failed[0][:160] if failed else ""}

@@ -12,7 +12,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.labels import Labels
@@ -78,7 +78,7 @@ def test_configs_that_lie(agent, changes, message):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_no_numbers(agent, value):
-    weights = load_file(agent / "policy.safetensors")
+    weights = load((agent / "policy.safetensors").read_bytes())
     weights["second.bias"][1] = value
     save_file(weights, agent / "policy.safetensors")
     refused(agent, "'second.bias' holds values that are not finite")
@@ -86,13 +86,13 @@ def test_weights_that_are_no_numbers(agent, value):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32])
 def test_weights_of_another_type(agent, dtype):
-    weights = load_file(agent / "policy.safetensors")
+    weights = load((agent / "policy.safetensors").read_bytes())
     save_file(weights | {"second.bias": weights["second.bias"].to(dtype)}, agent / "policy.safetensors")
     refused(agent, f"is of {dtype}, not of torch.float32")
 
 
 def test_weights_of_another_shape(agent):
-    weights = load_file(agent / "policy.safetensors")
+    weights = load((agent / "policy.safetensors").read_bytes())
     save_file(weights | {"second.bias": torch.zeros(5)}, agent / "policy.safetensors")
     refused(agent, r"has shape \(5,\), the config asks for \(4,\)")
 
@@ -160,6 +160,6 @@ def test_a_part_that_is_missing(agent, name):
 def test_weights_of_another_training_with_this_config(seeds, tmp_path):
     """The digest in the config belongs to the weights that were saved with it."""
     folder = shutil.copytree(seeds / "agent", tmp_path / "agent")
-    weights = load_file(folder / "policy.safetensors")
+    weights = load((folder / "policy.safetensors").read_bytes())
     save_file({name: value + 1 for name, value in weights.items()}, folder / "policy.safetensors")
     refused(folder, "save or copy the checkpoint again")

@@ -70,7 +70,11 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         return self.instances[self._index]
 
     def _check_action(self, action: Any) -> int:
-        if not self.action_space.contains(action):
+        try:
+            known = self.action_space.contains(action)
+        except OverflowError:  # a whole number beyond int64, in older gymnasium
+            known = False
+        if not known:
             raise InputError(f"action {show(action)} is not a whole number in 0..{self.action_space.n - 1}")  # type: ignore[attr-defined]
         return int(action)
 

@@ -16,8 +16,8 @@ from rlplace.cost.lifetimes import lifetimes
 from rlplace.errors import InputError
 from rlplace.graph.synthetic import random_graph, transformer_graph
 from rlplace.plan import PlacementPlan
-from rlplace.problem import BACKWARD_WEIGHT, Device, Links, Problem
-from rlplace.problem.toys import random_problem
+from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Device, Links, Problem
+from rlplace.problem.toys import TensorSpec, build_problem, random_problem
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.timeline import resident_by_device
 
@@ -65,6 +65,20 @@ def test_the_list_of_allocations_has_the_simulators_peak(seed, microbatches, sch
         assert base[device] + int(live.max(initial=0)) == line.peak_memory_bytes[device]
         assert not len(live) or live[-1] == 0  # everything is given back
     assert np.array_equal(np.sort(life.item), np.sort(np.tile(np.arange(len(life.device)), 2)))
+
+
+def test_a_gradient_that_micro_batches_add_to_is_one_allocation():
+    problem = build_problem(
+        "sum", time_s=[[1.0]] * 3, memory_bytes=[None], group=[0, 0, 0], phase=[FORWARD, BACKWARD, UPDATE],
+        tensors=[TensorSpec(0, 4, [1]), TensorSpec(1, 8, [2])],
+    )  # fmt: skip
+    life = lifetimes(problem, plan_of(problem, [0], microbatches=3))
+    assert sorted(life.bytes.tolist()) == [4, 4, 4, 8] and life.live_bytes(0)[-1] == 0
+    assert int(life.live_bytes(0).max()) == int(life.peak_memory_bytes[0]) == 4 + 8
+
+
+def test_the_workspace_is_what_torch_reserves():
+    assert WORKSPACE_BYTES == 8_519_680  # CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8
 
 
 @settings(max_examples=40)

@@ -43,6 +43,25 @@ def test_tensors_between_groups_are_nobodys():
     assert group_saved_bytes(problem).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD])
+def test_pivots_of_each_phase_count(phase):
+    """What spans an op in the middle; the other phase has no ops here."""
+    problem = build_problem(
+        "spans", time_s=[[1.0]] * 3, memory_bytes=[None], group=[0, 0, 0], phase=[phase] * 3,
+        tensors=[TensorSpec(0, 30, [2]), TensorSpec(0, 1, [1]), TensorSpec(1, 1, [2])],
+    )  # fmt: skip
+    assert group_saved_bytes(problem).tolist() == [32.0]
+
+
+def test_what_is_read_before_another_is_made_is_not_live_with_it():
+    problem = build_problem(
+        "turns", time_s=[[1.0]] * 4, memory_bytes=[None], group=[0] * 4, phase=[FORWARD] * 4,
+        tensors=[TensorSpec(0, 30, [1]), TensorSpec(1, 1, [2]), TensorSpec(2, 30, [3])],
+    )  # fmt: skip
+    assert group_saved_bytes(problem).tolist() == [31.0]
+    assert simulate(problem, [0]).peak_memory_bytes.tolist() == [31]
+
+
 def test_the_pivot_with_the_largest_total_counts():
     """Two branches of forward and backward that do not wait for each other: each is its own pivot."""
     problem = build_problem(

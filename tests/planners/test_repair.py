@@ -57,12 +57,11 @@ def test_repair_swaps_when_no_single_move_fits():
 
 
 def test_the_exchange_that_frees_just_enough_comes_first():
-    """Three bytes are missing: 13 for 10 frees them and fits exactly, 13 for 11 frees two."""
-    problem = build_problem(
-        "exact", time_s=[[1.0, 1.0]] * 5, tensors=[], memory_bytes=[20, 40], resident_bytes=[13, 10, 10, 11, 16]
-    )
+    """Three bytes are missing: 13 for 10 frees them and fits exactly, 13 for 11 frees two, 13 for 5 does not fit."""
+    resident = [13, 10, 5, 10, 11, 11]
+    problem = build_problem("exact", time_s=[[1.0, 1.0]] * 6, tensors=[], memory_bytes=[20, 40], resident_bytes=resident)
     evaluator = Evaluator(problem)
-    assert repair(problem, [0, 0, 1, 1, 1], evaluator).tolist() == [1, 0, 0, 1, 1]
+    assert repair(problem, [0, 0, 1, 1, 1, 1], evaluator).tolist() == [1, 0, 1, 0, 1, 1]
     assert evaluator.calls == 4  # as it is, both single moves, the exchange
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.planners.common.bounds import largest_op_bytes
 from rlplace.problem import BACKWARD, FORWARD, Problem
 from rlplace.problem.reach import reach
 
@@ -22,15 +23,7 @@ _PIVOT_CANDIDATES = 4
 
 def group_footprint_bytes(problem: Problem) -> NDArray[np.float64]:
     """float64 [G], fact (1): the largest sum of outputs, temporaries and produced inputs over the ops of each group."""
-    need = problem.temporary_bytes.astype(np.float64)
-    made = problem.tensor_producer >= 0
-    np.add.at(need, problem.tensor_producer[made], problem.tensor_bytes[made])
-    tensor = problem.edge_tensor
-    produced = made[tensor]
-    np.add.at(need, problem.consumers[produced], problem.tensor_bytes[tensor[produced]])
-    footprint = np.zeros(problem.num_groups)
-    np.maximum.at(footprint, problem.op_group, need)
-    return footprint
+    return largest_op_bytes(problem)
 
 
 def group_saved_bytes(problem: Problem) -> NDArray[np.float64]:

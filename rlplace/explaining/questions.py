@@ -21,7 +21,8 @@ from rlplace.problem import Problem
 
 AS_IS = "as it is"
 
-Change = Callable[[Problem], Problem]
+Change = Callable[[Problem], Problem | None]
+"""Changes a problem; None: it cannot be changed so."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +31,19 @@ class Question:
 
     Attributes:
         change: In words.
-        made: Makes it to a problem on the plan's devices, whatever its micro-batch.
+        make: Makes it.
         same: The plan as it is, there.
     """
 
     change: str
-    made: Change
+    make: Change
     same: Run
+
+    def made(self, problem: Problem) -> Problem:
+        """The change made to the plan's problem at another micro-batch."""
+        changed = self.make(problem)
+        assert changed is not None  # the devices are those of the plan, to which it was made
+        return changed
 
     @cached_property
     def problem(self) -> Problem:
@@ -66,9 +73,10 @@ def fitting_s(run: Run) -> float:
 def questions(run: Run) -> Iterable[Question]:
     """All questions that make sense for a plan, things as they are first."""
     yield Question(AS_IS, _unchanged, run)
-    for change, made in _changes(run):
-        problem = made(run.given)
-        yield Question(change, made, run_unchecked(problem, _fitted(run.plan, problem)))
+    for change, make in _changes(run):
+        problem = make(run.given)
+        if problem is not None:
+            yield Question(change, make, run_unchecked(problem, _fitted(run.plan, problem)))
     replicated = _more_replicas(run)
     if replicated is not None:
         yield replicated
@@ -81,19 +89,12 @@ def _unchanged(problem: Problem) -> Problem:
     return problem
 
 
-def _one_more(problem: Problem, like: int) -> Problem:
-    larger = changes.with_device(problem, like)
-    assert larger is not None  # asked only where one can be linked
-    return larger
-
-
 def _changes(run: Run) -> Iterable[tuple[str, Change]]:
-    """Name and change of every question that makes sense for the problem."""
+    """Name and change of every question about other hardware."""
     given = run.given
     loads = device_loads(run)
     busiest = int(np.argmax([load.busy_s for load in loads]))
-    if changes.with_device(given, busiest) is not None:
-        yield f"one more device like {given.devices[busiest].name}", partial(_one_more, like=busiest)
+    yield f"one more device like {given.devices[busiest].name}", partial(changes.with_device, like=busiest)
     if any(device.memory_bytes is not None for device in given.devices):
         yield "double the memory", partial(changes.with_memory, factor=2.0)
     yield f"{given.devices[busiest].name} twice as fast", partial(changes.with_speed, device=busiest, factor=2.0)
@@ -132,8 +133,8 @@ def _more_replicas(run: Run) -> Question | None:
     rows = run.plan.replicas
     if not rows or len(rows) < 2 or any(len(row) != 1 for row in rows):
         return None
-    like = int(rows[0][0])
-    problem = changes.with_device(run.given, like)
+    one_more = partial(changes.with_device, like=int(rows[0][0]))
+    problem = one_more(run.given)
     if problem is None or problem.num_devices > run.given.num_devices + 1:
         return None
     plan = dataclasses.replace(run.plan, replicas=[*rows, [problem.num_devices - 1]])
@@ -141,4 +142,4 @@ def _more_replicas(run: Run) -> Question | None:
         same = run_unchecked(problem, _fitted(plan, problem))
     except InputError:
         return None
-    return Question("one more device, one more replica", partial(_one_more, like=like), same)
+    return Question("one more device, one more replica", one_more, same)

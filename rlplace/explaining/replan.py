@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -55,32 +55,28 @@ def strategies(
         time_limit_s: Seconds for each question.
         seed: Of the planner.
     """
-    own = questions[0].same.given
-    known = own.samples_per_microbatch
+    known = questions[0].same.given.samples_per_microbatch
 
+    @cache
     def problem_of(question: Question, samples: int) -> Problem:
         return question.same.given if samples == known or at is None else question.made(at(samples))
 
-    pool: list[tuple[int, PlacementPlan]] = []
+    pool: dict[int, list[tuple[int, PlacementPlan]]] = {}  # by samples of a step: samples of a micro-batch, plan
     for question in questions:
+        total = question.same.line.samples
         try:
             problem, plan = place_strategies(
-                partial(problem_of, question),
-                first=question.same.given, global_batch=question.same.line.samples, samples=known if at is None else None,
-                planner="best", seed=seed, time_limit_s=time_limit_s,
+                partial(problem_of, question), first=question.same.given, global_batch=total,
+                samples=known if at is None else None, planner="best", seed=seed, time_limit_s=time_limit_s,
             )  # fmt: skip
         except InfeasibleError:
             continue
-        pool.append((problem.samples_per_microbatch, plan))
+        pool.setdefault(total, []).append((problem.samples_per_microbatch, plan))
     best: list[float | None] = []
     for question in questions:
-        steps = []
-        for samples, plan in pool:
-            problem = problem_of(question, samples)
-            run = None if _last(plan) >= problem.num_devices else run_unchecked(problem, plan)
-            if run is not None and run.line.samples == question.same.line.samples:
-                steps.append(fitting_s(run))
-        best.append(_least(question, steps))
+        found = pool.get(question.same.line.samples, [])
+        here = [(samples, plan) for samples, plan in found if _last(plan) < question.same.given.num_devices]
+        best.append(_least(question, [fitting_s(run_unchecked(problem_of(question, n), plan)) for n, plan in here]))
     return best
 
 

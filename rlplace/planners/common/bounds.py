@@ -135,3 +135,19 @@ def live_bytes(problem: Problem) -> int:
     later = after[problem.consumers] | (problem.consumers == pivot)
     read_after[tensor[later]] = True
     return int(problem.tensor_bytes[made_before & read_after].sum())
+
+
+def largest_op_bytes(problem: Problem) -> NDArray[np.float64]:
+    """float64 [G], most bytes that one op of each group needs beside the resident bytes: outputs, temporaries, inputs.
+
+    Inputs that live in some group's resident bytes are left out: they may cost nothing more.
+    """
+    need = problem.temporary_bytes.astype(np.float64)
+    producer = problem.tensor_producer
+    made = producer >= 0
+    np.add.at(need, producer[made], problem.tensor_bytes[made])
+    edges = made[problem.edge_tensor]
+    np.add.at(need, problem.consumers[edges], problem.tensor_bytes[problem.edge_tensor[edges]])
+    largest = np.zeros(problem.num_groups)
+    np.maximum.at(largest, problem.op_group, need)
+    return largest

@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from rlplace.errors import InfeasibleError
-from rlplace.planners.common.bounds import live_bytes
+from rlplace.planners.common.bounds import largest_op_bytes, live_bytes
 from rlplace.problem import Problem
 from rlplace.simulator.timeline import Timeline
 from rlplace.text import bytes_text
@@ -93,7 +93,7 @@ def _check_nowhere(problem: Problem) -> None:
 
 def _check_largest(problem: Problem) -> None:
     """A group's resident bytes, and its largest op's temporaries, outputs and inputs, must fit on one device."""
-    needed = problem.resident_bytes + _op_bytes(problem)
+    needed = problem.resident_bytes + largest_op_bytes(problem)
     limit = np.where(problem.group_allowed, problem.memory_limit_bytes[None, :], -np.inf).max(axis=1)
     short = needed - limit
     if not (short > 0).any():
@@ -108,22 +108,6 @@ def _check_largest(problem: Problem) -> None:
         device=problem.devices[device].name,
         short_bytes=int(short[group]),
     )
-
-
-def _op_bytes(problem: Problem) -> np.ndarray:
-    """int64 [G], most bytes that one op of each group needs beside the resident bytes.
-
-    Inputs that live in some group's resident bytes are left out: they may cost nothing more.
-    """
-    need = problem.temporary_bytes.copy()
-    producer = problem.tensor_producer
-    made = producer >= 0
-    np.add.at(need, producer[made], problem.tensor_bytes[made])
-    edges = made[problem.edge_tensor]
-    np.add.at(need, problem.consumers[edges], problem.tensor_bytes[problem.edge_tensor[edges]])
-    largest = np.zeros(problem.num_groups, dtype=np.int64)
-    np.maximum.at(largest, problem.op_group, need)
-    return largest
 
 
 def _check_fixed(problem: Problem) -> None:

@@ -36,7 +36,7 @@ class StepOptions:
     Attributes:
         schedule: Of the plan.
         expected: Times of the priced problem, by which passes are ordered; None: by the sizes of their values.
-        recompute: Segments by group that are computed again in the backward, see `recompute_sets`.
+        recompute: Number of the plan's recompute segment by node name, see `recompute_sets`.
         optimizer_sharding: Whether replicas share the optimizer's work.
     """
 

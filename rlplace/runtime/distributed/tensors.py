@@ -33,9 +33,9 @@ class Own:
     owners: Mapping[str, tuple[int, ...]]
 
     def holding(self, constants: Mapping[str, torch.Tensor], device: torch.device) -> Own:
-        """The same with the constants of another graph."""
+        """The same with the constants of a graph, on the process's device."""
         return dataclasses.replace(
-            self, buffers={**self.buffers, **{name: value.to(device) for name, value in constants.items()}}
+            self, buffers={**self.buffers, **{name: value.detach().to(device) for name, value in constants.items()}}
         )
 
 
@@ -70,9 +70,7 @@ def own_tensors(
             parameters[name] = nn.Parameter(value, requires_grad=tensor.requires_grad)
         else:
             buffers[name] = value
-    for name, constant in constants.items():
-        buffers[name] = constant.detach().to(device)
-    return Own(parameters, buffers, places)
+    return Own(parameters, buffers, places).holding(constants, device)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

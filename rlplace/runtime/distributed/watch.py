@@ -105,6 +105,23 @@ class Board:
         return bool(self._store.add("reporters", 1) == 1)
 
 
+@dataclass(frozen=True)
+class _Beat:
+    """The latest sign of life of another rank.
+
+    Attributes:
+        number: Of the beat; None before the first.
+        since_s: When it was new here.
+        looked_s: When it was last looked at.
+        seen: Whether it was seen to be new: the one before had been looked at just then.
+    """
+
+    number: int | None
+    since_s: float
+    looked_s: float
+    seen: bool
+
+
 class Watch(threading.Thread):
     """See the module.
 
@@ -124,8 +141,7 @@ class Watch(threading.Thread):
         self._parent = os.getppid()
         self._wake, self._terminate = _listen()
         self._beat = 0
-        # By rank: its beat, when that was new here, when it was last looked at, whether it was seen to be new.
-        self._beats: dict[int, tuple[int, float, float, bool]] = {}
+        self._beats: dict[int, _Beat] = {}  # by rank
         self._missing = 0
 
     def introduce(self, part: str | None = None) -> None:
@@ -232,12 +248,13 @@ class Watch(threading.Thread):
         """
         found = self.board.look(f"beat/{rank}")
         number, now_s = 0 if found is None else int(found["n"]), time.monotonic()
-        before, since_s, looked_s, seen = self._beats.get(rank, (None, now_s, -math.inf, False))
-        if before == number:
-            self._beats[rank] = (number, since_s, now_s, seen)
-            return now_s - since_s if seen or now_s - since_s > _FRESH_S else None
-        fresh = now_s - looked_s <= _FRESH_S
-        self._beats[rank] = (number, now_s, now_s, fresh)
+        before = self._beats.get(rank, _Beat(None, now_s, -math.inf, False))
+        if before.number == number:
+            self._beats[rank] = replace(before, looked_s=now_s)
+            age_s = now_s - before.since_s
+            return age_s if before.seen or age_s > _FRESH_S else None
+        fresh = now_s - before.looked_s <= _FRESH_S
+        self._beats[rank] = _Beat(number, now_s, now_s, fresh)
         return 0.0 if fresh else None
 
     def standstill(self, now: activity.Activity, least_s: float | None = None) -> str | None:

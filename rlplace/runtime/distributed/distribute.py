@@ -22,6 +22,7 @@ from rlplace.runtime.distributed.inputs import any_loss, has_target, micro_batch
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
 from rlplace.runtime.distributed.same_batch import check_first_batches
+from rlplace.runtime.distributed.same_graph import check_same_graph
 from rlplace.runtime.distributed.tensors import meta_copy
 
 
@@ -80,6 +81,7 @@ def distribute(
         raise InputError("distribute: target= is an input of the model, so the loss cannot have one; rename either of them")
     trace = graphs or Graphs()
     first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
+    check_same_graph(first, ranks)
     check_same_ops(first, planned_spots(plan))
     made = choose_engine(Setup(model, plan, first, ranks, problem, replayed), engine)
 
@@ -87,6 +89,8 @@ def distribute(
         shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
     ) -> tuple[ForwardGraph, Engine]:
         graph = trace(shape, args, kwargs, None if target is None and with_target else loss, target)
+        if graph is not first:
+            check_same_graph(graph, ranks)
         return graph, made.engine_for(graph)
 
     batching = Batching(plan.microbatches, share, frozenset(whole), reduction, plan.optimizer_sharding)

@@ -300,13 +300,17 @@ class Watch(threading.Thread):
         return "; ".join(f"rank {rank} for {beat['text']}, {beat['age_s']:.0f} s" for rank, beat in found if beat is not None)
 
     def _latecomer(self, path: list[int]) -> int | None:
-        """Of the ranks that are not waiting, the one that has been busy with the same thing for longest."""
+        """Of the ranks that are not waiting, the one that has been busy with the same thing for longest.
+
+        One without a fresh sign of life comes first: its last beat says what it did then, and it may have gone on, or stopped.
+        """
         oldest: tuple[float, int] | None = None
-        for rank in range(self.board.world):
-            found = None if rank in path else self.board.look(f"beat/{rank}")
-            if found is None and rank not in path:
+        for rank in (rank for rank in range(self.board.world) if rank not in path):
+            found = self.board.look(f"beat/{rank}")
+            silent_s = None if found is None else self.silent_s(rank)
+            if found is None or silent_s is None or silent_s > _FRESH_S:
                 return rank
-            if found is not None and not found["together"] and (oldest is None or found["age_s"] > oldest[0]):
+            if not found["together"] and (oldest is None or found["age_s"] > oldest[0]):
                 oldest = (found["age_s"], rank)
         return None if oldest is None else oldest[1]
 

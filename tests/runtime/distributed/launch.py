@@ -5,7 +5,9 @@ A job that hangs is ended after a timeout and every process of a job is gone whe
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import tempfile
 import traceback
 from datetime import timedelta
@@ -17,6 +19,7 @@ import torch.multiprocessing as mp
 
 def _process(rank, world, path, function, arguments, timeout_s):
     torch.set_num_threads(1)
+    faulthandler.enable(open(f"{path}/{rank}.crash", "w"))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group(
@@ -59,10 +62,14 @@ def run(world, function, *arguments, timeout_s=120):
                     process.kill()
                 process.join()
         errors = []
-        for rank in range(world):
-            if os.path.exists(f"{path}/{rank}.error"):
-                with open(f"{path}/{rank}.error") as file:
-                    errors.append(f"rank {rank}:\n{file.read()}")
-        assert not errors, "\n".join(errors)
+        for rank, process in enumerate(processes):
+            for kind in ("crash", "error"):
+                if os.path.exists(f"{path}/{rank}.{kind}"):
+                    with open(f"{path}/{rank}.{kind}") as file:
+                        errors += [(os.path.getmtime(file.name), f"rank {rank}:\n{text}") for text in [file.read()] if text]
+            if process.exitcode and process.exitcode < 0 and rank not in hung:
+                errors.append((0.0, f"rank {rank} ended by {signal.Signals(-process.exitcode).name}"))
+        # The first to fail is the cause; the others lost it as a peer.
+        assert not errors, "\n".join(text for _, text in sorted(errors))
         assert not hung, f"ranks {hung} did not end within {timeout_s} s"
         return [torch.load(f"{path}/{rank}.result", weights_only=False) for rank in range(world)]

@@ -19,6 +19,8 @@ from rlplace.plan import PlacementPlan
 from rlplace.runtime.distributed.engine import Microbatch
 from rlplace.runtime.distributed.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.randomness import random_key
+from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.same_graph import check_same_graph
 from rlplace.runtime.distributed.sharded.engine import ShardedEngine
 from rlplace.runtime.distributed.sharded.spaces import spaces_of
 
@@ -63,6 +65,8 @@ def compare(name, shards, tolerance=1e-5, steps=3, adjust=None):
     if adjust is not None:
         adjust(model)
     graph = forward_graph(model, (), inputs, loss=loss if outside else None)
+    world = dist.get_world_size()
+    check_same_graph(graph, Ranks(dist.get_rank(), world, CPU, (tuple(range(world)),)))
     plain = copy.deepcopy(model)
     engine = ShardedEngine(graph, plan_of(shards), state_of(model), CPU)
     ours = torch.optim.AdamW(engine.parameters.values(), lr=1e-3, eps=1e-6)

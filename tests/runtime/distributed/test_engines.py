@@ -61,6 +61,18 @@ def test_a_refusal_says_what_would_run(gpt2):
     assert "use list, gpipe or 1f1b" in why_not("stage_graph", plan, graph, 2)
 
 
+class ByRank(torch.nn.Module):
+    """A forward that may differ between processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.late = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), False
+
+    def forward(self, x):
+        x = self.up(x)
+        return self.down(x.relu() if self.late else x).square().mean()
+
+
 def refusals():
     model, inputs, _ = build("gpt2", double=False)
     plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="zero_bubble")
@@ -83,7 +95,13 @@ def refusals():
     with pytest.raises(InputError) as caught:
         distribute(wrong, changed(plan, schedule="list"), inputs)
     found.append(str(caught.value))
-    return found
+    uneven, x = ByRank(), {"x": torch.ones(2, 4)}
+    of_one = plan_of(uneven, x, 2, deal="chain", groups=2)
+    assert float(distribute(uneven, of_one, x)(**x).detach()) > 0
+    uneven.late = torch.distributed.get_rank() == 1
+    with pytest.raises(InputError) as caught:
+        distribute(uneven, of_one, x)
+    return found, str(caught.value)
 
 
 def freed():
@@ -103,8 +121,10 @@ def freed():
 
 
 def test_refusals_on_a_job_and_weights_of_others_are_freed():
-    first, second = run(2, refusals, timeout_s=200)
+    (first, other), (second, another) = run(2, refusals, timeout_s=200)
     assert first == second
+    for text, rank, op in ((other, 0, "linear_1 = "), (another, 1, "relu = ")):
+        assert "ranks 0 and 1 traced different forwards" in text and f"(rank {rank} has there: {op}" in text, text
     expected = (
         "no engine can run this plan",
         "unknown engine",

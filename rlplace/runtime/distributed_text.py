@@ -9,21 +9,22 @@ import torch
 import torch.distributed as dist
 
 
-def gather_texts(data: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+def gather_texts(data: dict[str, Any], device: torch.device, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
     """The JSON objects of all ranks, in order, on every rank.
 
     Args:
         data: What this rank tells.
         device: Where the backend wants its tensors.
+        group: The ranks; None: all of the job.
     """
     payload = torch.tensor(list(json.dumps(data).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=group)
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(payload)] = payload
     texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, padded.to(device))
+    dist.all_gather(texts, padded.to(device), group=group)
     return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 

@@ -8,10 +8,10 @@ expect, which hangs, or aborts a process inside its communication library withou
 from __future__ import annotations
 
 import hashlib
+from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -20,30 +20,26 @@ from rlplace.runtime import aliases
 from rlplace.runtime.distributed.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed_text import gather_texts
 
 
 def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
-    """Compares a graph over the processes of this replica; one message of 8 bytes an op.
+    """Compares a graph over the processes of this replica; a message of some 20 bytes a node.
 
     Raises:
-        InputError: On every process, with the first op that differs.
+        InputError: On every process, with the first node that differs.
     """
     row = () if ranks.replica is None else ranks.replicas[ranks.replica]
     if len(row) < 2:
         return
     lines = describe(graph)
-    own = torch.tensor([_number(line) for line in lines], device=ranks.device)
     group = group_of(row, "inputs")  # that compares batches, too
-    counts = [torch.zeros(1, dtype=torch.int64, device=ranks.device) for _ in row]
-    dist.all_gather(counts, torch.tensor([len(lines)], device=ranks.device), group=group)
-    longest = max(int(count) for count in counts)
-    padded = torch.cat([own, own.new_zeros(longest - len(lines))])
-    found = [torch.empty_like(padded) for _ in row]
-    dist.all_gather(found, padded, group=group)
-    differ = next((place for place, other in enumerate(found) if not torch.equal(other, found[0])), None)
+    own = {"nodes": [_number(line) for line in lines]}
+    found = [told["nodes"] for told in gather_texts(own, ranks.device, group)]
+    differ = next((place for place, other in enumerate(found) if other != found[0]), None)
     if differ is None:
         return
-    first = int((found[differ] != found[0]).nonzero()[0])
+    first = next(number for number, (a, b) in enumerate(zip_longest(found[0], found[differ])) if a != b)
     here = lines[first] if first < len(lines) else "nothing more"
     raise InputError(
         f"distribute: ranks {row[0]} and {row[differ]} traced different forwards of the model, from node {first} on (rank "
@@ -84,7 +80,7 @@ def _text(value: Any) -> str:
             return item
         return str(item) if isinstance(item, fx.Node) else _target(item)
 
-    return repr(tuple(pytree.tree_leaves(pytree.tree_map(leaf, value))))
+    return repr(tuple(leaf(item) for item in pytree.tree_leaves(value)))
 
 
 def _bytes(value: torch.Tensor) -> bytes:

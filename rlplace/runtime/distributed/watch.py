@@ -305,7 +305,9 @@ class Watch(threading.Thread):
         One without a fresh sign of life comes first: its last beat says what it did then, and it may have gone on, or stopped.
         """
         oldest: tuple[float, int] | None = None
-        for rank in (rank for rank in range(self.board.world) if rank not in path):
+        for rank in range(self.board.world):
+            if rank in path:
+                continue
             found = self.board.look(f"beat/{rank}")
             silent_s = None if found is None else self.silent_s(rank)
             if found is None or silent_s is None or silent_s > _FRESH_S:

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -61,15 +62,16 @@ def run(world, function, *arguments, timeout_s=120):
                 if process.is_alive():
                     process.kill()
                 process.join()
-        errors = []
-        for rank, process in enumerate(processes):
-            for kind in ("crash", "error"):
-                if os.path.exists(f"{path}/{rank}.{kind}"):
-                    with open(f"{path}/{rank}.{kind}") as file:
-                        errors += [(os.path.getmtime(file.name), f"rank {rank}:\n{text}") for text in [file.read()] if text]
-            if process.exitcode and process.exitcode < 0 and rank not in hung:
-                errors.append((0.0, f"rank {rank} ended by {signal.Signals(-process.exitcode).name}"))
+        errors = [
+            f"rank {rank} ended by {signal.Signals(-process.exitcode).name}"
+            for rank, process in enumerate(processes)
+            if process.exitcode < 0 and rank not in hung
+        ]
         # The first to fail is the cause; the others lost it as a peer.
-        assert not errors, "\n".join(text for _, text in sorted(errors))
+        told = [file for file in Path(path).iterdir() if file.suffix in (".crash", ".error")]
+        for file in sorted(told, key=lambda file: file.stat().st_mtime):
+            if text := file.read_text():
+                errors.append(f"rank {file.stem}:\n{text}")
+        assert not errors, "\n".join(errors)
         assert not hung, f"ranks {hung} did not end within {timeout_s} s"
         return [torch.load(f"{path}/{rank}.result", weights_only=False) for rank in range(world)]

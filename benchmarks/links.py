@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.fabrics import FIT_BREAKS_MB, FIT_SIZES_MB, MB
-from rlplace.cost.fit_curve import fit_curve
+from rlplace.cost.fit_collective import fit_collective_curve
 from rlplace.problem.collectives import collective_s
 from rlplace.problem.fabric import Curve, bus_factor
 
@@ -57,7 +57,9 @@ def fit(tables: Tables, key: tuple[str, int], sizes_mb: tuple[int, ...], breaks_
     size, seconds = tables[key]
     seen = np.isin(size / MB, sizes_mb)
     breaks = [b * MB for b in breaks_mb]
-    return fit_curve(size[seen], seconds[seen], kind="all_reduce", group_size=key[1], breaks=breaks, algorithm="ring")
+    return fit_collective_curve(
+        size[seen], seconds[seen], kind="all_reduce", group_size=key[1], breaks=breaks, algorithm="ring"
+    )
 
 
 def errors(predicted: NDArray[np.float64], size: NDArray[np.float64], seconds: NDArray[np.float64], seen_mb: tuple[int, ...]):

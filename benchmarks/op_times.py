@@ -19,12 +19,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from fit_residual import choose_residual, sizes_of
 
 from rlplace.cluster import KINDS
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.curve import kernel_seconds
-from rlplace.cost.fit import SATURATIONS, OpTiming, fit_curve
-from rlplace.cost.fit_residual import choose_residual, sizes_of
+from rlplace.cost.fit import SATURATIONS, OpTiming, fit_op_curve
 from rlplace.cost.scaled import CLASSES, datasheet_curve
 from rlplace.cost.shipped import SHIPPED, shipped_costs
 from rlplace.cost.table import CostTable, Curve, KindCosts
@@ -93,7 +93,7 @@ def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
         if not CLASSES[op].matrix:  # memory decides, at any dtype: leave the few FLOPs an element to the prior
             fitted = [dataclasses.replace(row, flops=0.0) for row in fitted]
         numbers = {"peak_flops": card.peak_flops["float32"], "bandwidth_bytes_per_s": card.memory_bandwidth_bytes_per_s}
-        curve = fit_curve(
+        curve = fit_op_curve(
             fitted,
             **numbers,
             basis="fitted",
@@ -125,7 +125,7 @@ def overhead(timings: dict[tuple[str, str], list[OpTiming]]) -> float:
         card = card_of(kind)
         numbers = {"peak_flops": card.peak_flops["float32"], "bandwidth_bytes_per_s": card.memory_bandwidth_bytes_per_s}
         fitted = [dataclasses.replace(row, flops=0.0) for row in rows if not held_out(row)]
-        curve = fit_curve(fitted, **numbers, basis="fitted", source="", floor_s=card.launch_s, saturations=(1.0,))
+        curve = fit_op_curve(fitted, **numbers, basis="fitted", source="", floor_s=card.launch_s, saturations=(1.0,))
         found.append(curve.overhead_s)
     return float(f"{np.median(found):.2g}")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.curve import kernel_seconds
-from rlplace.cost.fit import OpTiming, fit_curve
+from rlplace.cost.fit import OpTiming, fit_op_curve
 from rlplace.cost.measurement import MeasuredOp, Measurement
 from rlplace.cost.scaled import CLASSES, peak_of, precision_of
 from rlplace.cost.table import CostTable, Curve, Key, KindCosts, MeasuredShape, TargetCosts
@@ -261,7 +261,7 @@ def _fit_rows(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float, 
     op = rows[0].op
     if all(row.op.size_bytes == 0 and row.op.flops == 0 for row in rows):
         return Curve(1.0, 0.0, 1.0, 0.0, floor_s=min(1.0, _mean(rows) * scale + more_s), basis="calibrated", source=source)
-    return fit_curve(
+    return fit_op_curve(
         [OpTiming(row.op.flops, row.op.size_bytes, row.seconds * scale + more_s, dims=row.op.dims) for row in rows],
         peak_flops=peak_of(kind, precision_of(kind, op.kind, op.dtype)),
         bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
@@ -273,7 +273,7 @@ def _fit_rows(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float, 
 def _fit_class(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float) -> Curve:
     op = rows[0].op
     calls = _kernels(op)
-    return fit_curve(
+    return fit_op_curve(
         [OpTiming(row.op.flops, row.op.size_bytes, row.seconds * scale, calls=calls, dims=row.op.dims) for row in rows],
         peak_flops=peak_of(kind, precision_of(kind, op.kind, op.dtype)),
         bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -41,7 +41,7 @@ class OpTiming:
     dims: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def fit_curve(
+def fit_op_curve(
     rows: Sequence[OpTiming],
     *,
     peak_flops: float,
@@ -73,17 +73,19 @@ def fit_curve(
     Raises:
         InputError: No rows, or a row whose numbers are not positive and finite.
     """
+    from scipy.optimize import least_squares
+
     if not rows:
-        raise InputError("fit_curve: no timed ops; measure some first")
+        raise InputError("fit_op_curve: no timed ops; measure some first")
     flops, size, seconds, calls = (
         np.array([getattr(row, name) for row in rows], dtype=np.float64) for name in ("flops", "size_bytes", "seconds", "calls")
     )
     if not (np.isfinite(flops) & np.isfinite(size) & (flops >= 0) & (size >= 0)).all():
-        raise InputError("fit_curve: FLOPs and bytes must be finite and not negative")
+        raise InputError("fit_op_curve: FLOPs and bytes must be finite and not negative")
     if not (np.isfinite(seconds) & (seconds > 0) & (calls > 0)).all():
-        raise InputError("fit_curve: seconds and calls must be positive")
+        raise InputError("fit_op_curve: seconds and calls must be positive")
     if any(value is not None and not 0 <= value <= 1 for value in (floor_s, overhead_s)):
-        raise InputError("fit_curve: floor_s and overhead_s must be between 0 and 1 s")
+        raise InputError("fit_op_curve: floor_s and overhead_s must be between 0 and 1 s")
     fixed_prior = prior.floor_s if prior.floor_s else DEFAULT_PRIOR.floor_s
     assert fixed_prior is not None
     start = _pack(prior, fixed_prior)
@@ -104,18 +106,14 @@ def fit_curve(
     best: tuple[float, NDArray[np.float64], float] | None = None
     known = None if overhead_s is None or floor_s is None else np.log(floor_s + overhead_s)
     for saturation in saturations:
-
-        def cost_terms(values: NDArray[np.float64], saturation: float = saturation) -> NDArray[np.float64]:
-            return residuals(values, saturation)
-
         for shift in (0.0, 2.0):
             guess = start.copy()
             guess[0] = np.log(max(float((seconds / calls).min()) * 0.5, 1e-9))
             guess[2] += shift
             guess[4] -= shift
-            values, cost = levenberg_marquardt(cost_terms, guess)
-            if best is None or cost < best[0] - 1e-9:
-                best = (cost, values, saturation)
+            solved = least_squares(residuals, guess, method="lm", args=(saturation,))
+            if best is None or solved.cost < best[0] - 1e-9:
+                best = (solved.cost, solved.x, saturation)
     assert best is not None
     curve = _unpack(best[1], best[2])
     fixed = float(np.exp(best[1][0] if known is None else known))
@@ -163,56 +161,3 @@ def _huber_root(errors: NDArray[np.float64]) -> NDArray[np.float64]:
         size <= _HUBER, size, np.sqrt(np.maximum(2 * _HUBER * size - _HUBER**2, 0.0))
     )
     return result
-
-
-def levenberg_marquardt(
-    function: Callable[[NDArray[np.float64]], NDArray[np.float64]],
-    start: NDArray[np.float64],
-    *,
-    jacobian: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None,
-    iterations: int = 100,
-) -> tuple[NDArray[np.float64], float]:
-    """Minimises the sum of squares of `function`.
-
-    Args:
-        function: Maps parameters [P] to residuals [R].
-        start: First parameters [P].
-        jacobian: Maps parameters to [R, P]; None takes forward differences.
-        iterations: Largest number of accepted or refused steps.
-
-    Returns:
-        The best parameters and half the sum of squares there.
-    """
-    values, damping = start.astype(np.float64).copy(), 1e-2
-    errors = function(values)
-    cost = 0.5 * float(errors @ errors)
-    matrix: NDArray[np.float64] | None = None
-    for _ in range(iterations):
-        if matrix is None:
-            matrix = _differences(function, values, errors) if jacobian is None else jacobian(values)
-            normal, gradient = matrix.T @ matrix, matrix.T @ errors
-        step = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-9 * np.eye(len(values))), -gradient)
-        trial = values + np.clip(step, -3.0, 3.0)
-        found = function(trial)
-        trial_cost = 0.5 * float(found @ found)
-        if np.isfinite(trial_cost) and trial_cost < cost:
-            done = cost - trial_cost < 1e-9 * cost
-            values, errors, cost, matrix, damping = trial, found, trial_cost, None, max(damping / 4, 1e-9)
-            if done:
-                break
-        else:
-            damping *= 4
-            if damping > 1e12:
-                break
-    return values, cost
-
-
-def _differences(
-    function: Callable[[NDArray[np.float64]], NDArray[np.float64]], values: NDArray[np.float64], errors: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    matrix = np.empty((len(errors), len(values)))
-    for index in range(len(values)):
-        moved = values.copy()
-        moved[index] += 1e-6
-        matrix[:, index] = (function(moved) - errors) / 1e-6
-    return matrix

@@ -11,7 +11,7 @@ from rlplace.cluster.detect import kind_from_name
 from rlplace.cluster.parse import assemble, default_host
 from rlplace.cluster.presets import DeviceKind, cpu_kind
 from rlplace.cluster.spec import Cluster
-from rlplace.cost.fit_curve import fit_curve
+from rlplace.cost.fit_collective import fit_collective_curve
 from rlplace.errors import MissingError
 from rlplace.problem.fabric import Curve, Fabric
 from rlplace.runtime.measure_links import LinkTimes
@@ -55,7 +55,7 @@ def fit_pairs(times: LinkTimes) -> tuple[NDArray[np.float64], NDArray[np.float64
         for j in range(count):
             if i != j:
                 seconds = times.pair_s[i, j]
-                curve = fit_curve(size, seconds, kind="broadcast", group_size=2)
+                curve = fit_collective_curve(size, seconds, kind="broadcast", group_size=2)
                 latency[i, j] = curve.pieces[0].latency_s
                 bandwidth[i, j] = curve.pieces[0].bus_bytes_per_s
                 error[i, j] = float(np.abs(curve.seconds(size) / seconds - 1).mean())
@@ -72,7 +72,7 @@ def fabrics_from(times: LinkTimes, host_of: list[int]) -> tuple[Fabric, ...]:
         inside = {host_of[rank] for rank in ranks}
         key = members[inside.pop()] if len(inside) == 1 else ranks
         curves.setdefault(key, []).append(
-            fit_curve(times.group_bytes, seconds, kind="all_reduce", group_size=len(ranks), breaks=BREAKS)
+            fit_collective_curve(times.group_bytes, seconds, kind="all_reduce", group_size=len(ranks), breaks=BREAKS)
         )
     return tuple(Fabric(devices, tuple(found), "measured", source) for devices, found in curves.items())
 

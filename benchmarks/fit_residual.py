@@ -1,4 +1,4 @@
-"""Fits the bounded residual of a curve: a network of a few dozen numbers, trained by damped Gauss-Newton steps on log time."""
+"""Fits the bounded residual of a curve: a network of a few dozen numbers, trained by damped least squares on log time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from rlplace.cost.curve import kernel_seconds, roofline_seconds, work_seconds
-from rlplace.cost.fit import OpTiming, levenberg_marquardt
+from rlplace.cost.fit import OpTiming
 from rlplace.cost.residual import Sizes, feature_matrix
 from rlplace.cost.table import DIMS, Curve, Residual
 
@@ -92,7 +93,7 @@ def fit_residual(
         chain = np.where(above <= least, 0.1 * chain, chain)
         return np.concatenate([chain[:, None] * slope, weight * np.eye(len(values))])
 
-    values, _ = levenberg_marquardt(errors, start, jacobian=jacobian, iterations=200)
+    values = least_squares(errors, start, jacobian, method="lm", max_nfev=200).x
     weights, bias = net.layers(values)
     residual = Residual(
         features=names,

@@ -14,7 +14,7 @@ _MIN_SECONDS_PER_BYTE = 1e-15  # a flat stretch still has a finite rate
 _MAX_SECONDS_PER_BYTE = 1e6
 
 
-def fit_curve(
+def fit_collective_curve(
     size_bytes: ArrayLike,
     seconds: ArrayLike,
     *,
@@ -52,17 +52,12 @@ def fit_curve(
 def _rises(weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """float64 [K]: height of the first knot and the rises to the next ones, so that ``weights @ heights`` is closest to ones.
 
-    No rise is negative: what would fall stays level, and the rest is solved again.
+    No rise is negative: what would fall stays level.
     """
+    from scipy.optimize import nnls
+
     steps = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
-    rise = np.zeros(weights.shape[1])
-    kept = np.ones(len(rise), dtype=bool)
-    while kept.any():
-        solved = np.linalg.lstsq(steps[:, kept], np.ones(len(steps)), rcond=None)[0]
-        if (solved >= 0).all():
-            rise[kept] = solved
-            break
-        kept[np.flatnonzero(kept)[solved < 0]] = False
+    rise: NDArray[np.float64] = nnls(steps, np.ones(len(steps)))[0]
     return rise
 
 

@@ -88,7 +88,7 @@ def test_start_up_loads_nothing_heavy(statement):
 
 def test_folders_are_not_top_level_packages():
     code = "import importlib.util as u; print([n for n in ('envs', 'agents', 'checkpoints') if u.find_spec(n)])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.strip() == "[]"
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
 from rlplace.errors import InputError
-from rlplace.measured.campaign import Campaign
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.simulator import Simulator
+
+if TYPE_CHECKING:
+    from rlplace.measured.campaign import Campaign
 
 _SIMULATORS = 32  # most that are kept
 
@@ -47,7 +49,7 @@ class Backend(Protocol):
 
 
 class SimulatedBackend:
-    """The simulator of DESIGN section 4.
+    """The simulator; docs/design.md has its rules.
 
     Attributes:
         calls: Evaluations so far.
@@ -96,7 +98,7 @@ class MeasuredBackend(SimulatedBackend):
         if callable(source):
             self._measure = source
             return
-        for campaign in [source] if isinstance(source, Campaign) else source:
+        for campaign in source if isinstance(source, Sequence) else [source]:
             self._campaigns[campaign.problem.fingerprint] = campaign
 
     def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:

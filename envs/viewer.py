@@ -6,14 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
-from rlplace.reporting.lanes import empty_image, lanes_of, paint
+from rlplace.envs.observation import load_and_pinned
+from rlplace.simulator import simulate
 from rlplace.text import bytes_text, seconds_text
 
 
 def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
     """One line per device: groups, work, provable memory, and a bar of the work."""
-    from rlplace.envs.observation import load_and_pinned
-
     load, pinned = load_and_pinned(instance, device_of_group)
     largest = max(float(load.max()), 1e-30)
     lines = []
@@ -28,7 +27,7 @@ def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
 
 def render_rgb(instance: Instance, device_of_group: NDArray[np.int32]) -> NDArray[np.uint8]:
     """uint8 [height, 640, 3], one row per device with a coloured box per op; white while groups are missing."""
-    from rlplace.simulator import simulate
+    from rlplace.reporting.lanes import empty_image, lanes_of, paint
 
     if (device_of_group < 0).any():
         return empty_image(instance.problem.num_devices)

@@ -86,6 +86,14 @@ def test_start_up_loads_nothing_heavy(statement):
     assert not heavy & loaded_by(statement)
 
 
+def test_environments_load_what_they_simulate_with():
+    numba_alone = "sys.modules['coverage'] = None"  # numba looks for it, and it loads SQLite
+    loaded = loaded_by(f"{numba_alone}\nimport rlplace.envs.placement, rlplace.envs.refinement")
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("rlplace.")}
+    assert "sqlite3" not in loaded
+    assert not rooms & {"cost", "graph", "cluster", "measured", "reporting", "runtime", "agents", "zoo"}
+
+
 def test_folders_are_not_top_level_packages():
     code = "import importlib.util as u; print([n for n in ('envs', 'agents', 'checkpoints') if u.find_spec(n)])"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, cwd="/")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.agent.records import CaseInfo, Row
+from rlplace.comparing.summary import interval
 
 RESAMPLES = 10_000
-LEAST = 3
-"""Cases below which an interval would say nothing."""
 
 FLOOR = "floor"
 
@@ -23,7 +22,7 @@ class Mean:
 
     Attributes:
         ratio: The mean; below 1 is faster.
-        low, high: 95 % interval over cases; None below `LEAST` cases.
+        low, high: 95 % interval over cases; None below three cases.
         cases: Cases behind it.
     """
 
@@ -62,18 +61,8 @@ def mean_ratio(ours: Mapping[str, float], theirs: Mapping[str, float], cases: Co
     logs = np.array([ours[name] - theirs[name] for name in sorted(cases) if name in ours and name in theirs])
     if len(logs) == 0:
         return None
-    low, high = interval(logs, seed=seed)
+    low, high = interval(logs, resamples=RESAMPLES, seed=seed)
     return Mean(math.exp(float(logs.mean())), low, high, len(logs))
-
-
-def interval(logs: Sequence[float] | np.ndarray, *, seed: int = 0) -> tuple[float | None, float | None]:
-    """95 % percentile interval of the geometric mean, by resampling cases `RESAMPLES` times."""
-    values = np.asarray(logs, dtype=np.float64)
-    if len(values) < LEAST:
-        return None, None
-    draws = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.exp(np.percentile(values[draws].mean(axis=1), [2.5, 97.5]))
-    return float(low), float(high)
 
 
 def slices(cases: Mapping[str, CaseInfo]) -> dict[str, list[str]]:

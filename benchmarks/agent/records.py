@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+from rlplace.comparing.records import FAILED, INFEASIBLE, OK
 from rlplace.errors import InputError, show
-from rlplace.files import check_keys
 
-OK, INFEASIBLE, FAILED = "ok", "infeasible", "failed"
 RIVAL, AGENT, ABLATION, ADAPT, CURVE = "rival", "agent", "ablation", "adapt", "curve"
 ROLES = (RIVAL, AGENT, ABLATION, ADAPT, CURVE)
-
-Record = TypeVar("Record")
+__all__ = ["FAILED", "INFEASIBLE", "OK", "Budget", "CaseInfo", "Method", "Row"]
 
 
 @dataclass(frozen=True, order=True)
@@ -149,35 +145,3 @@ class Row:
     def valid(self) -> bool:
         """Whether the run gave a plan that is feasible and as stated."""
         return self.step_time_s is not None and self.violation is None
-
-
-def as_dict(record: Any) -> dict[str, Any]:
-    """The fields of a record."""
-    return {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
-
-
-def from_dict(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
-    """Builds a record from its fields.
-
-    Raises:
-        InputError: A key is missing or unknown, or a value has another type.
-    """
-    items = dataclasses.fields(kind)  # type: ignore[arg-type]
-    check_keys(data, [item.name for item in items], (), where)
-    for item in items:
-        if not any(_fits(data[item.name], name) for name in str(item.type).split(" | ")):
-            raise InputError(f"{where}: {item.name} must be {item.type}, found {show(data[item.name])}")
-    return kind(**data)
-
-
-def _fits(value: Any, annotation: str) -> bool:
-    if annotation == "None":
-        return value is None
-    if annotation == "bool" or isinstance(value, bool):
-        return annotation == "bool" and isinstance(value, bool)
-    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-    if annotation in kinds:
-        return isinstance(value, kinds[annotation])
-    if annotation.startswith("list"):
-        return isinstance(value, list) and all(isinstance(entry, int) for entry in value)
-    return isinstance(value, dict)

@@ -6,16 +6,17 @@ name are refused; rows that failed are run again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agent.records import FAILED, CaseInfo, Method, Row, as_dict, from_dict
+from benchmarks.agent.records import INFEASIBLE, OK, CaseInfo, Method, Row
+from rlplace.comparing.records import as_dict, from_dict
+from rlplace.comparing.rowfile import RowFile
 from rlplace.errors import InputError, show
-from rlplace.files import check_header, check_output, read_text, write_text
 
 FORMAT, VERSION = "rlplace.agent_benchmark", 1
+KINDS = ("case", "method", "row", "run")
 
 
 class Store:
@@ -43,11 +44,12 @@ class Store:
         self.rows: dict[tuple[str, str, str, int], Row] = {}
         self.runs: list[dict[str, Any]] = []
         self.path = None if path is None else Path(path)
+        self._file: RowFile | None = None
         if self.path is None:
             return
-        check_output(self.path)
+        self._file = RowFile(self.path, FORMAT, VERSION, KINDS)
         if self.path.exists():
-            self._load()
+            self._take(self._file, check=True)
         else:
             self._rewrite()
 
@@ -55,7 +57,7 @@ class Store:
     def read(path: str | Path) -> Store:
         """A file as it is, whatever its settings, to make tables of it; nothing is written."""
         store = Store({})
-        store._take(_parse(Path(path), repair=False), check=False)
+        store._take(RowFile(Path(path), FORMAT, VERSION, KINDS), check=False)
         return store
 
     def add_case(self, info: CaseInfo) -> None:
@@ -109,7 +111,7 @@ class Store:
     def done(self, key: tuple[str, str, str, int]) -> bool:
         """Whether a row is there and did not fail."""
         row = self.rows.get(key)
-        return row is not None and row.status != FAILED
+        return row is not None and row.status in (OK, INFEASIBLE)
 
     def drop(self, names: Collection[str]) -> int:
         """Removes methods with their rows; returns the number of rows."""
@@ -136,76 +138,40 @@ class Store:
         for run in other.runs:
             self.add_run(run)
 
-    def _lines(self) -> str:
-        parts: list[dict[str, Any]] = [{"format": FORMAT, "version": VERSION, "settings": self.settings}]
-        for kind, records in (("case", self.cases), ("method", self.methods), ("row", self.rows)):
-            parts += [{kind: as_dict(record)} for record in records.values()]  # type: ignore[attr-defined]
-        parts += [{"run": run} for run in self.runs]
-        return "".join(json.dumps(part, allow_nan=False) + "\n" for part in parts)
-
     def _rewrite(self) -> None:
-        if self.path is not None:
-            write_text(self.path, self._lines())
+        if self._file is not None:
+            records = (("case", self.cases), ("method", self.methods), ("row", self.rows))
+            entries = [(kind, as_dict(record)) for kind, held in records for record in held.values()]  # type: ignore[attr-defined]
+            self._file.rewrite(self.settings, [*entries, *(("run", run) for run in self.runs)])
 
-    def _write(self, kind: str, data: dict[str, Any]) -> None:
-        if self.path is None:
-            return
-        try:
-            with open(self.path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps({kind: data}, allow_nan=False) + "\n")
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be written: {error.strerror or error}") from None
+    def _write(self, kind: str, data: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.append(kind, data)
 
-    def _load(self) -> None:
-        assert self.path is not None
-        self._take(_parse(self.path, repair=True), check=True)
-
-    def _take(self, lines: list[Any], *, check: bool) -> None:
-        where = str(self.path)
-        header = check_header(lines[0], FORMAT, VERSION, where)
-        if check and header.get("settings") != self.settings:
-            found = header.get("settings")
-            found = found if isinstance(found, dict) else {}
-            keys = [key for key in {**found, **self.settings} if found.get(key) != self.settings.get(key)]
-            changes = ", ".join(f"{key} {show(found.get(key))}, now {show(self.settings.get(key))}" for key in keys)
-            raise InputError(f"{where}: made with {changes}; rows under other settings do not compare: use another --out")
-        self.settings = header.get("settings", {})
-        for number, entry in enumerate(lines[1:], start=2):
-            here = f"{where}: line {number}"
-            if not isinstance(entry, dict) or len(entry) != 1:
-                raise InputError(f"{here}: expected a case, method, row or run, found {show(entry)}")
-            kind, data = next(iter(entry.items()))
+    def _take(self, file: RowFile, *, check: bool) -> None:
+        settings, entries = file.read(repair=check)
+        known = settings if isinstance(settings, dict) else {}
+        if check and known != self.settings:
+            keys = [key for key in {**known, **self.settings} if known.get(key) != self.settings.get(key)]
+            changes = ", ".join(f"{key} {show(known.get(key))}, now {show(self.settings.get(key))}" for key in keys)
+            raise InputError(f"{file.path}: made with {changes}; rows under other settings do not compare: use another --out")
+        self.settings = known
+        for kind, data, where in entries:
             if kind == "case":
-                info = from_dict(CaseInfo, data, here)
+                info = from_dict(CaseInfo, data, where)
                 self.cases[info.name] = info
             elif kind == "method":
-                method = from_dict(Method, data, here)
+                method = from_dict(Method, data, where)
                 self.methods[method.name] = method
             elif kind == "row":
-                row = from_dict(Row, data, here)
+                row = from_dict(Row, data, where)
                 if row.case not in self.cases or row.method not in self.methods:
-                    raise InputError(f"{here}: its case {row.case!r} or method {row.method!r} is not in the file")
+                    raise InputError(f"{where}: its case {row.case!r} or method {row.method!r} is not in the file")
                 self.rows[row.key] = row
-            elif kind == "run" and isinstance(data, dict):
+            elif isinstance(data, dict):
                 self.runs.append(data)
             else:
-                raise InputError(f"{here}: expected a case, method, row or run, found {show(kind)}")
-
-
-def _parse(path: Path, *, repair: bool) -> list[Any]:
-    text = read_text(path)
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text and repair:  # the writer was stopped within a line
-        write_text(path, whole)
-    lines = []
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            lines.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: line {number} is not valid JSON: {error}; start another file") from None
-    if not lines:
-        raise InputError(f"{path}: holds no benchmark; delete it, or choose another name")
-    return lines
+                raise InputError(f"{where}: run must be an object, found {show(data)}")
 
 
 def _short(value: Any) -> str:

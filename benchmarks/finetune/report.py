@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rlplace.comparing.summary import interval
+
 _DRAWS = 4000
 
 
@@ -84,7 +86,5 @@ def _ratio(rows: Sequence[dict[str, Any]], name: str, over: str, statistic: Call
     values = _values(rows, name, over, statistic)
     if not len(values):
         return "-"
-    rng = np.random.default_rng(0)
-    draws = [_mean(values[rng.integers(len(values), size=len(values))]) for _ in range(_DRAWS)]
-    low, high = np.quantile(draws, [0.025, 0.975])
+    low, high = interval(np.log(values), resamples=_DRAWS, least=1)
     return f"{_mean(values):.3f} [{low:.3f}, {high:.3f}]"

@@ -290,6 +290,10 @@ def _fits(value: Any, annotation: str) -> bool:
     kinds = annotation.split(" | ")
     if value is None:
         return "None" in kinds
+    if isinstance(value, list):
+        return "list[int]" in kinds and all(isinstance(entry, int) for entry in value)
+    if isinstance(value, dict):
+        return kinds[0].startswith("dict")
     return any(
         isinstance(value, _TYPES[kind]) and (kind == "bool" or not isinstance(value, bool)) for kind in kinds if kind in _TYPES
     )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.comparing.records import OK, REFERENCE, TIE, VIEWS, Row, Summary
 
@@ -71,7 +72,7 @@ def _line(metric: str, name: str, mine: Sequence[Row], against: References) -> S
     references = [against.of(row) if row.metric == metric else None for row in mine]
     ratios = [row.ratio for row in mine if row.status == OK and row.ratio is not None]
     gaps = [row.gap for row in mine if row.status == OK and row.gap is not None]
-    low, high = interval(ratios)
+    low, high = interval([math.log(ratio) for ratio in ratios])
     has = [(row.status == OK, other is not None and other.status == OK) for row, other in zip(mine, references, strict=True)]
     return Summary(
         metric=metric,
@@ -98,11 +99,13 @@ def geometric_mean(values: Sequence[float]) -> float | None:
     return math.exp(sum(math.log(value) for value in values) / len(values)) if values else None
 
 
-def interval(ratios: Sequence[float]) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of the geometric mean, by resampling problems; None below `LEAST` of them."""
-    if len(ratios) < LEAST:
+def interval(
+    logs: Sequence[float] | NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0, least: int = LEAST
+) -> tuple[float | None, float | None]:
+    """95 % bootstrap interval of a geometric mean, by resampling the logs of its values; None below `least` of them."""
+    values = np.asarray(logs, dtype=np.float64)
+    if len(values) < least:
         return None, None
-    logs = np.log(np.asarray(ratios))
-    draws = np.random.default_rng(0).integers(0, len(logs), (RESAMPLES, len(logs)))
-    low, high = np.exp(np.percentile(logs[draws].mean(axis=1), [2.5, 97.5]))
+    draws = np.random.default_rng(seed).integers(0, len(values), (resamples, len(values)))
+    low, high = np.exp(np.percentile(values[draws].mean(axis=1), [2.5, 97.5]))
     return float(low), float(high)

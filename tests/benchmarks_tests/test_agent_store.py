@@ -50,8 +50,8 @@ def test_damage_elsewhere_is_refused(tmp_path: Path) -> None:
     filled(path)
     lines = path.read_text().splitlines()
     for number, line, words in (
-        (3, "{", "line 4 is not valid JSON"),
-        (3, json.dumps({"plan": {}}), "line 4: expected a case"),
+        (3, "{", "line 4: not valid JSON"),
+        (3, json.dumps({"plan": {}}), "line 4: expected one of case"),
         (4, json.dumps({"row": {"case": "a"}}), "line 5: key"),
         (4, lines[4].replace("0.9,", '"0.9",', 1), "line 5: step_time_s must be float"),
         (4, lines[4].replace('"case": "a"', '"case": "b"'), "line 5: its case 'b'"),
@@ -61,7 +61,7 @@ def test_damage_elsewhere_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=words):
             Store(SETTINGS, path)
     path.write_text("")
-    with pytest.raises(InputError, match="holds no benchmark"):
+    with pytest.raises(InputError, match=r"holds no rlplace\.agent_benchmark"):
         Store(SETTINGS, path)
 
 

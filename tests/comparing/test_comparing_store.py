@@ -81,9 +81,9 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
     [
         (lambda lines: [lines[0], "{]", *lines[1:]], "line 2: not valid JSON"),
         (lambda lines: lines[1:], "expected format"),
-        (lambda lines: [], "holds no comparison"),
+        (lambda lines: [], "holds no rlplace.comparison"),
         (lambda lines: [lines[0], *lines[2:]], "is not in the file"),
-        (lambda lines: [*lines, '{"rows": {}}'], "line 5: expected a problem or a row"),
+        (lambda lines: [*lines, '{"rows": {}}'], "line 5: expected one of problem, row"),
         (lambda lines: [*lines, '{"row": {}}'], "is missing"),
         (lambda lines: [*lines[:3], lines[3].replace('"planner"', '"plannner"')], "did you mean 'planner'"),
         (lambda lines: [*lines[:3], lines[3].replace("0.6", '"0.6"')], "step_time_s must be"),

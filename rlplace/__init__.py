@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rlplace.runtime.distributed.checkpoint import load_checkpoint, save_checkpoint
     from rlplace.runtime.distributed.distribute import distribute
     from rlplace.runtime.distributed.trainer import distribute_trainer
-    from rlplace.runtime.step_watch import StepWatch
     from rlplace.simulator import simulate, simulate_many
     from rlplace.simulator.expand import expand
 
@@ -51,7 +50,6 @@ _PUBLIC = {
     "PlacementPlan": "rlplace.plan.plan",
     "Problem": "rlplace.problem",
     "RlplaceError": "rlplace.errors",
-    "StepWatch": "rlplace.runtime.step_watch",
     "apply": "rlplace.runtime.apply",
     "capture": "rlplace.graph.capture",
     "diff": "rlplace.explaining.difference",
@@ -82,7 +80,6 @@ __all__ = [
     "PlacementPlan",
     "Problem",
     "RlplaceError",
-    "StepWatch",
     "__version__",
     "apply",
     "capture",

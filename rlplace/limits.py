@@ -20,7 +20,6 @@ FORMAT_BYTES = {
     "rlplace.measurement": 1 << 28,
     "rlplace.plan": 1 << 29,
     "rlplace.plan_timings": 1 << 28,
-    "rlplace.replan": 1 << 24,
     "rlplace.training": 1 << 28,
 }
 """Of a JSON file by its format."""

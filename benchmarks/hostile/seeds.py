@@ -247,9 +247,7 @@ def _graph_and_costs(folder: Path) -> None:
 
 def _measured(folder: Path, problem: Any) -> None:
     from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings
-    from rlplace.measured.replan_report import Hypothesis, ReplanReport
     from rlplace.measured.site import Site
-    from rlplace.measured.steps_file import StepHeader, StepsWriter
     from rlplace.measured.store import TrialStore
     from rlplace.measured.trial import Trial
 
@@ -257,14 +255,6 @@ def _measured(folder: Path, problem: Any) -> None:
     place = PlaceTiming(0, "a", 0.1, 0.02, 0.0, 0.01, peak_memory_bytes=123, predicted_busy_s=0.09, predicted_peak_bytes=120)
     timing = PlanTiming("p", "9f", "4a", "heft", "stage_graph", "computed", (0.1, 0.11, 0.1, 0.12), 0.1, (place,), 0.8)
     PlanTimings("mlp", {"torch": "2.13", "threads": 1}, (timing,)).save(folder / "job.timings.json")
-    report = ReplanReport(
-        plan="9f", ratio=2.0, measured_s=0.2, located=False, proposal="p.plan.json", moved_groups=1, break_even_steps=9,
-        hypotheses=(Hypothesis("gpu1 2 times slower", 0.5, 0.2, 0.15, 0.14), Hypothesis("links", 0.5, 0.2, 0.19, 0.18)),
-    )  # fmt: skip
-    report.save(folder / "job.replan.json")
-    steps = StepsWriter(folder / "run.steps.jsonl", StepHeader("9f", "4a", 0.097))
-    lines = [{"step": n, "s": 0.1 + 0.001 * n, "at": 1.8e9 + n, "busy_s": [0.06, 0.05]} for n in range(6)]
-    steps.write([json.dumps(line) for line in [*lines, {"event": "drift", "step": 5}]])
     for number, curve in enumerate(CURVES):
         _write(folder / f"curve{number}.curve.json", "batch_curve", curve)
     site = Site("lab", {"device": "cpu", "processes": 2})

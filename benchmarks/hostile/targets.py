@@ -166,24 +166,6 @@ def _timings(path: Path, seeds: Path) -> None:
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def _steps(path: Path, seeds: Path) -> None:
-    from rlplace.measured.drift import DriftDetector
-    from rlplace.measured.steps_file import StepHeader, StepLine, StepsReader, StepsWriter
-
-    detector = DriftDetector()
-    for item in StepsReader(path).read():
-        if isinstance(item, StepLine):
-            detector.update(item.seconds)
-    StepsWriter(path, StepHeader("9f", "4a"))
-
-
-def _replan(path: Path, seeds: Path) -> None:
-    from rlplace.measured.replan_report import ReplanReport
-
-    _check(all(math.isfinite(h.gain) for h in ReplanReport.load(path).hypotheses), "a gain is not finite")
-    ReplanReport.load(path).lines()
-
-
 def _trials(path: Path, seeds: Path) -> None:
     from rlplace.measured.store import TrialStore
 
@@ -338,8 +320,6 @@ TARGETS: dict[str, Target] = {
     "costs": Target(JSON, ("lab.cost.json",), _costs),
     "measurement": Target(JSON, ("mlp.measure.json",), _measurement),
     "timings": Target(JSON, ("job.timings.json",), _timings),
-    "steps": Target(LINES, ("run.steps.jsonl",), _steps),
-    "replan report": Target(JSON, ("job.replan.json",), _replan),
     "trials": Target(BYTES, ("trials.sqlite",), _trials, 0.5),
     "batch curve": Target(JSON, tuple(f"curve{n}.curve.json" for n in range(3)), _curve),
     "comparison": Target(JSON, ("rows.json",), _rows, 0.5),

@@ -1,4 +1,4 @@
-"""``rlplace finetune``: learn from measured step times, live on a cluster, from a file, or by watching a running job."""
+"""``rlplace finetune``: learn from measured step times, live on a cluster or from a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlplace.agents.tuning import METHODS
-from rlplace.cli import watch
 from rlplace.cli.common import add_model_options, natural, positive, print_json, rate, say
 from rlplace.errors import InputError
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 HELP = "learn from measured step times"
 EXAMPLE = (
     "examples: torchrun --nproc-per-node 4 -m rlplace finetune hf:gpt2 --cluster c.toml --out mine; "
-    "rlplace finetune --measurements finetune.sqlite --out mine; rlplace finetune --watch run.steps.jsonl --plan p.plan.json"
+    "rlplace finetune --measurements finetune.sqlite --out mine"
 )
 
 _STORE = "finetune.sqlite"
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"files to learn from; with a MODEL the one file that measurements go to and that is gone on with ({_STORE})",
     )  # fmt: skip
     parser.add_argument("--agent", default="default", metavar="NAME", help="what to fine-tune: a name or a folder (default)")
-    parser.add_argument("--out", metavar="DIR", help="folder of the new agent; with --watch file of a better plan")
+    parser.add_argument("--out", metavar="DIR", help="folder of the new agent")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     learn = parser.add_argument_group("learning")
@@ -51,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare the agent before and after on N cases of the test split, 72 for all (0)",
     )  # fmt: skip
     _add_live(parser)
-    watch.add_watch_arguments(parser)
     add_model_options(parser)
 
 
@@ -79,10 +77,6 @@ def _add_live(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
-    if options.watch:
-        if options.model or options.measurements:
-            raise InputError("finetune: --watch reads the steps file of a job; leave MODEL and --measurements out")
-        return watch.run_watch(options)
     if options.model:
         from rlplace.cli import finetune_live
 
@@ -90,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             raise InputError("finetune: with a MODEL, measurements go to one file")
         return finetune_live.run(options, (options.measurements or [_STORE])[0])
     if not options.measurements:
-        raise InputError("finetune: name a MODEL to measure (under torchrun), or --measurements FILE to learn from, or --watch")
+        raise InputError("finetune: name a MODEL to measure (under torchrun), or --measurements FILE to learn from")
     if options.cluster or options.replay is not None:
         raise InputError("finetune: --cluster and --replay go with a MODEL; the file knows its clusters")
     return _offline(options)

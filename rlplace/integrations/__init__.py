@@ -1,4 +1,4 @@
-"""rlplace inside other tools: torch.compile, torch pipelining, torchtitan, the Trainer of transformers (docs/plugins.md).
+"""rlplace inside other tools: accelerate, torch pipelining, torchtitan (docs/plugins.md).
 
 Names are loaded on first use.
 """
@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlplace.integrations.device_maps import complete_device_map, plan_from_device_map
-    from rlplace.integrations.dynamo import rlplace as dynamo_backend
     from rlplace.integrations.stages import StageSplit, split_points, split_spec
-    from rlplace.runtime.step_watch_trainer import StepWatchCallback
 
 _PUBLIC = {
     "StageSplit": "rlplace.integrations.stages:StageSplit",
-    "StepWatchCallback": "rlplace.runtime.step_watch_trainer:StepWatchCallback",
     "complete_device_map": "rlplace.integrations.device_maps:complete_device_map",
-    "dynamo_backend": "rlplace.integrations.dynamo:rlplace",
     "plan_from_device_map": "rlplace.integrations.device_maps:plan_from_device_map",
     "split_points": "rlplace.integrations.stages:split_points",
     "split_spec": "rlplace.integrations.stages:split_spec",
@@ -26,9 +22,7 @@ _PUBLIC = {
 
 __all__ = [
     "StageSplit",
-    "StepWatchCallback",
     "complete_device_map",
-    "dynamo_backend",
     "plan_from_device_map",
     "split_points",
     "split_spec",

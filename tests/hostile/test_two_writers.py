@@ -13,7 +13,6 @@ from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.files import locked, write_files
-from rlplace.measured.replan_report import ReplanReport
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 
@@ -25,7 +24,6 @@ from rlplace.agents.checkpoint import load_checkpoint, save_checkpoint
 from rlplace.agents.labels import Labels
 from rlplace.cluster import Cluster
 from rlplace.comparing import Settings, Store
-from rlplace.measured.replan_report import ReplanReport
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 
@@ -33,7 +31,6 @@ torch.set_num_threads(1)
 seeds, out, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 problem = dataclasses.replace(Problem.load(seeds / "toy.problem.json"), name=f"writer{number}" * 200)
 plan = dataclasses.replace(PlacementPlan.load(seeds / "stages.plan.json"), seed=number)
-report = dataclasses.replace(ReplanReport.load(seeds / "job.replan.json"), note=f"writer{number}" * 200)
 cluster = Cluster.preset(f"l4:{number + 1}")
 labels = Labels.load(seeds / "labels.npz")
 network = load_checkpoint(seeds / "agent").network
@@ -47,7 +44,6 @@ sys.stdin.readline()
 for turn in range(25):
     problem.save(out / "x.problem.json")
     plan.save(out / "x.plan.json")
-    report.save(out / "x.replan.json")
     cluster.save(out / "x.toml")
     labels.save(out / "x.npz")
     rows.add_row(row)
@@ -63,7 +59,6 @@ def look(out: Path) -> set[int]:
     assert problem.name in ("writer1" * 200, "writer2" * 200)
     found.add(int(problem.name[6]))
     found.add(PlacementPlan.load(out / "x.plan.json").seed)
-    assert ReplanReport.load(out / "x.replan.json").note[-1] in "12"
     assert len(Cluster.load(out / "x.toml").devices) in (2, 3)
     checkpoint = load_checkpoint(out / "agent")
     weights = {x for parameter in checkpoint.network.parameters() for x in parameter.detach().flatten().tolist()}
@@ -105,7 +100,7 @@ def test_every_read_is_whole(seeds, tmp_path):
     store = Store(Settings(calls=4), tmp_path / "rows.jsonl", resume=True)
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3 + 50, "a line of each turn of each writer"
     assert {row.step_time_s for row in store.rows.values() if row.planner == "heft"} <= {1.0, 2.0}
-    left = {"x.problem.json", "x.plan.json", "x.replan.json", "x.toml", "x.npz", "rows.jsonl", "agent"}
+    left = {"x.problem.json", "x.plan.json", "x.toml", "x.npz", "rows.jsonl", "agent"}
     assert {path.name for path in tmp_path.iterdir()} == left
 
 

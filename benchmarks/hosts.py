@@ -18,8 +18,8 @@ import time
 from typing import Any
 
 from rlplace.errors import RlplaceError
-from rlplace.runtime.hosts import HostsSpec, emulated_hosts, launch
-from rlplace.runtime.hosts.cluster import PAYLOAD_FRACTION
+from tools.hosts import HostsSpec, emulated_hosts, launch
+from tools.hosts.cluster import PAYLOAD_FRACTION
 
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20)
 PAIRS_MBIT = ((0, 1000, 50), (200, 0, 100), (1000, 500, 0))

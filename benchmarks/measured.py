@@ -27,9 +27,9 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import run_planner
 from rlplace.planners.strategy.choices import Layout, Strategy
 from rlplace.planners.strategy.one import place_one
-from rlplace.runtime.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
-from rlplace.runtime.hosts.spec import parse_rate
 from rlplace.zoo import load_model
+from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
+from tools.hosts.spec import parse_rate
 
 MODELS = {
     "replay": ("hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=512",),

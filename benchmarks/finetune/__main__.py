@@ -24,7 +24,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from benchmarks.finetune.clusters import CLUSTERS, MODELS, TUNED_ON
 from benchmarks.finetune.rank import read_rows
 from benchmarks.finetune.report import report
-from rlplace.runtime.hosts import emulated_hosts, launch
+from tools.hosts import emulated_hosts, launch
 
 METHODS = ("finetuned", "calibrated", "annealing", "random", "bayes")
 REPORTED = ("slow_host", "slow_link", "contended_link", "unlike_speeds")

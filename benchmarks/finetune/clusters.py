@@ -21,7 +21,7 @@ import numpy as np
 from rlplace.cluster.presets import DeviceKind, cpu_kind
 from rlplace.cluster.spec import Cluster
 from rlplace.problem import Problem
-from rlplace.runtime.hosts import Hosts, HostsSpec, cluster_of, launch
+from tools.hosts import Hosts, HostsSpec, cluster_of, launch
 
 HOSTS = 4
 RATE = 250e6

@@ -264,13 +264,13 @@ def _model(path: Path, seeds: Path) -> None:
 
 
 def _rates(path: Path, seeds: Path) -> None:
-    from rlplace.runtime.hosts.spec import parse_rates
+    from tools.hosts.spec import parse_rates
 
     parse_rates(path.read_text(errors="replace"))
 
 
 def _cores(path: Path, seeds: Path) -> None:
-    from rlplace.runtime.hosts.spec import parse_cores
+    from tools.hosts.spec import parse_cores
 
     parse_cores(path.read_text(errors="replace"))
 

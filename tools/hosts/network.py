@@ -11,9 +11,9 @@ import signal
 import time
 
 from rlplace.errors import MissingError, RlplaceError
-from rlplace.runtime.hosts.commands import ip, ip_batch, tc_batch
-from rlplace.runtime.hosts.names import is_stale
-from rlplace.runtime.hosts.spec import HostsSpec
+from tools.hosts.commands import ip, ip_batch, tc_batch
+from tools.hosts.names import is_stale
+from tools.hosts.spec import HostsSpec
 
 CARD = "eth0"
 """The network card inside every host."""

@@ -1,4 +1,4 @@
-"""``python -m rlplace.runtime.hosts --hosts 4 --rate 1gbit -- COMMAND ...``: runs a command on emulated hosts."""
+"""``python -m tools.hosts --hosts 4 --rate 1gbit -- COMMAND ...``: runs a command on emulated hosts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from rlplace.errors import InputError, RlplaceError
-from rlplace.runtime.hosts.emulate import cleanup, emulated_hosts
-from rlplace.runtime.hosts.launch import Job, launch
-from rlplace.runtime.hosts.spec import HostsSpec, parse_cores, parse_rates
+from tools.hosts.emulate import cleanup, emulated_hosts
+from tools.hosts.launch import Job, launch
+from tools.hosts.spec import HostsSpec, parse_cores, parse_rates
 
 TIMEOUT_CODE = 124
 
@@ -16,7 +16,7 @@ TIMEOUT_CODE = 124
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m rlplace.runtime.hosts",
+        prog="python -m tools.hosts",
         description="Runs COMMAND on every one of several emulated hosts (root only), with the variables that torchrun sets.",
         epilog="Ends with 0, with the code of the rank that failed first, or with 124 when the time is up.",
     )

@@ -1,9 +1,9 @@
 """Emulated hosts: real processes on one machine, joined by real links of a chosen speed; docs/runtime/hosts.md."""
 
-from rlplace.runtime.hosts.cluster import cluster_of, measure_cluster
-from rlplace.runtime.hosts.emulate import Host, Hosts, cleanup, emulated_hosts
-from rlplace.runtime.hosts.launch import Job, Process, launch
-from rlplace.runtime.hosts.spec import HostsSpec, parse_cores, parse_rate, parse_rates
+from tools.hosts.cluster import cluster_of, measure_cluster
+from tools.hosts.emulate import Host, Hosts, cleanup, emulated_hosts
+from tools.hosts.launch import Job, Process, launch
+from tools.hosts.spec import HostsSpec, parse_cores, parse_rate, parse_rates
 
 __all__ = [
     "Host",

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from rlplace.errors import InputError
 from rlplace.interrupts import deferred_signals, ending_signals
-from rlplace.runtime.hosts import cgroups, network
-from rlplace.runtime.hosts.commands import check_machine
-from rlplace.runtime.hosts.names import new_prefix
-from rlplace.runtime.hosts.spec import HostsSpec
+from tools.hosts import cgroups, network
+from tools.hosts.commands import check_machine
+from tools.hosts.names import new_prefix
+from tools.hosts.spec import HostsSpec
 
 if TYPE_CHECKING:
-    from rlplace.runtime.hosts.launch import Job
+    from tools.hosts.launch import Job
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Host:
 
 @dataclass
 class Hosts:
-    """Emulated hosts that exist; `rlplace.runtime.hosts.launch` starts commands on them.
+    """Emulated hosts that exist; `tools.hosts.launch` starts commands on them.
 
     Attributes:
         spec: What was asked for.

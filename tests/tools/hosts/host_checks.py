@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from rlplace.runtime.hosts.cgroups import _parents
+from tools.hosts.cgroups import _parents
 
 
 @functools.cache

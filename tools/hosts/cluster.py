@@ -24,9 +24,9 @@ from rlplace.cluster.topology import Path as LinkPath
 from rlplace.cluster.topology import Resource, Topology, lower
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.problem import Device
-from rlplace.runtime.hosts.emulate import Hosts
-from rlplace.runtime.hosts.launch import launch
-from rlplace.runtime.hosts.spec import HostsSpec
+from tools.hosts.emulate import Hosts
+from tools.hosts.launch import launch
+from tools.hosts.spec import HostsSpec
 
 PAYLOAD_FRACTION = 1448 / 1514
 """TCP payload of a full Ethernet frame over what the shaping counts of it."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 
 from rlplace.errors import InputError, RlplaceError, show
-from rlplace.runtime.hosts.emulate import Host, Hosts
-from rlplace.runtime.hosts.network import CARD
-from rlplace.runtime.hosts.output import Pump, Sink
+from tools.hosts.emulate import Host, Hosts
+from tools.hosts.network import CARD
+from tools.hosts.output import Pump, Sink
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _PORTS = range(29500, 32500, 2)  # free, as nobody else is in the hosts; below those that the kernel hands out

@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from rlplace.runtime.hosts import HostsSpec, cluster_of, emulated_hosts, launch, measure_cluster
-from rlplace.runtime.hosts.__main__ import main
-from rlplace.runtime.hosts.cluster import PAYLOAD_FRACTION
+from tools.hosts import HostsSpec, cluster_of, emulated_hosts, launch, measure_cluster
+from tools.hosts.__main__ import main
+from tools.hosts.cluster import PAYLOAD_FRACTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine")]
 

@@ -13,9 +13,9 @@ import pytest
 from host_checks import left_behind, running
 
 from rlplace.errors import InputError, MissingError, RlplaceError
-from rlplace.runtime.hosts import HostsSpec, cleanup, emulated_hosts, launch
-from rlplace.runtime.hosts.__main__ import main
-from rlplace.runtime.hosts.network import namespaces
+from tools.hosts import HostsSpec, cleanup, emulated_hosts, launch
+from tools.hosts.__main__ import main
+from tools.hosts.network import namespaces
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -196,7 +196,7 @@ def test_errors_in_the_block_remove_the_hosts(tmp_path):
 
 
 def test_an_error_while_making_removes_what_there_is(monkeypatch):
-    from rlplace.runtime.hosts import network
+    from tools.hosts import network
 
     monkeypatch.setattr(network, "_card", lambda *rest, **more: ["qdisc add dev eth0 root nonsense"])
     with pytest.raises(MissingError, match="queueing disciplines"), emulated_hosts(HostsSpec(2)):
@@ -257,9 +257,10 @@ def test_the_script_hands_the_code_on(capfd):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_signals_leave_nothing(tmp_path, number, code):
-    script = [sys.executable, "-m", "rlplace.runtime.hosts", "--hosts", "2", "--"]
+    script = [sys.executable, "-m", "tools.hosts", "--hosts", "2", "--"]
     started = subprocess.Popen(
         [*script, *PYTHON, "-c", DAEMON + "time.sleep(600)", str(tmp_path)],
+        cwd=Path(__file__).parents[3],
         stdout=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # also where the tests ignore it
     )

@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from host_checks import kernel_lacks, left_behind, links
 
-from rlplace.runtime.hosts.commands import why_not
-from rlplace.runtime.hosts.names import new_prefix
+from tools.hosts.commands import why_not
+from tools.hosts.names import new_prefix
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def machine():
 def groups(machine):
     """Skips where no control group can be made."""
     from rlplace.errors import MissingError
-    from rlplace.runtime.hosts.cgroups import make_group, remove_group
+    from tools.hosts.cgroups import make_group, remove_group
 
     try:
         remove_group(make_group(f"{new_prefix()}-host0", 0.5, 0.01))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlplace.errors import MissingError, RlplaceError
-from rlplace.runtime.hosts.names import is_stale
+from tools.hosts.names import is_stale
 
 _REMOVE_S = 3.0
 

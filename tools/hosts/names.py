@@ -20,11 +20,6 @@ def new_prefix() -> str:
     return f"rlplace-{os.getpid()}-{_start_ticks(os.getpid())}-{_space():x}-{next(_serial)}"
 
 
-def is_ours(name: str) -> bool:
-    """Whether the name is one that this module makes."""
-    return _NAME.fullmatch(name) is not None
-
-
 def is_stale(name: str) -> bool:
     """Whether the name is one of ours whose process is gone; names of other process-id namespaces cannot be told."""
     match = _NAME.fullmatch(name)

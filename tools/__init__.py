@@ -1,0 +1,1 @@
+"""What tests and benchmarks use and users do not get: the wheel leaves it out."""

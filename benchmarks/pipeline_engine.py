@@ -29,12 +29,12 @@ def _model():
 
 def _process(rank, world, path, steps, results):
     from rlplace.plan import PlacementPlan
-    from rlplace.runtime.distributed.batches import split_batch
-    from rlplace.runtime.distributed.engines import Setup, make_stage_graph
-    from rlplace.runtime.distributed.forward_graph import forward_graph
+    from rlplace.runtime.distributed.execution.batches import split_batch
+    from rlplace.runtime.distributed.execution.engines import Setup, make_stage_graph
+    from rlplace.runtime.distributed.graph.forward_graph import forward_graph
     from rlplace.runtime.distributed.pipeline.make import make_pipeline
     from rlplace.runtime.distributed.ranks import ranks_of
-    from rlplace.runtime.distributed.tensors import meta_copy
+    from rlplace.runtime.distributed.state.tensors import meta_copy
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=world)

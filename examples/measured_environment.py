@@ -15,7 +15,7 @@ from rlplace.envs import MeasuredBackend
 from rlplace.measured.budget import Budget, BudgetSpent
 from rlplace.measured.campaign import Campaign
 from rlplace.measured.store import TrialStore
-from rlplace.runtime.distributed.live import LiveOptions, job_site, open_service
+from rlplace.runtime.distributed.job.live import LiveOptions, job_site, open_service
 from rlplace.zoo import load_model
 
 MODEL, EPISODES, PLANS = "zoo:moe_toy,width=64,layers=2,experts=4", 4, 20

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from rlplace.problem import Problem
     from rlplace.reporting.report import report
     from rlplace.runtime.apply import apply
-    from rlplace.runtime.distributed.accelerator import distribute_accelerator
-    from rlplace.runtime.distributed.checkpoint import load_checkpoint, save_checkpoint
     from rlplace.runtime.distributed.distribute import distribute
-    from rlplace.runtime.distributed.trainer import distribute_trainer
+    from rlplace.runtime.distributed.job.accelerator import distribute_accelerator
+    from rlplace.runtime.distributed.job.trainer import distribute_trainer
+    from rlplace.runtime.distributed.state.checkpoint import load_checkpoint, save_checkpoint
     from rlplace.simulator import simulate, simulate_many
     from rlplace.simulator.expand import expand
 
@@ -54,16 +54,16 @@ _PUBLIC = {
     "capture": "rlplace.graph.capture",
     "diff": "rlplace.explaining.difference",
     "distribute": "rlplace.runtime.distributed.distribute",
-    "distribute_accelerator": "rlplace.runtime.distributed.accelerator",
-    "distribute_trainer": "rlplace.runtime.distributed.trainer",
+    "distribute_accelerator": "rlplace.runtime.distributed.job.accelerator",
+    "distribute_trainer": "rlplace.runtime.distributed.job.trainer",
     "expand": "rlplace.simulator",
     "explain": "rlplace.explaining.explain",
     "load_agent": "rlplace.agents.planner",
-    "load_checkpoint": "rlplace.runtime.distributed.checkpoint",
+    "load_checkpoint": "rlplace.runtime.distributed.state.checkpoint",
     "place": "rlplace.placing",
     "price": "rlplace.cost.price",
     "report": "rlplace.reporting.report",
-    "save_checkpoint": "rlplace.runtime.distributed.checkpoint",
+    "save_checkpoint": "rlplace.runtime.distributed.state.checkpoint",
     "simulate": "rlplace.simulator",
     "simulate_many": "rlplace.simulator",
     "split_backward": "rlplace.cost.price",

@@ -31,9 +31,9 @@ from rlplace.measured.store import TrialStore
 from rlplace.plan.plan import make_plan
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
-from rlplace.runtime.distributed import job
-from rlplace.runtime.distributed.live import LiveOptions, job_site, open_service
-from rlplace.runtime.distributed.service import PlanService
+from rlplace.runtime.distributed.job import job
+from rlplace.runtime.distributed.job.live import LiveOptions, job_site, open_service
+from rlplace.runtime.distributed.job.service import PlanService
 from rlplace.runtime.distributed_text import broadcast_text
 from rlplace.zoo import load_model
 

@@ -94,8 +94,8 @@ def _plan(path: Path, seeds: Path) -> None:
 
 def _source(path: Path, seeds: Path) -> None:
     from rlplace.plan import PlacementPlan
-    from rlplace.runtime.distributed.inputs import micro_batch
-    from rlplace.runtime.distributed.recipe import cluster_of_plan, recipe_of
+    from rlplace.runtime.distributed.graph.inputs import micro_batch
+    from rlplace.runtime.distributed.job.recipe import cluster_of_plan, recipe_of
 
     found = PlacementPlan.load(path)
     recipe_of(found)
@@ -249,7 +249,7 @@ def _profile(path: Path, seeds: Path) -> None:
 def _training(path: Path, seeds: Path) -> None:
     import torch
 
-    from rlplace.runtime.distributed.checkpoint import load_checkpoint
+    from rlplace.runtime.distributed.state.checkpoint import load_checkpoint
 
     model = torch.nn.Linear(3, 2)
     load_checkpoint(path.parent, model, torch.optim.Adam(model.parameters()))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlplace.measured.trial import Trial
     from rlplace.planners.common.evaluate import Execution
     from rlplace.problem import Problem
-    from rlplace.runtime.distributed.service import PlanService
+    from rlplace.runtime.distributed.job.service import PlanService
 
 _FIRST_SHARE, _FIRST_MOST = 5, 10  # of the plans, one of so many is measured before anything is learned
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, path: str) -> int:
 
     from rlplace.files import check_output
     from rlplace.planners.common.evaluate import Execution
-    from rlplace.runtime.distributed import faults, job
+    from rlplace.runtime.distributed.job import faults, job
     from rlplace.runtime.environment import check_device
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -82,7 +82,7 @@ def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | 
     import torch
     import torch.distributed as dist
 
-    from rlplace.runtime.distributed.live import LiveOptions, open_service
+    from rlplace.runtime.distributed.job.live import LiveOptions, open_service
     from rlplace.zoo import load_model
 
     problem = slept = None
@@ -114,7 +114,7 @@ def _priced_alike(graph: OpGraph | None, options: argparse.Namespace) -> Problem
 
 
 def _site(options: argparse.Namespace, device: torch.device) -> Site:
-    from rlplace.runtime.distributed.live import job_site
+    from rlplace.runtime.distributed.job.live import job_site
 
     label = options.label
     if options.replay is not None:  # what is slept is part of what the cluster is

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from rlplace.files import check_output
-    from rlplace.runtime.distributed import job
+    from rlplace.runtime.distributed.job import job
     from rlplace.runtime.environment import check_device
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -54,9 +54,9 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
 
     from rlplace.cost.timings import PlanTimings
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.runtime.distributed.measure import plan_timer
-    from rlplace.runtime.distributed.measured_trace import write_measured_trace
-    from rlplace.runtime.distributed.recipe import recipe_of
+    from rlplace.runtime.distributed.job.measure import plan_timer
+    from rlplace.runtime.distributed.job.measured_trace import write_measured_trace
+    from rlplace.runtime.distributed.job.recipe import recipe_of
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -91,7 +91,7 @@ def _problems(options: argparse.Namespace, plans: list[PlacementPlan], device: t
 
     from rlplace.problem import Problem
     from rlplace.problem.io import problem_from_dict, problem_to_dict
-    from rlplace.runtime.distributed.recipe import problem_of_plan
+    from rlplace.runtime.distributed.job.recipe import problem_of_plan
     from rlplace.runtime.distributed_text import broadcast_text
 
     text = None

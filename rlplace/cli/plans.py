@@ -36,7 +36,7 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
     plan = PlacementPlan.load(path)
     if not plan.source:
         raise InputError(f"{path}: says nothing of where its problem came from; name the problem file with --problem")
-    from rlplace.runtime.distributed.recipe import problem_of_plan
+    from rlplace.runtime.distributed.job.recipe import problem_of_plan
 
     say(f"building the problem of {path} again; --problem X.problem.json would read it")
     return plan, problem_of_plan(plan, cluster)
@@ -44,7 +44,7 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
 
 def problem_at(plan: PlacementPlan, cluster: str | None) -> Callable[[int], Problem]:
     """Captures and prices a plan's model again for a micro-batch of so many samples; what was priced is kept."""
-    from rlplace.runtime.distributed.recipe import cluster_of_plan, rebuild_problem
+    from rlplace.runtime.distributed.job.recipe import cluster_of_plan, rebuild_problem
 
     kept: dict[int, Problem] = {}
     own = plan.source or {}

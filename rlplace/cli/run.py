@@ -25,7 +25,7 @@ from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.runtime.distributed.job import JobOptions, JobResult
+    from rlplace.runtime.distributed.job.job import JobOptions, JobResult
 
 HELP = "under torchrun: train a plan's model as the plan says"
 EXAMPLE = "example: torchrun --nproc-per-node 4 -m rlplace run --plan gpt2.plan.json --steps 10 --verify"
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb on this rank."""
-    from rlplace.runtime.distributed import job
+    from rlplace.runtime.distributed.job import job
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
     with _rank_0_first():
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace) -> PlacementPlan:
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.runtime.distributed.recipe import recipe_of
+    from rlplace.runtime.distributed.job.recipe import recipe_of
 
     if options.checkpoint is None and (options.resume or options.checkpoint_every):
         raise InputError("run: --resume and --checkpoint-every need --checkpoint DIR")
@@ -106,7 +106,7 @@ def _rank_0_first() -> Iterator[None]:
 def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from rlplace.runtime.distributed import faults, job
+    from rlplace.runtime.distributed.job import faults, job
 
     device = job.start(settings)
     with faults.guard(timeout_s=options.timeout, debug=options.debug):
@@ -125,7 +125,7 @@ def check_processes(plan: PlacementPlan, path: str) -> None:
     Raises:
         InputError: With the command that starts the right number.
     """
-    from rlplace.runtime.distributed.job import processes_needed
+    from rlplace.runtime.distributed.job.job import processes_needed
 
     needed = processes_needed(plan)
     world = int(os.environ.get("WORLD_SIZE", "1"))

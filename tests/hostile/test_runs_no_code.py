@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 # What may run code or make any object, by name, and the files that may name it, with the reason why that is safe.
 ALLOWED = {
-    "pickle": {"rlplace/runtime/distributed/checkpoint_index.py"},  # lets named classes through, and nothing else
+    "pickle": {"rlplace/runtime/distributed/state/checkpoint_index.py"},  # lets named classes through, and nothing else
     "importlib": {
         "rlplace/zoo/load.py",  # module:function
         "rlplace/__init__.py",  # names of a literal table
@@ -28,7 +28,7 @@ ALLOWED = {
         "rlplace/planners/__init__.py",  # names of a literal table
         "rlplace/planners/best.py",
         "rlplace/graph/scan.py",  # names of a literal table
-        "rlplace/runtime/distributed/engines.py",
+        "rlplace/runtime/distributed/execution/engines.py",
         "agents/checkpoint.py",  # importlib.resources
         "agents/config.py",
         "agents/problems/files.py",  # importlib.metadata
@@ -144,7 +144,7 @@ def test_functions_that_build_no_model_are_not_called(text):
 
 def test_a_plan_that_names_code_is_announced(tmp_path, monkeypatch, capsys, seeds):
     from rlplace.plan import PlacementPlan
-    from rlplace.runtime.distributed.recipe import recipe_of
+    from rlplace.runtime.distributed.job.recipe import recipe_of
 
     (tmp_path / "theirs.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)\n")
     text = (seeds / "sourced.plan.json").read_text().replace("zoo:mlp", "theirs.py:make")

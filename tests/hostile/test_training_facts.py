@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.checkpoint_facts import check_setting
-from rlplace.runtime.distributed.checkpoint_index import check_places
+from rlplace.runtime.distributed.state.checkpoint_facts import check_setting
+from rlplace.runtime.distributed.state.checkpoint_index import check_places
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_functions_with_their_own_backward_keep_it(sim):
 
 
 def test_distributed_runs_refuse_them():
-    from rlplace.runtime.distributed.forward_graph import forward_graph
+    from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 
     with pytest.raises(InputError, match=r"Triple, whose own backward an exported graph would lose.*level='module'"):
         forward_graph(Net(), (torch.randn(3, 4),), {})

@@ -13,17 +13,17 @@ from torch import nn
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.runtime.distributed import faults
-from rlplace.runtime.distributed.assign import check_same_ops, planned_spots
-from rlplace.runtime.distributed.engine import Engine
-from rlplace.runtime.distributed.engines import Setup, choose_engine
-from rlplace.runtime.distributed.forward_graph import ForwardGraph, Graphs, Loss
-from rlplace.runtime.distributed.inputs import any_loss, has_target, micro_batch, takes_target
+from rlplace.runtime.distributed.execution.engine import Engine
+from rlplace.runtime.distributed.execution.engines import Setup, choose_engine
+from rlplace.runtime.distributed.execution.same_batch import check_first_batches
+from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_spots
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
+from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro_batch, takes_target
+from rlplace.runtime.distributed.graph.same_graph import check_same_graph
+from rlplace.runtime.distributed.job import faults
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
-from rlplace.runtime.distributed.same_batch import check_first_batches
-from rlplace.runtime.distributed.same_graph import check_same_graph
-from rlplace.runtime.distributed.tensors import meta_copy
+from rlplace.runtime.distributed.state.tensors import meta_copy
 
 
 def distribute(
@@ -60,7 +60,7 @@ def distribute(
         seed: Of dropout and other random ops.
         problem: What the plan was made for; its times then decide the order in which a device runs what is ready, as the
             simulator does. Without it the order is decided by the sizes of values.
-        engine: Name of an engine (`rlplace.runtime.distributed.engines.ENGINES`); None takes the one that fits the plan best.
+        engine: Name of an engine (see `execution.engines.ENGINES`); None takes the one that fits the plan best.
         replayed: For the engine ``"replay"``: the problem whose times are slept, default `problem`.
         graphs: Keeps what was traced, for callers that distribute one model by many plans.
 

@@ -12,18 +12,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed import activity
-from rlplace.runtime.distributed.batches import by_signature, check_inputs, split_batch
-from rlplace.runtime.distributed.engine import Engine, Microbatch
-from rlplace.runtime.distributed.events import Recorder
-from rlplace.runtime.distributed.forward_graph import ForwardGraph, first_names, input_signature
-from rlplace.runtime.distributed.gradients import clip_grad_norm
-from rlplace.runtime.distributed.inputs import has_target
-from rlplace.runtime.distributed.outputs import exchange, join
+from rlplace.runtime.distributed.execution import activity
+from rlplace.runtime.distributed.execution.batches import by_signature, check_inputs, split_batch
+from rlplace.runtime.distributed.execution.engine import Engine, Microbatch
+from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.runtime.distributed.execution.gradients import clip_grad_norm
+from rlplace.runtime.distributed.execution.outputs import exchange, join
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, first_names, input_signature
+from rlplace.runtime.distributed.graph.inputs import has_target
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.shares import SharedParameters
-from rlplace.runtime.distributed.stash import Deliver, Stash, anchor
-from rlplace.runtime.distributed.tensors import Own, agree, register, send_from_first
+from rlplace.runtime.distributed.state.shares import SharedParameters
+from rlplace.runtime.distributed.state.stash import Deliver, Stash, anchor
+from rlplace.runtime.distributed.state.tensors import Own, agree, register, send_from_first
 
 MakeEngine = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], tuple[ForwardGraph, Engine]]
 

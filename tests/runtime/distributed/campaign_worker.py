@@ -20,10 +20,10 @@ from rlplace.measured.campaign import Campaign, PlanFailed
 from rlplace.measured.race import Race
 from rlplace.measured.store import TrialStore
 from rlplace.plan.plan import make_plan
-from rlplace.runtime.distributed import faults, job
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.live import LiveOptions, job_site, open_service
-from rlplace.runtime.distributed.measure import PlanTimer
+from rlplace.runtime.distributed.job import faults, job
+from rlplace.runtime.distributed.job.live import LiveOptions, job_site, open_service
+from rlplace.runtime.distributed.job.measure import PlanTimer
 from rlplace.zoo import LoadedModel
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from plans import plan_of
 from torch.distributed.tensor import DTensor
 
-from rlplace.runtime.distributed import checkpoint
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.forward_graph import Graphs
+from rlplace.runtime.distributed.graph.forward_graph import Graphs
+from rlplace.runtime.distributed.state import checkpoint
 
 STEPS = 5
 SAVED = 2

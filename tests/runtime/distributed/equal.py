@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from plans import plan_of
 
-from rlplace.runtime.distributed.batches import split_batch
 from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.distributed.execution.batches import split_batch
 
 
 def build(name, double=True):

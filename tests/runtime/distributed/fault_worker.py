@@ -12,8 +12,8 @@ import torch.distributed as dist
 from plans import plan_of
 from torch import nn
 
-from rlplace.runtime.distributed import faults
 from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.distributed.job import faults
 
 WRONG_STEP = 1
 

@@ -14,13 +14,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rlplace.plan import PlacementPlan
-from rlplace.runtime.distributed.batches import split_batch
-from rlplace.runtime.distributed.forward_graph import forward_graph
+from rlplace.runtime.distributed.execution.batches import split_batch
+from rlplace.runtime.distributed.graph.forward_graph import forward_graph
+from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.engine import JointEngine
 from rlplace.runtime.distributed.joint.make import build_joint
-from rlplace.runtime.distributed.randomness import random_key
 from rlplace.runtime.distributed.ranks import ranks_of
-from rlplace.runtime.distributed.tensors import meta_copy, own_tensors
+from rlplace.runtime.distributed.state.tensors import meta_copy, own_tensors
 
 
 def plan_of(graph, forward, backward, **fields):

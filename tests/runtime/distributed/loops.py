@@ -9,8 +9,8 @@ import torch.distributed as dist
 from equal import build, largest_difference
 from plans import plan_of
 
-from rlplace.runtime.distributed.batches import split_batch
 from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.distributed.execution.batches import split_batch
 
 
 def rows(places, replicas):

@@ -16,12 +16,12 @@ from joint_worker import keywords, make_model, relative, train_and_compare
 from torch import nn
 
 from rlplace.plan import PlacementPlan
-from rlplace.runtime.distributed.batches import Split, split_batch
-from rlplace.runtime.distributed.engines import Setup, make_stage_graph
-from rlplace.runtime.distributed.forward_graph import forward_graph
+from rlplace.runtime.distributed.execution.batches import Split, split_batch
+from rlplace.runtime.distributed.execution.engines import Setup, make_stage_graph
+from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 from rlplace.runtime.distributed.pipeline.make import make_pipeline
 from rlplace.runtime.distributed.ranks import ranks_of
-from rlplace.runtime.distributed.tensors import meta_copy
+from rlplace.runtime.distributed.state.tensors import meta_copy
 
 
 class EarlyLoss(nn.Module):

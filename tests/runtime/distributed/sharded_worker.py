@@ -16,11 +16,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 from rlplace.plan import PlacementPlan
-from rlplace.runtime.distributed.engine import Microbatch
-from rlplace.runtime.distributed.forward_graph import flat_inputs, forward_graph
-from rlplace.runtime.distributed.randomness import random_key
+from rlplace.runtime.distributed.execution.engine import Microbatch
+from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
+from rlplace.runtime.distributed.graph.randomness import random_key
+from rlplace.runtime.distributed.graph.same_graph import check_same_graph
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.same_graph import check_same_graph
 from rlplace.runtime.distributed.sharded.engine import ShardedEngine
 from rlplace.runtime.distributed.sharded.spaces import spaces_of
 

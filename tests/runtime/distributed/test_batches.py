@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.batches import check_inputs
+from rlplace.runtime.distributed.execution.batches import check_inputs
 
 
 def test_inputs_that_require_a_gradient_are_refused():

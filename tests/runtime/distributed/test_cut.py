@@ -8,12 +8,12 @@ from plans import plan_of
 from small_models import MODELS
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.assign import assign, check_same_ops, planned_groups, planned_spots
-from rlplace.runtime.distributed.cut import cut_graph
-from rlplace.runtime.distributed.forward_graph import flat_inputs, forward_graph
-from rlplace.runtime.distributed.order import step_order
-from rlplace.runtime.distributed.segment import segment_module
-from rlplace.runtime.distributed.turns import turns_of
+from rlplace.runtime.distributed.execution.turns import turns_of
+from rlplace.runtime.distributed.graph.assign import assign, check_same_ops, planned_groups, planned_spots
+from rlplace.runtime.distributed.graph.cut import cut_graph
+from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
+from rlplace.runtime.distributed.graph.order import step_order
+from rlplace.runtime.distributed.graph.segment import segment_module
 
 NAMES = ("gpt2", "t5", "resnet", "awkward", "lstm")
 

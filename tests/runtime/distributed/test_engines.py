@@ -15,8 +15,8 @@ import rlplace
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.engines import ENGINES, why_not
-from rlplace.runtime.distributed.forward_graph import forward_graph
+from rlplace.runtime.distributed.execution.engines import ENGINES, why_not
+from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 
 
 @pytest.fixture(scope="module")

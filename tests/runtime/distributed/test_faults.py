@@ -16,8 +16,8 @@ import torch.multiprocessing as mp
 
 from rlplace.cli.main import main
 from rlplace.errors import InputError
-from rlplace.runtime.distributed import faults
-from rlplace.runtime.distributed.wire import LostPeerError
+from rlplace.runtime.distributed.execution.wire import LostPeerError
+from rlplace.runtime.distributed.job import faults
 
 HOST = r"host [\w.-]+"
 

@@ -6,11 +6,11 @@ import small_models
 import torch
 from torch import fx, nn
 
-from rlplace.runtime.distributed.forward_graph import flat_inputs, forward_graph
+from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
+from rlplace.runtime.distributed.graph.randomness import random_key, seeded
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.joint.order import joint_order
 from rlplace.runtime.distributed.joint.views import base_of
-from rlplace.runtime.distributed.randomness import random_key, seeded
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_models import MODELS
 
-from rlplace.runtime.distributed.forward_graph import flat_inputs, forward_graph
+from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 
 
 def values_of(graph, model, inputs):

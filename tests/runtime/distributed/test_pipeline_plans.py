@@ -6,16 +6,16 @@ import pytest
 import torch
 from joint_worker import keywords, make_model
 
-from rlplace.runtime.distributed.assign import assign, planned_groups, planned_spots
-from rlplace.runtime.distributed.batches import split_batch
-from rlplace.runtime.distributed.cut import cut_graph
-from rlplace.runtime.distributed.forward_graph import forward_graph
+from rlplace.runtime.distributed.execution.batches import split_batch
+from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_spots
+from rlplace.runtime.distributed.graph.cut import cut_graph
+from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 from rlplace.runtime.distributed.pipeline import support, versions
 from rlplace.runtime.distributed.pipeline.chain import chain_of
 from rlplace.runtime.distributed.pipeline.current import asides_of
 from rlplace.runtime.distributed.pipeline.order import pipeline_order
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
-from rlplace.runtime.distributed.tensors import meta_copy
+from rlplace.runtime.distributed.state.tensors import meta_copy
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ from rlplace.plan.plan import make_plan
 from rlplace.plan.recompute import recompute
 from rlplace.plan.segments import layer_segments
 from rlplace.problem import FORWARD
-from rlplace.runtime.distributed.assign import assign, planned_groups, planned_spots
-from rlplace.runtime.distributed.cut import cut_graph
-from rlplace.runtime.distributed.forward_graph import flat_inputs, forward_graph
-from rlplace.runtime.distributed.pieces import convex_pieces
-from rlplace.runtime.distributed.randomness import random_key
-from rlplace.runtime.distributed.recomputed import Recomputed, recompute_sets
-from rlplace.runtime.distributed.segment import segment_module
+from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_spots
+from rlplace.runtime.distributed.graph.cut import cut_graph
+from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
+from rlplace.runtime.distributed.graph.pieces import convex_pieces
+from rlplace.runtime.distributed.graph.randomness import random_key
+from rlplace.runtime.distributed.graph.recomputed import Recomputed, recompute_sets
+from rlplace.runtime.distributed.graph.segment import segment_module
 
 
 class _Storages(TorchDispatchMode):

@@ -5,9 +5,9 @@ import torch
 from launch import run
 from loops import Pair, trainings
 
-from rlplace.runtime.distributed import replicas
-from rlplace.runtime.distributed.replicas import GradientReducer
-from rlplace.runtime.distributed.shares import share_of
+from rlplace.runtime.distributed.execution import replicas
+from rlplace.runtime.distributed.execution.replicas import GradientReducer
+from rlplace.runtime.distributed.state.shares import share_of
 
 MODELS = ("gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm")
 LONG = ("bert", "mixtral", "t5", "vit")  # the same roads as gpt2 and resnet

@@ -3,8 +3,8 @@
 import small_models
 import torch
 
-from rlplace.runtime.distributed.forward_graph import forward_graph
-from rlplace.runtime.distributed.same_graph import describe
+from rlplace.runtime.distributed.graph.forward_graph import forward_graph
+from rlplace.runtime.distributed.graph.same_graph import describe
 
 
 class Scaled(torch.nn.Module):

@@ -12,7 +12,7 @@ import torch
 
 import rlplace
 from rlplace.planners.pase.captured import data_parallel
-from rlplace.runtime.distributed.forward_graph import forward_graph
+from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 
 MODELS = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
 

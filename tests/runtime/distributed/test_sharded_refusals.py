@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rlplace.runtime.distributed.forward_graph import forward_graph
+from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 from rlplace.runtime.distributed.sharded.program import make_program
 from rlplace.runtime.distributed.sharded.refuse import devices_of, nearest_plan, why_not
 from rlplace.runtime.distributed.sharded.spec import WHOLE, whole

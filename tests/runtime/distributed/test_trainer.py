@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import rlplace
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.accelerator import see_one_process, use_model
-from rlplace.runtime.distributed.inputs import any_loss, micro_batch, takes_target
-from rlplace.runtime.distributed.same_batch import digest
+from rlplace.runtime.distributed.execution.same_batch import digest
+from rlplace.runtime.distributed.graph.inputs import any_loss, micro_batch, takes_target
+from rlplace.runtime.distributed.job.accelerator import see_one_process, use_model
 
 
 @pytest.fixture(scope="module")

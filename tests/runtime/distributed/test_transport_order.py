@@ -6,7 +6,7 @@ import torch.distributed as dist
 from equal import train_both
 from launch import run
 
-from rlplace.runtime.distributed import wire
+from rlplace.runtime.distributed.execution import wire
 
 
 def as_for_nccl():

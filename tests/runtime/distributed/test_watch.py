@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlplace.runtime.distributed import watch
-from rlplace.runtime.distributed.activity import Activity
-from rlplace.runtime.distributed.watch import Member, Watch
+from rlplace.runtime.distributed.execution.activity import Activity
+from rlplace.runtime.distributed.job import watch
+from rlplace.runtime.distributed.job.watch import Member, Watch
 
 COLLECTIVE = Activity("all_gather together", None, True, 20.0)
 

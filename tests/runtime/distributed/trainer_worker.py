@@ -120,7 +120,7 @@ CASES = {
 
 def train_cases(folder):
     """Per case the logs of both runs, the largest difference of weights, and what else is worth a look."""
-    from rlplace.runtime.distributed.accelerator import see_one_process
+    from rlplace.runtime.distributed.job.accelerator import see_one_process
 
     warnings.simplefilter("ignore")
     rank = dist.get_rank()

@@ -15,8 +15,8 @@ from torch import fx
 
 from rlplace.plan.device_map import plan_groups
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.assign import assign, planned_spots
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.assign import assign, planned_spots
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.graph import JointGraph
 from rlplace.runtime.distributed.joint.views import base_of, is_view
 

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
+from rlplace.runtime.distributed.graph.randomness import current_key, random_key
 from rlplace.runtime.distributed.joint.one_process import TwoParts
-from rlplace.runtime.distributed.randomness import current_key, random_key
 
 Flags = tuple[bool, ...]
 MakeParts = Callable[[Sequence[torch.Tensor], Sequence[Any], tuple[int, ...]], TwoParts]

@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import fx
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed import activity
-from rlplace.runtime.distributed.engine import Engine, Microbatch, zero_loss
-from rlplace.runtime.distributed.events import Recorder
-from rlplace.runtime.distributed.gradients import sum_gradients
+from rlplace.runtime.distributed.execution import activity
+from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, zero_loss
+from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.runtime.distributed.execution.gradients import sum_gradients
+from rlplace.runtime.distributed.execution.wire import Wire
+from rlplace.runtime.distributed.graph.randomness import random_key, seeded
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.joint.assign import JointPlaces
 from rlplace.runtime.distributed.joint.order import Task, forward_nodes, joint_order
 from rlplace.runtime.distributed.joint.program import Message, Program, Turn, calls_of, lay_out, layout_of, program_of, value_of
 from rlplace.runtime.distributed.joint.views import base_of
-from rlplace.runtime.distributed.randomness import random_key, seeded
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.tensors import Own
-from rlplace.runtime.distributed.wire import Wire
+from rlplace.runtime.distributed.state.tensors import Own
 
 Key = tuple[fx.Node, int]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.forward_graph import ForwardGraph, flat_inputs, forward_graph
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, flat_inputs, forward_graph
 from rlplace.runtime.distributed.joint.assign import joint_places
 from rlplace.runtime.distributed.joint.autograd import JointModule
 from rlplace.runtime.distributed.joint.graph import joint_graph

@@ -12,10 +12,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlplace.graph.fake import any_dtype_grouped_mm
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.randomness import seeded
 from rlplace.runtime.distributed.joint.record import Recorder
 from rlplace.runtime.distributed.joint.views import base_of, is_view
-from rlplace.runtime.distributed.randomness import seeded
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
-from rlplace.runtime.distributed.engine import Engine
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.execution.engine import Engine
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.assign import JointPlaces, joint_places
 from rlplace.runtime.distributed.joint.engine import JointEngine
 from rlplace.runtime.distributed.joint.graph import joint_graph
-from rlplace.runtime.distributed.tensors import own_tensors
+from rlplace.runtime.distributed.state.tensors import own_tensors
 
 if TYPE_CHECKING:
-    from rlplace.runtime.distributed.engines import Made, Setup
+    from rlplace.runtime.distributed.execution.engines import Made, Setup
 
 
 def build_joint(
@@ -35,7 +35,7 @@ def build_joint(
 
 def make_joint(setup: Setup) -> Made:
     """The joint-graph engine for a plan."""
-    from rlplace.runtime.distributed.engines import Made
+    from rlplace.runtime.distributed.execution.engines import Made
 
     plan, ranks, source = setup.plan, setup.ranks, setup.graph
     first = build_joint(source, plan, ranks.device)

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from rlplace.runtime.distributed.execution.receives import posts_of
+from rlplace.runtime.distributed.graph.layouts import Layout
 from rlplace.runtime.distributed.joint.assign import JointPlaces
 from rlplace.runtime.distributed.joint.order import Task
 from rlplace.runtime.distributed.joint.views import base_of, is_view
-from rlplace.runtime.distributed.layouts import Layout
-from rlplace.runtime.distributed.receives import posts_of
 
 AHEAD = 32
 """Receives are posted this many turns before their values are needed."""

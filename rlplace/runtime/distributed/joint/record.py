@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.randomness import is_random, seeded
+from rlplace.runtime.distributed.graph.randomness import is_random, seeded
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten.lift.default}

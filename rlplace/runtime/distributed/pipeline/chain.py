@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.cut import Cut, Segment
+from rlplace.runtime.distributed.graph.cut import Cut, Segment
 
 
 @dataclass(frozen=True, eq=False)

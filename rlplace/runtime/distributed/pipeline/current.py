@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from rlplace.runtime.distributed.engine import Microbatch
-from rlplace.runtime.distributed.events import Recorder
+from rlplace.runtime.distributed.execution.engine import Microbatch
+from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.runtime.distributed.execution.replicas import GradientReducer
+from rlplace.runtime.distributed.execution.wire import Arrival, Wire
 from rlplace.runtime.distributed.pipeline.chain import Chain
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.replicas import GradientReducer
-from rlplace.runtime.distributed.wire import Arrival, Wire
 
 
 @dataclass(frozen=True)

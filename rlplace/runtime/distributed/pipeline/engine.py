@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlplace.runtime.distributed.cut import Cut
-from rlplace.runtime.distributed.engine import Engine, Microbatch, StepOptions, zero_loss
-from rlplace.runtime.distributed.events import Recorder
+from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, StepOptions, zero_loss
+from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.runtime.distributed.execution.replicas import GradientReducer
+from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
+from rlplace.runtime.distributed.graph.cut import Cut
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.pipeline.chain import chain_of
 from rlplace.runtime.distributed.pipeline.current import Aside, Current, asides_of
@@ -23,9 +25,7 @@ from rlplace.runtime.distributed.pipeline.order import pipeline_order, torch_lay
 from rlplace.runtime.distributed.pipeline.stage import StageModule
 from rlplace.runtime.distributed.pipeline.torch_schedules import Stage, make_schedule
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.replicas import GradientReducer
-from rlplace.runtime.distributed.stage_graph import StageGraphEngine
-from rlplace.runtime.distributed.tensors import Own
+from rlplace.runtime.distributed.state.tensors import Own
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.assign import Assignment, assign, planned_groups, planned_spots
-from rlplace.runtime.distributed.cut import Cut, cut_graph
-from rlplace.runtime.distributed.engine import Engine, StepOptions
-from rlplace.runtime.distributed.engines import Made, Setup
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.order import expected_of
+from rlplace.runtime.distributed.execution.engine import Engine, StepOptions
+from rlplace.runtime.distributed.execution.engines import Made, Setup
+from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
+from rlplace.runtime.distributed.graph.assign import Assignment, assign, planned_groups, planned_spots
+from rlplace.runtime.distributed.graph.cut import Cut, cut_graph
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.order import expected_of
+from rlplace.runtime.distributed.graph.recomputed import recompute_sets
 from rlplace.runtime.distributed.pipeline.engine import PipelineEngine
 from rlplace.runtime.distributed.pipeline.support import why_not
-from rlplace.runtime.distributed.recomputed import recompute_sets
-from rlplace.runtime.distributed.stage_graph import StageGraphEngine
-from rlplace.runtime.distributed.tensors import own_tensors
+from rlplace.runtime.distributed.state.tensors import own_tensors
 
 
 def make_pipeline(setup: Setup) -> Made:

@@ -9,7 +9,7 @@ import numpy as np
 from rlplace.errors import InputError
 from rlplace.problem.problem import BACKWARD, FORWARD
 from rlplace.problem.toys import TensorSpec, build_problem
-from rlplace.runtime.distributed.order import Expected, segment_seconds
+from rlplace.runtime.distributed.graph.order import Expected, segment_seconds
 from rlplace.runtime.distributed.pipeline.chain import Chain
 from rlplace.simulator import simulate
 from rlplace.simulator.actions import BACKWARD_ACTION, FORWARD_ACTION, Action, StageLayout, stage_layout

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from rlplace.errors import RlplaceError
-from rlplace.runtime.distributed import activity
-from rlplace.runtime.distributed.layouts import Layout
+from rlplace.runtime.distributed.execution import activity
+from rlplace.runtime.distributed.graph.layouts import Layout
+from rlplace.runtime.distributed.graph.randomness import random_key
+from rlplace.runtime.distributed.graph.segment import segment_module
 from rlplace.runtime.distributed.pipeline.chain import Chain
 from rlplace.runtime.distributed.pipeline.current import Current
-from rlplace.runtime.distributed.randomness import random_key
-from rlplace.runtime.distributed.segment import segment_module
 
 NOTHING = Layout((1,), torch.float32, True)
 """What one stage hands to the next when no value with a gradient goes there; torch wants at least one tensor."""

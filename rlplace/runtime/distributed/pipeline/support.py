@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.cut import Cut
+from rlplace.runtime.distributed.graph.cut import Cut
 from rlplace.runtime.distributed.pipeline.chain import chain_of
 from rlplace.runtime.distributed.pipeline.versions import unsupported_version
 from rlplace.simulator.actions import PIPELINE_SCHEDULES, stage_layout

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed import activity
+from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
 from rlplace.runtime.distributed.pipeline.stage import StageModule
 from rlplace.runtime.distributed.pipeline.versions import unsupported_version

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.engine import Engine, Microbatch, zero_loss
-from rlplace.runtime.distributed.events import Recorder
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.randomness import random_key
+from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, zero_loss
+from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.sharded.exchange import Meshes, move, placements, summed_together
 from rlplace.runtime.distributed.sharded.loss_graph import open_loss
 from rlplace.runtime.distributed.sharded.mesh import factor_mesh

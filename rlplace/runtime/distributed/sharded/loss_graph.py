@@ -12,7 +12,7 @@ from torch import fx, nn
 from rlplace.graph.export import export_training_graph
 from rlplace.graph.fake import new_fake_mode
 from rlplace.plan.device_map import LOSS_OP
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 
 LOSS_PREFIX = f"{LOSS_OP}/"
 """Of the names of the ops inside; the last one has the name of the loss itself."""

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from rlplace.graph.access import rule_of
 from rlplace.graph.access_rules import elementwise
 from rlplace.graph.kinds import base_name
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.randomness import seeded
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.randomness import seeded
 from rlplace.runtime.distributed.sharded.local_ops import LOCAL_OPS, PLAIN, LocalOp, OpCut, bound, plain
 from rlplace.runtime.distributed.sharded.mesh import assignments
 from rlplace.runtime.distributed.sharded.spaces import OpSpace, Spaces, TensorShape, in_loss, spaces_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.distributed.sharded.mesh import factor_mesh, nearest_shards
 from rlplace.runtime.distributed.sharded.spaces import Spaces, check_names, spaces_of

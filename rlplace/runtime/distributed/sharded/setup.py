@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.engine import Engine
-from rlplace.runtime.distributed.engines import Made, Setup
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.execution.engine import Engine
+from rlplace.runtime.distributed.execution.engines import Made, Setup
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.sharded.engine import ShardedEngine
 from rlplace.runtime.distributed.sharded.refuse import why_not
-from rlplace.runtime.distributed.tensors import Own
+from rlplace.runtime.distributed.state.tensors import Own
 
 
 def make_sharded(setup: Setup) -> Made:

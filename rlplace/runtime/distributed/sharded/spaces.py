@@ -23,8 +23,8 @@ from rlplace.graph.fake import any_dtype_grouped_mm, new_fake_mode
 from rlplace.graph.indices import Layouts
 from rlplace.graph.record import Recorder
 from rlplace.plan.device_map import LOSS_OP
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.randomness import seeded
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.randomness import seeded
 from rlplace.runtime.distributed.sharded.loss_graph import LOSS_PREFIX
 
 Names = tuple[str, ...]

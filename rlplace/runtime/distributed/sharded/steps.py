@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from rlplace.runtime import aliases
-from rlplace.runtime.distributed.randomness import seeded
+from rlplace.runtime.distributed.graph.randomness import seeded
 from rlplace.runtime.distributed.sharded.local_ops import LocalOp, OpCut
 from rlplace.runtime.distributed.sharded.spaces import TensorShape
 from rlplace.runtime.distributed.sharded.spec import WHOLE, Spec, normal

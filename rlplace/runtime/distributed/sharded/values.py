@@ -12,8 +12,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime import aliases
-from rlplace.runtime.distributed.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.randomness import seeded
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.randomness import seeded
 from rlplace.runtime.distributed.sharded.exchange import Meshes, exchange, exchanged
 from rlplace.runtime.distributed.sharded.local_ops import bound, dropped_attention
 from rlplace.runtime.distributed.sharded.spec import Spec, whole

@@ -1,0 +1,94 @@
+"""Splits the batch that a training loop hands over into micro-batches and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.runtime.distributed.execution.engine import Microbatch
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A global batch in parts.
+
+    Attributes:
+        parts: Every micro-batch of every replica, in order; replica r has those with ``replica[i] == r``.
+        replica: Replica of each part.
+        samples: Samples of each part.
+    """
+
+    parts: tuple[Microbatch, ...]
+    replica: tuple[int, ...]
+    samples: tuple[int, ...]
+
+
+def split_batch(
+    arguments: Any, replicas: int, microbatches: int, *, whole: Collection[str] = (), reduction: str = "mean"
+) -> Split:
+    """Cuts every tensor whose first dimension is the batch.
+
+    The batch is the first dimension of the first tensor. Parts are as equal as possible, earlier ones larger, and there is
+    none without samples: a small last batch gives smaller parts, or fewer.
+
+    Args:
+        arguments: ``((args, kwargs), target)``, or without the target.
+        replicas: Of the plan.
+        microbatches: Of each replica.
+        whole: Names of keyword inputs that every micro-batch gets whole although their first dimension is as long.
+        reduction: ``"mean"`` weighs the loss of a part by its share of the samples, ``"sum"`` by 1.
+
+    Raises:
+        InputError: There is no tensor, or it has no first dimension.
+    """
+    if reduction not in ("mean", "sum"):
+        raise InputError(f"distribute: reduction is {reduction!r}; it must be 'mean' or 'sum', as the loss is made")
+    paths, _ = pytree.tree_flatten_with_path(arguments)
+    leaves = [leaf for _, leaf in paths]
+    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    if first is None or first.dim() == 0 or len(first) == 0:
+        raise InputError(
+            "distribute: the first tensor input must have the batch as its first dimension, and it must not be empty"
+        )
+    batch = len(first)
+    kept = [any(getattr(key, "key", None) in whole for key in path) for path, _ in paths]
+    cut = [
+        isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == batch and not keep
+        for leaf, keep in zip(leaves, kept, strict=True)
+    ]
+    count = min(batch, replicas * microbatches)
+    sizes = [batch // count + (number < batch % count) for number in range(count)]
+    parts, start = [], 0
+    for number, size in enumerate(sizes):
+        taken = [leaf[start : start + size] if split else leaf for leaf, split in zip(leaves, cut, strict=True)]
+        parts.append(Microbatch(number, taken, size / batch if reduction == "mean" else 1.0))
+        start += size
+    # Replicas take consecutive parts; when parts are missing, the last ones have fewer.
+    share = -(-count // replicas)
+    return Split(tuple(parts), tuple(min(number // share, replicas - 1) for number in range(count)), tuple(sizes))
+
+
+def check_inputs(arguments: Any) -> None:
+    """Refuses inputs that require a gradient: a training step runs as a whole, before anybody asks for gradients.
+
+    Raises:
+        InputError: One does.
+    """
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments)):
+        raise InputError(
+            "distribute: an input requires a gradient, and none flows out of a distributed model; detach it, or make what "
+            "computes it a part of the model"
+        )
+
+
+def by_signature(split: Split) -> list[tuple[int, Sequence[int]]]:
+    """Sample counts that occur, each with the numbers of its parts; the same on every rank."""
+    found: dict[int, list[int]] = {}
+    for number, samples in enumerate(split.samples):
+        found.setdefault(samples, []).append(number)
+    return list(found.items())

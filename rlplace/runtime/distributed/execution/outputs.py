@@ -1,0 +1,99 @@
+"""What the model returns when it is evaluated, put together from micro-batches of all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.ranks import Ranks
+
+
+def output_names(graph: ForwardGraph) -> list[Any]:
+    """What `Engine.evaluate` returns per micro-batch: the flat outputs, then the loss where the model does not return it."""
+    names = [*graph.outputs]
+    if graph.loss is not None and graph.loss not in names:
+        names.append(graph.loss)
+    return names
+
+
+def exchange(
+    graph: ForwardGraph, ranks: Ranks, replica_of: Mapping[int, int], own: Mapping[int, Sequence[Any]], everywhere: bool
+) -> dict[int, list[Any]]:
+    """The outputs of micro-batches of one signature on every rank that wants them; those ranks call it together.
+
+    Args:
+        graph: Of the signature.
+        ranks: The processes.
+        replica_of: Replica of each micro-batch that is wanted, by its number, in one order on all ranks.
+        own: Outputs by number on the ranks of its replica.
+        everywhere: All ranks want all micro-batches; else replicas keep their own, and ranks outside the plan get those
+            of the first replica.
+    """
+    placed = {rank for row in ranks.replicas for rank in row}
+    outside = [rank for rank in range(ranks.world) if rank not in placed]
+    wanted = range(ranks.world) if everywhere else [ranks.replicas[0][0], *outside]
+    alone = len(ranks.replicas) == 1 and not outside if everywhere else not outside
+    if alone or ranks.rank not in wanted:
+        return {number: list(values) for number, values in own.items()}
+    group = None if everywhere else group_of(wanted)
+    names = output_names(graph)
+    found: dict[int, list[Any]] = {}
+    for number, replica in replica_of.items():
+        source = ranks.replicas[replica][0]
+        values = own.get(number)
+        found[number] = [
+            _sent(graph, name, None if values is None else values[position], source, ranks.device, group)
+            for position, name in enumerate(names)
+        ]
+    return found
+
+
+def _sent(graph: ForwardGraph, name: Any, value: Any, source: int, device: torch.device, group: Any) -> Any:
+    if not isinstance(name, str) or name not in graph.layout:
+        return name if value is None else value  # no tensor: the graph says what it is
+    tensor = graph.layout[name].empty(device) if value is None else value.contiguous()
+    dist.broadcast(tensor, source, group=group)
+    return tensor
+
+
+def join(graph: ForwardGraph, parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool) -> list[Any]:
+    """Micro-batches put together again.
+
+    Floating-point scalars, such as losses, count by their share of the samples (or are added up), tensors whose first dimension
+    grows with the batch are concatenated along it; of everything else the last micro-batch's is taken.
+
+    Args:
+        graph: The graph, of any signature.
+        parts: Per micro-batch what `Engine.evaluate` returned.
+        samples: Per micro-batch.
+        mean: Whether scalars are means over the samples.
+    """
+    total = sum(samples)
+    joined = []
+    for position, name in enumerate(output_names(graph)):
+        values = [part[position] for part in parts]
+        first = values[0]
+        tensor = isinstance(first, torch.Tensor)
+        if tensor and first.is_floating_point() and (name == graph.loss or first.dim() == 0):
+            joined.append(sum(v * (n / total if mean else 1.0) for v, n in zip(values, samples, strict=True)))
+        elif tensor and first.dim() > 0 and _grows(values, samples):
+            joined.append(torch.cat(values) if len(values) > 1 else first)
+        else:
+            joined.append(values[-1])
+    return joined
+
+
+def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:
+    """Whether the first dimension grows with the number of samples.
+
+    It does when it is that number, or always so many times it, unless every micro-batch has the same values: a mask of ten
+    by ten tokens is as long as ten tokens of one sample, but does not depend on the sample.
+    """
+    if any(len(v) * samples[0] != len(values[0]) * n or len(v) % n for v, n in zip(values, samples, strict=True)):
+        return False
+    return len(values[0]) == samples[0] or not all(torch.equal(v, values[0]) for v in values[1:])

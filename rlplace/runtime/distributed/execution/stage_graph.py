@@ -1,0 +1,239 @@
+"""The stage-graph engine: any cut of the forward, run by autograd segment by segment.
+
+A process runs the segments of its device in the order of `order.step_order`. A value is sent once to each process that reads
+it, its gradient comes back once from each. Between segments of one process values are handed over, cut off from the autograd
+graph like those that were received. Values and gradients travel while other segments compute: sends do not wait, and receives
+are posted one segment ahead. Gradients of parameters that replicas share are summed while the last backward passes run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, StepOptions, zero_loss
+from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.runtime.distributed.execution.outputs import output_names
+from rlplace.runtime.distributed.execution.replicas import GradientReducer
+from rlplace.runtime.distributed.execution.turns import Message, Turn, turns_of
+from rlplace.runtime.distributed.execution.wire import Wire
+from rlplace.runtime.distributed.graph.cut import Cut, Segment
+from rlplace.runtime.distributed.graph.order import Step, step_order
+from rlplace.runtime.distributed.graph.randomness import random_key
+from rlplace.runtime.distributed.graph.segment import segment_module
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.state.tensors import Own
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """Steps of one kind, worked out: see `turns_of`; `completes` names per turn the parameters whose gradients it completes."""
+
+    turns: list[Turn]
+    completes: list[list[str]]
+
+
+class StageGraphEngine(Engine):
+    """Runs the segments of one place.
+
+    Attributes:
+        recorder: Takes the times of a step, once it is switched on.
+    """
+
+    def __init__(self, cut: Cut, ranks: Ranks, own: Own, options: StepOptions) -> None:
+        self.cut = cut
+        self.ranks = ranks
+        self.parameters = own.parameters
+        self.buffers = own.buffers
+        self.owners = own.owners
+        self.options = options
+        self.recorder = Recorder(ranks.device)
+        place = ranks.place
+        placeholders = (node.name for node in cut.graph.module.graph.nodes if node.op == "placeholder")
+        self._held = dict(zip(placeholders, cut.graph.held, strict=False))
+        self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
+        again = options.recompute
+        self._code = {index: segment_module(cut, segment, ranks.device, again) for index, segment in self._mine.items()}
+        self._programs: dict[tuple[int, bool], _Program] = {}
+        latest = dict.fromkeys(name for index in sorted(self._mine, reverse=True) for name in reversed(self._mine[index].held))
+        last_first = [name for name in latest if name in own.parameters]
+        self._reducer = GradientReducer(own.parameters, own.owners, ranks, last_first, sharded=options.optimizer_sharding)
+
+    def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
+        """See `Engine.train`."""
+        self._reducer.begin()
+        state = self._run(microbatches, training=True, seed=seed, step=step)
+        with self.recorder.interval("reduce"):
+            self._reducer.finish()
+        total = state.loss
+        dist.all_reduce(total)
+        return total
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> list[list[Any]]:
+        """See `Engine.evaluate`."""
+        with torch.no_grad():
+            state = self._run(microbatches, training=False, seed=0, step=0)
+        if self.ranks.replica is None:
+            return []
+        names = output_names(self.cut.graph)
+        return [[self._share(state, name, number) for name in names] for number in range(len(microbatches))]
+
+    def _share(self, state: _State, name: Any, microbatch: int) -> Any:
+        graph = self.cut.graph
+        if not isinstance(name, str):
+            return name
+        if name in graph.inputs:
+            return self._here(state.microbatches[microbatch].leaves[graph.inputs.index(name)])
+        held = None if name in self.cut.maker else self._held[name]  # a parameter or buffer that is returned as it is
+        source = self.cut.segments[self.cut.maker[name]].spot.place if held is None else self.owners.get(held, (0,))[0]
+        row = self.ranks.replicas[self.ranks.replica or 0]
+        if source == self.ranks.place:
+            own = state.values[name, microbatch] if held is None else {**self.parameters, **self.buffers}[held]
+            value = own.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            value = graph.layout[name].empty(self.ranks.device)
+        if len(row) > 1:
+            dist.broadcast(value, row[source], group=group_of(row))
+        return value
+
+    def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> _State:
+        place = self.ranks.place
+        state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), self._zero_loss())
+        if place is None:
+            return state
+        key = (len(microbatches), training)
+        if key not in self._programs:
+            how = self.options
+            order = step_order(self.cut, len(microbatches), how.schedule, training=training, expected=how.expected)
+            self._programs[key] = self._program(order, place)
+            state.wire.connect(self._directions(self._programs[key]))
+        program = self._programs[key]
+        for turn, complete in zip(program.turns, program.completes, strict=True):
+            self._post(state, turn.posts)
+            segment, number = self._mine[turn.step.segment], turn.step.microbatch
+            if turn.needs:
+                with self.recorder.interval("wait", segment.index, number):
+                    for message in turn.needs:
+                        self._arrive(state, message)
+            if turn.step.backward:
+                with self.recorder.interval("backward", segment.index, number), self._reducer.completing(complete):
+                    self._backward(state, segment, number)
+            else:
+                stream = random_key(seed, step, microbatches[number].number)
+                with self.recorder.interval("forward", segment.index, number), stream:
+                    self._forward(state, segment, number, training)
+            for message in turn.sends:
+                self._send(state, message)
+            for gone in turn.frees:
+                state.values.pop(gone, None)
+                state.leaves.pop(gone, None)
+        with self.recorder.interval("wait"):
+            state.wire.finish()
+        return state
+
+    def _program(self, order: Sequence[Step], place: int) -> _Program:
+        turns = turns_of(self.cut, order, place)
+        completes: list[list[str]] = []
+        seen: set[str] = set()
+        for turn in reversed(turns):
+            held = self._mine[turn.step.segment].held if turn.step.backward else ()
+            completes.append([name for name in held if name in self.parameters and name not in seen])
+            seen.update(held)
+        return _Program(turns, completes[::-1])
+
+    def _directions(self, program: _Program) -> list[tuple[int, int]]:
+        """Ranks that send and receive in a program, this one being one of them."""
+        messages = [m for turn in program.turns for m in (*turn.posts, *turn.sends)]
+        return [(self.ranks.rank_of(message.source), self.ranks.rank_of(message.destination)) for message in messages]
+
+    def _zero_loss(self) -> torch.Tensor:
+        layout = self.cut.graph.layout.get(self.cut.graph.loss or "")
+        return zero_loss(None if layout is None else layout.dtype, self.ranks.device)
+
+    def _post(self, state: _State, messages: Sequence[Message]) -> None:
+        for message in messages:
+            layout = self.cut.graph.layout[message.value]
+            state.pending[message] = state.wire.receive(layout, self.ranks.rank_of(message.source), message.tag, message)
+
+    def _arrive(self, state: _State, message: Message) -> None:
+        work, value = state.pending.pop(message)
+        work.wait()
+        key = (message.value, message.microbatch)
+        if not message.gradient:
+            state.values[key] = value
+        else:
+            state.gradients[key] = state.gradients[key] + value if key in state.gradients else value
+
+    def _send(self, state: _State, message: Message) -> None:
+        key = (message.value, message.microbatch)
+        layout = self.cut.graph.layout[message.value]
+        if message.gradient:
+            leaf = state.leaves.pop(key)
+            # A copy: autograd may have given this gradient's memory to a parameter too, which the next pass adds to.
+            value = leaf.grad.clone() if leaf.grad is not None else torch.zeros_like(leaf)
+        else:
+            value = state.values[key]
+        state.wire.send(value, layout, self.ranks.rank_of(message.destination), message.tag)
+
+    def _forward(self, state: _State, segment: Segment, number: int, training: bool) -> None:
+        graph = self.cut.graph
+        held = [self.parameters[n] if n in self.parameters else self.buffers[n] for n in segment.held]
+        leaves = state.microbatches[number].leaves
+        inputs = [self._here(leaves[index]) for index in segment.inputs]
+        reads = []
+        for name in segment.reads:
+            key = (name, number)
+            if key not in state.leaves:
+                local = self.cut.maker[name] in self._mine
+                leaf = (state.values[key] if local or not training else state.values.pop(key)).detach()
+                state.leaves[key] = leaf.requires_grad_(training and graph.layout[name].requires_grad)
+            reads.append(state.leaves[key])
+        with torch.set_grad_enabled(training):
+            made = self._code[segment.index](*held, *inputs, *reads)
+        for name, value in zip(segment.makes, made, strict=True):
+            state.values[name, number] = value
+        if training and graph.loss in segment.makes:
+            state.loss += state.values[graph.loss, number].detach().reshape(()) * state.microbatches[number].weight
+
+    def _backward(self, state: _State, segment: Segment, number: int) -> None:
+        graph = self.cut.graph
+        tensors, gradients = [], []
+        for name in segment.makes:
+            value = state.values.pop((name, number), None)
+            if value is None or not value.requires_grad:
+                continue
+            gradient = state.gradients.pop((name, number), None)
+            leaf = state.leaves.pop((name, number), None)
+            if leaf is not None and leaf.grad is not None:  # read by other segments of this process
+                gradient = leaf.grad if gradient is None else gradient + leaf.grad
+            if name == graph.loss:
+                own = torch.full_like(value, state.microbatches[number].weight)
+                gradient = own if gradient is None else gradient + own
+            if gradient is not None:
+                tensors.append(value)
+                gradients.append(gradient)
+        # The caller's autocast is for the forward; its choice of dtypes is part of the autograd graph by now.
+        with torch.autocast(self.ranks.device.type, enabled=False):
+            if tensors:
+                torch.autograd.backward(tensors, gradients)
+
+    def _here(self, leaf: Any) -> Any:
+        return leaf.to(self.ranks.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+
+class _State:
+    """What one step keeps between its turns."""
+
+    def __init__(self, microbatches: Sequence[Microbatch], wire: Wire, loss: torch.Tensor) -> None:
+        self.microbatches = microbatches
+        self.wire = wire
+        self.values: dict[tuple[str, int], torch.Tensor] = {}
+        self.leaves: dict[tuple[str, int], torch.Tensor] = {}
+        self.gradients: dict[tuple[str, int], torch.Tensor] = {}
+        self.pending: dict[Message, tuple[Any, torch.Tensor]] = {}
+        self.loss = loss

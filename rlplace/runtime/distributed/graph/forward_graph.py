@@ -1,0 +1,272 @@
+"""The forward of a model as one graph that can be cut: what every engine for several processes starts from.
+
+It is the exported graph whose op names a plan uses, with four changes. Parameters, buffers and constants are placeholders, so
+that a process holds only those it needs. A loss function outside the model is a node of its own. Ops that write in place to a
+value nobody else reads any more are replaced by their twins that make a new tensor, since no cut may go through such a write.
+Random ops draw from streams of their own (`randomness`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.graph.export import export_training_graph
+from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.graph.functions import refuse_functions
+from rlplace.plan.device_map import LOSS_OP
+from rlplace.runtime import aliases
+from rlplace.runtime.distributed.graph.functional import replace_in_place_ops
+from rlplace.runtime.distributed.graph.layouts import Layout, trace_layouts
+from rlplace.runtime.distributed.graph.randomness import seed_random_ops
+from rlplace.runtime.held import hold_attributes, is_check
+
+Loss = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardGraph:
+    """The forward and loss of a model for one signature of inputs.
+
+    Attributes:
+        module: Its graph: placeholders for `held` in order, then one for every flat input; returns one flat tuple.
+        held: First names of the parameters, buffers and constants that the forward reads.
+        inputs: Placeholder names of the flat user inputs: see `flat_inputs`.
+        outputs: Per flat output the name of the node that makes it; other values stand for themselves.
+        out_spec: pytree spec of the model's output.
+        loss: Name of the node that makes the scalar loss, None when there is none (a model that is only evaluated).
+        op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order.
+        layout: By node name, for every node that makes one tensor.
+        writes: Names of held tensors that the forward writes to, such as running statistics.
+        constants: Values of the held tensors that are no parameters or buffers of the model, by name.
+        random_ops: Number of ops that draw random numbers.
+        examples: The flat inputs that it was traced for, tensors on the meta device.
+    """
+
+    module: fx.GraphModule
+    held: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[Any, ...]
+    out_spec: Any
+    loss: str | None
+    op_of_node: Mapping[str, str]
+    layout: Mapping[str, Layout]
+    writes: frozenset[str]
+    constants: Mapping[str, torch.Tensor]
+    random_ops: int
+    examples: tuple[Any, ...]
+
+    def node(self, name: str) -> fx.Node:
+        """The node of that name."""
+        found: fx.Node = self._nodes[name]
+        return found
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_nodes", {node.name: node for node in self.module.graph.nodes})
+
+    _nodes: Any = None
+
+
+def forward_graph(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: Loss | None = None,
+    target: Any = None,
+) -> ForwardGraph:
+    """Exports the forward of a model in its present mode and makes it fit for cutting; nothing is allocated or run.
+
+    Args:
+        model: Real or meta module. With grad enabled its loss is looked for.
+        args: Positional inputs of one micro-batch, real, meta or fake; only shapes and dtypes matter.
+        kwargs: Keyword inputs.
+        loss: Called with the model's output, and `target` unless that is None; returns a scalar. None: the output's ``loss``
+            (attribute or key), its first element, or the output itself, where that is a scalar.
+        target: What `loss` gets besides; any nesting of tensors.
+
+    Raises:
+        InputError: The model cannot be exported or cut, with the reason.
+    """
+    mode = new_fake_mode()
+    first_name = first_names(model)
+    try:
+        with torch.enable_grad(), refuse_functions(), warnings.catch_warnings(), torch.autocast("cpu", enabled=False):
+            warnings.simplefilter("ignore")
+            fake = fake_copy(model, mode)
+            fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs)), mode)
+            traced = export_training_graph(fake, fake_args, fake_kwargs)
+    except Exception as error:  # export runs the model's own code, which may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise InputError(
+            f"distribute: torch.export fails on {type(model).__name__} with {type(error).__name__}: {reason[:200]}; "
+            "plans of models that cannot be exported run in one process, by modules: rlplace.apply(..., level='module')"
+        ) from error
+    graph = fx.Graph()
+    graph.set_codegen(fx.graph.CodeGen())
+    copied: dict[fx.Node, fx.Node] = {}
+    held = hold_attributes(traced.module, graph, copied, first_name)
+    for node in traced.module.graph.nodes:
+        if node not in copied and not is_check(node):
+            copied[node] = graph.node_copy(node, lambda n: copied[n])
+    graph_module = fx.GraphModule(traced.module, graph)
+    ops = {copied[node].name: traced.op_name_of_node[node.name] for node in copied if node.name in traced.op_name_of_node}
+    out_spec = traced.program.call_spec.out_spec
+    loss_node = _add_loss(graph, out_spec, loss, target)
+    if loss is not None:
+        ops[loss_node.name] = LOSS_OP  # type: ignore[union-attr]
+    replace_in_place_ops(graph, set(held.values()), ops)
+    random_ops = seed_random_ops(graph)
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+    graph_module.recompile()
+    output = next(node for node in graph.nodes if node.op == "output")
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    parameters = dict(fake.named_parameters(remove_duplicate=False))
+    buffers = dict(fake.named_buffers(remove_duplicate=False))
+    constants, fakes = {}, []
+    for name in held:
+        value = parameters.get(name, buffers.get(name))
+        if value is None:
+            value = aliases.get_attr(traced.module, name)
+            if isinstance(value, torch._subclasses.FakeTensor) and value.constant is not None:
+                value = value.constant  # export now and then keeps a small literal as a fake that knows its value
+            if isinstance(value, torch._subclasses.FakeTensor):
+                raise InputError(
+                    f"distribute: the model keeps a tensor outside its parameters and buffers ({name}); register it"
+                )
+            constants[name] = value.detach()
+        fakes.append(value)
+    leaves = flat_inputs(args, kwargs, target)
+    layout = trace_layouts(graph_module, mode, fakes, leaves)
+    flat = output.args[0]
+    return ForwardGraph(
+        module=graph_module,
+        held=tuple(held),
+        inputs=tuple(node.name for node in placeholders[len(held) :]),
+        outputs=tuple(item.name if isinstance(item, fx.Node) else item for item in flat),  # type: ignore[union-attr]
+        out_spec=out_spec,
+        loss=_scalar(loss_node, layout),
+        op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},
+        layout=layout,
+        writes=frozenset(_written(graph, held)),
+        constants=constants,
+        random_ops=random_ops,
+        examples=tuple(_meta(leaf) for leaf in leaves),
+    )
+
+
+class Graphs:
+    """Forward graphs of one model, traced when they are first needed and kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, ForwardGraph] = {}
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None, target: Any
+    ) -> ForwardGraph:
+        """See `forward_graph`."""
+        modes = tuple(module.training for module in model.modules())
+        autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        spec = pytree.tree_structure((args, dict(kwargs), target))
+        key = (input_signature(flat_inputs(args, kwargs, target)), str(spec), modes, *autocast, loss)
+        if key not in self._made:
+            self._made[key] = forward_graph(model, args, kwargs, loss=loss, target=target)
+        return self._made[key]
+
+
+def input_signature(leaves: Sequence[Any]) -> Hashable:
+    """What a graph depends on of flat inputs: shapes and dtypes of tensors, values of everything else.
+
+    Raises:
+        InputError: An input is something else than a tensor, a number, a string or None.
+    """
+    described: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            described.append((tuple(leaf.shape), leaf.dtype))
+        elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
+            described.append((type(leaf), leaf))
+        else:
+            raise InputError(f"distribute: the model cannot take a {type(leaf).__name__} as input; give tensors and numbers")
+    return tuple(described)
+
+
+def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> list[Any]:
+    """The leaves of a call's arguments, then those of the target, in the order of a graph's input placeholders."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    return leaves if target is None else [*leaves, *pytree.tree_leaves(target)]
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """First name of every parameter and buffer by any of its names, so that tied tensors have one."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) -> fx.Node | None:
+    """The node of the loss; a loss function becomes the last op, with a placeholder for every leaf of the target."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    flat: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    result = pytree.tree_unflatten(list(flat), out_spec)
+    if loss is None:
+        if isinstance(result, fx.Node):
+            return result
+        found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+        if found is None and isinstance(result, (tuple, list)) and result:
+            found = result[0]
+        return found if isinstance(found, fx.Node) else None
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    leaves, target_spec = ([], None) if target is None else pytree.tree_flatten(target)
+    placeholders = []
+    for index, _ in enumerate(leaves):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"target_{index}")
+        placeholders.append(last)
+    count = len(flat)
+
+    def call_loss(*values: Any) -> torch.Tensor:
+        model_output = pytree.tree_unflatten(list(values[:count]), out_spec)
+        if not leaves:
+            return loss(model_output)
+        return loss(model_output, pytree.tree_unflatten(list(values[count:]), target_spec))  # type: ignore[arg-type]
+
+    with graph.inserting_before(output):
+        node = graph.call_function(call_loss, (*flat, *placeholders))
+    return node
+
+
+def _scalar(node: fx.Node | None, layout: Mapping[str, Layout]) -> str | None:
+    found = None if node is None else layout.get(node.name)
+    if found is None or not found.requires_grad or any(size != 1 for size in found.shape) or len(found.shape) > 1:
+        return None
+    return node.name  # type: ignore[union-attr]
+
+
+def _written(graph: fx.Graph, held: Mapping[str, fx.Node]) -> list[str]:
+    memory = aliases.UnionFind()
+    writes: list[fx.Node] = []
+    for node in graph.nodes:
+        for other in aliases.shared_with(node):
+            memory.union(other, node)
+        writes += aliases.written_by(node)
+    changed = {memory.find(node) for node in writes}
+    return [name for name, node in held.items() if memory.find(node) in changed]

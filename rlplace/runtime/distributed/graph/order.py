@@ -1,0 +1,190 @@
+"""In which order the segments of a cut run: the order of the simulator, fixed before the step begins.
+
+The segments become a small problem, the plan's schedule is simulated on it, and what starts first comes first. Every process
+computes the same order, in which producers come before consumers, so each may follow it blindly: nobody can wait in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem.problem import BACKWARD, FORWARD, UPDATE, Device, Links, Problem
+from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.runtime.distributed.graph.cut import Cut
+from rlplace.simulator import simulate
+from rlplace.simulator.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of a segment over one micro-batch.
+
+    Attributes:
+        segment: Number of the segment.
+        microbatch: Number of the micro-batch in this replica's step, from 0.
+        backward: Backward pass, else forward.
+    """
+
+    segment: int
+    microbatch: int
+    backward: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What a priced problem says about the groups of a plan.
+
+    Axes: G groups, D places.
+
+    Attributes:
+        forward_s, backward_s, update_s: float64 [G, D], for one micro-batch.
+        links: Between places.
+        devices: The places.
+    """
+
+    forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+    update_s: NDArray[np.float64]
+    links: Links
+    devices: tuple[Device, ...]
+
+
+def expected_of(problem: Problem) -> Expected:
+    """Adds up the times of a problem by group."""
+
+    def total(chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+        times = np.zeros((problem.num_groups, problem.num_devices))
+        np.add.at(times, problem.op_group[chosen], problem.time_s[chosen])
+        return times
+
+    phase = problem.op_phase
+    return Expected(
+        forward_s=total(phase == FORWARD),
+        backward_s=total((phase != FORWARD) & (phase != UPDATE)),
+        update_s=total(phase == UPDATE),
+        links=problem.links,
+        devices=problem.devices,
+    )
+
+
+def segment_seconds(cut: Cut, expected: Expected | None = None) -> list[tuple[float, float]]:
+    """Seconds of the forward and of the backward of each segment.
+
+    Without a priced problem as far as they matter for an order: what its ops read and write at 100 GB/s, and 5 microseconds for
+    each; twice that backward.
+    """
+    graph, seconds = cut.graph, []
+    for segment in cut.segments:
+        if expected is not None:
+            place = segment.spot.place
+            shares = [(group, share) for group, share in segment.groups.items() if group >= 0]
+            forward = sum(expected.forward_s[group, place] * share for group, share in shares)
+            backward = sum(expected.backward_s[group, place] * share for group, share in shares)
+            seconds.append((max(float(forward), 1e-9), max(float(backward), 1e-9)))
+            continue
+        total = 1e-6
+        for name in segment.nodes:
+            if name in graph.op_of_node:
+                touched = [graph.layout[n.name].bytes for n in _with_inputs(cut, name) if n.name in graph.layout]
+                total += 5e-6 + sum(touched) / 1e11
+        seconds.append((total, 2 * total))
+    return seconds
+
+
+def _with_inputs(cut: Cut, name: str) -> list:  # type: ignore[type-arg]
+    node = cut.graph.node(name)
+    return [node, *node.all_input_nodes]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentProblem:
+    """The segments as a problem.
+
+    Attributes:
+        problem: One op for the forward of each segment, then one for each backward.
+        segment_of_op: Segment by op number.
+        device_of_group, stage_of_group: Of the problem's groups.
+    """
+
+    problem: Problem
+    segment_of_op: Sequence[int]
+    device_of_group: Sequence[int]
+    stage_of_group: Sequence[int]
+
+
+def segment_problem(cut: Cut, *, training: bool = True, expected: Expected | None = None) -> SegmentProblem:
+    """Makes the segments a problem: values go forward, their gradients back."""
+    seconds = segment_seconds(cut, expected)
+    layout = cut.graph.layout
+    count = len(cut.segments)
+    gradient = [training and any(layout[name].requires_grad for name in s.makes) for s in cut.segments]
+    backward = {number: count + rank for rank, number in enumerate(n for n in range(count) if gradient[n])}
+    times = [forward for forward, _ in seconds] + [seconds[number][1] for number in backward]
+    tensors = []
+    for name, readers in cut.readers.items():
+        maker = cut.maker[name]
+        size = layout[name].bytes
+        tensors.append(TensorSpec(maker, size, list(readers)))
+        if layout[name].requires_grad and maker in backward:
+            tensors += [TensorSpec(backward[reader], size, [backward[maker]]) for reader in readers if reader in backward]
+    tensors += [TensorSpec(number, 0, [op]) for number, op in backward.items()]
+    spots = [segment.spot for segment in cut.segments]
+    op_spots = spots + [spots[number] for number in backward]
+    group_of = {spot: number for number, spot in enumerate(sorted(set(spots)))}
+    places = cut.places if expected is None else max(cut.places, len(expected.devices))
+    problem = build_problem(
+        "segments",
+        time_s=[[time] * places for time in times],
+        tensors=tensors,
+        memory_bytes=[None] * places,
+        group=[group_of[spot] for spot in op_spots],
+        phase=[FORWARD] * count + [BACKWARD] * len(backward),
+        bandwidth_bytes_per_s=1e12,
+        links=None if expected is None else expected.links,
+    )
+    return SegmentProblem(
+        problem, [*range(count), *backward], [spot.place for spot in group_of], [spot.stage for spot in group_of]
+    )
+
+
+def simulate_segments(made: SegmentProblem, microbatches: int, schedule: str) -> Timeline:
+    """One step of the segments under a schedule."""
+    return simulate(
+        made.problem,
+        list(made.device_of_group),
+        microbatches=microbatches,
+        schedule=schedule,
+        stage_of_group=list(made.stage_of_group),
+    )
+
+
+def step_order(
+    cut: Cut, microbatches: int, schedule: str, *, training: bool = True, expected: Expected | None = None
+) -> list[Step]:
+    """The passes of one step over all devices of a replica, producers before consumers.
+
+    Args:
+        cut: The segments.
+        microbatches: Of this replica.
+        schedule: ``"list"``, ``"gpipe"`` or ``"1f1b"``.
+        training: With the backward passes.
+        expected: Times and links of the problem that was planned; None guesses from the sizes of values.
+    """
+    if microbatches == 0:
+        return []
+    made = segment_problem(cut, training=training, expected=expected)
+    timeline = simulate_segments(made, microbatches, schedule if training else "list")
+    first = np.lexsort((timeline.task_microbatch, timeline.task_op, timeline.start_s))
+    forwards = len(cut.segments)
+    return [
+        Step(
+            made.segment_of_op[timeline.task_op[task]],
+            int(timeline.task_microbatch[task]),
+            bool(timeline.task_op[task] >= forwards),
+        )
+        for task in first.tolist()
+    ]

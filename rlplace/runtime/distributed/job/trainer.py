@@ -1,0 +1,161 @@
+"""transformers' `Trainer` with a distributed model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.graph.forward_graph import Graphs
+from rlplace.runtime.distributed.graph.inputs import micro_batch
+from rlplace.runtime.distributed.job.accelerator import check_share, see_one_process, use_model
+from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.state.trainer_files import use_whole_files
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+COUNT = "num_items_in_batch"
+"""Keyword by which a Trainer tells a model how many labels the whole batch has."""
+
+
+def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) -> DistributedModel:
+    """Makes a Trainer train its model as a plan says; call it on every process, after the Trainer is made.
+
+    Batch sizes are those of the script on one device: ``per_device_train_batch_size`` is the batch of all processes together.
+    Only rank 0 logs and saves. ``save_model`` and checkpoints hold the whole model in the format of transformers.
+
+    Args:
+        trainer: Made with the whole model, and without an optimizer.
+        plan: A plan for the model.
+        **options: Further arguments of `rlplace.distribute`.
+
+    Returns:
+        The distributed model, which the Trainer has now.
+
+    Raises:
+        InputError: Something cannot be combined with a plan, with the reason.
+    """
+    from rlplace.runtime.distributed.distribute import distribute
+
+    _refuse(trainer)
+    check_share(options)
+    see_one_process(trainer.accelerator)
+    whole, graphs = trainer.model.train(), Graphs()
+    model = distribute(whole, plan, device=options.pop("device", trainer.accelerator.device), graphs=graphs, **options)
+    if trainer.args.device.type != "cpu":
+        whole.to("cpu")  # what this process owns stays where it is
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
+    use_model(trainer.accelerator, model)
+    sums = trainer.model_accepts_loss_kwargs and _divides_by_count(whole, plan, options.get("example_inputs"), graphs)
+    _count_labels(trainer, model, sums)
+    _ask_whole_model(trainer, model)
+    use_whole_files(trainer, model)
+    _same_loaders(trainer)
+    _stay_alone(trainer)
+    return model
+
+
+def _refuse(trainer: Any) -> None:
+    """Refuses what cannot work with a plan."""
+    args = trainer.args
+    modules = isinstance(trainer.model, nn.Module)
+    reasons = {
+        "the Trainer has no model": not modules,
+        "its model is distributed already": isinstance(trainer.model, DistributedModel),
+        "it was given an optimizer, whose parameters are not those of the distributed model": trainer.optimizer is not None,
+        "model_init makes a new model for every run": trainer.model_init is not None,
+        "gradient_checkpointing: what is recomputed is part of a plan": args.gradient_checkpointing,
+        "fsdp and deepspeed distribute the model by themselves": bool(args.fsdp) or args.deepspeed is not None,
+        "torch_compile: a plan's segments run as they are": args.torch_compile,
+        "auto_find_batch_size: every process would find its own": args.auto_find_batch_size,
+        "neftune_noise_alpha hooks a module": args.neftune_noise_alpha is not None,
+        "a loss outside the model needs its outputs, which training does not bring to every process: label_smoothing_factor, "
+        "compute_loss_func": bool(args.label_smoothing_factor) or getattr(trainer, "compute_loss_func", None) is not None,
+        "predict_with_generate needs the whole model on one process": getattr(args, "predict_with_generate", False),
+        "save_on_each_node: the whole model is brought to rank 0 only": args.save_on_each_node,
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    if found is not None:
+        raise InputError(f"distribute_trainer: {found}; change it, or train on one device")
+
+
+def _divides_by_count(whole: nn.Module, plan: PlacementPlan, example_inputs: Any, graphs: Graphs) -> bool:
+    """Whether the model divides its loss by the number of labels that it is told: some take the keyword and ignore it."""
+    args, kwargs = micro_batch(plan, example_inputs)
+    graph = graphs(whole, args, {**kwargs, COUNT: torch.empty((), device="meta")}, None, None)
+    return bool(graph.node(graph.inputs[-1]).users)
+
+
+def _count_labels(trainer: Any, model: DistributedModel, sums: bool) -> None:
+    """Losses of micro-batches add up where each is divided by the number of labels of the whole batch."""
+    original = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        with reduction(model, "sum" if sums and kwargs.get(COUNT) is not None else "mean"):
+            return original(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+
+
+@contextlib.contextmanager
+def reduction(model: DistributedModel, kind: str) -> Iterator[None]:
+    """How the losses of micro-batches become one within a block, "mean" or "sum"; see `rlplace.distribute`."""
+    before = model.batching
+    model.batching = dataclasses.replace(before, reduction=kind)
+    try:
+        yield
+    finally:
+        model.batching = before
+
+
+def _ask_whole_model(trainer: Any, model: DistributedModel) -> None:
+    """Which parameters decay goes by the classes of modules, which a process's own part of the model has not."""
+    decaying = trainer.get_decay_parameter_names
+
+    def get_decay_parameter_names(other: Any) -> list[str]:
+        return decaying(model.meta_model)
+
+    trainer.get_decay_parameter_names = get_decay_parameter_names
+
+
+def _same_loaders(trainer: Any) -> None:
+    """Worker processes of loaders are seeded by the number of their process; here all processes must draw alike."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    def alike(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            states = (PartialState(), AcceleratorState())
+            before = [state.process_index for state in states]
+            for state in states:
+                state.process_index = 0
+            try:
+                return make(*args, **kwargs)
+            finally:
+                for state, index in zip(states, before, strict=True):
+                    state.process_index = index
+
+        return made
+
+    for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
+        setattr(trainer, name, alike(getattr(trainer, name)))
+
+
+def _stay_alone(trainer: Any) -> None:
+    """Any new TrainingArguments make accelerate look at the processes again, so it is told again before a Trainer works."""
+
+    def alone(work: Callable[..., Any]) -> Callable[..., Any]:
+        def done(*args: Any, **kwargs: Any) -> Any:
+            see_one_process(trainer.accelerator)
+            return work(*args, **kwargs)
+
+        return done
+
+    for name in ("train", "evaluate", "predict", "save_model"):
+        setattr(trainer, name, alone(getattr(trainer, name)))

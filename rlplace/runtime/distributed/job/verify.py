@@ -1,0 +1,239 @@
+"""The unplaced model beside the distributed one: the same steps in one process, and how far they are apart.
+
+The reference goes micro-batch by micro-batch, with the shares that the distributed model gives them, so that batch
+normalisation sees the same samples. A model with dropout or other random ops runs as its exported graph, in which these ops
+draw from the same streams as in the distributed one; any other model runs as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from rlplace.runtime.distributed.execution.batches import split_batch
+from rlplace.runtime.distributed.graph.assign import Spot, assign
+from rlplace.runtime.distributed.graph.cut import cut_graph
+from rlplace.runtime.distributed.graph.forward_graph import Loss, forward_graph
+from rlplace.runtime.distributed.graph.randomness import random_key
+from rlplace.runtime.distributed.graph.segment import segment_module
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.state.tensors import meta_copy
+from rlplace.runtime.distributed_text import gather_texts
+from rlplace.runtime.measure import loss_of
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""
+
+_NOISE = 0.01
+"""Share of the tolerance of a gradient that is rounding: optimizers that divide by the gradient's size enlarge it."""
+
+
+class Reference:
+    """The unplaced model, trained in one process like the distributed one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        loss: Loss | None,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        replicas: int,
+        microbatches: int,
+        seed: int,
+        step: int = 0,
+        clip: float | None = None,
+        autocast: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.model = model.to(device)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = optimizer([p for p in self.parameters.values() if p.requires_grad])
+        self.streams = False
+        self.slack: dict[str, torch.Tensor] = {}
+        self._device, self._loss, self._seed, self._step, self._clip = device, loss, seed, step, clip
+        self._replicas, self._microbatches = replicas, microbatches
+        self._autocast = autocast or contextlib.nullcontext()
+        self._runs: dict[Any, Callable[[Any], torch.Tensor]] = {}
+
+    def step(self, batch: Any, tolerance: float) -> float:
+        """One step; leaves the gradients in place and returns the loss."""
+        arguments = ((tuple(batch), {}) if isinstance(batch, tuple) else ((), dict(batch)),)
+        spec = pytree.tree_structure(arguments)
+        total = 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        for part in split_batch(arguments, self._replicas, self._microbatches).parts:
+            leaves = [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.leaves]
+            (args, kwargs) = pytree.tree_unflatten(leaves, spec)[0]
+            key = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+            with self._autocast:
+                if key not in self._runs:
+                    self._runs[key] = self._runner(args, kwargs)
+                with random_key(self._seed, self._step, part.number):
+                    value = self._runs[key]((args, kwargs)) * part.weight
+            value.backward()  # type: ignore[no-untyped-call]
+            total += float(value.detach())
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self._clip)
+        self._note_slack(tolerance)
+        self.optimizer.step()
+        self._step += 1
+        return total
+
+    def resume(self, step: int) -> None:
+        """The model and the optimizer were loaded from a checkpoint of so many steps."""
+        self._step = step
+
+    def _runner(self, args: Any, kwargs: Any) -> Callable[[Any], torch.Tensor]:
+        graph = forward_graph(meta_copy(self.model), args, kwargs, loss=self._loss)
+        if graph.random_ops == 0:
+            return lambda call: loss_of(self.model(*call[0], **call[1]), self._loss)
+        self.streams = True
+        one = {name: Spot(0, 0) for name in graph.op_of_node.values()}
+        cut = cut_graph(graph, assign(graph, one))
+        segment = cut.segments[0]
+        code = segment_module(cut, segment, self._device)
+        tensors = {**self.parameters, **dict(self.model.named_buffers()), **graph.constants}
+        held = [tensors[name].to(self._device) for name in segment.held]
+        where = segment.makes.index(str(graph.loss))
+
+        def run(call: Any) -> torch.Tensor:
+            leaves = pytree.tree_leaves((tuple(call[0]), dict(call[1])))
+            made: torch.Tensor = code(*held, *(leaves[number] for number in segment.inputs))[where]
+            return made.reshape(())
+
+        return run
+
+    def _note_slack(self, tolerance: float) -> None:
+        """How far the next update may carry a parameter because its gradient is known up to rounding only.
+
+        Adam divides by the size of the gradient: an element whose gradient is nothing but rounding, such as the bias of keys
+        in attention, moves by up to the learning rate in either direction.
+        """
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        found = {name: p.grad.detach().abs() for name, p in self.parameters.items() if p.grad is not None}
+        largest = max((float(g.max()) for g in found.values()), default=0.0)
+        for name, gradient in found.items():
+            unsure = (_NOISE * tolerance * largest / gradient.clamp_min(1e-38)).clamp_max(2.0) * rate
+            self.slack[name] = self.slack[name] + unsure if name in self.slack else unsure
+
+
+@dataclass
+class Comparison:
+    """How far the distributed model is from the unplaced one; errors are in units of what is accepted.
+
+    Attributes:
+        tolerance: See `TOLERANCE`.
+        losses: Per step the relative difference of the loss.
+        worst_gradient: Name and error of the worst tensor, after the last step.
+        worst_parameter: Likewise.
+        streams: Whether the reference ran as exported graph, because it has random ops.
+    """
+
+    tolerance: float
+    losses: list[float] = field(default_factory=list)
+    worst_gradient: tuple[str, float] = ("", 0.0)
+    worst_parameter: tuple[str, float] = ("", 0.0)
+    streams: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything is within the tolerance."""
+        loss = max(self.losses, default=0.0)
+        return loss <= self.tolerance and self.worst_gradient[1] <= 1.0 and self.worst_parameter[1] <= 1.0
+
+    def compare_loss(self, loss: float, expected: float) -> None:
+        """Notes the losses of one step."""
+        difference = abs(loss - expected) / max(abs(expected), 1e-12)
+        self.losses.append(difference if difference == difference else float("inf"))
+
+    def compare_tensors(self, gradients: Mapping[str, Any], parameters: Mapping[str, Any], reference: Reference) -> None:
+        """Notes gradients (None: there is none) and parameters by first name, after the last step."""
+        largest = max((float(p.grad.abs().max()) for p in reference.parameters.values() if p.grad is not None), default=0.0)
+        for name, expected in reference.parameters.items():
+            grad = torch.zeros_like(expected) if expected.grad is None else expected.grad
+            found = gradients.get(name)
+            found = torch.zeros_like(grad) if found is None else found.to(grad)
+            accepted = self.tolerance * (float(grad.abs().max()) + _NOISE * largest) + 1e-30
+            self.worst_gradient = max(self.worst_gradient, (name, _error(found - grad, accepted)), key=lambda pair: pair[1])
+            slack = reference.slack.get(name, torch.zeros(()))
+            allowed = self.tolerance * float(expected.detach().abs().max()) + slack.to(expected) + 1e-30
+            difference = parameters[name].to(expected.detach()) - expected.detach()
+            self.worst_parameter = max(self.worst_parameter, (name, _error(difference, allowed)), key=lambda pair: pair[1])
+
+    def lines(self) -> list[str]:
+        """For people."""
+        how = "run as a graph with the same random streams" if self.streams else "run as it is"
+        verdict = "equal" if self.equal else "NOT EQUAL"
+        return [
+            f"{verdict} to the unplaced model ({how}) within {self.tolerance:g}: losses of {len(self.losses)} steps differ "
+            f"by up to {max(self.losses, default=0.0):.1e} of their size",
+            f"{_worst('gradient', *self.worst_gradient)}; {_worst('parameter', *self.worst_parameter)}",
+        ]
+
+
+def _worst(what: str, name: str, error: float) -> str:
+    return f"worst {what} {name}: {error:.2g} of what is accepted" if name else f"every {what} equal bit for bit"
+
+
+def _error(difference: torch.Tensor, accepted: Any) -> float:
+    """Largest difference in units of what is accepted; not a number counts as infinitely far."""
+    worst = float((difference.abs() / accepted).max()) if difference.numel() else 0.0
+    return worst if worst == worst else float("inf")
+
+
+def whole_gradients(model: DistributedModel) -> dict[str, torch.Tensor | None]:
+    """Gradients of this rank's parameters by first name; those of shares put together over the replicas."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name, trained in model.shared_parameters.trained.items():
+        share = model.shared_parameters.shares.get(name)
+        if share is None:
+            found[name] = trained.grad
+            continue
+        whole = torch.zeros_like(model.own_tensors.parameters[name].detach())
+        if trained.grad is not None:
+            share.of(whole).copy_(trained.grad)
+        dist.all_reduce(whole, group=group_of(model.ranks.twins(model.ranks.place or 0), "gradients"))
+        found[name] = whole
+    return found
+
+
+def gather_tensors(own: Mapping[str, torch.Tensor | None], device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of all ranks by name, on the CPU of rank 0 (empty elsewhere); every rank calls it.
+
+    Args:
+        own: This rank's; of a name that several have, the one of the lowest rank is taken. None: there is none.
+        device: Where the backend wants its tensors.
+    """
+    whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in own.items()}
+    told = {
+        name: None if value is None else [list(value.shape), str(value.dtype).removeprefix("torch.")]
+        for name, value in whole.items()
+    }
+    ranks = gather_texts({"tensors": told}, device)
+    found: dict[str, torch.Tensor] = {}
+    rank = dist.get_rank()
+    for name in sorted({name for text in ranks for name in text["tensors"]}):
+        source = next((r for r, text in enumerate(ranks) if text["tensors"].get(name) is not None), None)
+        if source is None or rank not in (0, source):
+            continue
+        if source == 0:
+            if rank == 0:
+                found[name] = whole[name].detach().cpu()  # type: ignore[union-attr]
+            continue
+        shape, dtype = ranks[source]["tensors"][name]
+        if rank == source:
+            dist.send(whole[name].detach().contiguous().to(device), 0)  # type: ignore[union-attr]
+        else:
+            buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            dist.recv(buffer, source)
+            found[name] = buffer.cpu()
+    return found

@@ -1,0 +1,238 @@
+"""Checkpoints in the format of `torch.distributed.checkpoint`, whatever plan wrote them.
+
+A checkpoint is a folder. Tensors are stored under the names of the undistributed model (``model.NAME``) and of
+`torch.distributed.checkpoint.state_dict` (``optimizer.state.NAME.KEY``, ``optimizer.param_groups.NAME.KEY``), so that plain
+torch code loads it, and so does any other plan. What is no tensor is kept in ``rlplace.json`` besides; loading reads it there
+and unpickles nothing but the index of tensors, with the classes allowed that such an index has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from rlplace.errors import InputError, RlplaceError
+from rlplace.files import read_json, write_json
+from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.state.checkpoint_facts import check_facts, check_scheduler, check_sizes
+from rlplace.runtime.distributed.state.checkpoint_index import IndexReader, check_names
+from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
+from rlplace.runtime.distributed_text import broadcast_text, gather_texts, one_line
+
+FORMAT = "rlplace.training"
+VERSION = 1
+_FACTS = "rlplace.json"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds beside tensors.
+
+    Attributes:
+        path: Its folder.
+        step: Training steps done.
+        extra: What the program gave to `save_checkpoint`.
+    """
+
+    path: Path
+    step: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Writes ``folder/step-00000010``; every rank calls it for a distributed model, and every host must see the same folder.
+
+    Written under another name and renamed when it is complete, so that a crash leaves the checkpoints before it.
+
+    Args:
+        folder: Of all checkpoints of a run.
+        model: Distributed or plain.
+        optimizer: Of this rank's parameters.
+        step: Training steps done.
+        scheduler: Of the learning rate; its state must be plain data.
+        extra: More plain data, the same on every rank.
+        keep: Complete checkpoints to keep.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        InputError: Something is no plain data.
+        RlplaceError: It could not be written.
+    """
+    folder, together = Path(folder), _together(model)
+    final, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
+    state: dict[str, Any] = {"model": _tensors(model.state_dict())}
+    own: dict[str, Any] = {}
+    if optimizer is not None:
+        state["optimizer"] = optimizer_tensors(model, optimizer)
+        own = optimizer_facts(model, optimizer)
+    facts = {
+        "step": step,
+        "torch": torch.__version__,
+        "random": dict(zip(("seed", "step"), model.random_state, strict=True)) if isinstance(model, DistributedModel) else None,
+        "scheduler": None if scheduler is None else dict(scheduler.state_dict()),
+        "extra": dict(extra or {}),
+        "optimizers": _gathered(own, model),
+    }
+    _check_plain(facts)
+    with _one_line("written", folder):
+        first = not together or dist.get_rank() == 0
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob(".step-*.partial"):
+                shutil.rmtree(left)
+            unfinished.mkdir()
+        if together:
+            dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save(state, storage_writer=FileSystemWriter(unfinished), no_dist=not together)
+        if first:
+            write_json(unfinished / _FACTS, {"format": FORMAT, "version": VERSION, **facts})
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(unfinished, final)
+            for old in _complete(folder)[: -max(keep, 1)]:
+                shutil.rmtree(old)
+        if together:
+            dist.barrier()
+    return final
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+) -> Checkpoint:
+    """Loads a checkpoint that any plan wrote into a model; every rank calls it for a distributed one.
+
+    Args:
+        path: A checkpoint, or the folder of a run, of which the latest is taken.
+        model: With the same parameters and buffers as the one that was saved; they are overwritten in place.
+        optimizer: Likewise; also its learning rates and other settings.
+        scheduler: Likewise.
+
+    Returns:
+        What else was saved.
+
+    Raises:
+        InputError: There is no checkpoint, or it is of another model.
+        RlplaceError: It could not be read.
+    """
+    found = _resolve(Path(path), model)
+    facts = read_json(found / _FACTS, FORMAT, VERSION)
+    check_facts(facts, str(found / _FACTS))
+    with _one_line("read", found):
+        reader = IndexReader(found)
+        index = reader.read_metadata().state_dict_metadata
+        check_sizes(index, found)
+        state = _tensors(model.state_dict())
+        whole = model.meta_model if isinstance(model, DistributedModel) else model
+        check_names(found, index, _tensors(whole.state_dict()))
+        fill = partial(_load, path=found, model=model)
+        fill({"model": state})
+        model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
+        if optimizer is not None:
+            load_optimizer(model, optimizer, index, facts["optimizers"], lambda tensors: fill({"optimizer": tensors}))
+    if scheduler is not None:
+        if facts["scheduler"] is None:
+            raise InputError(f"{found}: it was saved without a learning rate schedule; leave scheduler out")
+        check_scheduler(facts["scheduler"], scheduler.state_dict(), str(found / _FACTS))
+        scheduler.load_state_dict(facts["scheduler"])
+    if isinstance(model, DistributedModel) and facts["random"] is not None:
+        model.random_state = int(facts["random"]["seed"]), int(facts["random"]["step"])
+    return Checkpoint(found, int(facts["step"]), facts["extra"])
+
+
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The complete checkpoint of the most steps in a folder; None when there is none. Only looks at this host's disk."""
+    complete = _complete(Path(folder))
+    return complete[-1] if complete else None
+
+
+def _complete(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _FACTS).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _resolve(path: Path, model: nn.Module) -> Path:
+    """The checkpoint that is meant, the same on every rank."""
+    found = path if (path / _FACTS).is_file() else latest_checkpoint(path)
+    if isinstance(model, DistributedModel) and _together(model):
+        text = broadcast_text("" if found is None else str(found), model.ranks.device)
+        found = Path(text) if text else None
+    if found is None:
+        raise InputError(f"{path}: there is no complete checkpoint")
+    if not (found / _FACTS).is_file():
+        raise InputError(f"{found}: this host does not see the checkpoint; put it on storage that all hosts share")
+    return found
+
+
+def _load(state: dict[str, Any], path: Path, model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(state, storage_reader=IndexReader(path), no_dist=not _together(model))
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _gathered(own: dict[str, Any], model: nn.Module) -> list[dict[str, Any]]:
+    return gather_texts(own, model.ranks.device) if isinstance(model, DistributedModel) and _together(model) else [own]
+
+
+def _together(model: nn.Module) -> bool:
+    """Whether all ranks save or load at once; a plain model is this process's own affair."""
+    return isinstance(model, DistributedModel) and dist.is_initialized()
+
+
+def _check_plain(facts: Mapping[str, Any], where: str = "") -> None:
+    """Refuses what JSON cannot keep as it is."""
+    for key, value in facts.items():
+        name = f"{where}.{key}" if where else str(key)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, Mapping):
+                _check_plain(item, name)
+            elif not isinstance(item, (list, tuple)) and not (item is None or isinstance(item, (bool, int, float, str))):
+                raise InputError(f"checkpoint: {name} is a {type(item).__name__}; give numbers, texts, lists and dicts")
+
+
+@contextlib.contextmanager
+def _one_line(what: str, path: Path) -> Any:
+    try:
+        yield
+    except CheckpointException as error:
+        rank, failure = next(iter(error.failures.items()))
+        raise RlplaceError(f"{path}: rank {rank}: the checkpoint could not be {what}: {one_line(failure[0])}") from error
+    except OSError as error:
+        raise RlplaceError(f"{path}: the checkpoint could not be {what}: {error.strerror or error}") from error

@@ -1,0 +1,192 @@
+"""The state of an optimizer by the names of parameters: what every plan of a model can save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from rlplace.errors import InputError, show
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.state.checkpoint_facts import check_setting
+from rlplace.runtime.distributed.state.shares import Share
+
+_NOTHING = ""
+"""Name of the parameter without elements that a rank without parameters trains."""
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``.
+
+    Shares of an optimizer that is sharded over replicas are shards of DTensors.
+    """
+    found: dict[str, Any] = {}
+    for name, parameter in _named(model, optimizer):
+        if name == _NOTHING:
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"state.{name}.{key}"] = _whole(model, name, value) if isinstance(value, torch.Tensor) else value
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        found |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+    return found
+
+
+def optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What of this rank's optimizer is no tensor, as plain data.
+
+    Returns:
+        ``groups``: per group its settings and ``parameters``, the names in it; ``numbers``: state that is no tensor, by
+        parameter and key.
+    """
+    name_of = {id(parameter): name for name, parameter in _named(model, optimizer)}
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+        names = [name_of[id(p)] for p in group["params"]]
+        groups.append({"settings": settings, "parameters": [name for name in names if name != _NOTHING]})
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, parameter in _named(model, optimizer):
+        plain = {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, torch.Tensor)}
+        if plain and name != _NOTHING:
+            numbers[name] = plain
+    return {"groups": groups, "numbers": numbers}
+
+
+def load_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    index: Mapping[str, Any],
+    facts: Sequence[Mapping[str, Any]],
+    load: Callable[[dict[str, Any]], None],
+) -> None:
+    """Gives an optimizer the state of a checkpoint.
+
+    Args:
+        model: Whose parameters it updates.
+        optimizer: Any that has the same kind of state.
+        index: Metadata by name.
+        facts: `optimizer_facts` of all ranks that saved.
+        load: Fills tensors by name, without ``optimizer.``; called once, on every rank.
+
+    Raises:
+        InputError: The checkpoint has no optimizer.
+    """
+    numbers = {name: values for rank in facts for name, values in rank.get("numbers", {}).items()}
+    settings = [(group["settings"], set(group["parameters"])) for rank in facts for group in rank.get("groups", ())]
+    if not settings:
+        raise InputError("checkpoint: it was saved without an optimizer; leave the optimizer out")
+    names = _named(model, optimizer)
+    tensors: dict[str, torch.Tensor] = {}
+    state: dict[int, dict[str, Any]] = {}
+    for number, (name, parameter) in enumerate(names):
+        if name == _NOTHING:
+            continue
+        prefix = f"optimizer.state.{name}."
+        entry: dict[str, Any] = dict(numbers.get(name, {}))
+        for key, item in index.items():
+            if key.startswith(prefix) and isinstance(item, TensorStorageMetadata) and "." not in key[len(prefix) :]:
+                entry[key[len(prefix) :]] = _empty(parameter, item, _share(model, name))
+        tensors |= {
+            f"state.{name}.{key}": _whole(model, name, value) for key, value in entry.items() if isinstance(value, torch.Tensor)
+        }
+        if entry:
+            state[number] = entry
+    load(tensors)
+    groups, taken = [], 0
+    for group in optimizer.param_groups:
+        count = len(group["params"])
+        if len({tuple(sorted(state[number])) for number in range(taken, taken + count) if number in state}) > 1:
+            raise InputError("checkpoint: a part of the optimizer state is missing; take an earlier checkpoint")
+        own = [name for name, _ in names[taken : taken + count] if name != _NOTHING]
+        saved = next((found for found, members in settings if not own or own[0] in members), None)
+        if saved is None:
+            raise InputError(f"checkpoint: its optimizer did not train {own[0]!r}")
+        restored = {key: _restored(saved[key], value, key) for key, value in group.items() if key in saved and key != "params"}
+        groups.append({**group, **restored, "params": list(range(taken, taken + count))})
+        taken += count
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"checkpoint: its optimizer state does not fit this optimizer ({show(str(error))})") from None
+
+
+def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters in its order, each with the first of its names in the undistributed model."""
+    if isinstance(model, DistributedModel):
+        known = {id(parameter): name for name, parameter in model.shared_parameters.trained.items()}
+        known[id(model.shared_parameters.nothing)] = _NOTHING
+    else:
+        known = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise InputError("checkpoint: the optimizer trains a parameter that is not one of the model's parameters()")
+            found.append((known[id(parameter)], parameter))
+    return found
+
+
+def _share(model: nn.Module, name: str) -> Share | None:
+    return model.shared_parameters.shares.get(name) if isinstance(model, DistributedModel) else None
+
+
+def _whole(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    """State of a share as the shard of a DTensor over the replicas; other state as it is."""
+    share = _share(model, name)
+    if share is None or share.dim is None or not isinstance(model, DistributedModel):
+        return value
+    whole = model.own_tensors.parameters[name]
+    if tuple(value.shape) != tuple(share.of(whole).shape):
+        return value
+    ranks = model.ranks
+    mesh = _mesh(ranks.twins(ranks.place or 0), ranks.device.type)
+    return DTensor.from_local(
+        value,
+        mesh,
+        [Shard(share.dim)],
+        run_check=False,
+        shape=whole.shape,
+        stride=torch.empty(whole.shape, device="meta").stride(),
+    )
+
+
+_meshes: dict[tuple[Any, tuple[int, ...]], DeviceMesh] = {}
+
+
+def _mesh(ranks: tuple[int, ...], kind: str) -> DeviceMesh:
+    group = group_of(ranks, "gradients")
+    if (group, ranks) not in _meshes:
+        _meshes.clear()  # of an earlier process group
+        _meshes[group, ranks] = DeviceMesh.from_group(group, kind)
+    return _meshes[group, ranks]
+
+
+def _empty(parameter: nn.Parameter, item: TensorStorageMetadata, share: Share | None) -> torch.Tensor:
+    """Where a state tensor is loaded to: like the parameter when it has its shape, else on the CPU, such as a step counter."""
+    size, dtype = tuple(item.size), item.properties.dtype
+    if share is not None and share.dim is not None:
+        cut = [n if d != share.dim else share.stop - share.start for d, n in enumerate(size)]
+        if len(size) > share.dim and tuple(cut) == tuple(parameter.shape):
+            return torch.zeros_like(parameter.detach(), dtype=dtype)
+    if size == tuple(parameter.shape):
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    return torch.zeros(size, dtype=dtype)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _restored(saved: Any, present: Any, key: str) -> Any:
+    check_setting(saved, present, f"its setting {key!r}")
+    if isinstance(present, torch.Tensor):
+        return torch.tensor(saved, dtype=present.dtype, device=present.device)
+    return tuple(saved) if isinstance(present, tuple) else saved

@@ -1,0 +1,92 @@
+"""Gradients between the step that made them and ``loss.backward()``, which hands them over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlplace.runtime.distributed.state.shares import Share
+
+
+class Stash:
+    """Gradients of a step that wait for ``loss.backward()``, while those from before are kept aside.
+
+    As a context it clears the gradients that engines add to, and puts back afterwards what was there.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter], shares: Mapping[str, Share]
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            parameters: What engines add gradients to, by name.
+            trained: What the training loop sees; the same, or this replica's shares of them.
+            shares: Which share of a parameter that is, for those that are cut.
+        """
+        self._parameters = parameters
+        self._trained = trained
+        self._shares = shares
+        self._before: dict[str, torch.Tensor | None] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> Stash:
+        for name, parameter in self._parameters.items():
+            self._before[name], parameter.grad = parameter.grad, None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._before[name]
+        self._before.clear()
+
+    def take(self) -> None:
+        """Moves the gradients out of the parameters and adds them to those that wait."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            gradient, parameter.grad = parameter.grad, None
+            if name in self._shares:
+                gradient = self._shares[name].of(gradient).clone()
+            waiting = self._gradients.get(name)
+            self._gradients[name] = gradient if waiting is None else waiting.add_(gradient)
+
+    def deliver(self, scale: torch.Tensor) -> None:
+        """Adds the gradients, times `scale`, to those of the parameters that the training loop sees."""
+        factor = float(scale)
+        for name, gradient in self._gradients.items():
+            if factor != 1.0:
+                gradient.mul_(factor)
+            parameter = self._trained[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+        self._gradients = {}
+
+
+class Deliver(torch.autograd.Function):
+    """The loss of a step that has run already; its backward hands over the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, stash: Stash) -> torch.Tensor:
+        """Returns the loss."""
+        ctx.stash = stash
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Hands over the gradients, once."""
+        if ctx.stash is None:
+            raise RuntimeError("rlplace: backward through the loss of one step a second time")
+        ctx.stash.deliver(grads[0])
+        ctx.stash = None
+        return None, None, None
+
+
+def anchor(loss: torch.Tensor) -> torch.Tensor:
+    """Something that requires a gradient, so that the loss has a backward on ranks without parameters too."""
+    return torch.zeros((), device=loss.device, requires_grad=True)

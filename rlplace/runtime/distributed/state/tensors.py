@@ -1,0 +1,137 @@
+"""The tensors of a model that one process holds."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rlplace.runtime.distributed.graph.forward_graph import first_names
+from rlplace.runtime.distributed.groups import group_of
+from rlplace.runtime.distributed.ranks import Ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """What one process holds of a model.
+
+    Attributes:
+        parameters: By first name.
+        buffers: By first name, constants of the graph among them.
+        owners: Devices of the plan that hold a tensor, by first name of every parameter and buffer of the model, ascending.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    owners: Mapping[str, tuple[int, ...]]
+
+    def holding(self, constants: Mapping[str, torch.Tensor], device: torch.device) -> Own:
+        """The same with the constants of a graph, on the process's device."""
+        return dataclasses.replace(
+            self, buffers={**self.buffers, **{name: value.detach().to(device) for name, value in constants.items()}}
+        )
+
+
+def own_tensors(
+    model: nn.Module,
+    owners: Mapping[str, tuple[int, ...]],
+    constants: Mapping[str, torch.Tensor],
+    place: int | None,
+    device: torch.device,
+) -> Own:
+    """Takes a process's share of a model's tensors to its device; what nobody reads stays with place 0.
+
+    Args:
+        model: The whole model. A tensor on the meta device becomes one with undefined values.
+        owners: Places by first name, of what the graph reads.
+        constants: Tensors of the graph that are neither parameters nor buffers.
+        place: Of this process; None holds nothing.
+        device: Where its share goes.
+    """
+    everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    places = {name: owners.get(name, (0,)) for name in everything}
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for name, tensor in everything.items():
+        if place not in places[name]:
+            continue
+        if tensor.is_meta:
+            value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            value = tensor.detach().to(device)
+        if isinstance(tensor, nn.Parameter):
+            parameters[name] = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        else:
+            buffers[name] = value
+    return Own(parameters, buffers, places).holding(constants, device)
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """The module without its values: what is traced when inputs of another shape come."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) not in memo:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def register(tree: nn.Module, model: nn.Module, own: Own) -> None:
+    """Gives a module the own tensors under the names that they have in the model, every tied name included."""
+    not_persistent = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    for name, first in first_names(model).items():
+        path, _, key = name.rpartition(".")
+        if first in own.parameters:
+            _below(tree, path).register_parameter(key, own.parameters[first])
+        elif first in own.buffers:
+            _below(tree, path).register_buffer(key, own.buffers[first], persistent=name not in not_persistent)
+
+
+def _below(tree: nn.Module, path: str) -> nn.Module:
+    for key in path.split(".") if path else ():
+        if key not in tree._modules:
+            tree.add_module(key, nn.Module())
+        tree = tree._modules[key]  # type: ignore[assignment]
+    return tree
+
+
+def agree(own: Own, ranks: Ranks) -> None:
+    """Makes tensors that several processes hold equal: all take the values of the first that holds it."""
+    holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for name, tensor in [*own.parameters.items(), *own.buffers.items()]:
+        if name in own.owners and not isinstance(tensor, DTensor):
+            who = tuple(sorted(rank for place in own.owners[name] for rank in ranks.twins(place)))
+            if len(who) > 1:
+                holders.setdefault(who, []).append(tensor.detach())
+    for who, tensors in sorted(holders.items()):
+        _send(tensors, who[0], who)
+
+
+def send_from_first(own: Own, names: Iterable[str], ranks: Ranks) -> None:
+    """Gives buffers that the forward wrote to, such as running statistics, the values of the first replica on all of them."""
+    place = ranks.place
+    if place is None or len(ranks.replicas) == 1:
+        return
+    _send([own.buffers[name] for name in sorted(names) if name in own.buffers], ranks.twins(place)[0], ranks.twins(place))
+
+
+def _send(tensors: Sequence[torch.Tensor], source: int, ranks: Sequence[int]) -> None:
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.broadcast(flat, source, group=group_of(ranks))
+        for tensor, value in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(value.view(tensor.shape))

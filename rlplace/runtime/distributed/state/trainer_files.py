@@ -1,0 +1,128 @@
+"""Checkpoints of a Trainer whose model is distributed: whole, in the files and formats that a Trainer on one device writes.
+
+A run can go on from such a checkpoint on one device, and the other way round, or by another plan.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlplace.errors import InputError
+from rlplace.files import parse_json, read_text
+from rlplace.runtime.distributed.graph.forward_graph import first_names
+from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.state.whole_optimizer import load_whole_optimizer_state, whole_optimizer_state
+from rlplace.runtime.distributed.state.whole_state import whole_state_dict
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+
+def use_whole_files(trainer: Any, model: DistributedModel) -> None:
+    """Makes a Trainer save and load the whole model and optimizer; all processes take part, rank 0 writes."""
+    save_rng_state = trainer._save_rng_state
+
+    def _save(output_dir: str | None = None, state_dict: Any = None) -> None:
+        state = whole_state_dict(model)
+        if trainer.args.should_save:
+            _save_model(trainer, model, output_dir or trainer.args.output_dir, state)
+        dist.barrier()  # what was written is there for everyone
+
+    def _save_optimizer_and_scheduler(output_dir: str) -> None:
+        state = whole_optimizer_state(model, trainer.optimizer)
+        if trainer.args.should_save:
+            torch.save(state, os.path.join(output_dir, OPTIMIZER))
+            torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _save_rng_state(output_dir: str) -> None:
+        if trainer.args.should_save:
+            save_rng_state(output_dir)
+
+    def _load_optimizer_and_scheduler(checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path = os.path.join(checkpoint, OPTIMIZER)
+        if not os.path.isfile(path):
+            return  # saved with save_only_model, as on one device
+        load_whole_optimizer_state(model, trainer.optimizer, torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        trainer.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+        # Streams of random ops go on where the run that saved had them: one step of them per call of the model.
+        seed, _ = model.random_state
+        model.random_state = seed, trainer.state.global_step * trainer.args.gradient_accumulation_steps
+
+    def _load_from_checkpoint(checkpoint: str, other: Any = None) -> None:
+        load_weights(model, checkpoint)
+
+    def _load_best_model() -> None:
+        load_weights(model, trainer.state.best_model_checkpoint)
+
+    for function in (
+        _save, _save_optimizer_and_scheduler, _save_rng_state, _load_optimizer_and_scheduler, _load_from_checkpoint,
+        _load_best_model,
+    ):  # fmt: skip
+        setattr(trainer, function.__name__, function)
+
+
+def load_weights(model: DistributedModel, folder: str) -> None:
+    """Reads this process's part of a model from the safetensors files of a folder.
+
+    Raises:
+        InputError: There are none, or something is missing or has another shape.
+    """
+    from safetensors import safe_open
+
+    index = os.path.join(folder, INDEX)
+    if os.path.isfile(index):
+        found = parse_json(read_text(index), index)
+        file_of = found.get("weight_map") if isinstance(found, dict) else None
+        named = isinstance(file_of, dict) and all(isinstance(f, str) and os.path.basename(f) == f for f in file_of.values())
+        if not isinstance(file_of, dict) or not named:
+            raise InputError(f"{index}: weight_map must name a file of that folder for every tensor")
+    elif os.path.isfile(os.path.join(folder, WEIGHTS)):
+        with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as opened:
+            file_of = dict.fromkeys(opened.keys(), WEIGHTS)
+    else:
+        raise InputError(f"{folder}: there is no {WEIGHTS} in it; name a checkpoint of the Trainer")
+    first = first_names(model.meta_model)
+    saved_as = {first[name]: name for name in file_of if name in first}  # of tied tensors only one is saved
+    wanted: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        saved = saved_as.get(first[name])
+        if saved is None:
+            raise InputError(f"{folder}: there is no {name} in it; name a checkpoint of this model")
+        wanted.setdefault(file_of[saved], {})[saved] = tensor
+    with torch.no_grad():
+        for path, tensors in wanted.items():
+            with safe_open(os.path.join(folder, path), framework="pt") as opened:
+                for saved, tensor in tensors.items():
+                    value = opened.get_tensor(saved)
+                    if value.shape != tensor.shape:
+                        raise InputError(f"{folder}: {saved} is {list(value.shape)}, the model's is {list(tensor.shape)}")
+                    _copy(tensor, value)
+
+
+def _copy(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        tensor.copy_(distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None))
+    else:
+        tensor.copy_(value)
+
+
+def _save_model(trainer: Any, model: DistributedModel, folder: str, state: dict[str, torch.Tensor]) -> None:
+    import safetensors.torch
+    from transformers import PreTrainedModel
+
+    os.makedirs(folder, exist_ok=True)
+    shape = model.meta_model
+    if isinstance(shape, PreTrainedModel):
+        shape.save_pretrained(folder, state_dict=state)
+    else:
+        safetensors.torch.save_file({k: v.clone() for k, v in state.items()}, os.path.join(folder, WEIGHTS), {"format": "pt"})
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(folder)
+    torch.save(trainer.args, os.path.join(folder, "training_args.bin"))

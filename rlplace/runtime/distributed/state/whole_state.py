@@ -1,0 +1,50 @@
+"""The state dict of the whole model, brought together on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from rlplace.runtime.distributed.graph.forward_graph import first_names
+from rlplace.runtime.distributed.model import DistributedModel
+
+
+def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
+    """What ``state_dict()`` of the undistributed model would return; every process calls it.
+
+    Returns:
+        On rank 0 all parameters and persistent buffers on the CPU, tied ones as one tensor; nothing on the other ranks.
+    """
+    shape, own, ranks = model.meta_model, model.state_dict(), model.ranks
+    first = first_names(shape)
+    found: dict[str, torch.Tensor | None] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, meta in shape.state_dict().items():
+        if not isinstance(meta, torch.Tensor):  # extra state of a module
+            continue
+        if first[name] not in found:
+            value = own.get(name)
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            source = ranks.replicas[0][model.own_tensors.owners[first[name]][0]]
+            found[first[name]] = _to_first(value, meta, source, ranks.rank, ranks.device)
+        here = found[first[name]]
+        if here is not None:
+            state[name] = here
+    return state
+
+
+def _to_first(value: Any, meta: torch.Tensor, source: int, rank: int, device: torch.device) -> torch.Tensor | None:
+    """Moves a tensor from one rank to rank 0."""
+    if rank == 0 and source == 0:
+        return value.detach().cpu().clone()
+    if rank == source:
+        dist.send(value.detach().to(device).contiguous(), 0)
+    elif rank == 0:
+        buffer = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        dist.recv(buffer, source)
+        return buffer.cpu()
+    return None

@@ -15,7 +15,7 @@ import rlplace
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.execution.engines import ENGINES, why_not
+from rlplace.runtime.distributed.execution.engines import ENGINES, engine_module
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 
 
@@ -27,6 +27,10 @@ def gpt2():
 
 def changed(plan, **fields):
     return PlacementPlan(**{**vars(plan), **fields})
+
+
+def why_not(name, plan, graph, processes):
+    return engine_module(name).why_not(plan, graph, processes)
 
 
 def runs(plan, graph, processes=2):

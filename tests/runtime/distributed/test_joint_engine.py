@@ -184,5 +184,5 @@ def test_a_plan_without_backward_groups_runs_backward_with_forward():
 )
 def test_what_a_joint_graph_cannot_do_is_refused(fields, message):
     groups = [{"name": "a", "modules": ["a"], "ops": ["a/linear"]}]
-    reason = why_not(rlplace.PlacementPlan("0" * 64, "test", 0, np.zeros(1, dtype=np.int32), groups=groups, **fields))
+    reason = why_not(rlplace.PlacementPlan("0" * 64, "test", 0, np.zeros(1, dtype=np.int32), groups=groups, **fields), None, 1)
     assert reason is None if message is None else message in reason

@@ -56,7 +56,7 @@ def chain_with(graph, places):
 @pytest.mark.parametrize("name", ["t5", "resnet", "gpt2"])
 def test_chains_of_stages_can_run(graphs, name, places, schedule):
     cut, plan = cut_of(graphs(name), places, schedule)
-    assert support.why_not(cut, plan) is None
+    assert support.unsupported(cut, plan) is None
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_chains_of_stages_can_run(graphs, name, places, schedule):
 )
 def test_others_are_refused_with_what_can(graphs, places, schedule, fields, reason):
     cut, plan = cut_of(graphs("gpt2"), places, schedule, **fields)
-    found = support.why_not(cut, plan)
+    found = support.unsupported(cut, plan)
     assert found is not None
     with pytest.raises(ValueError, match=reason):
         raise ValueError(found)
@@ -84,15 +84,15 @@ def test_a_stage_that_comes_back_is_refused(graphs):
     _, plan = cut_of(graph, [0, 1, 0])
     plan.stage_of_group[:] = [0, 1, 0]
     cut = cut_graph(graph, assign(graph, planned_spots(plan)))
-    assert "stage 0 needs to run in 2 parts, because other stages lie between" in support.why_not(cut, plan)
-    assert "stage-graph engine" in support.why_not(cut, plan)
+    assert "stage 0 needs to run in 2 parts, because other stages lie between" in support.unsupported(cut, plan)
+    assert "stage-graph engine" in support.unsupported(cut, plan)
 
 
 def test_unknown_versions_of_torch_are_refused(graphs, monkeypatch):
     cut, plan = cut_of(graphs("gpt2"), [0, 1])
     for version, fine in (("2.11.0", True), ("2.13.1+cu130", True), ("2.10.2", False), ("2.14.0a0", False), ("3.0", False)):
         monkeypatch.setattr(versions.torch, "__version__", version)
-        assert (support.why_not(cut, plan) is None) == fine
+        assert (support.unsupported(cut, plan) is None) == fine
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"])

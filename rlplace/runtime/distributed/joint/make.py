@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
-from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
+from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.engine import Engine
+from rlplace.runtime.distributed.execution.setup import Made, Setup, why_not_free, why_not_whole_ops
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.assign import JointPlaces, joint_places
 from rlplace.runtime.distributed.joint.engine import JointEngine
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.state.tensors import own_tensors
 
-if TYPE_CHECKING:
-    from rlplace.runtime.distributed.execution.engines import Made, Setup
+
+def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | None:
+    """Why the joint-graph engine cannot run a plan; None: it can."""
+    again = plan.recompute and f"it recomputes nothing, and the plan recomputes {len(plan.recompute)} segments"
+    return why_not_whole_ops(plan) or (f"{again}; plan without recompute" if again else why_not_free(plan))
 
 
 def build_joint(
@@ -33,10 +36,8 @@ def build_joint(
     return joint_places(source, joint_graph(source, kind=device.type), plan, owners)
 
 
-def make_joint(setup: Setup) -> Made:
+def make(setup: Setup) -> Made:
     """The joint-graph engine for a plan."""
-    from rlplace.runtime.distributed.execution.engines import Made
-
     plan, ranks, source = setup.plan, setup.ranks, setup.graph
     first = build_joint(source, plan, ranks.device)
     own = own_tensors(setup.model, first.owners, source.constants, ranks.place, ranks.device)
@@ -46,14 +47,3 @@ def make_joint(setup: Setup) -> Made:
         return JointEngine(places, ranks, own.holding(graph.constants, ranks.device), plan.schedule)
 
     return Made("joint_graph", own, engine_for)
-
-
-def why_not(plan: PlacementPlan) -> str | None:
-    """Why the joint-graph engine cannot run a plan; None: it can."""
-    if plan.shards:
-        return f"it cuts no ops, and the plan cuts {len(plan.shards)}; plan without shards"
-    if plan.recompute:
-        return f"it recomputes nothing, and the plan recomputes {len(plan.recompute)} segments; plan without recompute"
-    if plan.schedule not in FREE_SCHEDULES:
-        return f"schedule {plan.schedule} is for chains of stages; use list, gpipe or 1f1b"
-    return None

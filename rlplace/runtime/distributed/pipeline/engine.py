@@ -42,7 +42,7 @@ class Program:
 
 
 class PipelineEngine(Engine):
-    """Runs the stages of one place; see `support.why_not` for which plans.
+    """Runs the stages of one place; see `support.unsupported` for which plans.
 
     Attributes:
         most_in_flight: By own stage, the most micro-batches that it held at once in the last step.

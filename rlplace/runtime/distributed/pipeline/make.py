@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.engine import Engine, StepOptions
-from rlplace.runtime.distributed.execution.engines import Made, Setup
+from rlplace.runtime.distributed.execution.setup import Made, Setup, why_not_autograd
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.assign import Assignment, assign, planned_groups, planned_spots
 from rlplace.runtime.distributed.graph.cut import Cut, cut_graph
@@ -12,11 +13,16 @@ from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.order import expected_of
 from rlplace.runtime.distributed.graph.recomputed import recompute_sets
 from rlplace.runtime.distributed.pipeline.engine import PipelineEngine
-from rlplace.runtime.distributed.pipeline.support import why_not
+from rlplace.runtime.distributed.pipeline.support import unsupported
 from rlplace.runtime.distributed.state.tensors import own_tensors
 
 
-def make_pipeline(setup: Setup) -> Made:
+def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | None:
+    """Why the pipeline engine cannot run a plan; None: it can."""
+    return why_not_autograd(plan) or unsupported(cut_graph(graph, assign(graph, planned_spots(plan))), plan)
+
+
+def make(setup: Setup) -> Made:
     """The pipeline engine; graphs without a loss, which are only evaluated, go to the stage-graph engine on the same cut.
 
     Raises:
@@ -26,7 +32,7 @@ def make_pipeline(setup: Setup) -> Made:
     planned, groups = planned_spots(plan), planned_groups(plan)
     assigned = assign(setup.graph, planned, None, groups)
     first = cut_graph(setup.graph, assigned)
-    _refuse(why_not(first, plan))
+    _refuse(unsupported(first, plan))
     own = own_tensors(setup.model, first.owners, setup.graph.constants, ranks.place, ranks.device)
     places = {name: who[0] for name, who in own.owners.items()}
     expected = None if setup.problem is None else expected_of(setup.problem)
@@ -42,7 +48,7 @@ def make_pipeline(setup: Setup) -> Made:
         held = own.holding(graph.constants, ranks.device)
         if graph.loss is None:
             return StageGraphEngine(cut, ranks, held, StepOptions("list", expected))
-        _refuse(why_not(cut, plan))
+        _refuse(unsupported(cut, plan))
         again = recompute_sets(plan.recompute, assignment)
         return PipelineEngine(cut, ranks, held, StepOptions(plan.schedule, expected, again, plan.optimizer_sharding))
 

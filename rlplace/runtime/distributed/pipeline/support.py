@@ -10,7 +10,7 @@ from rlplace.runtime.distributed.pipeline.versions import unsupported_version
 from rlplace.simulator.actions import PIPELINE_SCHEDULES, stage_layout
 
 
-def why_not(cut: Cut, plan: PlacementPlan) -> str | None:
+def unsupported(cut: Cut, plan: PlacementPlan) -> str | None:
     """Why the pipeline engine cannot run a cut as a plan says, and what can; None: it can.
 
     Args:

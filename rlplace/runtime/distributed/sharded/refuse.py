@@ -9,17 +9,16 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.distributed.sharded.mesh import factor_mesh, nearest_shards
-from rlplace.runtime.distributed.sharded.spaces import Spaces, check_names, spaces_of
+from rlplace.runtime.distributed.sharded.spaces import check_names, spaces_of
 
 
-def why_not(plan: PlacementPlan, graph: ForwardGraph, world: int, spaces: Spaces | None = None) -> str | None:
+def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | None:
     """Why the sharded engine cannot run a plan with so many processes; None when it can.
 
     Args:
         plan: With shards.
         graph: The forward of its model for the inputs that it was made for.
-        world: Number of processes.
-        spaces: Of the graph, where they are known already.
+        processes: Of the job.
     """
     if not plan.shards:
         return "the plan cuts no op; the stage-graph engine runs it"
@@ -33,13 +32,13 @@ def why_not(plan: PlacementPlan, graph: ForwardGraph, world: int, spaces: Spaces
         if given:
             return f"shards and {what} exclude each other; leave one of them out"
     needed = devices_of(plan)
-    if world != needed:
-        return f"the plan uses {needed} devices, but there are {world} processes; start {needed}"
-    unknown = check_names(plan.shards, graph, spaces or spaces_of(graph))
+    if processes != needed:
+        return f"the plan uses {needed} devices, but there are {processes} processes; start {needed}"
+    unknown = check_names(plan.shards, graph, spaces_of(graph))
     if unknown is not None:
         return unknown
     try:
-        factor_mesh(plan.shards, world)
+        factor_mesh(plan.shards, processes)
     except InputError as error:
         return str(error).removeprefix("distribute: ")
     return None

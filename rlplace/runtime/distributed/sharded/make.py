@@ -5,27 +5,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.engine import Engine
-from rlplace.runtime.distributed.execution.engines import Made, Setup
+from rlplace.runtime.distributed.execution.setup import Made, Setup
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.sharded.engine import ShardedEngine
 from rlplace.runtime.distributed.sharded.refuse import why_not
 from rlplace.runtime.distributed.state.tensors import Own
 
+__all__ = ["make", "why_not"]
 
-def make_sharded(setup: Setup) -> Made:
+
+def make(setup: Setup) -> Made:
     """The engine of a plan with shards.
 
     Every process must have been given the same model values: each keeps its pieces without asking the others.
-
-    Raises:
-        InputError: The plan cannot run like this, with the reason.
     """
     plan, ranks, source = setup.plan, setup.ranks, setup.graph
-    reason = why_not(plan, setup.graph, ranks.world)
-    if reason is not None:
-        raise InputError(f"distribute: {reason}")
     state: dict[str, torch.Tensor] = {}
     for name, tensor in [*setup.model.named_parameters(), *setup.model.named_buffers()]:
         if isinstance(tensor, nn.Parameter):

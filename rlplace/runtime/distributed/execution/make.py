@@ -1,0 +1,52 @@
+"""Makes engines that run a cut of the forward segment by segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.execution.engine import Engine, StepOptions
+from rlplace.runtime.distributed.execution.setup import Made, Setup, why_not_autograd, why_not_free
+from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
+from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_spots
+from rlplace.runtime.distributed.graph.cut import Cut, cut_graph
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.order import expected_of
+from rlplace.runtime.distributed.graph.recomputed import recompute_sets
+from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.state.tensors import Own, own_tensors
+
+
+def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | None:
+    """Why the stage-graph engine cannot run a plan; None: it can."""
+    return why_not_autograd(plan) or why_not_free(plan)
+
+
+def make(setup: Setup) -> Made:
+    """The stage-graph engine of a plan."""
+    return make_segments(setup, "stage_graph", StageGraphEngine)
+
+
+def make_segments(setup: Setup, name: str, kind: Callable[[Cut, Ranks, Own, StepOptions], Engine]) -> Made:
+    """An engine that runs segments of the forward, cut by groups.
+
+    Args:
+        setup: What it is for.
+        name: Of the engine.
+        kind: Makes it for a cut.
+    """
+    plan, ranks, source = setup.plan, setup.ranks, setup.graph
+    planned, groups = planned_spots(plan), planned_groups(plan)
+    assigned = assign(source, planned, None, groups)
+    first = cut_graph(source, assigned, "group", plan.recompute)
+    own = own_tensors(setup.model, first.owners, source.constants, ranks.place, ranks.device)
+    places = {name: who[0] for name, who in own.owners.items()}
+    expected = None if setup.problem is None else expected_of(setup.problem)
+
+    def engine_for(graph: ForwardGraph) -> Engine:
+        assignment = assigned if graph is source else assign(graph, planned, places, groups)
+        cut = first if graph is source else cut_graph(graph, assignment, "group", plan.recompute)
+        options = StepOptions(plan.schedule, expected, recompute_sets(plan.recompute, assignment), plan.optimizer_sharding)
+        return kind(cut, ranks, own.holding(graph.constants, ranks.device), options)
+
+    return Made(name, own, engine_for)

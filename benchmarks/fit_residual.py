@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
@@ -105,7 +105,7 @@ def fit_residual(
         bias=tuple(tuple(_short(row)) for row in bias),
         bound=bound,
     )
-    return dataclasses.replace(curve, residual=residual)
+    return msgspec.structs.replace(curve, residual=residual)
 
 
 def choose_residual(

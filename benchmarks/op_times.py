@@ -18,6 +18,7 @@ import hashlib
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from fit_residual import choose_residual, sizes_of
 
@@ -106,7 +107,7 @@ def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
         )
         curve = choose_residual(curve, fitted, op=op, processors=card.processors, **numbers)
         # The timings hold the launch and synchronisation of a lone call; inside a step the kind's own floor counts.
-        curves.setdefault(kind, {})[(op, "float32", "forward")] = dataclasses.replace(shorten(curve), floor_s=None)
+        curves.setdefault(kind, {})[(op, "float32", "forward")] = msgspec.structs.replace(shorten(curve), floor_s=None)
     return CostTable(
         {kind: KindCosts(found) for kind, found in curves.items()}, name="shipped", source="benchmarks/op_times.py --write"
     )
@@ -133,7 +134,7 @@ def overhead(timings: dict[tuple[str, str], list[OpTiming]]) -> float:
 def shorten(curve: Curve) -> Curve:
     """Five significant digits."""
     names = ("compute_efficiency", "compute_half_flops", "bandwidth_efficiency", "bandwidth_half_bytes", "overhead_s")
-    return dataclasses.replace(curve, **{name: float(f"{getattr(curve, name):.5g}") for name in names})
+    return msgspec.structs.replace(curve, **{name: float(f"{getattr(curve, name):.5g}") for name in names})
 
 
 def predict(curve: Curve, rows: list[OpTiming], card: DeviceKind) -> np.ndarray:
@@ -166,7 +167,7 @@ def report_held_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostT
         test = [row for row in rows if held_out(row)]
         curve = table.kinds[kind].curves[(CLASS_OF_FILE[name], "float32", "forward")]
         found = errors(curve, test, card)
-        plain = errors(dataclasses.replace(curve, residual=None), test, card).mean()
+        plain = errors(msgspec.structs.replace(curve, residual=None), test, card).mean()
         allowed = REQUIRED_BMM.get(kind, REQUIRED[name]) if name == "bmm" else REQUIRED[name]
         allowed = float("inf") if (name, kind) == ("bmm", "v100") else allowed
         fine &= found.mean() <= allowed
@@ -192,7 +193,7 @@ def report_left_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostT
         if lent is None or (op, "float32", "forward") not in lent.curves:
             continue
         with_residual = carried(lent.curves[(op, "float32", "forward")], card, card_of(other))
-        curve = dataclasses.replace(with_residual, residual=None)
+        curve = msgspec.structs.replace(with_residual, residual=None)
         sheet = datasheet_curve(card, op, "float32", "forward")
         unknown = DeviceKind("unknown", card.peak_flops, card.memory_bandwidth_bytes_per_s, card.memory_bytes)
         blank = datasheet_curve(unknown, op, "float32", "forward")

@@ -253,7 +253,7 @@ def _measured(folder: Path, problem: Any) -> None:
 
     _write(folder / "mlp.measure.json", "measurement", MEASUREMENT)
     place = PlaceTiming(0, "a", 0.1, 0.02, 0.0, 0.01, peak_memory_bytes=123, predicted_busy_s=0.09, predicted_peak_bytes=120)
-    timing = PlanTiming("p", "9f", "4a", "heft", "stage_graph", "computed", (0.1, 0.11, 0.1, 0.12), 0.1, (place,), 0.8)
+    timing = PlanTiming("p", "9f", "4a", "heft", "stage_graph", "computed", (0.1, 0.11, 0.1, 0.12), (place,), 0.8, 0.1)
     PlanTimings("mlp", {"torch": "2.13", "threads": 1}, (timing,)).save(folder / "job.timings.json")
     for number, curve in enumerate(CURVES):
         _write(folder / f"curve{number}.curve.json", "batch_curve", curve)

@@ -77,7 +77,6 @@ def run(options: argparse.Namespace) -> int:
 def _measure_model(options: argparse.Namespace) -> int:
     import torch
 
-    from rlplace.cost.measurementfile import measurement_to_dict
     from rlplace.runtime.environment import check_device
     from rlplace.runtime.measure_ops import load_and_measure
 
@@ -101,7 +100,7 @@ def _measure_model(options: argparse.Namespace) -> int:
     interrupted = "interrupted" in found.environment.details
     say(f"interrupted; wrote what was timed so far to {options.out}" if interrupted else f"wrote {options.out}")
     if options.json:
-        print_json(measurement_to_dict(found))
+        print_json(found.to_dict())
     else:
         _show(found)
     return 130 if interrupted else 0

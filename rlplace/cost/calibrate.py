@@ -327,7 +327,7 @@ def _issue(measurements: Sequence[Measurement]) -> float:
 
 def _source(measurements: Sequence[Measurement]) -> str:
     environment = measurements[0].environment
-    models = ", ".join(str(m.model["model"]).partition(",")[0] for m in measurements)
+    models = ", ".join(str(m.model.model).partition(",")[0] for m in measurements)
     return f"measured on {environment.device}, torch {environment.torch}, {environment.threads} threads: {models}"[:500]
 
 
@@ -356,11 +356,11 @@ def _model_errors(measurements: Sequence[Measurement], kind: DeviceKind, scale: 
     """Each model by a fit on the others; further measurements of the same model, at any batch size, are no others."""
     errors = []
     for left_out in measurements:
-        others = [m for m in measurements if m.model["model"] != left_out.model["model"]]
+        others = [m for m in measurements if m.model.model != left_out.model.model]
         if left_out.ops and any(m.ops for m in others):
             wanted = pool([left_out])
             fitted = fit(pool(others), kind, "", scale, wanted=wanted)
-            errors.append(_error(str(left_out.model["model"]), wanted, fitted, kind, scale))
+            errors.append(_error(str(left_out.model.model), wanted, fitted, kind, scale))
     return tuple(errors)
 
 

@@ -8,9 +8,10 @@ docs/cost-model/op-times.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -153,7 +154,9 @@ def _call_seconds(
         precision = precision_of(kind, op, calls.dtypes[dtype])
         curve = find_curve(kind, table, op, precision, DIRECTIONS[direction])
         if curve.basis == "fitted" and calls.dtypes[dtype] not in (precision, "float32"):  # bytes carry over, timings do not
-            curve = replace(curve, basis="scaled", source=f"{calls.dtypes[dtype]} from {precision}: {curve.source}")
+            curve = msgspec.structs.replace(
+                curve, basis="scaled", source=f"{calls.dtypes[dtype]} from {precision}: {curve.source}"
+            )
         seconds[rows] = _row_seconds(calls, rows, curve, precision, kind)
         basis[rows], which[rows] = BASES.index(curve.basis), len(curves)
         curves.append(curve)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -118,8 +118,8 @@ def fit_op_curve(
     curve = _unpack(best[1], best[2])
     fixed = float(np.exp(best[1][0] if known is None else known))
     if floor_s is None:
-        return dataclasses.replace(curve, floor_s=fixed, basis=basis, source=source)
-    return dataclasses.replace(curve, floor_s=floor_s, overhead_s=max(0.0, fixed - floor_s), basis=basis, source=source)
+        return msgspec.structs.replace(curve, floor_s=fixed, basis=basis, source=source)
+    return msgspec.structs.replace(curve, floor_s=floor_s, overhead_s=max(0.0, fixed - floor_s), basis=basis, source=source)
 
 
 def _pack(curve: Curve, fixed_s: float) -> NDArray[np.float64]:

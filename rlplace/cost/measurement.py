@@ -7,58 +7,64 @@ of it; ops of a model that agree in all of them are one record with a count.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from rlplace.cost.table import DIRECTIONS
+from msgspec import Meta
 
-__all__ = ["CACHE_STATES", "DIRECTIONS", "ControlTiming", "Environment", "Measurement", "MeasuredOp", "StepTiming"]
+from rlplace.cost.table import Direction
+from rlplace.files import check_header, read_record, write_json
+from rlplace.graph.opgraph import OpKind
+from rlplace.records import Count, Record, Text, Whole, build, check_record, plain
 
-CACHE_STATES = ("step", "warm", "flushed")
+FORMAT = "rlplace.measurement"
+VERSION = 1
+
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+SomeSeconds = Annotated[float, Meta(gt=0, le=1e6)]
+Reading = Seconds
+
+CacheState = Literal["step", "warm", "flushed"]
 """What was in the caches when an op ran: whatever the ops before it in a real training step left there (`step`); its own inputs
 (`warm`); nothing of its own (`flushed`)."""
 
 
-@dataclass(frozen=True)
-class MeasuredOp:
+class MeasuredOp(Record, frozen=True):
     """The time of one op.
 
     Attributes:
         target: Forward op as torch knows it, for example ``"aten.linear.default"``, also for its backward; the optimizer's name
             (``"adam"``) for an update.
-        kind: One of `rlplace.graph.opgraph.OP_KINDS`.
+        kind: A `rlplace.graph.opgraph.OpKind`.
         dtype: For example ``"float32"``.
-        direction: One of `DIRECTIONS`.
+        direction: A `Direction`.
         flops: A multiply-add counts two.
         size_bytes: Read plus written.
-        dims: Sizes by name, may be empty.
         count: Ops of the model that this record stands for.
         seconds: Mean over these ops of the median over repeats.
         p10_s: 10th percentile over all ops and repeats.
         p90_s: 90th percentile.
         repeats: Timed runs of each op.
+        dims: Sizes by name, may be empty.
         issue_s: Host time to issue the op where device and host run side by side; None where the host does the work itself.
     """
 
-    target: str
-    kind: str
-    dtype: str
-    direction: str
-    flops: float
-    size_bytes: int
-    dims: Mapping[str, int]
-    count: int
-    seconds: float
-    p10_s: float
-    p90_s: float
-    repeats: int
-    issue_s: float | None = None
+    target: Text
+    kind: OpKind
+    dtype: Text
+    direction: Direction
+    flops: Annotated[float, Meta(ge=0, lt=1e30)]
+    size_bytes: Whole
+    count: Count
+    seconds: Seconds
+    p10_s: Seconds
+    p90_s: Seconds
+    repeats: Count
+    dims: Mapping[Text, Whole] = {}
+    issue_s: Seconds | None = None
 
 
-@dataclass(frozen=True)
-class StepTiming:
+class StepTiming(Record, frozen=True):
     """Whole training steps: forward, loss, backward, update. Wall time, unless said otherwise.
 
     Attributes:
@@ -73,15 +79,15 @@ class StepTiming:
         peak_memory_bytes: Largest allocation of the device during a step; None where the device does not report it.
     """
 
-    seconds: float
-    min_s: float
-    p10_s: float
-    p90_s: float
-    repeats: int
-    undisturbed: int
-    busy_s: float | None = None
-    instrumented_s: float | None = None
-    peak_memory_bytes: int | None = None
+    seconds: SomeSeconds
+    min_s: SomeSeconds
+    p10_s: SomeSeconds
+    p90_s: SomeSeconds
+    repeats: Count
+    undisturbed: Whole
+    busy_s: SomeSeconds | None = None
+    instrumented_s: SomeSeconds | None = None
+    peak_memory_bytes: Whole | None = None
 
     @property
     def quiet_s(self) -> float:
@@ -89,8 +95,7 @@ class StepTiming:
         return self.busy_s if self.busy_s is not None and 2 * self.undisturbed < self.repeats else self.seconds
 
 
-@dataclass(frozen=True)
-class ControlTiming:
+class ControlTiming(Record, frozen=True):
     """A matrix product of fixed shape, timed before and after everything else.
 
     Attributes:
@@ -100,8 +105,8 @@ class ControlTiming:
     """
 
     shape: str
-    first_s: float
-    last_s: float
+    first_s: SomeSeconds
+    last_s: SomeSeconds
 
     @property
     def drift(self) -> float:
@@ -109,8 +114,7 @@ class ControlTiming:
         return self.last_s / self.first_s
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(Record, frozen=True):
     """Where and how the times were taken.
 
     Attributes:
@@ -130,23 +134,32 @@ class Environment:
     device_kind: str
     device_type: str
     torch: str
-    threads: int
-    clock_mhz: float | None = None
-    clock_end_mhz: float | None = None
-    power_limit_w: float | None = None
-    temperature_c: float | None = None
-    details: Mapping[str, str | float | int] = field(default_factory=lambda: MappingProxyType({}))
+    threads: Count
+    clock_mhz: Reading | None = None
+    clock_end_mhz: Reading | None = None
+    power_limit_w: Reading | None = None
+    temperature_c: Reading | None = None
+    details: Mapping[str, str | float | int] = {}
 
 
-@dataclass(frozen=True)
-class Measurement:
+class MeasuredModel(Record, frozen=True):
+    """The model that was measured: its MODEL text and options."""
+
+    model: str
+    batch: int
+    seq: int
+    dtype: str
+    optimizer: str
+
+
+class Measurement(Record, frozen=True):
     """Timed ops and steps of one model on one device.
 
     Attributes:
         name: For people; not part of the fingerprint.
-        model: MODEL text with its options: ``model``, ``batch``, ``seq``, ``dtype``, ``optimizer``.
+        model: MODEL text with its options.
         environment: Where it ran.
-        cache: One of `CACHE_STATES`.
+        cache: A `CacheState`.
         ops: Timed ops, may be empty.
         step: Whole steps, None when they were not timed.
         control: The control shape.
@@ -154,33 +167,40 @@ class Measurement:
     """
 
     name: str
-    model: Mapping[str, Any]
+    model: MeasuredModel
     environment: Environment
-    cache: str
+    cache: CacheState
     ops: tuple[MeasuredOp, ...]
     step: StepTiming | None
     control: ControlTiming
-    host_s: float = 0.0
+    host_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        from rlplace.cost.measurementfile import check_measurement
-
-        check_measurement(self)
+        check_record(self, "measurement")
 
     @property
     def ops_s(self) -> float:
         """Seconds of all ops of a step."""
         return sum(op.seconds * op.count for op in self.ops)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement as plain JSON data; what is not known is left out."""
+        return {"format": FORMAT, "version": VERSION, **plain(self)}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Measurement:
+        """Builds a measurement from parsed JSON, with the same checks as `load`."""
+        return build(Measurement, check_header(data, FORMAT, VERSION, where="measurement"), "measurement")
+
     def save(self, path: str | Path) -> None:
         """Writes ``*.measure.json``, atomically."""
-        from rlplace.cost.measurementfile import save_measurement
-
-        save_measurement(self, path)
+        write_json(path, self.to_dict())
 
     @staticmethod
     def load(path: str | Path) -> Measurement:
-        """Reads and checks a measurement file; see docs/formats.md."""
-        from rlplace.cost.measurementfile import load_measurement
+        """Reads and checks a measurement file; see docs/formats.md.
 
-        return load_measurement(path)
+        Raises:
+            InputError: The file is missing, malformed, newer than this code, or holds impossible numbers.
+        """
+        return read_record(path, FORMAT, VERSION, lambda data: build(Measurement, data, "measurement"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from rlplace.cluster.presets import KINDS, DeviceKind
 from rlplace.cost.table import CostTable, Curve, Key
@@ -131,7 +132,7 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
         same = key[0] == op and key[1] == precision and (op in ("gemm", "bmm") or key[2] != "forward")
         if same or key == (op, precision, direction):
             return curve
-        return dataclasses.replace(curve, basis="scaled", source=f"{'/'.join(key)} curve: {curve.source}")
+        return msgspec.structs.replace(curve, basis="scaled", source=f"{'/'.join(key)} curve: {curve.source}")
     other = name
     while related and other in RELATED:
         other = RELATED[other]
@@ -172,9 +173,9 @@ def _carried(curve: Curve, kind: DeviceKind, other: str) -> Curve:
     if other in KINDS:
         bandwidth = kind.memory_bandwidth_bytes_per_s / KINDS[other].memory_bandwidth_bytes_per_s
         compute = peak_of(kind, "float32") / peak_of(KINDS[other], "float32")
-        curve = dataclasses.replace(
+        curve = msgspec.structs.replace(
             curve,
             compute_half_flops=min(curve.compute_half_flops * compute, 1e18),
             bandwidth_half_bytes=min(curve.bandwidth_half_bytes * bandwidth, 1e18),
         )
-    return dataclasses.replace(curve, floor_s=None, basis="scaled", source=f"fractions of {other}: {curve.source}")
+    return msgspec.structs.replace(curve, floor_s=None, basis="scaled", source=f"fractions of {other}: {curve.source}")

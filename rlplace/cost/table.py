@@ -11,20 +11,29 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated, Literal, get_args
 
+from msgspec import Meta
+
+from rlplace.errors import InputError, unknown_name
 from rlplace.files import fingerprint
+from rlplace.records import Record, Whole
 
-BASES = ("measured", "fitted", "scaled", "calibrated")
+MAX_WEIGHTS = 10_000
+
+Basis = Literal["measured", "fitted", "scaled", "calibrated"]
 """What a time rests on: this very shape was timed (`measured`); a curve fitted on timings of that device (`fitted`: published
 ones, `calibrated`: a person's own); or numbers carried over from a datasheet or a related device (`scaled`)."""
 
-DIRECTIONS = ("forward", "backward", "update", "backward_weight")
+Direction = Literal["forward", "backward", "update", "backward_weight"]
 """`backward` of products and convolutions is the gradient of the input; `backward_weight` that of the weight, priced by the
 backward curve where it has none of its own. Other ops, and whole ops that were measured, have one backward."""
 
-PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16")
+Precision = Literal["float64", "float32", "tf32", "float16", "bfloat16"]
 """Dtypes of curves: what the arithmetic runs in. tf32 is what cuDNN runs float32 convolutions in."""
 
+BASES: tuple[str, ...] = get_args(Basis)
+DIRECTIONS: tuple[str, ...] = get_args(Direction)
 HOST_MODES = ("eager", "compiled")
 
 DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "causal", "rows", "columns", "flops", "bytes")
@@ -39,9 +48,13 @@ EAGER_VIEW_S = 2e-6
 COMPILED_ISSUE_S = 1.5e-6
 """Host time to issue one kernel of a compiled graph or a graph replay; 1 to 2 us is usual."""
 
+_Share = Annotated[float, Meta(ge=1e-6, le=1)]
+_Work = Annotated[float, Meta(ge=0, le=1e18)]
+KernelSeconds = Annotated[float, Meta(ge=0, le=1)]
+_Weight = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
-@dataclass(frozen=True)
-class Residual:
+
+class Residual(Record, frozen=True):
     """A small network that corrects a curve by a bounded factor.
 
     The part of a time above the floor is multiplied by ``bound ** tanh(net(x))``, where x are the features, clamped to the
@@ -60,17 +73,34 @@ class Residual:
     """
 
     features: tuple[str, ...]
-    mean: tuple[float, ...]
-    scale: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    weights: tuple[tuple[tuple[float, ...], ...], ...]
-    bias: tuple[tuple[float, ...], ...]
-    bound: float
+    mean: tuple[_Weight, ...]
+    scale: tuple[Annotated[float, Meta(ge=1e-9, le=1e6)], ...]
+    low: tuple[_Weight, ...]
+    high: tuple[_Weight, ...]
+    weights: tuple[tuple[tuple[_Weight, ...], ...], ...]
+    bias: tuple[tuple[_Weight, ...], ...]
+    bound: Annotated[float, Meta(ge=1, le=20)]
+
+    def __post_init__(self) -> None:
+        width = len(self.features)
+        if not width or any(len(getattr(self, name)) != width for name in ("mean", "scale", "low", "high")):
+            raise InputError("mean, scale, low and high need one number per feature")
+        if not self.weights or len(self.weights) != len(self.bias):
+            raise InputError("needs one bias per layer of weights")
+        for layer, (matrix, bias) in enumerate(zip(self.weights, self.bias, strict=True)):
+            if not matrix or any(len(row) != width for row in matrix) or len(bias) != len(matrix):
+                raise InputError(f"layer {layer} does not fit the {width} values before it")
+            width = len(matrix)
+        if width != 1:
+            raise InputError(f"the last layer must have one output, it has {width}")
+        count = sum(len(row) + 1 for matrix in self.weights for row in matrix)
+        if count > MAX_WEIGHTS:
+            raise InputError(f"{count} weights, the limit is {MAX_WEIGHTS}")
+        if any(low > high for low, high in zip(self.low, self.high, strict=True)):
+            raise InputError("a low is above its high")
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(Record, frozen=True):
     """Time of one kernel against its work.
 
     ``t = floor + max(flops / (e peak g(flops)), bytes / (e_b bandwidth g_b(bytes)))`` with
@@ -85,25 +115,24 @@ class Curve:
         saturation: Exponent of g, in (0, 1].
         overhead_s: What the measuring method added to every time that the curve was fitted on (launch and synchronisation
             of a single call); not part of any prediction.
-        basis: One of `BASES`.
+        basis: What it rests on.
         source: For people: data, software, method.
         residual: Optional correction.
     """
 
-    compute_efficiency: float
-    compute_half_flops: float
-    bandwidth_efficiency: float
-    bandwidth_half_bytes: float
-    floor_s: float | None = None
-    saturation: float = 1.0
-    overhead_s: float = 0.0
-    basis: str = "scaled"
+    compute_efficiency: _Share
+    compute_half_flops: _Work
+    bandwidth_efficiency: _Share
+    bandwidth_half_bytes: _Work
+    floor_s: KernelSeconds | None = None
+    saturation: _Share = 1.0
+    overhead_s: KernelSeconds = 0.0
+    basis: Basis = "scaled"
     source: str = ""
     residual: Residual | None = None
 
 
-@dataclass(frozen=True)
-class MeasuredShape:
+class MeasuredShape(Record, frozen=True):
     """The time of one op of one shape; overrides the curve for ops of equal dims.
 
     Attributes:
@@ -111,8 +140,13 @@ class MeasuredShape:
         seconds: Device time of the whole op (all its kernels), launch included, measuring overhead removed.
     """
 
-    dims: Mapping[str, int]
-    seconds: float
+    dims: Annotated[Mapping[str, Whole], Meta(min_length=1)]
+    seconds: Annotated[float, Meta(ge=0, le=1e6)]
+
+    def __post_init__(self) -> None:
+        for name in self.dims:
+            if name not in DIMS:
+                raise unknown_name("dim", name, DIMS)
 
 
 Key = tuple[str, str, str]

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,12 @@ FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE = range(4)
 ACTIVATION, PARAMETER, BUFFER, INPUT, GRADIENT = range(5)
 TENSOR_ROLES = ("activation", "parameter", "buffer", "input", "gradient")
 
-OP_KINDS = (
+OpKind = Literal[
     "gemm", "bmm", "attention", "conv", "recurrent", "scan", "elementwise", "reduction", "norm", "softmax", "embedding",
     "gather", "copy", "view", "random", "optimizer", "module", "other",
-)  # fmt: skip
+]  # fmt: skip
 """Op classes that the cost model tells apart. `view` ops cost nothing; `module` is a whole submodule kept as one op."""
+OP_KINDS: tuple[str, ...] = get_args(OpKind)
 
 
 @dataclass(frozen=True)

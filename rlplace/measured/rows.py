@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
-from rlplace.cost.timings import MODES, place_from_dict
+from msgspec import Meta
+
+from rlplace.cost.timings import MODES, PlaceTiming
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import canonical_json, finite_number, parse_json
 from rlplace.measured.checks import MAX_NAME, check_fingerprint, check_text, whole
 from rlplace.measured.trial import STATUSES, Trial
+from rlplace.records import build, plain
 
 COLUMNS = (
     "problem", "site", "run", "anchor", "status", "microbatches", "schedule", "mode", "engine", "began_at", "setup_s",
@@ -43,7 +45,6 @@ def trial_to_row(trial: Trial) -> tuple[tuple[Any, ...], Trial]:
     if not isinstance(trial, Trial):
         raise InputError(f"trial: expected a Trial, found {type(trial).__name__}")
     try:
-        places = [{key: _item(value) for key, value in asdict(place).items() if value is not None} for place in trial.places]
         values = {column: getattr(trial, column) for column in COLUMNS} | {
             "anchor": int(trial.anchor),
             "microbatches": operator.index(trial.microbatches),
@@ -53,7 +54,7 @@ def trial_to_row(trial: Trial) -> tuple[tuple[Any, ...], Trial]:
             "device_of_group": canonical_json([operator.index(device) for device in trial.device_of_group]),
             "priority": None if trial.priority is None else canonical_json([_plain(p) for p in trial.priority]),
             "step_s": canonical_json([_plain(step) for step in trial.step_s]),
-            "places": canonical_json(places),
+            "places": canonical_json(plain(trial.places)),
             "engine": _one_line(trial.engine, MAX_NAME),
             "reason": _one_line(trial.reason, MAX_REASON),
         }
@@ -139,20 +140,13 @@ def _flat(text: Any, limit: int, where: str) -> list[Any]:
 def _places(text: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(text, str) or len(text) > _MAX_PLACES_TEXT:
         raise InputError(f"{where}: expected a list as JSON text")
-    items = parse_json(text, where)
-    if not isinstance(items, list) or len(items) > MAX_PLACES:
-        raise InputError(f"{where}: expected a list of at most {MAX_PLACES} places")
-    return tuple(place_from_dict(item, f"{where}[{index}]") for index, item in enumerate(items))
+    return build(Annotated[tuple[PlaceTiming, ...], Meta(max_length=MAX_PLACES)], parse_json(text, where), where)
 
 
 def _plain(value: Any) -> float:
     if isinstance(value, (str, bytes)):
         raise TypeError(f"expected a number, found {show(value)}")
     return float(value) + 0.0  # no negative zero, whose text differs from that of zero
-
-
-def _item(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
 
 
 def _one_line(text: str, limit: int) -> str:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
 
 from rlplace.cost.calls import op_directions
-from rlplace.cost.measurement import ControlTiming, MeasuredOp, Measurement, StepTiming
+from rlplace.cost.measurement import ControlTiming, MeasuredModel, MeasuredOp, Measurement, StepTiming
 from rlplace.cost.table import DIRECTIONS
 from rlplace.cost.targets import op_dims_of, target_names
 from rlplace.errors import InputError
@@ -123,7 +124,7 @@ def measure_model(
 
     samples = _run_steps(walk, plain if step else None, repeats, time_limit_s)
     _, last = time_control(place)
-    environment = dataclasses.replace(
+    environment = msgspec.structs.replace(
         before,
         clock_end_mhz=clock_mhz(place),
         details={
@@ -168,15 +169,15 @@ def load_and_measure(
     return measure_model(model, graph, optimizer=optimizer, device=device, **options)
 
 
-def _model_of(graph: OpGraph, optimizer: str) -> dict[str, Any]:
+def _model_of(graph: OpGraph, optimizer: str) -> MeasuredModel:
     source = graph.source or {}
-    return {
-        "model": str(source.get("model", graph.name)),
-        "batch": int(source.get("batch", graph.samples)),
-        "seq": int(source.get("seq", 1)),
-        "dtype": str(source.get("dtype", graph.capture.get("dtype", "float32"))),
-        "optimizer": optimizer,
-    }
+    return MeasuredModel(
+        model=str(source.get("model", graph.name)),
+        batch=int(source.get("batch", graph.samples)),
+        seq=int(source.get("seq", 1)),
+        dtype=str(source.get("dtype", graph.capture.get("dtype", "float32"))),
+        optimizer=optimizer,
+    )
 
 
 def _on_device(model: LoadedModel, device: torch.device) -> tuple[nn.Module, Any]:

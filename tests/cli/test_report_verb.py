@@ -53,7 +53,7 @@ def test_without_planners(capsys, made):
 
 def test_measurements_of_both_kinds(capsys, made):
     problem, plan, folder = made
-    timing = PlanTiming("timed", plan.fingerprint, problem.fingerprint, "hand", "joint", "computed", (0.5, 0.6), 0.4, (), 1.0)
+    timing = PlanTiming("timed", plan.fingerprint, problem.fingerprint, "hand", "joint", "computed", (0.5, 0.6), (), 1.0, 0.4)
     PlanTimings("job", {}, (timing,)).save(folder / "x.timings.json")
     with TrialStore(folder / "trials.db") as store:
         store.add_problem(problem)

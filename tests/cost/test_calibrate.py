@@ -1,7 +1,6 @@
 """Calibration on measurements that are made up from known coefficients."""
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,7 +9,7 @@ from rlplace.cluster.presets import cpu_kind
 from rlplace.cost.calibrate import calibrate, pool, step_factor
 from rlplace.cost.compute import explain_times
 from rlplace.cost.curve import work_seconds
-from rlplace.cost.measurement import ControlTiming, Environment, MeasuredOp, Measurement, StepTiming
+from rlplace.cost.measurement import ControlTiming, Environment, MeasuredModel, MeasuredOp, Measurement, StepTiming
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.cost.targets import target_names
 from rlplace.errors import InputError
@@ -28,7 +27,7 @@ def true_seconds(flops, size):
 
 def op(target, kind, flops, size, seconds, direction="forward", count=1, dims=None):
     return MeasuredOp(
-        target, kind, "float32", direction, float(flops), int(size), dims or {}, count, seconds, seconds, seconds, 25
+        target, kind, "float32", direction, float(flops), int(size), count, seconds, seconds, seconds, 25, dims or {}
     )
 
 
@@ -38,7 +37,7 @@ def measurement(ops, name="zoo:mlp", step_s=None, **environment):
     step = None if step_s is None else StepTiming(step_s * total, step_s * total, step_s * total, step_s * total, 20, 20)
     return Measurement(
         name=name,
-        model={"model": name, "batch": 1, "seq": 1, "dtype": "fp32", "optimizer": "adam"},
+        model=MeasuredModel(name, 1, 1, "fp32", "adam"),
         environment=Environment(**known),
         cache="step",
         ops=tuple(ops),
@@ -89,7 +88,7 @@ def test_models_are_predicted_by_the_others():
 
 
 def test_faster_than_the_preset_is_expressed_by_the_step_factor():
-    ops = [dataclasses.replace(o, seconds=o.seconds / 10) for o in sweep("aten.linear.default", "gemm", 200.0, SIZES)]
+    ops = [msgspec.structs.replace(o, seconds=o.seconds / 10) for o in sweep("aten.linear.default", "gemm", 200.0, SIZES)]
     costs = calibrate([measurement(ops)], KIND, by_model=False, holdout=0.0).table.kinds["cpu"]
     entry = costs.targets[("aten.linear.default", "float32", "forward")]
     assert costs.step_factor < 0.2 and entry.curve.compute_efficiency <= 1.0
@@ -106,7 +105,7 @@ def test_step_factor_is_the_median_of_the_steps():
 
 def test_equal_ops_of_several_models_are_pooled():
     ops = sweep("aten.add.Tensor", "elementwise", 0.1, [1000])
-    twice = dataclasses.replace(ops[0], seconds=4 * ops[0].seconds, count=3)
+    twice = msgspec.structs.replace(ops[0], seconds=4 * ops[0].seconds, count=3)
     rows = pool([measurement(ops), measurement([twice])])
     assert len(rows) == 1 and rows[0].count == 4
     assert rows[0].seconds == pytest.approx((1 + 3 * 4) / 4 * ops[0].seconds)
@@ -139,7 +138,7 @@ def timed(graph):
     for number, ((target, kind, dtype, direction, flops, size, dims), ops) in enumerate(rows.items()):
         seconds = 1e-3 * (1 + number % 7)
         record = op(target, kind, flops, size, seconds, direction, len(ops), dict(dims))
-        found.append(dataclasses.replace(record, dtype=dtype))
+        found.append(msgspec.structs.replace(record, dtype=dtype))
     return found
 
 

@@ -1,5 +1,6 @@
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -191,13 +192,13 @@ def test_a_measured_shape_overrides_the_curve():
 def test_a_residual_is_bounded_and_does_not_extrapolate():
     net = {"mean": (10.0,), "scale": (2.0,), "low": (5.0,), "high": (12.0,), "weights": (((1e5,),),), "bias": ((0.0,),)}
     curve = Curve(0.1, 0.0, 0.1, 0.0, residual=Residual(("log_m",), bound=3.0, **net))
-    plain = dataclasses.replace(curve, residual=None)
+    plain = msgspec.structs.replace(curve, residual=None)
     device = {"peak_flops": 1e12, "bandwidth_bytes_per_s": 1e30, "processors": 100}
     sizes = {"m": np.array([2.0**6, 2.0**11, 2.0**12, 2.0**40])}
     flops = np.full(4, 1e9)
     ratio = kernel_seconds(curve, flops, flops, sizes, **device) / kernel_seconds(plain, flops, flops, sizes, **device)
     assert ratio == pytest.approx([1 / 3, 3, 3, 3], rel=1e-6)
-    fast = dataclasses.replace(curve, compute_efficiency=0.9)
+    fast = msgspec.structs.replace(curve, compute_efficiency=0.9)
     assert kernel_seconds(fast, flops, flops, sizes, **device)[0] == pytest.approx(1e-3)  # the roofline holds
 
 

@@ -1,5 +1,6 @@
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -49,7 +50,7 @@ def test_known_coefficients_come_back():
 
 
 def test_a_given_floor_leaves_the_rest_as_measuring_overhead():
-    slow = dataclasses.replace(TRUE, overhead_s=4e-5)
+    slow = msgspec.structs.replace(TRUE, overhead_s=4e-5)
     fitted = fit_op_curve(timings(slow, 200), basis="fitted", source="test", floor_s=8e-6, **DEVICE)
     assert fitted.floor_s == 8e-6
     assert fitted.overhead_s == pytest.approx(4e-5, rel=0.1)
@@ -70,7 +71,7 @@ def test_several_calls_share_the_work():
 
 def test_what_the_rows_do_not_say_stays_at_the_prior():
     rows = [OpTiming(0.0, float(size), 5e-6 + size / 1.5e12) for size in (10**4, 10**6, 10**8, 10**9)]
-    prior = dataclasses.replace(DEFAULT_PRIOR, compute_efficiency=0.33)
+    prior = msgspec.structs.replace(DEFAULT_PRIOR, compute_efficiency=0.33)
     fitted = fit_op_curve(rows, basis="calibrated", source="test", prior=prior, **DEVICE)
     assert fitted.compute_efficiency == pytest.approx(0.33, rel=1e-3)
     assert fitted.bandwidth_efficiency == pytest.approx(0.75, rel=0.05)
@@ -91,7 +92,7 @@ def test_rows_that_cannot_be_fitted(rows):
 
 
 def test_a_known_overhead_is_not_fitted():
-    slow = dataclasses.replace(TRUE, overhead_s=4e-5)
+    slow = msgspec.structs.replace(TRUE, overhead_s=4e-5)
     fitted = fit_op_curve(timings(slow, 100), basis="fitted", source="test", floor_s=8e-6, overhead_s=1e-5, **DEVICE)
     assert (fitted.floor_s, fitted.overhead_s) == (8e-6, pytest.approx(1e-5))
     with pytest.raises(InputError, match="overhead_s"):

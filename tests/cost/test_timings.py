@@ -12,7 +12,7 @@ def timings():
     place = PlaceTiming(0, "a", 0.06, 0.03, 0.0, 0.008, 812, 0.058, 790)
     bare = PlaceTiming(1, "b", 0.05, 0.04, 0.0, 0.008)
     plan = PlanTiming(
-        "x", "f" * 64, "e" * 64, "heft", "stage_graph", "computed", (0.1, 0.2, 0.12, 0.11), 0.12, (place, bare), 0.8
+        "x", "f" * 64, "e" * 64, "heft", "stage_graph", "computed", (0.1, 0.2, 0.12, 0.11), (place, bare), 0.8, 0.12
     )
     return PlanTimings("hf:gpt2", {"torch": "2.13", "threads": 1}, (plan,))
 
@@ -34,11 +34,11 @@ def test_figures():
     ("change", "message"),
     [
         (lambda d: d.pop("plans"), "plans"),
-        (lambda d: d.update(plans={}), "plans must be a list"),
+        (lambda d: d.update(plans={}), "plans: expected a list"),
         (lambda d: d.update(environment=[1]), "environment"),
         (lambda d: d["plans"][0].update(mode="guessed"), "mode"),
         (lambda d: d["plans"][0].update(step_s=[]), "step_s"),
-        (lambda d: d["plans"][0].update(step_s=[0.0]), "more than no time"),
+        (lambda d: d["plans"][0].update(step_s=[0.0]), r"step_s\[0\]: expected a number above 0"),
         (lambda d: d["plans"][0].update(step_s=[float("1e400")]), "step_s|NaN|finite|number"),
         (lambda d: d["plans"][0].update(predicted_s=-1), "predicted_s"),
         (lambda d: d["plans"][0]["places"][0].update(rank=-1), "rank"),

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
 from rlplace.cost.timings import PlaceTiming
 from rlplace.measured.site import Site
 from rlplace.measured.store import TrialStore
@@ -36,7 +38,7 @@ def done(number: int = 0, **changes: object) -> Trial:
         schedule="1f1b",
         status="done",
         step_s=(0.1, 0.2, 0.15),
-        places=(PLACE, dataclasses.replace(PLACE, rank=1, peak_memory_bytes=None)),
+        places=(PLACE, msgspec.structs.replace(PLACE, rank=1, peak_memory_bytes=None)),
         predicted_s=0.12,
         engine="stage_graph",
         setup_s=0.5,

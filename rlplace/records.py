@@ -1,0 +1,269 @@
+"""Typed records of files: from parsed JSON or TOML to records and back, every type, key and range checked by msgspec.
+
+A record is a frozen `Record`; its annotations, with the constrained types below, are the format. `build` reads one and `plain`
+writes it, defaults left out. Errors name the field by its path, what it must be, and what was found there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from types import GenericAlias, NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, overload
+
+import msgspec
+import msgspec.inspect
+from msgspec import NODEFAULT, Meta
+
+from rlplace.errors import InputError, show, unknown_name
+
+Kind = TypeVar("Kind")
+
+_MOST_INT = (1 << 62) - 1
+_MOST_FLOAT = 1.7976931348623157e308
+
+Whole = Annotated[int, Meta(ge=0, le=_MOST_INT)]
+"""A whole number from 0 up."""
+
+Count = Annotated[int, Meta(ge=1, le=_MOST_INT)]
+"""A whole number from 1 up."""
+
+Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
+"""A size in memory."""
+
+Number = Annotated[float, Meta(ge=-_MOST_FLOAT, le=_MOST_FLOAT)]
+"""A finite number."""
+
+Text = Annotated[str, Meta(min_length=1)]
+"""Text that is not empty."""
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of records that stand in files; a subclass lists its fields like a dataclass."""
+
+
+@overload
+def build(kind: type[Kind], data: Any, where: str, *, whole_floats: bool = False) -> Kind: ...
+@overload
+def build(kind: Any, data: Any, where: str, *, whole_floats: bool = False) -> Any: ...
+def build(kind: Any, data: Any, where: str, *, whole_floats: bool = False) -> Any:
+    """Builds a record, or any type that msgspec knows, from parsed JSON or TOML.
+
+    Args:
+        kind: What to build.
+        data: Plain data; truth values are no numbers, whole numbers are good where floats are asked for.
+        where: What it is, for messages.
+        whole_floats: Accept floats without a fraction (``80e9``) for whole numbers.
+
+    Raises:
+        InputError: Names the first field that is wrong.
+    """
+    try:
+        return msgspec.convert(data, kind, strict=True, str_keys=True)
+    except msgspec.ValidationError as error:
+        if whole_floats and "`int" in str(error) and "got `float`" in str(error):
+            return build(kind, _without_floats(data), where)
+        raise _explained(str(error), kind, data, where) from None
+
+
+def plain(value: Any) -> Any:
+    """A record, or anything that holds records, as plain data for JSON or TOML: values that equal their defaults left out."""
+    if isinstance(value, msgspec.Struct):
+        items = ((name, getattr(value, attribute), default) for name, attribute, default in _fields(type(value)))
+        if value.__struct_config__.array_like:
+            return [plain(item) for _, item, _ in items]
+        return {name: plain(item) for name, item, default in items if item is not default and item != default}
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value  # numpy's numbers and arrays
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
+    """Key, attribute and default of each field of a record."""
+    return tuple(
+        (f.encode_name, f.name, f.default if f.default_factory is NODEFAULT else f.default_factory())
+        for f in msgspec.structs.fields(kind)
+    )
+
+
+def check_record(record: Record, where: str) -> None:
+    """Checks a record that was made in Python as if it came from a file; for its ``__post_init__``.
+
+    Raises:
+        InputError: Names the first field that is wrong.
+    """
+    for field in msgspec.structs.fields(type(record)):
+        check(field.type, getattr(record, field.name), f"{where}: {field.encode_name}")
+
+
+def check(kind: Any, value: Any, where: str) -> None:
+    """Checks a value that was made in Python as if it came from a file; see `build`."""
+    build(kind, plain(value), where)
+
+
+def _without_floats(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _without_floats(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_without_floats(value) for value in data]
+    return int(data) if isinstance(data, float) and data.is_integer() else data
+
+
+def _explained(text: str, kind: Any, data: Any, where: str) -> InputError:
+    """The error for what msgspec refused; its text gives the path, types and data the rest."""
+    match = re.search(r" - at `(key` in `)?\$([^`]*)`$", text)
+    steps = re.findall(r"\.\w+|\[[^\]]*\]", match[2]) if match else []
+    found = _Spot(kind, data, where).at(steps)
+    if text.startswith("Object contains unknown field"):
+        at = found if found is not None and found.unknown_keys() else _Spot(kind, data, where)  # a key may look like a path
+        return InputError(f"{at.path}: {unknown_name('key', at.unknown_keys()[0], at.fields())}")
+    if found is None:
+        return InputError(f"{where}: {text}")
+    if match is not None and match[1]:
+        key = found.bad_key()
+        if key.literals() and isinstance(key.data, str):
+            return InputError(f"{found.path}: {unknown_name('key', key.data, key.literals())}")
+        return InputError(f"{found.path}: {show(key.data)} is not a key that can stand here")
+    if missing := re.match(r"Object missing required field `(\w+)`", text):
+        return InputError(f"{found.path}: key {missing[1]!r} is missing")
+    if text.startswith("Number out of range"):
+        return InputError(f"{found.path}: the number is too large")
+    if not text.startswith(("Expected", "Invalid")):  # raised by the record itself
+        return InputError(f"{found.path}: {text[: match.start()] if match else text}")
+    if found.literals() and isinstance(found.data, str):
+        what = re.sub(r"\[[^\]]*\]", "", found.path).rpartition(".")[2].rpartition(": ")[2]
+        return InputError(f"{found.path}: {unknown_name(what, found.data, found.literals())}")
+    return InputError(f"{found.path}: expected {_wanted(msgspec.inspect.type_info(found.kind))}, found {show(found.data)}")
+
+
+class _Spot:
+    """A place in data, with the type that it must have.
+
+    Attributes:
+        kind: The type.
+        data: What stands there.
+        where: What the data is.
+        name: Path inside it.
+    """
+
+    def __init__(self, kind: Any, data: Any, where: str, name: str = "") -> None:
+        self.kind, self.data, self.where, self.name = kind, data, where, name
+
+    @property
+    def path(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.where}: {self.name[1:]}" if self.name.startswith(".") else f"{self.where}{self.name}"
+
+    def at(self, steps: list[str]) -> _Spot | None:
+        """The place at a path; None where there is no such."""
+        spot: _Spot | None = self
+        for step in steps:
+            spot = None if spot is None else spot._inside(step)
+        return spot
+
+    def _bare(self) -> Any:
+        """The type without constraints; of alternatives the one that the data looks like."""
+        kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
+        if get_origin(kind) not in (Union, UnionType):
+            return kind
+        members = [_Spot(member, self.data, self.where)._bare() for member in get_args(kind) if member is not NoneType]
+        for member in members:
+            config = getattr(member, "__struct_config__", None)
+            is_list = get_origin(member) in (list, tuple) or (config is not None and config.array_like)
+            if isinstance(self.data, (list, tuple)) == is_list:
+                return member
+        return members[0]
+
+    def fields(self) -> dict[str, Any]:
+        """Types of a record's keys; empty for anything else."""
+        kind = self._bare()
+        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+            return {}
+        return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+
+    def unknown_keys(self) -> list[Any]:
+        """Keys of the data that the record does not have."""
+        return [key for key in self.data if key not in self.fields()] if isinstance(self.data, Mapping) else []
+
+    def literals(self) -> list[str]:
+        """Names that the type admits, where it admits no others."""
+        kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
+        members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        return [name for member in members if get_origin(member) is Literal for name in get_args(member)]
+
+    def _inside(self, step: str) -> _Spot | None:
+        """One step further: ``.name``, ``[number]`` or ``[...]`` for whichever value of a mapping is wrong."""
+        kind, fields = self._bare(), self.fields()
+        try:
+            if step == "[...]":
+                item = get_args(kind)[1]
+                key = next(key for key, value in self.data.items() if not _fits(item, value))
+                return _Spot(item, self.data[key], self.where, f"{self.name}[{show(key)}]")
+            if step.startswith("."):
+                return _Spot(fields[step[1:]], self.data[step[1:]], self.where, self.name + step)
+            items = list(fields.values()) or list(get_args(kind))
+            fixed = fields or (get_origin(kind) is tuple and items[-1] is not Ellipsis)
+            index = int(step[1:-1])
+            return _Spot(items[index] if fixed else items[0], self.data[index], self.where, self.name + step)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
+            return None
+
+    def bad_key(self) -> _Spot:
+        """The first key of a mapping that is not of the type of its keys."""
+        kind: Any = get_args(self._bare())[0]
+        wrong = (key for key in self.data if not _fits(GenericAlias(dict, (kind, Any)), {key: None}))
+        return _Spot(kind, next(wrong, None), self.where)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    try:
+        msgspec.convert(value, kind, strict=True, str_keys=True)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+_PLAIN = {
+    msgspec.inspect.NoneType: "null",
+    msgspec.inspect.BoolType: "true or false",
+    msgspec.inspect.StructType: "an object",
+}
+
+
+def _wanted(info: Any) -> str:
+    """What a type admits, in words."""
+    if isinstance(info, msgspec.inspect.Metadata):
+        return _wanted(info.type)
+    if isinstance(info, msgspec.inspect.UnionType):
+        return " or ".join(_wanted(item) for item in info.types)
+    if isinstance(info, msgspec.inspect.IntType):
+        return "a whole number" + _range(info, _MOST_INT)
+    if isinstance(info, msgspec.inspect.FloatType):
+        return ("a finite number" if info.le == _MOST_FLOAT == -(info.ge or 0) else "a number") + _range(info, _MOST_FLOAT)
+    if isinstance(info, msgspec.inspect.LiteralType):
+        return "one of " + ", ".join(map(str, info.values))
+    if isinstance(info, msgspec.inspect.StrType):
+        return "text" if not info.min_length else "text that is not empty"
+    if isinstance(info, msgspec.inspect.DictType):
+        return "an object" + (f" of {info.min_length} or more entries" if info.min_length else "")
+    if isinstance(info, msgspec.inspect.TupleType):
+        return f"a list of {len(info.item_types)} values"
+    if isinstance(info, msgspec.inspect.StructType) and info.array_like:
+        return f"a list of {len(info.fields)} values: {', '.join(field.encode_name for field in info.fields)}"
+    if isinstance(info, (msgspec.inspect.ListType, msgspec.inspect.VarTupleType)):
+        return "a list" + (f" of {info.min_length} or more" if info.min_length else "")
+    return _PLAIN.get(type(info), "another value")
+
+
+def _range(info: Any, most: float) -> str:
+    above = info.le if info.lt is None else info.lt
+    low, high = info.ge, None if above is None or above >= most else above
+    if info.gt is not None:
+        return f" above {info.gt:g}" + ("" if high is None else f", up to {high:g}")
+    if low is None or low <= -most:
+        return "" if high is None else f" up to {high:g}"
+    return f" from {low:g} up" if high is None else f" in {low:g}..{high:g}"

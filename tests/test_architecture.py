@@ -15,6 +15,7 @@ LEVEL = {
     "limits": 0,
     "text": 0,
     "files": 1,
+    "records": 1,
     "interrupts": 1,
     "extensions": 1,
     "compiled": 2,

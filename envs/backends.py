@@ -49,7 +49,7 @@ class Backend(Protocol):
 
 
 class SimulatedBackend:
-    """The simulator; docs/design.md has its rules.
+    """The simulator (docs/cost-model/executor.md).
 
     Attributes:
         calls: Evaluations so far.

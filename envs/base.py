@@ -160,7 +160,7 @@ def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.
 @cache
 def default_instances() -> tuple[Instance, ...]:
     """Three small random problems, so that ``gymnasium.make`` works without arguments."""
-    from rlplace.problem.toys import random_problem
+    from rlplace.problem.generate import random_problem
 
     return tuple(make_instance(random_problem(seed, num_groups=12 + 4 * seed, num_devices=3)) for seed in range(3))
 

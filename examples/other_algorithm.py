@@ -16,7 +16,7 @@ import rlplace
 from rlplace.agents.checkpoint import save_checkpoint
 from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
 from rlplace.envs import RefinementEnv, make_instance
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 torch.set_num_threads(1)
 problems = [random_problem(seed, num_groups=20, num_devices=4, shape="branchy") for seed in range(4)]

@@ -166,7 +166,7 @@ def test_what_a_planner_returns_is_not_believed(wrong):
 
 
 def test_a_plan_that_does_not_fit_or_moves_what_is_fixed_is_refused(wrong):
-    from rlplace.problem.toys import memory_tight_pair
+    from toys import memory_tight_pair
 
     with pytest.raises(InfeasibleError, match=r"planner 'all_on_last' of wrong-plugin 1.0: its plan is not feasible"):
         get_planner("all_on_last")(memory_tight_pair().problem)

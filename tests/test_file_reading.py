@@ -14,7 +14,7 @@ from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import MAX_FILE_BYTES, read_json, read_text, write_json
 from rlplace.plan import PlacementPlan
 from rlplace.plan.plan import make_plan
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 
 def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:

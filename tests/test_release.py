@@ -162,7 +162,7 @@ import sys
 sys.modules[{package!r}] = None            # importing it fails from here on
 from rlplace.errors import MissingError
 from rlplace.planners import run_planner
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 problem = random_problem(0, num_groups=4, num_devices=2)
 plan = run_planner('single', problem).plan
 try:

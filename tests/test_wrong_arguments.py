@@ -12,7 +12,7 @@ from torch import nn
 
 import rlplace
 from rlplace import Cluster, InputError, Problem
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 CLUSTER = Cluster.preset("l4:2")
 

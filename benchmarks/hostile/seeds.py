@@ -174,9 +174,10 @@ def _write(path: Path, kind: str, data: dict[str, Any]) -> None:
 
 def _problems(folder: Path) -> Any:
     from rlplace.problem import problem_from_dict, problem_to_dict
-    from rlplace.problem.toys import fork_join
+    from rlplace.problem.build import TensorSpec, build_problem
 
-    toy = problem_to_dict(fork_join(width=2, num_devices=2).problem)
+    edges = [TensorSpec(0, 0, [1, 2]), TensorSpec(1, 0, [3]), TensorSpec(2, 0, [3])]
+    toy = problem_to_dict(build_problem("fork_join", time_s=[[1.0, 1.0]] * 4, tensors=edges, memory_bytes=[None, None]))
     toy["devices"][0] |= {"memory_bytes": 80000, "reserved_bytes": 600, "kind": "a100-80g"}
     toy["tensors"][0]["transfer_s"] = [[0, 1], [1, 0]]
     toy["ops"][0] |= {"kind": "gemm", "dims": {"m": 8}, "temporary_bytes": 5}

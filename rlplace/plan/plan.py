@@ -1,4 +1,4 @@
-"""The `PlacementPlan` record: the answer to a problem, its checks and its file format (DESIGN section 3)."""
+"""The `PlacementPlan` record: the answer to a problem, its checks and its file format (docs/formats.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problem files: ``rlplace.problem`` version 1 (DESIGN section 3, docs/formats.md)."""
+"""Problem files: ``rlplace.problem`` version 1 (docs/formats.md)."""
 
 from __future__ import annotations
 

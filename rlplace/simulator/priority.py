@@ -1,4 +1,4 @@
-"""Who goes first: default priorities and the ranks that schedules make of them (rules 1 and 6 of DESIGN section 4)."""
+"""Who goes first: default priorities and the ranks that schedules make of them (rules 1 and 6 of the executor)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference simulator: DESIGN section 4 in plain Python.
+"""The reference simulator: the rules of docs/cost-model/executor.md in plain Python.
 
 This file is the definition of step time and peak memory. `rlplace.simulator.fast` is its compiled twin and must agree bit
 for bit; when the two differ, this one is right. It is written to be read against the rules, not to be quick.

@@ -1,4 +1,4 @@
-"""Stages and admission: how the schedules `gpipe` and `1f1b` hold tasks back (DESIGN section 4, rule 6).
+"""Stages and admission: how the schedules `gpipe` and `1f1b` hold tasks back (rule 6 of the executor).
 
 A gate holds tasks until enough other tasks have ended. Gates are numbered stage by stage:
 

@@ -1,4 +1,4 @@
-"""The tasks of a step with several micro-batches (DESIGN section 4, rule 6), as arrays that both simulators read.
+"""The tasks of a step with several micro-batches (rule 6 of the executor), as arrays that both simulators read.
 
 A *task* is one execution of an op, a *value* one execution's result: what a tensor is for one micro-batch. Forward and backward
 ops have a task for every micro-batch, update ops one. A tensor has a value for every micro-batch, except that

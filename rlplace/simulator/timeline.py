@@ -12,7 +12,7 @@ from rlplace.problem import Problem
 from rlplace.simulator.tasks import TaskGraph
 
 EXECUTOR = "list"
-"""Name of the executor of DESIGN section 4; every table states it."""
+"""Name of the executor (docs/cost-model/executor.md); every table states it."""
 
 
 @dataclass(frozen=True, eq=False)

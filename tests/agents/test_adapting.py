@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import adapt as adapting
 from rlplace.agents import labels
@@ -14,7 +15,7 @@ from rlplace.envs import make_instance
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import count_calls
-from rlplace.problem.toys import TOYS, memory_tight_pair, random_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from toys import memory_tight_pair
 
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
@@ -16,7 +17,7 @@ from rlplace.envs import make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.errors import InputError
 from rlplace.planners.common.evaluate import Execution
-from rlplace.problem.toys import memory_tight_pair, random_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 

@@ -8,7 +8,7 @@ from rlplace.agents.cases import Case
 from rlplace.agents.gather import gather
 from rlplace.agents.labels import Labels
 from rlplace.agents.problems.sources import CaseSource
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 
 def stream(seed=0):

@@ -14,7 +14,7 @@ from rlplace.agents.search import Search
 from rlplace.envs import make_instance
 from rlplace.envs.guide.features import FEATURES
 from rlplace.planners.common.evaluate import Execution, Score
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator
 
 

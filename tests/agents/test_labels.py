@@ -4,14 +4,16 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from toys import memory_tight_pair
 
 from rlplace.agents.cases import Case
 from rlplace.agents.labels import Labels, collect_labels
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE, Execution
+from rlplace.problem.build import build_problem
+from rlplace.problem.generate import random_problem
 from rlplace.problem.problem import Links
-from rlplace.problem.toys import build_problem, memory_tight_pair, random_problem
 from rlplace.simulator import simulate
 
 

@@ -13,7 +13,7 @@ from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.observation import NUM_CONTEXT
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 
 def instance_of(seed, groups, devices=3):

@@ -25,7 +25,7 @@ from rlplace.planners.pardnn import sweep_kernel
 from rlplace.planners.pipedream import kernels as pipedream
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import random_problem as toy_problem
+from rlplace.problem.generate import random_problem as toy_problem
 from rlplace.simulator import fast, simulate, simulate_many
 
 KERNELS = {

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import planner
 from rlplace.agents.planner import ROLLOUT_LENGTH, load_agent
@@ -14,8 +15,9 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import make_plan
 from rlplace.planners import get_planner, run_planner
 from rlplace.planners.common.evaluate import count_calls
+from rlplace.problem.build import build_problem
+from rlplace.problem.generate import random_problem
 from rlplace.problem.problem import Links
-from rlplace.problem.toys import TOYS, build_problem, memory_tight_pair, random_problem
 from rlplace.simulator import simulate
 
 NAMES = ("refinement", "graph", "placement")

@@ -14,7 +14,7 @@ from rlplace.agents.labels import Labels, collect_labels
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.agents.pretrain import captured_gain, fit, ranking_loss, set_standard, train_in_parts
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 
 @pytest.fixture(scope="module")

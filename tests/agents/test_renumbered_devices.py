@@ -12,8 +12,8 @@ from rlplace.envs import make_instance
 from rlplace.envs.guide.features import move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.planners.common.evaluate import Execution
+from rlplace.problem.generate import random_problem
 from rlplace.problem.problem import Links
-from rlplace.problem.toys import random_problem
 
 
 def renumbered(problem, new):

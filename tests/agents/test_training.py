@@ -20,7 +20,8 @@ from rlplace.envs import make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.errors import InputError
 from rlplace.planners.common.evaluate import Execution
-from rlplace.problem.toys import build_problem, random_problem
+from rlplace.problem.build import build_problem
+from rlplace.problem.generate import random_problem
 
 
 def given(*problems, execution=None):

@@ -14,7 +14,7 @@ from rlplace.cli.place import op_level_line
 from rlplace.envs.guide.features import FEATURES
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlplace.cli.main import main
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 MODELS = """
 import sys

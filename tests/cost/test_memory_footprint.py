@@ -17,7 +17,8 @@ from rlplace.errors import InputError
 from rlplace.graph.synthetic import random_graph, transformer_graph
 from rlplace.plan import PlacementPlan
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Device, Links, Problem
-from rlplace.problem.toys import TensorSpec, build_problem, random_problem
+from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.timeline import resident_by_device
 

@@ -14,7 +14,8 @@ from rlplace.envs import make_instance
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem, problem_from_dict
-from rlplace.problem.toys import TensorSpec, build_problem, random_problem
+from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem.generate import random_problem
 
 IDS = ("rlplace/Placement-v0", "rlplace/Refinement-v0")
 

@@ -7,7 +7,8 @@ from rlplace.envs import PlacementEnv, make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, Construction
 from rlplace.envs.guide.features import CLIP
 from rlplace.errors import InputError
-from rlplace.problem.toys import TensorSpec, build_problem, random_problem
+from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem.generate import random_problem
 
 
 def fork(**options):

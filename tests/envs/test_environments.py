@@ -8,11 +8,12 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 from stable_baselines3.common.vec_env import DummyVecEnv
+from toys import fork_join, memory_tight_pair, two_device_chain
 
 import rlplace
 from rlplace.envs import PlacementEnv, RefinementEnv, SimulatedBackend, make_instance
 from rlplace.errors import InputError
-from rlplace.problem.toys import fork_join, memory_tight_pair, random_problem, two_device_chain
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 IDS = ("rlplace/Placement-v0", "rlplace/Refinement-v0")

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from rlplace.envs.memory import group_footprint_bytes, group_pinned_bytes, group_saved_bytes
 from rlplace.problem import BACKWARD, FORWARD
-from rlplace.problem.toys import TensorSpec, build_problem, random_problem
+from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 

@@ -9,8 +9,8 @@ from rlplace.envs.guide.features import FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.guide.pressure import SHARPNESS, STRICT, TIGHT
 from rlplace.planners.common.evaluate import Execution
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, UPDATE, Channels, Links
-from rlplace.problem.toys import TensorSpec, build_problem
 
 A, B, C, D = range(4)  # a feeds b and c, both feed d
 TENSORS = [TensorSpec(A, 1, [B]), TensorSpec(A, 1, [C]), TensorSpec(B, 1, [D]), TensorSpec(C, 1, [D])]
@@ -209,7 +209,7 @@ def test_kinds_of_moves():
 
 
 def test_moves_do_what_their_kind_says():
-    from rlplace.problem.toys import random_problem
+    from rlplace.problem.generate import random_problem
 
     problem = random_problem(5, num_groups=40, num_devices=3)
     guide = Guide(make_instance(problem, compute_floor=False), 256, 3)

@@ -15,7 +15,7 @@ from rlplace.agents.network import HEURISTIC, NetworkConfig
 from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
 from rlplace.envs import PlacementEnv, RefinementEnv, make_instance
 from rlplace.errors import InputError
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "other_algorithm.py"
 

@@ -7,7 +7,8 @@ from rlplace.envs import MeasuredBackend, RefinementEnv, SimulatedBackend, make_
 from rlplace.envs.reward import score
 from rlplace.errors import InputError
 from rlplace.planners.common.evaluate import Execution
-from rlplace.problem.toys import TensorSpec, build_problem, random_problem
+from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 PINNED = RefinementEnv.FEATURES.index("pinned_target")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
-from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.problem.build import TensorSpec, build_problem
 
 
 @pytest.fixture(scope="session")

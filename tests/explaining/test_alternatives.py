@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import memory_tight_pair, two_branches, unlike_pair
 
 import rlplace
 from rlplace.errors import InputError
 from rlplace.explaining.alternatives import alternatives, named_groups, weighty_groups
 from rlplace.explaining.runs import run_plan
 from rlplace.plan import make_plan
-from rlplace.problem.toys import build_problem, memory_tight_pair, random_problem, two_branches, unlike_pair
+from rlplace.problem.build import build_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 

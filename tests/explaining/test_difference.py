@@ -5,11 +5,12 @@ import json
 
 import numpy as np
 import pytest
+from toys import two_device_chain, unlike_pair
 
 import rlplace
 from rlplace.errors import InputError
 from rlplace.plan import make_plan
-from rlplace.problem.toys import random_problem, two_device_chain, unlike_pair
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from toys import fork_join, pipeline_chain, two_device_chain
 
 from rlplace.explaining.bounds import step_bounds
 from rlplace.explaining.path import CAUSES, CHANNEL, COLLECTIVE, COMPUTE, DEVICE, ORDER, TRANSFER, realised_path
 from rlplace.explaining.runs import run_plan
 from rlplace.plan import make_plan
 from rlplace.problem import Links
-from rlplace.problem.toys import TensorSpec, build_problem, fork_join, pipeline_chain, random_problem, two_device_chain
+from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem.generate import random_problem
 
 
 def path_of(problem, devices, **fields):

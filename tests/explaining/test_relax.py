@@ -6,13 +6,15 @@ import json
 
 import numpy as np
 import pytest
+from toys import memory_tight_pair
 
 import rlplace
 from rlplace.explaining.missing import FIXED, GROUP, NOWHERE, OTHER, TOTAL
 from rlplace.explaining.relax import relax
 from rlplace.explaining.runs import run_plan
 from rlplace.plan import make_plan
-from rlplace.problem.toys import TensorSpec, build_problem, memory_tight_pair, random_problem
+from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import fork_join, memory_tight_pair, pipeline_chain, two_device_chain, unlike_pair
 
 from rlplace.cluster import Cluster
 from rlplace.explaining import changes
@@ -14,7 +15,7 @@ from rlplace.explaining.runs import run_plan
 from rlplace.explaining.what_if import what_if
 from rlplace.plan import make_plan
 from rlplace.problem import Device, Links
-from rlplace.problem.toys import fork_join, memory_tight_pair, pipeline_chain, random_problem, two_device_chain, unlike_pair
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 

@@ -100,7 +100,7 @@ def test_a_short_text_that_asks_for_a_large_matrix():
 
 
 def problem_of(ops):
-    from rlplace.problem.toys import build_problem
+    from rlplace.problem.build import build_problem
 
     return build_problem("x", time_s=np.ones((ops, 1)).tolist(), tensors=[], memory_bytes=[None])
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import fork_join
 
 from rlplace.errors import InputError, RlplaceError
 from rlplace.plan.parse import plan_from_dict
 from rlplace.plan.plan import check_plan
 from rlplace.planners import get_planner
 from rlplace.problem import problem_from_dict, problem_to_dict
-from rlplace.problem.toys import fork_join
 from rlplace.simulator import expand, simulate
 
 quick = settings(max_examples=60, derandomize=True, database=None)

@@ -13,8 +13,8 @@ from rlplace.measured.calibrate import group_seconds, predict
 from rlplace.measured.correction import Correction, corrected, no_correction, num_channels, time_factor
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Links
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import simulate
 
 CARDS = tuple(tuple(() if i == j else (i, 3 + j) for j in range(3)) for i in range(3))

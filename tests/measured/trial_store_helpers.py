@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import msgspec
+from toys import fork_join, two_device_chain
 
 from rlplace.cost.timings import PlaceTiming
 from rlplace.measured.site import Site
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import Trial
-from rlplace.problem.toys import fork_join, two_device_chain
 
 PROBLEM = fork_join(width=3, num_devices=2).problem
 OTHER_PROBLEM = two_device_chain().problem

@@ -14,8 +14,8 @@ from rlplace.graph.synthetic import random_graph, transformer_graph
 from rlplace.plan.recompute import recompute
 from rlplace.plan.segments import layer_segments
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Device, Links, Problem
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator.reference import simulate_reference
 
 ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import toys
 
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError
@@ -16,7 +17,6 @@ from rlplace.planners.bipartition.layers import feeds_back, is_split, layer_numb
 from rlplace.planners.bipartition.planner import bipartition
 from rlplace.planners.bipartition.profile import ProfileNode, profile_chain, profile_problem, read_profile
 from rlplace.planners.bipartition.solve import cost_of
-from rlplace.problem import toys
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 

@@ -8,7 +8,7 @@ import pytest
 from rlplace.planners.common.bottleneck import ranked_moves
 from rlplace.planners.common.groupgraph import finite_links, group_graph
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import random_problem as toy_problem
+from rlplace.problem.generate import random_problem as toy_problem
 from rlplace.simulator import simulate
 
 

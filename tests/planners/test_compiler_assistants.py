@@ -7,8 +7,8 @@ import pytest
 
 from rlplace.planners import get_planner
 from rlplace.planners.compiler.movable import movable, move_costs, prepare_assistants
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import default_priority, simulate
 from rlplace.simulator.assist import simulate_assisted
 

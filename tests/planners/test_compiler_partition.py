@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import toys
 
 from rlplace.errors import InputError
 from rlplace.planners import get_planner
@@ -12,9 +13,8 @@ from rlplace.planners.compiler.nets import edge_nets, problem_nets
 from rlplace.planners.compiler.partition import OBJECTIVES, partition
 from rlplace.planners.compiler.planner import family
 from rlplace.planners.metis import partition as metis_partition
-from rlplace.problem import toys
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import simulate
 from rlplace.simulator.stages import forward_stage_links
 

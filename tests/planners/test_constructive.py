@@ -16,8 +16,8 @@ from rlplace.planners.heft import schedule
 from rlplace.planners.m_etf import earliest_task_first
 from rlplace.planners.metis import partition
 from rlplace.problem import problem_from_dict, problem_to_dict
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import simulate
 
 

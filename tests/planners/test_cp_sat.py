@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import toys
 
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
@@ -17,9 +18,9 @@ from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.dlplacer.instance import make_instance
 from rlplace.planners.dlplacer.program import build_program
 from rlplace.planners.dlplacer.solve import solve
-from rlplace.problem import problem_from_dict, problem_to_dict, toys
+from rlplace.problem import problem_from_dict, problem_to_dict
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import simulate
 
 pytest.importorskip("ortools")

@@ -8,9 +8,9 @@ from rlplace.planners import get_planner
 from rlplace.planners.dlplacer.coarsen import coarsen
 from rlplace.planners.dlplacer.contract import contract
 from rlplace.problem import FORWARD, problem_from_dict, problem_to_dict
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.order import topological_order
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import simulate
 
 pytest.importorskip("ortools")

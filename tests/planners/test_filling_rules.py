@@ -3,7 +3,7 @@
 import numpy as np
 
 from rlplace.planners import critical_path, m_topo
-from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.problem.build import TensorSpec, build_problem
 
 
 def chain(sizes, memory):

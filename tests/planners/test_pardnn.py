@@ -17,8 +17,8 @@ from rlplace.planners.pardnn.models import word_rnn
 from rlplace.planners.pardnn.nodegraph import folded_graph, measures, op_graph
 from rlplace.planners.pardnn.planner import place_clusters
 from rlplace.planners.pardnn.slicing import bind_groups, cut_long_primary, node_levels, slice_graph
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import simulate
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from toys import pipeline_chain
 
 from rlplace.cost.price import price
 from rlplace.errors import InfeasibleError, InputError
@@ -19,7 +20,6 @@ from rlplace.planners.pase.dp import solve
 from rlplace.planners.pase.layers import AllReduce
 from rlplace.planners.pase.planner import pase
 from rlplace.problem import FORWARD, Device
-from rlplace.problem.toys import pipeline_chain
 from rlplace.simulator import simulate
 from rlplace.zoo import load_model
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from rlplace.planners.gpipe import candidates as gpipe_candidates
 from rlplace.planners.pipedream.planner import candidates, pipedream
 from rlplace.planners.pipedream.stages import Level, device_levels, solve_levels
 from rlplace.planners.pipedream.states import branch_states, chain_states
-from rlplace.problem import toys
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
@@ -33,8 +34,8 @@ def states_of(problem):
 def chain_problem(times, sizes, weights, devices, memory=None):
     """Forward and backward ops of a chain; the whole time is the forward op's, so a layer costs times[i]."""
     count = len(times)
-    tensors = [toys.TensorSpec(i, int(sizes[i]), [i + 1]) for i in range(count - 1)]
-    return toys.build_problem(
+    tensors = [TensorSpec(i, int(sizes[i]), [i + 1]) for i in range(count - 1)]
+    return build_problem(
         "chain", time_s=[[float(t)] * devices for t in times], tensors=tensors, memory_bytes=[memory] * devices,
         resident_bytes=[int(w) for w in weights],
     )  # fmt: skip
@@ -138,9 +139,9 @@ def test_straight_pipelines_are_among_the_candidates(layers, devices):
 def test_branches_may_be_stages_of_their_own():
     """A fork of two chains, 1-(4, 4)-(1, 1)-1: cut through the fork, three devices reach 5; a chain order reaches 5 or 6."""
     edges = [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 5)]
-    tensors = [toys.TensorSpec(a, 0, [b for x, b in edges if x == a]) for a in range(5)]
+    tensors = [TensorSpec(a, 0, [b for x, b in edges if x == a]) for a in range(5)]
     times = [1, 4, 4, 1, 1, 1]
-    problem = toys.build_problem("fork", time_s=[[t] * 3 for t in times], tensors=tensors, memory_bytes=[None] * 3)
+    problem = build_problem("fork", time_s=[[t] * 3 for t in times], tensors=tensors, memory_bytes=[None] * 3)
     layers = make_layers(problem, layer_orders(problem)[0], [0, 1, 2])
     states = branch_states(problem, layers)
     # closed sets: none, {0}, then 0..2 of each branch, and all

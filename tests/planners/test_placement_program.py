@@ -15,8 +15,8 @@ from rlplace.planners.dlplacer.solve import add_hint, solve
 from rlplace.planners.dlplacer.symmetry import interchangeable
 from rlplace.planners.dlplacer.ticks import HORIZON_TICKS, choose_ticks
 from rlplace.problem import problem_from_dict, problem_to_dict
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import simulate
 
 pytest.importorskip("ortools")

@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+import toys
 
 from rlplace.planners import ONE_SHOT, get_planner
 from rlplace.planners.common.bounds import lower_bounds
-from rlplace.problem import toys
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate_many
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from toys import memory_tight_chain, memory_tight_pair
 
 from rlplace.planners.common.evaluate import Deadline, Evaluator
 from rlplace.planners.common.repair import legalize, repair, repair_answer
 from rlplace.problem import problem_from_dict, problem_to_dict
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem, memory_tight_chain, memory_tight_pair
 from rlplace.simulator import Simulator, simulate
 
 

@@ -7,7 +7,7 @@ from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, problem_from_dict, problem_to_dict
-from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.problem.build import TensorSpec, build_problem
 
 
 def changed(problem, change):

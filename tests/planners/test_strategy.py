@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from toys import pipeline_chain
 
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
@@ -11,7 +12,6 @@ from rlplace.planners.strategy.choices import Layout, Strategy, kind_of, layouts
 from rlplace.planners.strategy.sweep import place_strategies
 from rlplace.problem import Device, Problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import pipeline_chain
 from rlplace.simulator import simulate
 
 

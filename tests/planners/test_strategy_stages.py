@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+from toys import pipeline_chain
 
 from rlplace.errors import InputError
 from rlplace.planners import takes_microbatches
@@ -14,8 +15,8 @@ from rlplace.planners.strategy.efficiency import BatchCurve
 from rlplace.planners.strategy.one import place_one, problem_of_replica
 from rlplace.planners.strategy.stages import contiguous_parts, other_schedules
 from rlplace.planners.strategy.sweep import place_strategies
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem, pipeline_chain
 from rlplace.simulator import simulate
 
 

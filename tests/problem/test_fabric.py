@@ -13,7 +13,7 @@ from rlplace.errors import InputError
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 from rlplace.problem.collectives import collective_s
 from rlplace.problem.fabric import Fabric, fabric_to_dict, fabrics_from_list, joined_curve
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 FABRIC = {
     "devices": [0, 1, 2],

@@ -12,7 +12,7 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 
 EXAMPLE = {
     "format": "rlplace.problem",

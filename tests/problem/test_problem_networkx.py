@@ -11,7 +11,7 @@ import pytest
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.problem import Problem
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from rlplace.plan.plan import make_plan
 from rlplace.problem import Links
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.reporting.lanes import COLLECTIVE, DEVICE, LINK, empty_image, lanes_of, pack, paint
 from rlplace.reporting.palette import COLORS, rgb
 from rlplace.simulator import expand, simulate

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rlplace.plan.plan import make_plan
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import SHAPES, random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.simulator import expand, simulate
 from rlplace.simulator.reference import ReferenceRun

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rlplace.plan.plan import make_plan
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.reporting.modules import MAX_CHILDREN, OWN, group_edges, module_tree
 
 

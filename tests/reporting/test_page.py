@@ -15,8 +15,8 @@ import rlplace
 from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings
 from rlplace.errors import InputError
 from rlplace.plan.plan import make_plan
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.reporting.columns import front_coded, ticks_of
 from rlplace.reporting.data import MAX_LINKS, report_data
 from rlplace.reporting.render import json_text, render

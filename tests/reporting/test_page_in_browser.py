@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rlplace.plan.plan import make_plan
+from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import build_problem
 from rlplace.reporting.data import report_data
 from rlplace.reporting.render import render
 from rlplace.reporting.tables import MeasuredRow, PlannerRow

@@ -9,8 +9,8 @@ import pytest
 
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import make_plan
+from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import build_problem
 from rlplace.reporting.data import report_data
 from rlplace.reporting.pictures import check_pictures, memory_figure, timeline_figure, write_pictures
 

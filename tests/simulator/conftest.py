@@ -11,8 +11,8 @@ from numpy.random import Generator
 
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Collective, Links, Problem
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import Device
-from rlplace.problem.toys import TensorSpec, build_problem
 
 
 @pytest.fixture(scope="session")

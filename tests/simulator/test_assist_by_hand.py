@@ -6,7 +6,7 @@ import pytest
 from rlplace.errors import InputError
 from rlplace.plan import make_plan
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
-from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator.assist import simulate_assisted
 
 ALL = {"only_late": False}

@@ -5,7 +5,7 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Links, problem_from_dict, problem_to_dict
-from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator.reference import simulate_reference
 
 PAIR = Links(np.array([[0.0, 4.0], [4.0, 0.0]]), np.zeros((2, 2)), (((), (0,)), ((1,), ())))

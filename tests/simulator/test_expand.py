@@ -4,13 +4,15 @@ import dataclasses
 
 import numpy as np
 import pytest
+from toys import pipeline_chain
 
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.plan.recompute import recompute
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Problem
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.collectives import collective_s
-from rlplace.problem.toys import TensorSpec, build_problem, pipeline_chain, random_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import expand, simulate
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.replicas import BUCKET_BYTES, gradient_buckets

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import pipeline_chain
 
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
-from rlplace.problem.toys import TensorSpec, build_problem, pipeline_chain, random_problem
+from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 from rlplace.simulator.actions import pipeline_actions
 from rlplace.simulator.priority import default_priority

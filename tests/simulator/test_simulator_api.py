@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toys import memory_tight_pair, two_branches
 
 from rlplace.errors import InputError
 from rlplace.plan import make_plan
 from rlplace.problem import Problem
-from rlplace.problem.toys import build_problem, memory_tight_pair, random_problem, two_branches
+from rlplace.problem.build import build_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, Timeline, default_priority, simulate, simulate_many, write_trace
 
 

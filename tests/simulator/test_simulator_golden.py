@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlplace.problem import problem_from_dict, problem_to_dict
-from rlplace.problem.toys import random_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import Timeline, simulate
 from rlplace.simulator.reference import simulate_reference
 

@@ -6,9 +6,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from toys import TOYS
 
 from rlplace.problem import Links, Problem
-from rlplace.problem.toys import TOYS, random_problem
+from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate, simulate_many
 
 SEEDS = range(8)

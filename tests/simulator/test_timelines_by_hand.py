@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlplace.problem import Links
-from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator import Timeline, simulate
 from rlplace.simulator.reference import simulate_reference
 

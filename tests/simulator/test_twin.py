@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.problem import Links, Problem
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import Device
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import Simulator, Timeline, default_priority, simulate, simulate_many
 from rlplace.simulator import reference as plain
 from rlplace.simulator.priority import default_priority as plain_priority
@@ -162,7 +162,7 @@ def test_batch_and_simulator_equal_single_simulations(problem: Problem, seed: in
 
 def test_random_costs_on_larger_graphs_equal_reference() -> None:
     """Costs that are no small integers: sums must run in the same order to agree in the last bit."""
-    from rlplace.problem.toys import random_problem
+    from rlplace.problem.generate import random_problem
 
     for seed in range(12):
         problem = random_problem(

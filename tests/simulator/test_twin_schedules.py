@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import Generator
+from toys import pipeline_chain
 
 from rlplace.problem import UPDATE, Problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.toys import pipeline_chain
 from rlplace.simulator import Simulator, Timeline, simulate, simulate_many
 from rlplace.simulator.reference import STUCK_ORDER, simulate_reference
 

@@ -14,8 +14,8 @@ import pytest
 from numpy.random import Generator
 
 from rlplace.problem import Links, Problem
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import Device
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.simulator import Timeline, simulate
 from rlplace.simulator.reference import STUCK_ORDER, simulate_reference
 

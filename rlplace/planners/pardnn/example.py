@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlplace.problem import Problem
-from rlplace.problem.toys import TensorSpec, build_problem
+from rlplace.problem.build import TensorSpec, build_problem
 
 NAMES = "ABCDEFGHIJKLMNOPQ"
 EDGES = "AB1 AC1 AD1 BE1 BF1 CG1 CH1 EI3 FI1 GJ1 HJ1 JK1 DL1 IM2 KM1 LM1 MN1 MO1 NQ1 OP1 PQ1"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD, UPDATE, Device, Links, Problem
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.runtime.distributed.graph.cut import Cut
 from rlplace.simulator import simulate
 from rlplace.simulator.timeline import Timeline

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.runtime.distributed.joint.assign import JointPlaces
 from rlplace.runtime.distributed.joint.views import base_of
 from rlplace.simulator import simulate

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from rlplace.errors import InputError
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD
-from rlplace.problem.toys import TensorSpec, build_problem
 from rlplace.runtime.distributed.graph.order import Expected, segment_seconds
 from rlplace.runtime.distributed.pipeline.chain import Chain
 from rlplace.simulator import simulate

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from toys import TOYS
 
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
-from rlplace.problem.toys import TOYS, random_problem
+from rlplace.problem.generate import random_problem
 
 SHAPES = ("layered", "branchy", "chain")
 

@@ -1,0 +1,88 @@
+"""A problem from plain lists; random ones of any size come from `rlplace.problem.generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlplace.problem.check import COLLECTIVE
+from rlplace.problem.problem import FORWARD, Collective, Device, Links, Problem
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of `build_problem`; `producer` is an op number, or None for a parameter of the group `owner`."""
+
+    producer: int | None
+    size_bytes: int
+    consumers: Sequence[int]
+    owner: int | None = None
+
+
+def build_problem(
+    name: str,
+    *,
+    time_s: Sequence[Sequence[float]],
+    tensors: Sequence[TensorSpec],
+    memory_bytes: Sequence[int | None],
+    group: Sequence[int] | None = None,
+    resident_bytes: Sequence[int] | None = None,
+    temporary_bytes: Sequence[int] | None = None,
+    phase: Sequence[int] | None = None,
+    bandwidth_bytes_per_s: float | Sequence[Sequence[float]] = 1.0,
+    latency_s: float | Sequence[Sequence[float]] = 0.0,
+    links: Links | None = None,
+    group_device: Sequence[int] | None = None,
+    collectives: Sequence[tuple[Sequence[int], Sequence[int]]] = (),
+) -> Problem:
+    """Builds a problem from plain lists.
+
+    Args:
+        name: The problem's name.
+        time_s: Per op its seconds on each device, NaN where it cannot run.
+        tensors: The tensors.
+        memory_bytes: Per device, None for no limit.
+        group: Group of each op; default one group per op.
+        resident_bytes: Per group, default 0.
+        temporary_bytes: Per op, default 0.
+        phase: Per op, default forward.
+        bandwidth_bytes_per_s: One number for every pair, or a matrix.
+        latency_s: Likewise.
+        links: Replaces the two above, with channels.
+        group_device: Per group the only device it may sit on, -1 where it is free (the default).
+        collectives: Per collective its ops and its channels.
+    """
+    ops, devices = len(time_s), len(memory_bytes)
+    op_group = np.arange(ops) if group is None else np.asarray(group)
+    groups = int(op_group.max()) + 1 if resident_bytes is None else len(resident_bytes)
+    if links is None:
+        bandwidth = np.broadcast_to(np.asarray(bandwidth_bytes_per_s, dtype=np.float64), (devices, devices)).copy()
+        latency = np.broadcast_to(np.asarray(latency_s, dtype=np.float64), (devices, devices)).copy()
+        links = Links(bandwidth, latency)
+    unknown = np.full(groups, -1, dtype=np.int64)
+    members = {op for took, _ in collectives for op in took}
+    return Problem(
+        name=name,
+        samples_per_microbatch=1,
+        devices=tuple(Device(f"gpu{i}", limit) for i, limit in enumerate(memory_bytes)),
+        links=links,
+        group_names=tuple(f"group{i}" for i in range(groups)),
+        resident_bytes=np.array([0] * groups if resident_bytes is None else resident_bytes, dtype=np.int64),
+        weight_bytes=unknown,
+        gradient_bytes=unknown.copy(),
+        optimizer_bytes=unknown.copy(),
+        group_device=np.array([-1] * groups if group_device is None else group_device, dtype=np.int32),
+        op_names=tuple(f"op{i}" for i in range(ops)),
+        op_group=op_group.astype(np.int32),
+        op_phase=np.array([FORWARD] * ops if phase is None else phase, dtype=np.int8),
+        time_s=np.array(time_s, dtype=np.float64).reshape(ops, devices),
+        temporary_bytes=np.array([0] * ops if temporary_bytes is None else temporary_bytes, dtype=np.int64),
+        tensor_producer=np.array([-1 if t.producer is None else t.producer for t in tensors], dtype=np.int32),
+        tensor_owner=np.array([-1 if t.owner is None else t.owner for t in tensors], dtype=np.int32),
+        tensor_bytes=np.array([t.size_bytes for t in tensors], dtype=np.int64),
+        consumer_ptr=np.concatenate([[0], np.cumsum([len(t.consumers) for t in tensors])]).astype(np.int64),
+        consumers=np.array([op for t in tensors for op in t.consumers], dtype=np.int32),
+        op_kind=tuple(COLLECTIVE if op in members else "" for op in range(ops)) if members else None,
+        collectives=tuple(Collective(tuple(took), tuple(held)) for took, held in collectives),
+    )

@@ -22,10 +22,10 @@ from rlplace.errors import InputError, unknown_name
 from rlplace.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
 from rlplace.graph.modules import ModuleTree
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
-from rlplace.graph.weight_gradients import part_times, weight_split
+from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.problem import Problem
 
-__all__ = ["LEVELS", "device_times", "owners", "price", "reprice", "split_backward"]
+__all__ = ["LEVELS", "device_times", "owners", "price", "split_backward"]
 
 LEVELS = ("task", "op")
 
@@ -86,7 +86,7 @@ def price(
         "op_times": {name: found.shares() for name, found in by_kind.items()},
     }
     if weight_gradients:
-        graph, origin = weight_split(graph)
+        graph, origin = split_weight_gradients(graph)
         seconds = part_times(seconds, device_times(graph, cluster, costs=table, host=host), origin)
         grouping = dataclasses.replace(grouping, op_cluster=grouping.op_cluster[origin])
     parameter_group, tensor_owner = owners(graph, grouping)
@@ -270,14 +270,3 @@ def _source(
         **({"weight_gradients": True} if weight_gradients else {}),
         "cost_version": VERSION,
     }
-
-
-def reprice(problem: Problem, time_s: NDArray[np.float64]) -> Problem:
-    """The same problem with other op times.
-
-    Args:
-        problem: N ops, D devices.
-        time_s: float64 [N, D], NaN where an op cannot run.
-    """
-    values = {item.name: getattr(problem, item.name) for item in dataclasses.fields(problem) if item.init}
-    return Problem(**{**values, "time_s": np.array(time_s, dtype=np.float64)})

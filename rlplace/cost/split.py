@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from rlplace.errors import InputError
@@ -63,22 +65,15 @@ def split_backward(problem: Problem) -> Problem:
     op_group = np.where(forward, first[problem.op_group], second[problem.op_group]).astype(np.int32)
     readers = [np.flatnonzero(forward & (problem.op_group == g)) for g in np.flatnonzero(split & (read_bytes > 0))]
     owned = np.flatnonzero(split & (read_bytes > 0))
-    return Problem(
-        name=problem.name,
-        samples_per_microbatch=problem.samples_per_microbatch,
-        devices=problem.devices,
-        links=problem.links,
+    return dataclasses.replace(
+        problem,
         group_names=tuple(names),
         resident_bytes=resident,
         weight_bytes=weight,
         gradient_bytes=gradient,
         optimizer_bytes=optimizer,
         group_device=problem.group_device[origin],
-        op_names=problem.op_names,
         op_group=op_group,
-        op_phase=problem.op_phase,
-        time_s=problem.time_s,
-        temporary_bytes=problem.temporary_bytes,
         tensor_producer=np.concatenate([problem.tensor_producer, np.full(len(owned), -1, dtype=np.int32)]),
         tensor_owner=np.concatenate([owner, second[owned].astype(np.int32)]),
         tensor_bytes=np.concatenate([problem.tensor_bytes, read_bytes[owned]]),
@@ -86,9 +81,7 @@ def split_backward(problem: Problem) -> Problem:
             [problem.consumer_ptr, problem.consumer_ptr[-1] + np.cumsum([len(r) for r in readers], dtype=np.int64)]
         ),
         consumers=np.concatenate([problem.consumers, *readers]).astype(np.int32),
-        op_kind=problem.op_kind,
-        op_dims=problem.op_dims,
-        tensor_transfer_s=problem.tensor_transfer_s,
+        sharding=None,
         source={**(problem.source or {}), "split_backward": True},
         group_ops=None if problem.group_ops is None else tuple(group_ops),
         group_modules=None if problem.group_modules is None else tuple(group_modules),

@@ -8,6 +8,7 @@ of element-wise ops. Windows (h, w of convolutions and poolings) are not named, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -139,10 +140,7 @@ def _layer_norm(space: Space, args: Args, result: Any) -> bool:
     for weight in list(tensors_of(args[1:]))[:2]:
         space.add(weight, columns)
     space.add(made[0], [*rows, *columns])
-    count = 1
-    for size in inputs.shape[: inputs.dim() - width]:
-        count *= int(size)
-    space.statistics.append((rows, 8 * count))  # mean and variance in float32
+    space.statistics.append((rows, 8 * prod(inputs.shape[: inputs.dim() - width])))  # mean and variance in float32
     return True
 
 

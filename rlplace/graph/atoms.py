@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.graph.contract import strong_components
+from rlplace.graph.contract import components, strong_components
 from rlplace.graph.modules import ModuleTree
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
 
@@ -125,23 +125,6 @@ def _colocated_pairs(graph: OpGraph, anchor: NDArray[np.int32]) -> Pairs:
 def _same_value_pairs(value: NDArray[np.int32]) -> Pairs:
     _, first, inverse = np.unique(value, return_index=True, return_inverse=True)
     return first[inverse].astype(np.int32), np.arange(len(value), dtype=np.int32)
-
-
-def components(count: int, a: NDArray[np.int32], b: NDArray[np.int32]) -> NDArray[np.int32]:
-    """int32 [count], the smallest node that each node is joined with."""
-    parent = list(range(count))
-
-    def find(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    for x, y in zip(a.tolist(), b.tolist(), strict=True):
-        x, y = find(x), find(y)
-        if x != y:
-            parent[max(x, y)] = min(x, y)
-    return np.array([find(node) for node in range(count)], dtype=np.int32)
 
 
 def loose_views(graph: OpGraph, label: NDArray[np.int32]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from rlplace.graph.access import Access
 from rlplace.graph.assemble import Assembly, CyclicStepError, Key
 from rlplace.graph.composed import composed
+from rlplace.graph.contract import components
 from rlplace.graph.indices import Traced
 from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph, Parameter
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
@@ -121,7 +123,7 @@ def _composed(assembly: Assembly, index: int) -> Access | None:
 
 
 def _elements(record: Parameter) -> int:
-    return int(np.prod(record.shape, dtype=np.int64))
+    return math.prod(record.shape)
 
 
 def _execution_order(assembly: Assembly, tensors: Tensors) -> list[Key]:
@@ -152,35 +154,20 @@ def _execution_order(assembly: Assembly, tensors: Tensors) -> list[Key]:
 
 
 def _colocation(assembly: Assembly, order: list[Key], number: dict[Key, int]) -> NDArray[np.int32]:
-    """Union of the ops that must share a device; the smallest op number of each set stands for it."""
-    parent = list(range(len(order)))
-
-    def find(op: int) -> int:
-        while parent[op] != op:
-            parent[op] = parent[parent[op]]
-            op = parent[op]
-        return op
-
-    def unite(a: int, b: int) -> None:
-        a, b = find(a), find(b)
-        parent[max(a, b)] = min(a, b)
-
-    for key in order:
-        if key[0] == BACKWARD_OF:
-            unite(number[key], number[(FORWARD_OF, key[1])])
+    """Sets of ops that must share a device; the smallest op number of each set stands for it."""
+    pairs = [(number[key], number[FORWARD_OF, key[1]]) for key in order if key[0] == BACKWARD_OF]
     views = {key for key in order if key[0] == FORWARD_OF and assembly.is_view(key)}
     for storage, touches in assembly.touches.items():
         producer = assembly.producer(storage)
         forward = [(key, writes) for key, writes in touches if key[0] == FORWARD_OF]
         writers = [key for key, writes in forward if writes]
-        aliases = [key for key, _ in forward if key in views]
         if producer is not None and producer[0] == FORWARD_OF:
-            group = [producer, *writers, *aliases]
+            group = [producer, *writers, *(key for key, _ in forward if key in views)]
         elif writers:
             # An in-place chain on an input or buffer has no producer to follow; everybody who sees it stays together.
             group = [key for key, _ in forward]
         else:
             continue
-        for key in group[1:]:
-            unite(number[group[0]], number[key])
-    return np.array([find(op) for op in range(len(order))], dtype=np.int32)
+        pairs += [(number[group[0]], number[key]) for key in group[1:]]
+    joined = np.array(pairs, dtype=np.int32).reshape(-1, 2)
+    return components(len(order), joined[:, 0], joined[:, 1])

@@ -197,7 +197,7 @@ def _check_model(model: Any, loss: Any) -> None:
 def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     import torch
 
-    from rlplace.graph.trace import has_tensor
+    from rlplace.graph.record import tensors_in
 
     if isinstance(inputs, torch.Tensor):
         return (inputs,), {}
@@ -209,7 +209,7 @@ def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         raise InputError(f"example_inputs: expected a dict, a tuple or a tensor, found {type(inputs).__name__}")
     if not all(isinstance(key, str) for key in kwargs):
         raise InputError("example_inputs: the keys of a dict must be argument names of the model's forward")
-    if not has_tensor((args, kwargs)):
+    if next(tensors_in((args, kwargs)), None) is None:
         raise InputError("example_inputs: holds no tensor; give the inputs of one training step")
     return args, kwargs
 

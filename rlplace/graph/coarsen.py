@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
-from rlplace.graph.atoms import anchor_graph, atoms, components, held_bytes, loose_views, op_anchors, parameter_ties
-from rlplace.graph.contract import ContractionGraph, strong_components
+from rlplace.graph.atoms import anchor_graph, atoms, held_bytes, loose_views, op_anchors, parameter_ties
+from rlplace.graph.contract import ContractionGraph, components, strong_components
 from rlplace.graph.modules import ModuleTree, unique_names
 from rlplace.graph.opgraph import FORWARD, OpGraph
 

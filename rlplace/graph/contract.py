@@ -18,56 +18,29 @@ TWIN_DEGREE = 16
 
 
 def strong_components(count: int, source: NDArray[np.int32], target: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Strongly connected components (Tarjan, without recursion).
+    """Strongly connected components: int32 [count], a number per node; the numbers have no order.
 
     Args:
         count: Number of nodes.
         source: int [E].
         target: int [E].
-
-    Returns:
-        int32 [count], a component number per node; the numbers have no order.
     """
-    order = np.argsort(source, kind="stable")
-    successors = target[order].tolist()
-    starts = np.searchsorted(source[order], np.arange(count + 1)).tolist()
-    index, low, component = [-1] * count, [0] * count, [-1] * count
-    next_index = next_component = 0
-    stack: list[int] = []
-    for root in range(count):
-        if index[root] >= 0:
-            continue
-        work = [(root, starts[root])]
-        index[root] = low[root] = next_index
-        next_index += 1
-        stack.append(root)
-        while work:
-            node, edge = work.pop()
-            end = starts[node + 1]
-            while edge < end:
-                child = successors[edge]
-                edge += 1
-                if index[child] < 0:
-                    work.append((node, edge))
-                    index[child] = low[child] = next_index
-                    next_index += 1
-                    stack.append(child)
-                    work.append((child, starts[child]))
-                    break
-                if component[child] < 0:
-                    low[node] = min(low[node], index[child])
-            else:
-                if low[node] == index[node]:
-                    while True:
-                        member = stack.pop()
-                        component[member] = next_component
-                        if member == node:
-                            break
-                    next_component += 1
-                if work:
-                    parent = work[-1][0]
-                    low[parent] = min(low[parent], low[node])
-    return np.array(component, dtype=np.int32)
+    return _component_numbers(count, source, target, "strong")
+
+
+def components(count: int, a: NDArray[np.int32], b: NDArray[np.int32]) -> NDArray[np.int32]:
+    """int32 [count], the smallest node that each node is joined with by the pairs (a, b)."""
+    _, first, number = np.unique(_component_numbers(count, a, b, "weak"), return_index=True, return_inverse=True)
+    return first[number].astype(np.int32)
+
+
+def _component_numbers(count: int, a: NDArray[np.int32], b: NDArray[np.int32], connection: str) -> NDArray[np.int32]:
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    edges = coo_array((np.ones(len(a), dtype=np.int8), (a, b)), shape=(count, count))
+    numbers: NDArray[np.int32] = connected_components(edges, connection=connection)[1]
+    return numbers
 
 
 class ContractionGraph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 Args = Sequence[Any]
@@ -79,10 +80,7 @@ def _rows(tensor: Any, columns: int) -> dict[str, int] | None:
 
 def _layer_norm(inputs: int, shape: int) -> Callable[[Args], dict[str, int] | None]:
     def rule(args: Args) -> dict[str, int] | None:
-        columns = 1
-        for size in args[shape]:
-            columns *= int(size)
-        return _rows(args[inputs], columns)
+        return _rows(args[inputs], prod(args[shape]))
 
     return rule
 

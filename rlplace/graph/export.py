@@ -44,10 +44,6 @@ class TrainingGraph:
     module: fx.GraphModule
     op_name_of_node: Mapping[str, str]
 
-    def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The leaves of the arguments in the order of the graph's placeholders."""
-        return flatten_inputs(args, kwargs)
-
 
 def export_training_graph(
     model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

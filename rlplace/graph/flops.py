@@ -8,6 +8,7 @@ count a few operations per element; moving data counts none. Attention counts th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -37,13 +38,6 @@ def count_flops(name: str, args: Args, outputs: Sequence[torch.Tensor]) -> float
     sizes = [t.numel() for t in outputs]
     sizes += [a.numel() for a in args if isinstance(a, torch.Tensor)]
     return rate * max(sizes, default=0)
-
-
-def _product(values: Sequence[int]) -> int:
-    result = 1
-    for value in values:
-        result *= int(value)
-    return result
 
 
 def _matrix(where: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
@@ -81,7 +75,7 @@ def _grouped_mm_fallback_backward(args: Args, outputs: Sequence[torch.Tensor]) -
 def _convolution_forward(inputs: Sequence[int], weight: Sequence[int], output: Sequence[int], transposed: bool) -> float:
     """2 x (positions that the kernel visits) x kernel size x channels per group; the weight shape already is per group."""
     positions = inputs if transposed else output
-    return 2.0 * int(positions[0]) * _product(positions[2:]) * _product(weight)
+    return 2.0 * int(positions[0]) * prod(positions[2:]) * prod(weight)
 
 
 def _convolution(args: Args, outputs: Sequence[torch.Tensor]) -> float:
@@ -156,7 +150,7 @@ def _embedding_backward(args: Args, outputs: Sequence[torch.Tensor]) -> float:
 
 def _trilinear(args: Args, outputs: Sequence[torch.Tensor]) -> float:
     """`nn.Bilinear`: [N, 1, I, 1] x [1, O, I, J] x [N, 1, 1, J], summed over the inputs."""
-    return 2.0 * _product([max(int(a), int(b), int(c)) for a, b, c in zip(*_common_shapes(args), strict=True)])
+    return 2.0 * prod([max(int(a), int(b), int(c)) for a, b, c in zip(*_common_shapes(args), strict=True)])
 
 
 def _common_shapes(args: Args) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -58,15 +59,12 @@ class ModuleTree:
     def nearest(self, path: str) -> int:
         """Index of the first op whose module shares the longest path with `path`."""
         wanted = path.split(".")
-        best, best_length = 0, -1
-        for index, node in enumerate(self.node):
-            have = self.paths[node].split(".")
-            length = next(
-                (i for i, (a, b) in enumerate(zip(wanted, have, strict=False)) if a != b), min(len(wanted), len(have))
-            )
-            if length > best_length:
-                best, best_length = index, length
-        return best
+
+        def shared(node: int) -> int:
+            pairs = zip(wanted, self.paths[node].split("."), strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        return max(range(len(self.node)), key=lambda op: shared(self.node[op]))
 
 
 def unique_names(graph: OpGraph, op_group: NDArray[np.int32]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -82,11 +83,8 @@ class _SparseStorage:
 
     def nbytes(self) -> int:
         dense = self.tensor.dense_dim() if self.tensor.layout == torch.sparse_coo else 0
-        rows = int(self.tensor._nnz())
-        width = 1
-        for size in self.tensor.shape[self.tensor.dim() - dense :]:
-            width *= int(size)
-        return rows * (width * self.tensor.element_size() + 8 * (self.tensor.dim() - dense))
+        width = prod(self.tensor.shape[self.tensor.dim() - dense :])
+        return int(self.tensor._nnz()) * (width * self.tensor.element_size() + 8 * (self.tensor.dim() - dense))
 
 
 @dataclass
@@ -263,11 +261,8 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a kernel touches: expanded dimensions are stored once."""
     if tensor.layout != torch.strided:
         return tensor.numel() * tensor.element_size()
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if stride:
-            count *= int(size)
-    return count * tensor.element_size() if tensor.numel() else 0
+    stored = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return stored * tensor.element_size() if tensor.numel() else 0
 
 
 def _traffic(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:

@@ -14,7 +14,7 @@ from rlplace.graph.access import access_of, rule_of
 from rlplace.graph.dims import argument_dims
 from rlplace.graph.export import TrainingGraph, export_training_graph, flatten_inputs, module_path
 from rlplace.graph.neutral import REPLACED_TARGETS, NeutralFunctions
-from rlplace.graph.record import Label, Recorder, tensors_in
+from rlplace.graph.record import Label, Recorder
 from rlplace.graph.scan import whole_scans
 
 LOSS_LABEL = "loss_fn"
@@ -219,8 +219,3 @@ def _module_hooks(model: nn.Module, recorder: EagerRecorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def has_tensor(value: Any) -> bool:
-    """Whether nested lists, tuples and dicts hold a tensor."""
-    return next(tensors_in(value), None) is not None

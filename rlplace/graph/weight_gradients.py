@@ -27,25 +27,21 @@ _HALVES = (*_PRODUCTS, "recurrent", "module")  # as much arithmetic for the inpu
 _WHOLE = ("attention", "scan")
 
 
-def split_weight_gradients(graph: OpGraph) -> OpGraph:
-    """The graph with weight gradients as ops of their own.
+def split_weight_gradients(graph: OpGraph) -> tuple[OpGraph, NDArray[np.int32]]:
+    """The graph with weight gradients as ops of their own, and which op each of its ops comes from.
 
     Args:
-        graph: A captured step whose weight gradients are not split yet.
+        graph: A captured step of N ops whose weight gradients are not split yet.
 
     Returns:
-        A graph with the same parameters and the same work. Both parts of a split op wait for the incoming gradient. The parts
-        of a matrix product or convolution read only what they need: the input part the weight, the weight part the saved
-        input; parts of other ops read all that the op read.
+        A graph of N' ops with the same parameters and the same work, and int32 [N'], the op of `graph` that each of them is (a
+        part of). Both parts of a split op wait for the incoming gradient. The parts of a matrix product or convolution read
+        only what they need: the input part the weight, the weight part the saved input; parts of other ops read all that the
+        op read.
 
     Raises:
         InputError: The graph has weight-gradient ops already.
     """
-    return weight_split(graph)[0]
-
-
-def weight_split(graph: OpGraph) -> tuple[OpGraph, NDArray[np.int32]]:
-    """Like `split_weight_gradients`, and int32 [N'], the op of `graph` that each op of the result is (a part of)."""
     if (graph.op_phase == BACKWARD_WEIGHT).any():
         raise InputError("weight gradients: the graph has weight-gradient ops already; split it once")
     weight_side = _weight_side(graph)
@@ -117,7 +113,7 @@ def part_times(whole_s: NDArray[np.float64], parts_s: NDArray[np.float64], origi
     Args:
         whole_s: float64 [N, D], times before the split.
         parts_s: float64 [N', D], what each part would take on its own; only the ratio of two parts counts.
-        origin: int32 [N'], see `weight_split`.
+        origin: int32 [N'], see `split_weight_gradients`.
 
     Returns:
         float64 [N', D].

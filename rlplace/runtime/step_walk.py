@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rlplace.errors import CaptureError, InputError
-from rlplace.graph.export import export_training_graph
+from rlplace.graph.export import export_training_graph, flatten_inputs
 from rlplace.graph.trace import LOSS_LABEL
 from rlplace.runtime.marks import Marks, mark_cost_s
 from rlplace.runtime.measure import loss_of
@@ -54,7 +54,7 @@ class StepWalk:
         except Exception as error:
             text = " ".join(str(error).split())[:200]
             raise CaptureError(f"cannot time single ops of {type(module).__name__}: it cannot be exported: {text}") from error
-        self.leaves = self.graph.flatten_inputs(args, kwargs)
+        self.leaves = flatten_inputs(args, kwargs)
         self.loss, self.marks = loss, marks
         self.parameters = trainable(module)
         self._update_of = {id(parameter): f"{name}/update" for name, parameter in self.parameters.items()}

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from rlplace.cluster import Cluster
 from rlplace.cost import device_times, price, split_backward
-from rlplace.cost.price import reprice
 from rlplace.errors import InputError
 from rlplace.graph.coarsen import coarsen
 from rlplace.graph.opgraph import GRADIENT, INPUT
@@ -248,13 +247,6 @@ def test_split_without_parts_counts_all_as_weights():
     split = split_backward(problem)
     owned = split.tensor_bytes[split.tensor_owner >= 0]
     assert set(problem.resident_bytes[problem.resident_bytes > 0].tolist()) <= set(owned.tolist())
-
-
-def test_reprice():
-    problem = price(transformer_graph(1), ONE, groups=5)
-    slower = reprice(problem, problem.time_s * 2)
-    assert slower.time_s.sum() == 2 * problem.time_s.sum()
-    assert slower.op_names == problem.op_names
 
 
 def test_bad_arguments():

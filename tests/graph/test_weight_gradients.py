@@ -13,7 +13,7 @@ from rlplace.errors import InputError
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph
 from rlplace.graph.synthetic import GraphBuilder, random_graph, transformer_graph
-from rlplace.graph.weight_gradients import part_times, split_weight_gradients, weight_split
+from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.simulator.reference import simulate_reference
 from rlplace.zoo import load_model
 
@@ -37,7 +37,7 @@ def captured():
 
 
 def check_split(graph):
-    split, origin = weight_split(graph)
+    split, origin = split_weight_gradients(graph)
     assert split.op_flops.sum() == pytest.approx(graph.op_flops.sum(), rel=1e-12)
     for field in ("op_flops", "op_bytes"):  # part by part as well
         total = np.zeros(graph.num_ops)
@@ -113,7 +113,7 @@ def named(graph, name):
 
 def test_a_linear_layer_splits_into_its_two_products():
     graph = linear()
-    split = split_weight_gradients(graph)
+    split = split_weight_gradients(graph)[0]
     first, second = named(split, "1/linear_1.backward"), named(split, "1/linear_1.backward_weight")
     assert split.op_flops[first] == 2 * 4 * 8 * 16  # dX = dY W
     assert split.op_flops[second] == 2 * 4 * 8 * 16 + 4 * 16  # dW = X^T dY, and the bias
@@ -138,13 +138,13 @@ def test_a_linear_layer_splits_into_its_two_products():
 def test_what_is_computed_from_parameters_alone_goes_with_the_weights():
     """Position tables are read at fixed positions: their gradient, and the sum over the batch before it, wait for nobody."""
     model = load_model(MODELS["gpt2"], batch=2, seq=16)
-    split = split_weight_gradients(capture(model.module, model.example_inputs))
+    split = split_weight_gradients(capture(model.module, model.example_inputs))[0]
     tables = [i for i, name in enumerate(split.op_names) if "wpe" in name and ".backward" in name]
     assert tables and all(split.op_phase[i] == BACKWARD_WEIGHT for i in tables)
 
 
 def test_attention_stays_whole(captured):
-    split = split_weight_gradients(captured["t5"])  # its position bias is a parameter
+    split = split_weight_gradients(captured["t5"])[0]  # its position bias is a parameter
     kinds = {split.op_kind[i] for i in np.flatnonzero(split.op_phase == BACKWARD_WEIGHT)}
     assert "attention" not in kinds and "gemm" in kinds
 
@@ -155,7 +155,7 @@ def test_ops_that_others_wait_for_stay_whole():
     h = builder.op("a", [builder.input(64), weight], 256, kind="gemm", flops=1e6)
     builder.op("b", [h, builder.parameter("v", 4096)], 256, kind="gemm", flops=1e6)
     graph = builder.build()
-    assert (split_weight_gradients(graph).op_phase == BACKWARD_WEIGHT).sum() == 2
+    assert (split_weight_gradients(graph)[0].op_phase == BACKWARD_WEIGHT).sum() == 2
     op = graph.op_names.index("b/op_1.backward")
     waits = graph.op_names.index("a/op_0.backward")
     rows = [
@@ -176,7 +176,7 @@ def test_ops_that_others_wait_for_stay_whole():
         consumer_ptr=np.concatenate([[0], np.cumsum([len(r[4]) for r in rows])]).astype(np.int64),
         consumers=np.array([c for r in rows for c in r[4]], dtype=np.int32),
     )
-    split = split_weight_gradients(ordered)
+    split = split_weight_gradients(ordered)[0]
     assert "b/op_1.backward_weight" not in split.op_names
     assert split.op_phase[split.op_names.index("b/op_1.backward")] == BACKWARD
 
@@ -192,7 +192,7 @@ def test_tasks_of_a_transformer_have_a_weight_task_each():
 
 
 def test_twice_is_refused():
-    split = split_weight_gradients(transformer_graph(1))
+    split = split_weight_gradients(transformer_graph(1))[0]
     with pytest.raises(InputError, match="already"):
         split_weight_gradients(split)
     with pytest.raises(InputError, match="already"):
@@ -200,7 +200,7 @@ def test_twice_is_refused():
 
 
 def test_a_split_graph_survives_its_file(tmp_path, captured):
-    split = split_weight_gradients(captured["gpt2"])
+    split = split_weight_gradients(captured["gpt2"])[0]
     split.save(tmp_path / "g.graph.json")
     again = OpGraph.load(tmp_path / "g.graph.json")
     assert again.fingerprint == split.fingerprint
@@ -215,7 +215,7 @@ def test_part_times_add_up_where_nothing_is_priced():
 
 def test_times_follow_the_cost_model():
     graph = linear(batch=4096, inputs=2048, outputs=2048)
-    split, origin = weight_split(graph)
+    split, origin = split_weight_gradients(graph)
     seconds = part_times(device_times(graph, ONE), device_times(split, ONE), origin)
     first, second = named(split, "1/linear_1.backward"), named(split, "1/linear_1.backward_weight")
     assert seconds[first, 0] == pytest.approx(seconds[second, 0], rel=0.05)

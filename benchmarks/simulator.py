@@ -1,6 +1,6 @@
-"""Times the compiled simulator: against plain C++, by schedule, after single moves, on two threads, from a cold start.
+"""Times the compiled simulator: against plain C++, by schedule, on two threads, from a cold start.
 
-    python benchmarks/simulator.py [--quick] [--problem X.problem.json]
+    python benchmarks/simulator.py [--quick]
 
 Problems come from `random_problem`, with three tasks a group (forward, backward, update). Plans: `blocks` cuts the groups into
 blocks, `random` deals them out (most tensors then move). What is compared runs in turns, round by round. Times are the shortest
@@ -30,7 +30,6 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, simulate, simulate_many
 from rlplace.simulator.fast import simulate_plans
-from rlplace.simulator.incremental import IncrementalSimulator
 from rlplace.simulator.lowering import lower
 from rlplace.simulator.reference import simulate_reference
 
@@ -148,40 +147,6 @@ def schedules(sizes: tuple[int, ...]) -> None:
             )
 
 
-def moves(sizes: tuple[int, ...], files: list[str]) -> None:
-    print("\nAfter a random move of one group: the whole step, or from the last saved state before it matters; blocks")
-    print("   tasks  D graph                     whole us  from saved us  gain  new base us")
-    cases = [(n, s, t) for n in sizes for t in (True, False) for s in ("chain", "layered", "branchy")]
-    for count, shape, training in cases:
-        problem = random_problem(0, count // (3 if training else 1), 8, shape=shape, training=training, memory_factor=2.0)
-        after_moves(problem, f"{shape}, {'training' if training else 'forward only'}")
-    for file in files:
-        problem = Problem.load(file)
-        after_moves(problem, problem.name)
-
-
-def after_moves(problem: Problem, name: str) -> None:
-    plan = plans_of(problem, "blocks", 1)[0]
-    whole, saved = Simulator(problem), IncrementalSimulator(problem)
-    saved.evaluate(plan)
-    saved.evaluate(plan)
-    rng = np.random.default_rng(0)
-    mean = np.zeros(2)
-    for _ in range(40):
-        group, device = int(rng.integers(problem.num_groups)), int(rng.integers(problem.num_devices))
-        moved = plan.copy()
-        moved[group] = device
-        calls = (lambda: whole.evaluate(moved)), (lambda: saved.evaluate_move([(group, device)]))  # noqa: B023
-        assert calls[0]() == calls[1](), "results differ"
-        mean += [float(t.min()) / 40 for t in in_turns(*(clock(call) for call in calls), rounds=9)]
-    (base,) = in_turns(clock(lambda: saved.accept([])), rounds=9)
-    print(
-        f"{problem.num_ops:8d} {problem.num_devices:2d} {name[:25]:25} {1e6 * mean[0]:8.1f} {1e6 * mean[1]:14.1f} "
-        f"{mean[0] / mean[1]:5.2f} {1e6 * float(base.min()):12.1f}",
-        flush=True,
-    )
-
-
 def threads(sizes: tuple[int, ...]) -> None:
     print("\nsimulate_many on one thread and on two, layered, 8 devices, random plans")
     for count in sizes:
@@ -209,13 +174,11 @@ def against_reference() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes only")
-    parser.add_argument("--problem", action="append", default=[], help="problem file to make moves on as well")
     arguments = parser.parse_args()
     sizes = (500, 5_000) if arguments.quick else (500, 5_000, 100_000)
     starts()
     against_cpp(sizes)
     schedules(sizes)
-    moves(sizes[:2], arguments.problem)
     threads(sizes)
     against_reference()
 

@@ -34,8 +34,8 @@ def pipeline_chain(
 ) -> Problem:
     """A chain of equal stages, one group each, whose activations live from a stage's forward to its backward.
 
-    What stages send each other has no bytes, so that memory counts activations alone. `rlplace.simulator.theory` has the step
-    times and activations of pipeline schedules on it.
+    What stages send each other has no bytes, so that memory counts activations alone. docs/cost-model/pipelines.md has the
+    step times and activations of pipeline schedules on it.
 
     Args:
         stages: Length of the chain.

@@ -38,7 +38,6 @@ _SIMULATOR = [
         "expand",
         "twin_schedules",
         "twin",
-        "incremental",
     )
 ]
 _MEMORY = [
@@ -61,8 +60,6 @@ TARGETS = {
             "inputs",
             "lowering",
             "replicas",
-            "theory",
-            "checkpoints",
             "fast",
             "gates",
             "loop",

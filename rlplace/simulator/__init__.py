@@ -2,13 +2,11 @@
 
 from rlplace.simulator.api import PlanResult, Simulator, TimelineBatch, default_priority, simulate, simulate_many
 from rlplace.simulator.expand import expand
-from rlplace.simulator.incremental import IncrementalSimulator
 from rlplace.simulator.timeline import EXECUTOR, Timeline
 from rlplace.simulator.trace import trace_events, write_trace
 
 __all__ = [
     "EXECUTOR",
-    "IncrementalSimulator",
     "PlanResult",
     "Simulator",
     "Timeline",

@@ -31,7 +31,7 @@ schedule               bubble                          in flight               f
 With v stages a device each stage is 1/v of the device's work, which is how interleaving divides the bubble by v. The papers
 call the last bubble zero because devices start and end a step one after another, and with an optimizer step that waits for
 nobody the ramp of one step overlaps the end of the one before. Here a step ends with its last event, so the ramp (p - 1) F
-counts. `rlplace.simulator.theory` has the formulas as functions, for any m.
+counts.
 """
 
 from __future__ import annotations

@@ -37,13 +37,11 @@ __all__ = ["BAD_DEVICE", "CANNOT_RUN", "DONE", "STUCK", "bottom_levels", "simula
 STAMP = stamp_of(r, queues, gates, loop, sys.modules[__name__])
 """Of all that `simulate_plans` is compiled from."""
 
-_NEVER = np.iinfo(np.int64).max
-
 
 @inner
 def reset(g, w, device_of_group):
     """Empties all queues and fills the devices with what is resident; returns DONE or BAD_DEVICE."""
-    device, channel, value, clock, ready, sizes = w.device, w.channel, w.value, w.layout, w.ready, g.bytes
+    device, channel, value, ready, sizes = w.device, w.channel, w.value, w.ready, g.bytes
     num_devices, num_groups = len(device), len(device_of_group)
     due, waits, missing = part(w, r.DUE_DEVICES), part(w, r.WAITS), part(g, r.MISSING)
     gathered, absent, member_ptr = part(g, r.GATHERED), part(w, r.ABSENT), part(g, r.MEMBER_PTR)
@@ -72,23 +70,20 @@ def reset(g, w, device_of_group):
         value[gathered[i]].source = r.NONE
     for c in range(len(absent)):
         absent[c] = member_ptr[c + 1] - member_ptr[c]
-    for i in range(r.KEY, r.FOUND + 1):
-        clock[i] = 0
-    clock[r.KEY] = np.int64(len(waits)) << 32
-    clock[r.WAITING] = num_devices
+    w.layout[r.TRANSFERS] = 0
     return DONE
 
 
 @inner
 def begin(g, w, ranks, device_of_group, stage_of_group):
-    """Admits the tasks that miss nothing, and opens the first gates."""
-    clock = w.layout
-    counts = admit(g, w, ranks, device_of_group, part(g, r.FIRST), (clock[r.WAITING], clock[r.SLOTS], clock[r.FOUND]))
+    """Admits the tasks that miss nothing, and opens the first gates; returns what `admit` does."""
+    counts = np.uint32(len(w.device)), np.uint32(0), np.uint32(0)
+    counts = admit(g, w, ranks, device_of_group, part(g, r.FIRST), counts)
     if g.layout[r.SCHEDULE] != r.LIST:
         open_first = prepare_gates(g, w, stage_of_group)
         for stage in range(len(open_first)):
             counts = open_gates(g, w, ranks, device_of_group, np.int64(stage), open_first[stage], counts)
-    clock[r.WAITING], clock[r.SLOTS], clock[r.FOUND] = counts
+    return counts
 
 
 @inner
@@ -137,8 +132,8 @@ def _compile(stamp):
             if result == DONE:
                 for d in range(len(position)):
                     w.device[d].position = position[d]
-                begin(g, w, ranks, devices, stages)
-                result, step = run(g, w, ranks, devices, stages, len(position) > 0, 0.0, _NEVER)
+                counts = begin(g, w, ranks, devices, stages)
+                result, step = run(g, w, ranks, devices, stages, len(position) > 0, counts)
                 if result != DONE:
                     reset(g, w, devices)
                     step = np.inf

@@ -26,7 +26,7 @@ from rlplace.simulator.queues import (
     remove_ready,
 )
 
-DONE, CANNOT_RUN, STUCK, BAD_DEVICE, PAUSED = range(5)
+DONE, CANNOT_RUN, STUCK, BAD_DEVICE = range(4)
 """How a run ends; CANNOT_RUN: a null time or missing link; BAD_DEVICE: `device_of_group` is out of range."""
 
 _OWNED = 1 << 30  # uses of what a group owns: its bytes there are never freed
@@ -34,18 +34,20 @@ _LOWER_HALF = 0xFFFFFFFF
 
 
 @inner
-def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
-    """Goes on from where `w` stands, until nothing happens any more or `pause` tasks have ended.
+def run(g, w, ranks, device_of_group, stage_of_group, ordered, counts):
+    """Runs a step from its beginning until nothing happens any more.
 
     One long function over local names: numba counts references to every array of a tuple that is passed on, and to arrays
     that are passed to functions with branches. Indices are kept unsigned, or numba looks at each whether it is negative.
+
+    `counts` are what `admit` returned last: lengths of DUE_DEVICES, of the slots in use and of STARTABLE.
 
     Returns:
         How it ends, and when.
     """
     time_s, task, readers, pair, table_s, ahead = g.time_s, g.task, g.readers, g.pair, g.table_s, g.layout
     value, slots, channel, device, event, ready = w.value, w.slot, w.channel, w.device, w.event, w.ready
-    clock, times, transfer = w.layout, w.time_s, w.transfer
+    times, transfer = w.time_s, w.transfer
     column, inputs, outputs, owner = part(g, r.COLUMN), part(g, r.INPUTS), part(g, r.OUTPUTS), part(g, r.OWNER)
     channels, gathered_ptr, gathered_of = part(g, r.CHANNELS), part(g, r.GATHERED_PTR), part(g, r.GATHERED_OF)
     collective_of, member_ptr, members = part(g, r.COLLECTIVE_OF), part(g, r.MEMBER_PTR), part(g, r.MEMBERS)
@@ -57,8 +59,8 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
     recording, collectives = times.shape[1] > 0, len(collective_of) > 0
     gathering, gated, keeps_pass = len(gathered_ptr) > 0, ahead[r.SCHEDULE] != r.LIST, len(pass_ptr) > 0
 
-    key, done, events, used = clock[r.KEY], clock[r.ENDED], clock[r.EVENTS], np.uint32(clock[r.SLOTS])
-    transfers, waiting, found = clock[r.TRANSFERS], np.uint32(clock[r.WAITING]), np.uint32(clock[r.FOUND])
+    now, key, done, events, transfers = 0.0, num_tasks << 32, 0, 0, 0
+    waiting, used, found = counts
     while True:
         while True:  # everything that ends now
             number = key >> 32
@@ -258,15 +260,11 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, now, pause):
             events += 1
         waiting = np.uint32(0)
         if events == 0:
-            clock[r.TRANSFERS] = transfers
+            w.layout[r.TRANSFERS] = transfers
             return (DONE if done == num_tasks else STUCK), now
         now = event[0].time_s
         key = pop_event(event, events)
         events -= 1
-        if done >= pause:
-            clock[r.KEY], clock[r.ENDED], clock[r.EVENTS], clock[r.SLOTS] = key, done, events, used
-            clock[r.TRANSFERS], clock[r.WAITING], clock[r.FOUND] = transfers, waiting, found
-            return PAUSED, now
 
 
 @inner

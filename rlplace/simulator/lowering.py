@@ -74,7 +74,7 @@ class Lowered:
             event=np.zeros(devices + slots, dtype=r.EVENT),
             ready=np.zeros((devices, low + ((tasks + 63) >> 6)), dtype=np.uint64),
             words=np.zeros(sum(parts), dtype=np.uint32),
-            layout=np.concatenate([[0], np.cumsum(parts), np.zeros(r.FOUND + 1 - r.KEY, dtype=np.int64)]),
+            layout=np.concatenate([[0], np.cumsum(parts), [0]]),
             time_s=np.zeros((2, tasks if timeline else 0)),
             transfer=np.zeros(len(graph.readers) if timeline else 0, dtype=r.TRANSFER),
         )
@@ -301,29 +301,6 @@ def _frozen(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
     frozen = np.ascontiguousarray(array, dtype=dtype).view()
     frozen.setflags(write=False)
     return frozen
-
-
-def first_inputs(problem: Problem, tasks: TaskGraph) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """For every group the tasks that make what its tasks read; none where that would leave out something.
-
-    Returns:
-        Offsets int64 [G + 1] and tasks. Empty for a group with a task that waits for nothing or for what a group owns, and for
-        one that owns what is read: it makes a difference from the beginning.
-    """
-    group, readers = problem.op_group[tasks.op], np.diff(tasks.consumer_ptr)
-    owned = (np.diff(tasks.producer_ptr) == 0) & (readers > 0)
-    at_once = np.zeros(problem.num_groups, dtype=bool)
-    at_once[group[np.bincount(tasks.consumers, minlength=tasks.num_tasks) == 0]] = True
-    at_once[group[tasks.consumers[np.repeat(owned, readers)]]] = True
-    at_once[problem.tensor_owner[tasks.tensor[owned]]] = True
-    made = np.diff(tasks.producer_ptr)
-    # Every reader of a value with every producer of it.
-    value = np.repeat(np.arange(tasks.num_values), readers * made)
-    within = np.arange(len(value)) - np.repeat(np.cumsum(readers * made) - readers * made, readers * made)
-    reader = tasks.consumers[tasks.consumer_ptr[value] + within // np.maximum(made, 1)[value]]
-    maker = tasks.producers[tasks.producer_ptr[value] + within % np.maximum(made, 1)[value]]
-    kept = ~at_once[group[reader]]
-    return _rows(group[reader[kept]], maker[kept], problem.num_groups)
 
 
 def part_of(graph: Graph, number: int) -> NDArray[np.uint32]:

@@ -134,7 +134,7 @@ class Work(NamedTuple):
     event: Any  # EVENT [D + E + collectives], a heap
     ready: Any  # uint64 [D, words], ready tasks of each device by rank; see `rlplace.simulator.queues`
     words: Any  # uint32 [.], parts WAITS to SPARE
-    layout: Any  # int64, where each of the parts begins and the last one ends, then KEY to FOUND
+    layout: Any  # int64, where each of the parts begins and the last one ends, then TRANSFERS
     time_s: Any  # float64 [2, K], start and end of every task, or [2, 0] when nobody wants to know
     transfer: Any  # TRANSFER [E] or [0]
 
@@ -153,13 +153,5 @@ class Work(NamedTuple):
     SPARE,  # [stages], 1 where no backward closes the stage
 ) = range(10)
 
-# What follows in `Work.layout`: where a run stands.
-(
-    KEY,  # of the event that is next to process, already taken off the heap
-    ENDED,  # tasks that have ended
-    EVENTS,  # length of the heap
-    SLOTS,  # slots in use
-    TRANSFERS,  # that have started
-    WAITING,  # length of DUE_DEVICES
-    FOUND,  # length of STARTABLE
-) = range(11, 18)
+TRANSFERS = 11
+"""Where `Work.layout` says how many transfers have started."""

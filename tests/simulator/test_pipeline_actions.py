@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pipeline_theory import bubble_s, in_flight
 
 from rlplace.errors import InputError
 from rlplace.simulator.actions import Action, pipeline_actions, stage_layout
-from rlplace.simulator.theory import bubble_s, in_flight
 
 CASES = {
     ("gpipe", "loop"): ("ScheduleGPipe", (1,)),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_theory import bubble_s, in_flight
 from toys import pipeline_chain
 
 from rlplace.errors import InputError
@@ -17,7 +18,6 @@ from rlplace.simulator.actions import pipeline_actions
 from rlplace.simulator.priority import default_priority
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.schedules import schedule_order
-from rlplace.simulator.theory import bubble_s, in_flight
 
 LAYOUTS = {
     "one": lambda p: list(range(p)),

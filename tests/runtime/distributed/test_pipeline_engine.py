@@ -3,8 +3,7 @@
 import launch
 import pipeline_worker
 import pytest
-
-from rlplace.simulator.theory import in_flight
+from pipeline_theory import in_flight
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -15,6 +15,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         cells = [cell.ljust(w) if at_left else cell.rjust(w) for cell, w, at_left in zip(row, widths, left, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def either(names: Iterable[str]) -> str:
+    """The names as a choice: "a", "a or b", "a, b or c"."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def ms(value_s: float | None, *, sign: bool = False) -> str:

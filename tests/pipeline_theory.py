@@ -8,7 +8,8 @@ order). A replay of `rlplace.simulator.actions` gives exactly these numbers, whi
 from __future__ import annotations
 
 from rlplace.errors import InputError, unknown_name
-from rlplace.simulator.actions import LAYOUTS, PIPELINE_SCHEDULES, pipeline_actions
+from rlplace.schedule import PIPELINE_SCHEDULES
+from rlplace.simulator.actions import LAYOUTS, pipeline_actions
 
 
 def bubble_s(

@@ -17,6 +17,7 @@ LEVEL = {
     "files": 1,
     "records": 1,
     "interrupts": 1,
+    "schedule": 1,
     "extensions": 1,
     "compiled": 2,
     "problem": 2,

@@ -25,11 +25,13 @@ from rlplace.agents.problems.recipes import GROUPS, OTHER_GROUPS, TEST, TEST_COU
 from rlplace.agents.problems.training import log_uniform
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
+from rlplace.schedule import GPIPE, LIST, ONE_F_ONE_B
 
 Item = TypeVar("Item")
 
 _EXECUTIONS = (
-    PLAIN, PLAIN, PLAIN, PLAIN, Execution(4, "1f1b"), Execution(8, "1f1b"), Execution(4, "gpipe"), Execution(8, "list"),
+    PLAIN, PLAIN, PLAIN, PLAIN,
+    Execution(4, ONE_F_ONE_B), Execution(8, ONE_F_ONE_B), Execution(4, GPIPE), Execution(8, LIST),
 )  # fmt: skip
 _MEMORY = (None, 2.0, 1.3, 1.1)
 _VARIED = (False, False, True)

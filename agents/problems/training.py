@@ -23,6 +23,7 @@ from rlplace.errors import unknown_name
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
+from rlplace.schedule import GPIPE, LIST, ONE_F_ONE_B
 
 SYNTHETIC = "synthetic"
 SHAPES = ("layered", "branchy", "chain")
@@ -100,7 +101,7 @@ def draw_execution(rng: Generator, ops: int) -> Execution:
     counts = [count for count in MICROBATCHES if count <= most]
     if rng.random() < 0.5 or not counts:
         return PLAIN
-    return Execution(int(rng.choice(counts)), str(rng.choice(["1f1b", "1f1b", "gpipe", "list"])))
+    return Execution(int(rng.choice(counts)), str(rng.choice([ONE_F_ONE_B, ONE_F_ONE_B, GPIPE, LIST])))
 
 
 def log_uniform(rng: Generator, low: float, high: float) -> float:

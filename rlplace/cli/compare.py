@@ -24,7 +24,7 @@ from rlplace.cli.common import (
 )
 from rlplace.cli.compare_table import show, to_csv
 from rlplace.errors import InputError
-from rlplace.plan.plan import FREE_SCHEDULES
+from rlplace.schedule import FREE_SCHEDULES
 
 if TYPE_CHECKING:
     from rlplace.cli.common import Captured

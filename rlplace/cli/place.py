@@ -25,8 +25,9 @@ from rlplace.cli.common import (
 from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, warn_of_update, with_memory
 from rlplace.cli.strategies import count, show_strategies
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
+from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
+from rlplace.schedule import FREE_SCHEDULES
 from rlplace.text import gb, ms
 
 HELP = "plan where every part of a model runs"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.problem import FORWARD, Problem
+from rlplace.schedule import LIST
 from rlplace.simulator.reference import ReferenceRun, stuck_reason
 from rlplace.simulator.schedules import followed_order
 from rlplace.simulator.tasks import task_graph
@@ -72,7 +73,7 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
         InputError: The step does not complete.
     """
     devices = np.asarray(plan.device_of_group if isinstance(plan, PlacementPlan) else plan, dtype=np.int32)
-    priority, order, stages, count, schedule = None, None, None, 1, "list"
+    priority, order, stages, count, schedule = None, None, None, 1, LIST
     if isinstance(plan, PlacementPlan):
         priority, order, stages = plan.priority, plan.order, plan.stage_of_group
         count, schedule = plan.microbatches, plan.schedule

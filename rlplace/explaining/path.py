@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.explaining.runs import Run
+from rlplace.schedule import NO_GATES, SCHEDULES
 from rlplace.simulator.stages import Gates, gates
 
 COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER = "compute", "transfer", "collective", "device busy", "link busy", "order"
-HOLDING = ("gpipe", "1f1b")
 """Schedules that hold tasks back by gates."""
 
 CAUSES = (COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER)
@@ -97,7 +97,7 @@ class _Walk:
         self.channels = self.channel_uses()
         self.gates: Gates | None = None
         self.closers: dict[int, list[int]] = {}
-        if run.schedule in HOLDING:
+        if SCHEDULES[run.schedule].gates != NO_GATES:
             self.gates = gates(self.problem, self.tasks, run.schedule, run.devices, run.stage_of_group)
             self.closers = self.gate_closers(self.gates)
 

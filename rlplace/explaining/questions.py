@@ -15,9 +15,10 @@ from rlplace.errors import InputError
 from rlplace.explaining import changes
 from rlplace.explaining.bounds import channel_loads, device_loads
 from rlplace.explaining.runs import Run, run_unchecked
-from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
+from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.recompute import recompute
 from rlplace.problem import Problem
+from rlplace.schedule import LIST, ONE_F_ONE_B, free_schedule
 
 AS_IS = "as it is"
 
@@ -54,7 +55,7 @@ class Question:
     @property
     def schedule(self) -> str:
         """By which planners plan."""
-        return self.same.plan.schedule if self.same.plan.schedule in FREE_SCHEDULES else "1f1b"
+        return free_schedule(self.same.plan.schedule)
 
     def step_s(self, devices: NDArray[np.int32]) -> float:
         """Step time of an assignment without replicas; inf when it does not fit."""
@@ -119,7 +120,7 @@ def _more_microbatches(run: Run) -> Run | None:
     """The plan with 4 micro-batches instead of one, or with twice as many."""
     plan = run.plan
     single = plan.microbatches == 1
-    schedule = "1f1b" if single and plan.schedule == "list" else plan.schedule
+    schedule = ONE_F_ONE_B if single and plan.schedule == LIST else plan.schedule
     try:
         return run_unchecked(
             run.given, dataclasses.replace(plan, microbatches=4 if single else 2 * plan.microbatches, schedule=schedule)

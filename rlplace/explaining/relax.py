@@ -25,6 +25,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.recompute import recompute
 from rlplace.plan.segments import layer_segments
 from rlplace.problem import Problem
+from rlplace.schedule import LIST
 from rlplace.text import bytes_text, gb, ms, table
 
 MOST_DEVICES = 64
@@ -80,7 +81,7 @@ def relax(
     at: Callable[[int], Problem] | None = None,
     finer: Callable[[], Problem] | None = None,
     microbatches: int = 1,
-    schedule: str = "list",
+    schedule: str = LIST,
     calls: int = 256,
     time_limit_s: float | None = None,
     seed: int = 0,

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
+from rlplace.schedule import LIST, SCHEDULES
 from rlplace.simulator import Timeline, simulate
 from rlplace.simulator.expand import group_origins, lower_plan
-from rlplace.simulator.schedules import ACTION_SCHEDULES
 from rlplace.simulator.tasks import TaskGraph, task_graph
 
 
@@ -78,10 +78,10 @@ def run_unchecked(problem: Problem, plan: PlacementPlan) -> Run:
     """`run_plan` for a plan that was derived from a checked one; its fingerprint is not looked at."""
     plain = lower_plan(problem, plan)
     devices = np.array(plain.device_of_group, dtype=np.int32)
-    schedule = plan.schedule if plain.order is None else "list"
+    schedule = plan.schedule if plain.order is None else LIST
     fields: dict[str, Any] = {"microbatches": plan.microbatches, "schedule": schedule, "stage_of_group": plain.stage_of_group}
     line = simulate(plain.problem, devices, priority=plain.priority, order=plain.order, **fields)
-    ordered = plain.order is not None or schedule in ACTION_SCHEDULES
+    ordered = plain.order is not None or not SCHEDULES[schedule].free
     return Run(problem, plan, plain.problem, devices, plain.stage_of_group, ordered, schedule, line)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from rlplace.errors import InfeasibleError
 from rlplace.explaining.runs import Run
-from rlplace.plan.plan import FREE_SCHEDULES
 from rlplace.planners import get_planner
 from rlplace.problem import Problem
+from rlplace.schedule import LIST, ONE_F_ONE_B, free_schedule
 from rlplace.simulator import simulate
 
 
@@ -62,8 +62,7 @@ class Tester:
     schedule: str
 
     def __post_init__(self) -> None:
-        if self.schedule not in FREE_SCHEDULES:
-            object.__setattr__(self, "schedule", "1f1b")
+        object.__setattr__(self, "schedule", free_schedule(self.schedule))
 
     @property
     def execution(self) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class Tester:
         count = self.microbatches if microbatches is None else microbatches
         samples = problem.samples_per_microbatch * count
         closest: InfeasibleError | None = None
-        for schedule in dict.fromkeys([self.schedule, "1f1b"] if count > 1 else ["list"]):
+        for schedule in dict.fromkeys([self.schedule, ONE_F_ONE_B] if count > 1 else [LIST]):
             fixed = {"seed": self.seed, "time_limit_s": self.time_limit_s, "microbatches": count, "schedule": schedule}
             searches: dict[str, dict[str, Any]] = {"annealing": {"calls": self.calls}} if self.calls else {}
             for planner, extra in {"best": {}, **searches}.items():

@@ -15,8 +15,9 @@ from typing import Any
 from rlplace.explaining.questions import AS_IS, questions
 from rlplace.explaining.replan import assignments, strategies
 from rlplace.explaining.runs import Run
-from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
+from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
+from rlplace.schedule import free_schedule
 
 CALLS = 256
 """Simulations of each search beside the classical floor."""
@@ -95,7 +96,8 @@ def _not_replanned(plan: PlacementPlan, calls: int) -> str:
 def _execution_note(plan: PlacementPlan, any_size: bool) -> str:
     """How what is planned anew runs otherwise than the plan."""
     if not _replicated(plan):
-        return "" if plan.schedule in FREE_SCHEDULES else f"planned anew for schedule 1f1b instead of {plan.schedule}"
+        schedule = free_schedule(plan.schedule)
+        return "" if schedule == plan.schedule else f"planned anew for schedule {schedule} instead of {plan.schedule}"
     kept = "any micro-batch" if any_size else "micro-batches of the plan's size"
     without = [
         name for name, given in (("recomputation", plan.recompute), ("a shared optimizer", plan.optimizer_sharding)) if given

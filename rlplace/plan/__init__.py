@@ -1,5 +1,5 @@
 """The plan: which device runs which group."""
 
-from rlplace.plan.plan import SCHEDULES, PlacementPlan, check_plan, make_plan
+from rlplace.plan.plan import PlacementPlan, check_plan, make_plan
 
-__all__ = ["SCHEDULES", "PlacementPlan", "check_plan", "make_plan"]
+__all__ = ["PlacementPlan", "check_plan", "make_plan"]

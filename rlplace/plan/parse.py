@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError, show
 from rlplace.files import check_keys
 from rlplace.limits import MICROBATCHES
-from rlplace.plan.plan import SCHEDULES, PlacementPlan
+from rlplace.plan.plan import PlacementPlan
 from rlplace.problem.source import check_source
+from rlplace.schedule import LIST, SCHEDULES
 
 _REQUIRED = {"problem", "planner", "seed", "device_of_group"}
 _OPTIONAL = {
@@ -29,8 +30,8 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
     check_keys(data, _REQUIRED, _OPTIONAL, "plan")
     if not isinstance(data["problem"], str) or not isinstance(data["planner"], str):
         raise InputError("plan: problem and planner must be strings")
-    schedule = data.get("schedule", "list")
-    if schedule not in SCHEDULES:
+    schedule = data.get("schedule", LIST)
+    if schedule not in tuple(SCHEDULES):
         raise InputError(f"plan: schedule must be one of {', '.join(SCHEDULES)}")
     microbatches = _whole(data.get("microbatches", 1), "microbatches")
     if not 1 <= microbatches <= MICROBATCHES:

@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import read_record, write_json
 from rlplace.problem import UPDATE, Problem
+from rlplace.schedule import LIST
 
 FORMAT = "rlplace.plan"
 VERSION = 1
-SCHEDULES = ("list", "gpipe", "1f1b", "interleaved", "zero_bubble")
-FREE_SCHEDULES = ("list", "gpipe", "1f1b")
-"""Schedules that run any plan; the others need stages that form a chain in a given layout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +35,7 @@ class PlacementPlan:
         order: Optional, per device the exact sequence of its op numbers (or ``[op, microbatch]`` pairs when there are several
             micro-batches); excludes `priority` and `schedule`.
         microbatches: Passes over the ops per step.
-        schedule: One of `SCHEDULES`.
+        schedule: One of `rlplace.schedule.SCHEDULES`.
         stage_of_group: Optional int32 [G]; a group's stage, default its device.
         replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; None is one replica, identity.
         shards: Optional ``{op name: {dim: parts}}``: forward ops cut into equal parts, see `rlplace.simulator.shards`.
@@ -56,7 +54,7 @@ class PlacementPlan:
     priority: NDArray[np.float64] | None = None
     order: Sequence[Sequence[Any]] | None = None
     microbatches: int = 1
-    schedule: str = "list"
+    schedule: str = LIST
     stage_of_group: NDArray[np.int32] | None = None
     replicas: Sequence[Sequence[int]] | None = None
     shards: Mapping[str, Mapping[str, int]] | None = None
@@ -105,7 +103,7 @@ class PlacementPlan:
             ]
         if self.microbatches != 1:
             data["microbatches"] = self.microbatches
-        if self.schedule != "list":
+        if self.schedule != LIST:
             data["schedule"] = self.schedule
         if self.stage_of_group is not None:
             data["stage_of_group"] = [int(s) for s in self.stage_of_group]

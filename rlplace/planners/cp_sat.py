@@ -34,6 +34,7 @@ from rlplace.planners.dlplacer.program import build_program, solver_library
 from rlplace.planners.dlplacer.realise import Realised, device_orders, first_starts, realise
 from rlplace.planners.dlplacer.solve import EFFORT, Outcome, solve
 from rlplace.problem import Problem
+from rlplace.schedule import SCHEDULES
 
 MAX_TASKS = 200
 """Tasks (ops times micro-batches) that the planner accepts by default."""
@@ -103,7 +104,7 @@ def cp_sat(
     ways += _realise_all(instance, evaluator, outcome)
     best = min(ways, key=lambda way: way.rank, default=None)
     # The program is solved, but the executor cannot follow it: solve again with what the executor adds.
-    waits = run.schedule != "list" or bool(problem.collectives)
+    waits = not SCHEDULES[run.schedule].by_priority_alone or bool(problem.collectives)
     if best is not None and best.line.feasible and outcome.status == "optimal" and not waits:
         if best.rank > (False, bound_s * (1 + OPTIMAL_GAP)) and start_at_once(program):
             outcome = solve(program, hint=best.line, seed=seed, effort=effort, time_limit_s=deadline.left_s())

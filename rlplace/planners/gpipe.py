@@ -33,6 +33,7 @@ from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
+from rlplace.schedule import GPIPE
 
 MAX_LAYERS = 512
 """Layers that are told apart; neighbours are merged beyond."""
@@ -58,7 +59,7 @@ def gpipe(
     Raises:
         InfeasibleError: No plan fits.
     """
-    run = pipeline_execution(problem, microbatches, schedule, default="gpipe")
+    run = pipeline_execution(problem, microbatches, schedule, default=GPIPE)
 
     def chosen(problem: Problem, seed: int) -> Iterator[Assignment]:
         return candidates(problem, seed, **run)
@@ -66,7 +67,7 @@ def gpipe(
     return one_shot(problem, "gpipe", chosen, seed=seed, time_limit_s=time_limit_s, **run)
 
 
-def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = "gpipe") -> Iterator[Assignment]:
+def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = GPIPE) -> Iterator[Assignment]:
     """Both partitions for every number of devices and order."""
     del seed
     for subset in reversed(device_subsets(problem)):

@@ -10,10 +10,10 @@ import numpy as np
 from rlplace.cost.timings import PlaceTiming, PlanTimings
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.plan import PlacementPlan
-from rlplace.plan.plan import FREE_SCHEDULES
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner, run_planner, takes_microbatches
 from rlplace.problem import Problem
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
+from rlplace.schedule import LIST, free_schedule
 from rlplace.simulator import Timeline, simulate
 
 
@@ -116,7 +116,7 @@ def planner_rows(
         _row(problem, plan.planner, timeline, True, len(np.unique(plan.device_of_group)) * len(plan.replicas or (0,)), None)
     ]
     microbatches = plan.microbatches * len(plan.replicas or (0,))
-    schedule = plan.schedule if plan.schedule in FREE_SCHEDULES else "list"
+    schedule = free_schedule(plan.schedule, LIST)
     for name in dict.fromkeys(names):
         if report is not None:
             report(name)

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from rlplace.errors import InputError, MissingError, show, unknown_name
 from rlplace.plan.device_map import device_of_op, plan_groups
 from rlplace.plan.plan import PlacementPlan
+from rlplace.schedule import LIST
 
 
 def check_plan_runs_here(plan: PlacementPlan) -> None:
@@ -25,7 +26,7 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
     elsewhere = "apply runs one replica and one micro-batch in program order; plan with the default options"
     if plan.microbatches > 1:
         raise InputError(f"plan: it has {plan.microbatches} micro-batches; {elsewhere}")
-    if plan.schedule != "list":
+    if plan.schedule != LIST:
         raise InputError(f"plan: its schedule is {plan.schedule!r}; {elsewhere}")
     if plan.replicas is not None and len(plan.replicas) > 1:
         raise InputError(f"plan: it has {len(plan.replicas)} replicas; {elsewhere}")

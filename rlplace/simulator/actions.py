@@ -41,9 +41,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlplace.errors import InputError, show, unknown_name
+from rlplace.schedule import LIST, LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V, schedule_named
+from rlplace.text import either
 
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-LAYOUTS = ("loop", "v")
+LAYOUTS = (LOOP, V)
 
 FORWARD_ACTION, BACKWARD_ACTION, INPUT_ACTION, WEIGHT_ACTION = "F", "B", "I", "W"
 
@@ -68,11 +69,11 @@ def pipeline_actions(
     """The actions of every device, in the order in which torch runs them.
 
     Args:
-        schedule: One of `PIPELINE_SCHEDULES`.
+        schedule: One of `rlplace.schedule.PIPELINE_SCHEDULES`.
         num_devices: Devices of the pipeline, p.
         stages_per_device: Stages on each of them, v; the chain has p v stages.
         microbatches: Micro-batches of a step, m.
-        layout: ``"loop"`` (stage s on device s mod p) or, for ``zero_bubble`` with two stages a device, ``"v"`` (the second
+        layout: ``"loop"`` (stage s on device s mod p) or ``"v"`` (the second
             half of the chain runs back over the devices). With one stage a device they are the same.
 
     Returns:
@@ -81,52 +82,67 @@ def pipeline_actions(
     Raises:
         InputError: torch has no such schedule: for this layout, this many stages or this many micro-batches.
     """
-    if schedule not in PIPELINE_SCHEDULES:
-        raise unknown_name("pipeline schedule", schedule, PIPELINE_SCHEDULES)
+    layouts = schedule_named(schedule, PIPELINE_SCHEDULES, "pipeline schedule").torch_class
     if layout not in LAYOUTS:
         raise unknown_name("stage layout", layout, LAYOUTS)
     for what, value in (("devices", num_devices), ("stages per device", stages_per_device), ("micro-batches", microbatches)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"schedule {schedule}: {what} must be a whole number from 1 up, found {show(value)}")
-    if schedule in ("gpipe", "1f1b"):
-        if stages_per_device != 1:
-            raise InputError(
-                f"schedule {schedule} runs one stage on each device, found {stages_per_device}; "
-                "use 1, or the schedules interleaved or zero_bubble"
-            )
-        if schedule == "gpipe":
-            return [_gpipe(device, microbatches) for device in range(num_devices)]
-        if microbatches < num_devices:
-            raise InputError(
-                f"schedule 1f1b needs at least as many micro-batches as stages, found {microbatches} for {num_devices}; "
-                f"use {num_devices}, or the schedule gpipe"
-            )
-        return [_one_forward_one_backward(device, num_devices, microbatches) for device in range(num_devices)]
-    if layout == "v" and stages_per_device > 1:
-        if schedule == "interleaved":
-            raise InputError("schedule interleaved runs stages in a loop over the devices, found a v; use zero_bubble")
-        if stages_per_device != 2:
-            raise InputError(f"schedule zero_bubble in a v needs 2 stages on each device, found {stages_per_device}; use 2")
-        return [_zero_bubble_v(device, num_devices, microbatches) for device in range(num_devices)]
-    _check_rounds(schedule, num_devices, microbatches)
-    split = schedule == "zero_bubble"
-    return [_interleaved(device, num_devices, stages_per_device, microbatches, split) for device in range(num_devices)]
+    if stages_per_device == 1:
+        layout = LOOP
+    elif LOOP not in layouts:
+        others = [name for name in PIPELINE_SCHEDULES if LOOP in SCHEDULES[name].torch_class]
+        raise InputError(
+            f"schedule {schedule} runs one stage on each device, found {stages_per_device}; "
+            f"use 1, or the schedules {either(others)}"
+        )
+    elif layout not in layouts:
+        others = [name for name in PIPELINE_SCHEDULES if layout in SCHEDULES[name].torch_class]
+        raise InputError(f"schedule {schedule} runs stages in a loop over the devices, found a {layout}; use {either(others)}")
+    return _ACTIONS[schedule](num_devices, stages_per_device, microbatches, layout)
 
 
-def _gpipe(device: int, microbatches: int) -> list[Action]:
+def _gpipe(devices: int, stages: int, microbatches: int, layout: str) -> list[list[Action]]:
     """Every forward, then every backward, both from the first micro-batch on."""
-    return [Action(device, kind, n) for kind in (FORWARD_ACTION, BACKWARD_ACTION) for n in range(microbatches)]
+    kinds = (FORWARD_ACTION, BACKWARD_ACTION)
+    return [[Action(device, kind, n) for kind in kinds for n in range(microbatches)] for device in range(devices)]
 
 
-def _one_forward_one_backward(device: int, devices: int, microbatches: int) -> list[Action]:
+def _one_forward_one_backward(devices: int, stages: int, microbatches: int, layout: str) -> list[list[Action]]:
     """One forward ahead for each stage that follows; then a forward and a backward in turn."""
-    ahead = devices - 1 - device
-    actions = [Action(device, FORWARD_ACTION, n) for n in range(ahead)]
-    for n in range(microbatches):
-        if ahead + n < microbatches:
-            actions.append(Action(device, FORWARD_ACTION, ahead + n))
-        actions.append(Action(device, BACKWARD_ACTION, n))
-    return actions
+    if microbatches < devices:
+        raise InputError(
+            f"schedule 1f1b needs at least as many micro-batches as stages, found {microbatches} for {devices}; "
+            f"use {devices}, or the schedule gpipe"
+        )
+    lists = []
+    for device in range(devices):
+        ahead = devices - 1 - device
+        actions = [Action(device, FORWARD_ACTION, n) for n in range(ahead)]
+        for n in range(microbatches):
+            if ahead + n < microbatches:
+                actions.append(Action(device, FORWARD_ACTION, ahead + n))
+            actions.append(Action(device, BACKWARD_ACTION, n))
+        lists.append(actions)
+    return lists
+
+
+def _interleaved(devices: int, stages: int, microbatches: int, layout: str) -> list[list[Action]]:
+    _check_rounds("interleaved", devices, microbatches)
+    return [_in_rounds(device, devices, stages, microbatches, split=False) for device in range(devices)]
+
+
+def _zero_bubble(devices: int, stages: int, microbatches: int, layout: str) -> list[list[Action]]:
+    if layout == V:
+        if stages != 2:
+            raise InputError(f"schedule zero_bubble in a v needs 2 stages on each device, found {stages}; use 2")
+        return [_zero_bubble_v(device, devices, microbatches) for device in range(devices)]
+    _check_rounds("zero_bubble", devices, microbatches)
+    return [_in_rounds(device, devices, stages, microbatches, split=True) for device in range(devices)]
+
+
+_ACTIONS = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved, "zero_bubble": _zero_bubble}
+"""How the lists of `rlplace.schedule.PIPELINE_SCHEDULES` are made."""
 
 
 def _check_rounds(schedule: str, devices: int, microbatches: int) -> None:
@@ -149,7 +165,7 @@ def _fits_rounds(devices: int, microbatches: int) -> bool:
     return microbatches % max(1, microbatches // devices) == 0
 
 
-def _interleaved(device: int, devices: int, stages: int, microbatches: int, split: bool) -> list[Action]:
+def _in_rounds(device: int, devices: int, stages: int, microbatches: int, *, split: bool) -> list[Action]:
     """Interleaved 1F1B, or with `split` its zero-bubble form.
 
     A round of micro-batches goes through the device's first stage, then its second and so on; then comes the next round.
@@ -245,7 +261,7 @@ def stage_layout(device_of_stage: Sequence[int], schedule: str) -> StageLayout:
 
     Args:
         device_of_stage: Device number of each stage, in chain order.
-        schedule: One of `PIPELINE_SCHEDULES`.
+        schedule: One of `rlplace.schedule.PIPELINE_SCHEDULES`.
 
     Returns:
         The layout. Two stages on a single device are a loop.
@@ -253,26 +269,20 @@ def stage_layout(device_of_stage: Sequence[int], schedule: str) -> StageLayout:
     Raises:
         InputError: The schedule cannot run the chain as it sits; says which layouts it can.
     """
-    if schedule not in PIPELINE_SCHEDULES:
-        raise unknown_name("pipeline schedule", schedule, PIPELINE_SCHEDULES)
+    known = tuple(schedule_named(schedule, PIPELINE_SCHEDULES, "pipeline schedule").torch_class)
     stages = [int(device) for device in device_of_stage]
     devices = tuple(dict.fromkeys(stages))
     count = len(devices)
     laps, rest = divmod(len(stages), count) if stages else (0, 0)
-    known = {"gpipe": ("one",), "1f1b": ("one",), "interleaved": ("one", "loop"), "zero_bubble": ("one", "loop", "v")}[schedule]
     if stages and not rest:
-        if stages == list(devices) * laps and ("loop" in known or laps == 1):
-            return StageLayout("loop", devices, laps)
-        if laps == 2 and stages == [*devices, *reversed(devices)] and "v" in known:
-            return StageLayout("v", devices, 2)
-    words = {
-        "one": "one stage on each device",
-        "loop": "a loop (0 1 2 0 1 2)",
-        "v": "a v (0 1 2 2 1 0)",
-    }
+        if stages == list(devices) * laps and (LOOP in known or laps == 1):
+            return StageLayout(LOOP, devices, laps)
+        if laps == 2 and stages == [*devices, *reversed(devices)] and V in known:
+            return StageLayout(V, devices, 2)
+    words = {ONE: "one stage on each device", LOOP: "a loop (0 1 2 0 1 2)", V: "a v (0 1 2 2 1 0)"}
     wanted = " or ".join(words[kind] for kind in known)
     found = " ".join(map(str, stages[:40])) + (" ..." if len(stages) > 40 else "")
     raise InputError(
         f"schedule {schedule} cannot run stages on devices {found or '(none)'}: it needs {wanted}; "
-        "move stages, or use the schedule list"
+        f"move stages, or use the schedule {LIST}"
     )

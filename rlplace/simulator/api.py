@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show, unknown_name
+from rlplace.errors import InputError, show
 from rlplace.plan import PlacementPlan, check_plan
-from rlplace.plan.plan import SCHEDULES
 from rlplace.problem import Problem
+from rlplace.schedule import FREE_SCHEDULES, LIST, SCHEDULES, schedule_named
 from rlplace.simulator.expand import lower_plan
 from rlplace.simulator.inputs import check_devices, check_priority, check_stages, order_ranks, priority_ranks, stage_words
 from rlplace.simulator.reference import stuck_reason
-from rlplace.simulator.schedules import ACTION_SCHEDULES, followed_order, schedule_order
+from rlplace.simulator.schedules import followed_order, schedule_order
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, unfinished
+from rlplace.text import either
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
@@ -56,7 +57,7 @@ def simulate(
         order: Per device the exact sequence of its ops, or of its (op, micro-batch) pairs when there are several; excludes
             `priority` and `schedule`.
         microbatches: Passes over the forward and backward ops, default 1.
-        schedule: One of `rlplace.plan.plan.SCHEDULES`, default ``"list"``.
+        schedule: One of `rlplace.schedule.SCHEDULES`, default `list`.
         stage_of_group: int [G], default the device; only for schedules.
 
     Raises:
@@ -68,7 +69,7 @@ def simulate(
     if isinstance(plan, PlacementPlan):
         check_plan(plan, problem)
         own = priority is None and order is None
-        if own and schedule in SCHEDULES:  # before replicas are lowered, which depends on it
+        if own and schedule in tuple(SCHEDULES):  # before replicas are lowered, which depends on it
             plan, schedule = replace(plan, schedule=schedule, priority=None, order=None), None
         if isinstance(microbatches, int) and microbatches > 0:
             plan = replace(plan, microbatches=microbatches)
@@ -82,10 +83,9 @@ def simulate(
         stage_of_group = plain.stage_of_group if stage_of_group is None else stage_of_group
     else:
         devices = check_devices(plan, (problem.num_groups,), problem)
-    microbatches, schedule = 1 if microbatches is None else microbatches, "list" if schedule is None else schedule
-    if schedule not in SCHEDULES:
-        raise unknown_name("schedule", schedule, SCHEDULES)
-    if order is not None and (priority is not None or schedule != "list"):
+    microbatches, schedule = 1 if microbatches is None else microbatches, LIST if schedule is None else schedule
+    schedule_named(schedule)
+    if order is not None and (priority is not None or schedule != LIST):
         raise InputError("simulate: order excludes priority and schedule; give one of them")
     stage = check_stages(stage_of_group, problem)
     lowered = lower(problem, microbatches, schedule)
@@ -183,7 +183,7 @@ def simulate_many(
     *,
     priority: Sequence[float] | NDArray[Any] | None = None,
     microbatches: int = 1,
-    schedule: str = "list",
+    schedule: str = LIST,
     threads: int = 1,
 ) -> TimelineBatch:
     """Simulates K plans of one problem.
@@ -193,8 +193,8 @@ def simulate_many(
         device_of_group: int [K, G].
         priority: float [N], for all of them; default `default_priority`.
         microbatches: Passes over the forward and backward ops.
-        schedule: One of `rlplace.plan.plan.SCHEDULES`; a group's stage is its device. ``"interleaved"`` and
-            ``"zero_bubble"`` make an order for every plan, which takes longer than to simulate it.
+        schedule: One of `rlplace.schedule.SCHEDULES`; a group's stage is its device. Those for chains make an order for every
+            plan, which takes longer than to simulate it.
         threads: Threads to spread the plans over.
     """
     from rlplace.simulator import fast
@@ -238,7 +238,7 @@ class Simulator:
         *,
         priority: Sequence[float] | NDArray[Any] | None = None,
         microbatches: int = 1,
-        schedule: str = "list",
+        schedule: str = LIST,
         timeline: bool = False,
     ) -> None:
         """Prepares.
@@ -247,7 +247,7 @@ class Simulator:
             problem: The priced graph.
             priority: float [N], higher starts first; default `default_priority`.
             microbatches: Passes over the forward and backward ops.
-            schedule: One of `rlplace.plan.plan.SCHEDULES`; a group's stage is its device.
+            schedule: One of `rlplace.schedule.SCHEDULES`; a group's stage is its device.
             timeline: Whether `work` is to hold the times of tasks and transfers, which takes a little longer.
         """
         from rlplace.simulator import fast
@@ -284,7 +284,7 @@ class Simulator:
             InputError: The schedule gives every plan an order of its own.
         """
         if self._runner.ordered:
-            raise InputError("a compiled loop needs a schedule that runs any plan: list, gpipe or 1f1b")
+            raise InputError(f"a compiled loop needs a schedule that runs any plan: {either(FREE_SCHEDULES)}")
         return self._arguments, self._row
 
     def evaluate(self, device_of_group: Sequence[int] | NDArray[Any]) -> tuple[float, float]:
@@ -339,10 +339,8 @@ class _Runner:
     ) -> None:
         from rlplace.simulator.lowering import lower
 
-        if schedule not in SCHEDULES:
-            raise unknown_name("schedule", schedule, SCHEDULES)
+        self.ordered = not schedule_named(schedule).free
         self.lowered = lower(problem, microbatches, schedule)
-        self.ordered = schedule in ACTION_SCHEDULES
         self._problem, self._schedule = problem, schedule
         self._ranks = priority_ranks(problem, self.lowered, priority)
         self._key = self.lowered.priority if priority is None else check_priority(priority, problem)

@@ -8,7 +8,7 @@ The simulator knows groups on devices, micro-batches and schedules; this module 
   its gradients are there (after the last micro-batch), overlaps with what still runs, and its groups' updates wait for it.
 * With `optimizer_sharding` (ZeRO stage 1, Rajbhandari et al. 2020) each replica keeps 1 / R of the optimizer state and updates
   1 / R of the weights: the bucket is a reduce-scatter, and an all-gather of the weights follows the updates.
-* Replicas of a plan whose schedule is ``interleaved`` or ``zero_bubble`` each follow the order of one.
+* Replicas of a plan whose schedule is for chains of stages each follow the order of one.
 * Ops with `shards` are cut into parts by `rlplace.simulator.shards`.
 * `recompute` segments are lowered by `rlplace.plan.recompute`.
 
@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
+from rlplace.schedule import LIST, SCHEDULES
 from rlplace.simulator.priority import default_priority
-from rlplace.simulator.schedules import ACTION_SCHEDULES, schedule_order
+from rlplace.simulator.schedules import schedule_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
 
     Returns:
         A problem and a plan for it that has one replica and nothing else to lower; micro-batches and schedule stay, but
-        replicas of ``interleaved`` and ``zero_bubble`` plans get the `order` of each device written out.
+        replicas under schedules for chains get the `order` of each device written out.
 
     Raises:
         InputError: The plan is for another problem, or asks for what cannot be lowered.
@@ -85,7 +86,7 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
         device_of_group=found.device_of_group,
         priority=found.priority,
         order=found.order,
-        schedule=plan.schedule if found.order is None else "list",
+        schedule=plan.schedule if found.order is None else LIST,
         stage_of_group=found.stage_of_group,
         replicas=None,
         shards=None,
@@ -121,7 +122,7 @@ def lower_plan(problem: Problem, plan: PlacementPlan) -> Expanded:
         return dataclasses.replace(plain, device_of_group=target[devices], order=_spread(order, rows, 0, problem.num_devices))
     if (problem.group_device >= 0).any():
         raise InputError("plan: a problem with fixed groups cannot be replicated; free the groups, or use one replica")
-    if plan.schedule in ACTION_SCHEDULES:  # a schedule would take the replicas for one chain
+    if not SCHEDULES[plan.schedule].free:  # a schedule would take the replicas for one chain
         key = default_priority(problem) if priority is None else priority
         order, priority = schedule_order(problem, devices, plan.schedule, plan.microbatches, stages, key), None
     from rlplace.simulator.replicas import copy_problem, reduce_gradients

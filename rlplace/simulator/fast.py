@@ -25,6 +25,7 @@ import sys
 
 import numpy as np
 
+from rlplace import schedule
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.simulator import gates, loop, queues
 from rlplace.simulator import records as r
@@ -34,7 +35,7 @@ from rlplace.simulator.queues import DUE, part
 
 __all__ = ["BAD_DEVICE", "CANNOT_RUN", "DONE", "STUCK", "bottom_levels", "simulate_plans"]
 
-STAMP = stamp_of(r, queues, gates, loop, sys.modules[__name__])
+STAMP = stamp_of(schedule, r, queues, gates, loop, sys.modules[__name__])
 """Of all that `simulate_plans` is compiled from."""
 
 
@@ -79,7 +80,7 @@ def begin(g, w, ranks, device_of_group, stage_of_group):
     """Admits the tasks that miss nothing, and opens the first gates; returns what `admit` does."""
     counts = np.uint32(len(w.device)), np.uint32(0), np.uint32(0)
     counts = admit(g, w, ranks, device_of_group, part(g, r.FIRST), counts)
-    if g.layout[r.SCHEDULE] != r.LIST:
+    if g.layout[r.GATES] != schedule.NO_GATES:
         open_first = prepare_gates(g, w, stage_of_group)
         for stage in range(len(open_first)):
             counts = open_gates(g, w, ranks, device_of_group, np.int64(stage), open_first[stage], counts)

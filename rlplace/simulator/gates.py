@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlplace.compiled import inner
+from rlplace.schedule import BACKWARD_GATES
 from rlplace.simulator import records as r
 from rlplace.simulator.queues import add_ready, join_queues, levels, part
 
@@ -53,7 +54,7 @@ def prepare_gates(g, w, stage):
         s = stage[op_group[op]]
         if closes[op] == r.SPARE_STAGE and spare[s] == 1:
             closing[s] += 1
-    if g.layout[r.SCHEDULE] == r.GPIPE:
+    if g.layout[r.GATES] == BACKWARD_GATES:
         for s in range(stages):
             left[s] = closing[s] * batches
             closing[s] = closing[s] == 0
@@ -150,14 +151,14 @@ def open_gates(g, w, ranks, device_of_group, stage, count, counts):
     """The next gates of a stage open; see `admit`."""
     opened, gate_ptr, gate_ops = part(w, r.OPENED), part(w, r.GATE_PTR), part(w, r.GATE_OPS)
     early_task, batches = part(g, r.EARLY_TASK), g.layout[r.BATCHES]
-    gpipe = g.layout[r.SCHEDULE] == r.GPIPE
+    whole = g.layout[r.GATES] == BACKWARD_GATES
     begin = np.int64(gate_ptr[stage])
     tasks = np.empty(np.int64(gate_ptr[stage + 1]) - begin, dtype=np.uint32)
     for _ in range(count):
-        if opened[stage] >= (1 if gpipe else batches):
+        if opened[stage] >= (1 if whole else batches):
             break
-        first = np.int64(0 if gpipe else opened[stage])
-        for m in range(first, batches if gpipe else first + 1):
+        first = np.int64(0 if whole else opened[stage])
+        for m in range(first, batches if whole else first + 1):
             for i in range(len(tasks)):
                 op = gate_ops[begin + i]
                 tasks[i] = (op if m == batches - 1 else early_task[op]) + m * g.layout[r.EARLY_TASKS]

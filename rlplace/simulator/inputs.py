@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.problem import Problem
+from rlplace.schedule import NO_GATES
 from rlplace.simulator.stages import stage_numbers
 from rlplace.simulator.tasks import order_tasks
 
@@ -58,7 +59,7 @@ def check_stages(stage_of_group: Sequence[int] | NDArray[Any] | None, problem: P
 
 def stage_words(stage: NDArray[np.int32] | None, lowered: Lowered) -> tuple[NDArray[np.uint32], int | None]:
     """Stages as the compiled simulator numbers them, and how many there are; none and None where they are the devices."""
-    if stage is None or lowered.schedule == "list":
+    if stage is None or lowered.schedule.gates == NO_GATES:
         return np.zeros(0, dtype=np.uint32), None
     numbers = stage_numbers(stage, None).astype(np.uint32)
     return numbers, int(numbers.max(initial=0)) + 1

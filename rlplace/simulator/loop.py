@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlplace.compiled import inner
+from rlplace.schedule import BACKWARD_GATES, NO_GATES
 from rlplace.simulator import records as r
 from rlplace.simulator.gates import close_apart, member_waits, open_gates
 from rlplace.simulator.queues import (
@@ -53,11 +54,11 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, counts):
     collective_of, member_ptr, members = part(g, r.COLLECTIVE_OF), part(g, r.MEMBER_PTR), part(g, r.MEMBERS)
     microbatch, closes, pass_ptr = part(g, r.MICROBATCH), part(g, r.CLOSES), part(g, r.PASS_PTR)
     waits, following, startable, due = part(w, r.WAITS), part(w, r.FOLLOWING), part(w, r.STARTABLE), part(w, r.DUE_DEVICES)
-    spare, left, batches, gpipe = part(w, r.SPARE), part(w, r.LEFT), ahead[r.BATCHES], ahead[r.SCHEDULE] == r.GPIPE
+    spare, left, batches, whole = part(w, r.SPARE), part(w, r.LEFT), ahead[r.BATCHES], ahead[r.GATES] == BACKWARD_GATES
     num_devices, num_tasks, width = len(device), np.int64(len(waits)), ahead[r.WIDTH]
     middle, low = levels(num_tasks)
     recording, collectives = times.shape[1] > 0, len(collective_of) > 0
-    gathering, gated, keeps_pass = len(gathered_ptr) > 0, ahead[r.SCHEDULE] != r.LIST, len(pass_ptr) > 0
+    gathering, gated, keeps_pass = len(gathered_ptr) > 0, ahead[r.GATES] != NO_GATES, len(pass_ptr) > 0
 
     now, key, done, events, transfers = 0.0, num_tasks << 32, 0, 0, 0
     waiting, used, found = counts
@@ -166,7 +167,7 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, counts):
                     if gated and t < num_tasks:  # the batches that it is part of wait for one task less
                         kind, batch = closes[task[t].op], np.int64(stage_of_group[task[t].group])
                         stage = batch
-                        if not gpipe:
+                        if not whole:
                             batch = stage * batches + microbatch[t]
                         if kind == r.OWN_STAGE or (kind == r.SPARE_STAGE and spare[stage] == 1):
                             missing = left[batch] - 1

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
+from rlplace.schedule import BACKWARD_GATES, FORWARD_GATES, LIST, NO_GATES, SCHEDULES, Schedule, free_schedule
 from rlplace.simulator import records as r
 from rlplace.simulator.fast import bottom_levels
 from rlplace.simulator.queues import levels
 from rlplace.simulator.records import Graph, Work
 from rlplace.simulator.tasks import TaskGraph, task_graph
-
-GATED_SCHEDULES = {"gpipe": r.GPIPE, "1f1b": r.ONE_F_ONE_B}
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +25,7 @@ class Lowered:
 
     Attributes:
         tasks: The tasks.
-        schedule: ``"list"``, or the schedule whose gates hold tasks back.
+        schedule: The schedule; `list` for those that give every plan an order of its own.
         graph: The arrays, read-only.
         value: Values as they are before a run, copied into every `Work`.
         priority: float64 [N], the default priority.
@@ -37,7 +36,7 @@ class Lowered:
     """
 
     tasks: TaskGraph
-    schedule: str
+    schedule: Schedule
     graph: Graph
     value: NDArray[Any]
     priority: NDArray[np.float64]
@@ -56,9 +55,9 @@ class Lowered:
         tasks, devices, graph = self.tasks.num_tasks, self.num_devices, self.graph
         collectives, width = len(self.tasks.collective), int(graph.layout[r.WIDTH])
         slots = len(graph.readers) + collectives
-        gated = self.schedule != "list"
+        gated = self.schedule.gates != NO_GATES
         stages = (devices if stages is None else stages) if gated else 0
-        batches = self.tasks.microbatches if self.schedule == "1f1b" else 1
+        batches = self.tasks.microbatches if self.schedule.gates == FORWARD_GATES else 1
         sizes = {
             r.WAITS: tasks, r.FOLLOWING: slots * width, r.STARTABLE: slots + width, r.DUE_DEVICES: 2 * devices,
             r.ABSENT: collectives, r.GATE_PTR: stages + gated, r.GATE_OPS: len(part_of(graph, r.GATED)), r.OPENED: stages,
@@ -96,14 +95,14 @@ _CACHE: weakref.WeakKeyDictionary[Problem, dict[tuple[int, str], Lowered]] = wea
 _LEVELS: weakref.WeakKeyDictionary[Problem, NDArray[np.float64]] = weakref.WeakKeyDictionary()
 
 
-def lower(problem: Problem, microbatches: int = 1, schedule: str = "list") -> Lowered:
+def lower(problem: Problem, microbatches: int = 1, schedule: str = LIST) -> Lowered:
     """The arrays of a step; built on the first call and kept as long as the problem."""
-    schedule = schedule if schedule in GATED_SCHEDULES else "list"
+    schedule = free_schedule(schedule, LIST)
     kept = _CACHE.setdefault(problem, {})
     lowered = kept.get((microbatches, schedule))
     if lowered is None:
         tasks = task_graph(problem, microbatches)
-        lowered = kept[microbatches, schedule] = _lower(problem, tasks, schedule)
+        lowered = kept[microbatches, schedule] = _lower(problem, tasks, SCHEDULES[schedule])
     return lowered
 
 
@@ -125,16 +124,18 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
     return level
 
 
-def ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDArray[np.float64] | None = None) -> NDArray[np.uint32]:
+def ranks(
+    problem: Problem, tasks: TaskGraph, schedule: Schedule, priority: NDArray[np.float64] | None = None
+) -> NDArray[np.uint32]:
     """What `reference.task_ranks` defines: uint32 [2, K], rank of every task and task of every rank.
 
     Tasks are numbered by micro-batch and op, so equal keys keep their order.
     """
     value = -(default_priority(problem) if priority is None else priority)[tasks.op]
     keys: list[NDArray[Any]] = [value]  # the last key counts most
-    if tasks.microbatches > 1 and (schedule != "list" or priority is None):
+    if tasks.microbatches > 1 and (priority is None or not schedule.by_priority_alone):
         keys.append(tasks.microbatch)
-    if schedule == "1f1b":
+    if schedule.backward_first:
         keys.append((problem.op_phase[tasks.op] == FORWARD).astype(np.int32))
     return with_inverse(np.argsort(value, kind="stable") if len(keys) == 1 else np.lexsort(keys))
 
@@ -147,7 +148,7 @@ def with_inverse(task_of_rank: NDArray[Any]) -> NDArray[np.uint32]:
     return both
 
 
-def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
+def _lower(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> Lowered:
     count, values = tasks.num_tasks, tasks.num_values
     size, made = problem.tensor_bytes[tasks.tensor], np.diff(tasks.producer_ptr)
     value_of_made, value_of_read = np.repeat(np.arange(values), made), np.repeat(np.arange(values), np.diff(tasks.consumer_ptr))
@@ -196,7 +197,7 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
         collective_of[tasks.collective_tasks] = row
         members = tasks.collective_tasks[np.lexsort((tasks.collective_tasks, row))]
         words |= {r.COLLECTIVE_OF: collective_of, r.MEMBER_PTR: tasks.collective_ptr, r.MEMBERS: members, r.HELD: held}
-    if schedule != "list":
+    if not schedule.by_priority_alone:
         words |= _gate_words(problem, tasks, schedule)
         waits = np.zeros(problem.num_ops, dtype=np.int64)
         waits[words[r.GATED]] = 1
@@ -206,7 +207,7 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
     overrides = sorted(problem.tensor_transfer_s)
     table_s = np.array([problem.tensor_transfer_s[tensor] for tensor in overrides], dtype=np.float64)
     limits = [-1 if device.memory_bytes is None else device.memory_bytes for device in problem.devices]
-    numbers = [tasks.microbatches, GATED_SCHEDULES.get(schedule, r.LIST), (problem.op_phase != UPDATE).sum(), width]
+    numbers = [tasks.microbatches, schedule.gates, (problem.op_phase != UPDATE).sum(), width]
     graph = Graph(
         time_s=problem.time_s[:, [column.index(i) for i in range(len(columns))]],
         task=task,
@@ -227,7 +228,7 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: str) -> Lowered:
     return Lowered(tasks, schedule, frozen, value, *known, problem.num_devices, num_channels)
 
 
-def _gate_words(problem: Problem, tasks: TaskGraph, schedule: str) -> dict[int, Any]:
+def _gate_words(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> dict[int, Any]:
     """The parts of `Graph.words` about gates; `rlplace.simulator.stages` says what they stand for."""
     phase, group = problem.op_phase, problem.op_group
     forward, backward = phase == FORWARD, (phase == BACKWARD) | (phase == BACKWARD_WEIGHT)
@@ -236,7 +237,7 @@ def _gate_words(problem: Problem, tasks: TaskGraph, schedule: str) -> dict[int, 
     made = maker >= 0
     maker, reader = maker[made], reader[made]
     apart_ptr, apart = np.zeros(problem.num_ops + 1, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    if schedule == "gpipe":
+    if schedule.gates == BACKWARD_GATES:
         closes[forward] = r.OWN_STAGE
     else:
         has_forward, has_backward = np.zeros((2, problem.num_groups), dtype=bool)
@@ -248,21 +249,22 @@ def _gate_words(problem: Problem, tasks: TaskGraph, schedule: str) -> dict[int, 
         apart_ptr, apart = _rows(reader[split], group[maker[split]], problem.num_ops)
     both = forward[maker] & forward[reader] & (group[maker] != group[reader])
     early = phase != UPDATE
+    waiting = {NO_GATES: False & early, BACKWARD_GATES: backward, FORWARD_GATES: forward}[schedule.gates]
     return {
         r.MICROBATCH: tasks.microbatch,
         r.OP_GROUP: group,
         r.EARLY_TASK: np.where(early, np.cumsum(early) - 1, 0),
-        r.GATED: np.flatnonzero(backward if schedule == "gpipe" else forward),
+        r.GATED: np.flatnonzero(waiting),
         r.CLOSES: closes,
         r.APART_PTR: apart_ptr,
         r.APART: apart,
-        r.PASS_PTR: _pass_ptr(problem, tasks) if schedule == "1f1b" else (),
+        r.PASS_PTR: _pass_ptr(problem, tasks) if schedule.backward_first else (),
         r.LINKS: np.unique(np.stack([group[maker[both]], group[reader[both]]], axis=1), axis=0).ravel(),
     }
 
 
 def _pass_ptr(problem: Problem, tasks: TaskGraph) -> NDArray[np.int64]:
-    """Where the ranks of each pass begin under 1f1b: first backward and update by micro-batch, then forward."""
+    """Where the ranks of each pass begin: first backward and update by micro-batch, then forward."""
     number = tasks.microbatch + tasks.microbatches * (problem.op_phase[tasks.op] == FORWARD)
     return np.concatenate([[0], np.cumsum(np.bincount(number, minlength=2 * tasks.microbatches))])
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import FORWARD, Problem
+from rlplace.schedule import SCHEDULES
 from rlplace.simulator.tasks import TaskGraph
 
 
@@ -37,18 +38,18 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
 def task_ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDArray[np.float64] | None) -> NDArray[np.int32]:
     """Which of two ready tasks starts first: the one of lower rank.
 
-    By default the earlier micro-batch, then the longer bottom level, then the smaller op number; under `1f1b` backward and
-    update before forward (see also `ReferenceRun.start_tasks`). A `priority` stands in for the bottom level; under `list` it
-    also comes before the micro-batch.
+    By default the earlier micro-batch, then the longer bottom level, then the smaller op number; where the schedule says so,
+    backward and update before forward (see also `ReferenceRun.start_tasks`). A `priority` stands in for the bottom level; under
+    a schedule that goes by priority alone it also comes before the micro-batch.
 
     Returns:
         int32 [K], distinct.
     """
     value = (default_priority(problem) if priority is None else priority)[tasks.op]
     keys: list[NDArray[Any]] = [tasks.op, -value, tasks.microbatch]  # the last key counts most
-    if schedule == "list" and priority is not None:
+    if SCHEDULES[schedule].by_priority_alone and priority is not None:
         keys = [tasks.op, tasks.microbatch, -value]
-    if schedule == "1f1b":
+    if SCHEDULES[schedule].backward_first:
         keys.append((problem.op_phase[tasks.op] == FORWARD).astype(np.int32))
     rank = np.empty(tasks.num_tasks, dtype=np.int32)
     rank[np.lexsort(keys)] = np.arange(tasks.num_tasks)

@@ -17,9 +17,6 @@ import numpy as np
 NONE = 0xFFFFFFFF
 """No slot, no collective."""
 
-LIST, GPIPE, ONE_F_ONE_B = range(3)
-"""Which gates hold tasks back; see `rlplace.simulator.stages`."""
-
 TASK = np.dtype(
     [
         ("alloc_bytes", "i8"),  # outputs (but not values of several producers) and temporaries
@@ -52,7 +49,7 @@ DEVICE = np.dtype(
         ("busy_s", "f8"),
         ("ready", "u4"),  # how many tasks are ready
         ("state", "u4"),  # IDLE, RUNNING or DUE
-        ("position", "u4"),  # rank that comes next when an order is given; under 1f1b the pass that it is working on
+        ("position", "u4"),  # rank that comes next when an order is given; where passes are kept, the one that it is working on
     ],
     align=True,
 )
@@ -101,7 +98,7 @@ class Graph(NamedTuple):
     MEMBER_PTR,  # [collectives + 1]
     MEMBERS,  # tasks, ascending
     HELD,  # [collectives + 1], their rows of `channels` begin there
-    MICROBATCH,  # [K] if tasks wait at gates, and so the following
+    MICROBATCH,  # [K] unless priorities alone decide, and so the following
     OP_GROUP,  # [N]
     EARLY_TASK,  # [N], number of an op's task in every micro-batch but the last, from the micro-batch's first
     GATED,  # ops that wait at gates
@@ -109,13 +106,13 @@ class Graph(NamedTuple):
     APART_PTR,  # [N + 1]
     APART,  # groups whose stage an op that closes APART_STAGES closes
     LINKS,  # pairs of groups: a forward op of the second reads what one of the first makes
-    PASS_PTR,  # [2 * micro-batches + 1] under 1f1b: ranks of each pass, backward and update before forward
+    PASS_PTR,  # [2 * micro-batches + 1] if passes are kept: ranks of each pass, backward and update before forward
 ) = range(23)
 
 # What follows in `Graph.layout`.
 (
     BATCHES,  # micro-batches
-    SCHEDULE,  # LIST, GPIPE or ONE_F_ONE_B
+    GATES,  # those of the `rlplace.schedule.Schedule`
     EARLY_TASKS,  # tasks of a micro-batch, except the last
     WIDTH,  # channels of the widest slot, at least 1
 ) = range(24, 28)

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import FORWARD, Problem
+from rlplace.schedule import LIST, SCHEDULES
 from rlplace.simulator.priority import task_ranks
 from rlplace.simulator.schedules import followed_order
 from rlplace.simulator.stages import gates
@@ -57,7 +58,7 @@ def simulate_reference(
     priority: NDArray[np.float64] | None = None,
     order: Sequence[Sequence[Any]] | None = None,
     microbatches: int = 1,
-    schedule: str = "list",
+    schedule: str = LIST,
     stage_of_group: NDArray[np.int32] | None = None,
 ) -> Timeline:
     """Simulates one step.
@@ -68,7 +69,7 @@ def simulate_reference(
         priority: float [N], higher starts first; default `default_priority`.
         order: Per device the exact sequence of its ops, or of its (op, micro-batch) pairs; excludes `priority` and `schedule`.
         microbatches: Passes over the forward and backward ops.
-        schedule: One of `rlplace.plan.plan.SCHEDULES`.
+        schedule: One of `rlplace.schedule.SCHEDULES`.
         stage_of_group: int [G], default the device.
     """
     devices = np.asarray(device_of_group, dtype=np.int32)
@@ -131,7 +132,7 @@ class ReferenceRun:
         self.now, self.done = 0.0, 0
         self.events: list[tuple[float, int, int, int]] = []  # (end, kind, task or value, destination)
         self.running = [-1] * problem.num_devices
-        self.keeps_pass = schedule == "1f1b"
+        self.keeps_pass = SCHEDULES[schedule].backward_first
         passes = zip((problem.op_phase[tasks.op] == FORWARD).tolist(), tasks.microbatch.tolist(), strict=True)
         self.pass_of = list(passes)  # of every task: its direction and micro-batch
         self.working_on: list[tuple[bool, int] | None] = [None] * problem.num_devices  # pass of the last task started
@@ -217,8 +218,9 @@ class ReferenceRun:
     def start_tasks(self) -> None:
         """Rule 1: an idle device starts its ready task of lowest rank, or the next one of its order.
 
-        Under `1f1b` it goes on with the micro-batch and direction that it is working on while a task of them is ready: a
-        pass is not cut in two by a gradient that arrives in between, because the next stage waits for all of it.
+        Where the schedule has `backward_first`, it goes on with the micro-batch and direction that it is working on while a
+        task of them is ready: a pass is not cut in two by a gradient that arrives in between, because the next stage waits
+        for all of it.
         """
         for device, ready in enumerate(self.ready):
             if self.running[device] >= 0 or not ready:

@@ -1,6 +1,6 @@
-"""`interleaved` and `zero_bubble` as explicit orders: every device runs its pipeline actions in torch's sequence.
+"""Schedules for chains of stages as explicit orders: every device runs its pipeline actions in torch's sequence.
 
-Both are for chains: stages that can be put in a row so that forward ops read from earlier stages only and gradients flow back.
+In a chain, forward ops read from earlier stages only and gradients flow back.
 An action (`rlplace.simulator.actions`) runs all tasks of one stage, one kind and one micro-batch; within it, ops run in the
 topological order that takes the op of highest priority first. Update ops come after all actions. A device waits when its next
 task is not ready, as torch does.
@@ -19,11 +19,10 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import check_order
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
 from rlplace.problem.order import successor_lists
+from rlplace.schedule import LIST, ONE_F_ONE_B, SCHEDULES
 from rlplace.simulator.actions import stage_layout
 from rlplace.simulator.priority import default_priority
 from rlplace.simulator.stages import forward_stage_links, stage_numbers
-
-ACTION_SCHEDULES = ("interleaved", "zero_bubble")
 
 _PHASES = {"F": (FORWARD,), "B": (BACKWARD, BACKWARD_WEIGHT), "I": (BACKWARD,), "W": (BACKWARD_WEIGHT,)}
 
@@ -37,8 +36,8 @@ def followed_order(
     priority: NDArray[np.float64] | None,
     order: Sequence[Sequence[Any]] | None,
 ) -> Sequence[Sequence[Any]] | None:
-    """The order that devices follow: what an action schedule makes, else `order` once checked; None: priorities decide."""
-    if schedule in ACTION_SCHEDULES:
+    """The order that devices follow: what a schedule for chains makes, else `order` once checked; None: priorities decide."""
+    if not SCHEDULES[schedule].free:
         key = default_priority(problem) if priority is None else priority
         return schedule_order(problem, devices, schedule, microbatches, stage_of_group, key)
     if order is not None:
@@ -54,12 +53,12 @@ def schedule_order(
     stage_of_group: NDArray[np.int32] | None,
     priority: NDArray[np.float64],
 ) -> list[list[Any]]:
-    """The `order` of a plan that stands for one of `ACTION_SCHEDULES`.
+    """The `order` of a plan that stands for a schedule that is for chains.
 
     Args:
         problem: The priced graph.
         devices: int [G].
-        schedule: ``"interleaved"`` or ``"zero_bubble"``.
+        schedule: One that is not free.
         microbatches: Micro-batches of a step.
         stage_of_group: int [G], default the device.
         priority: float [N], decides between the ops of one action.
@@ -68,10 +67,10 @@ def schedule_order(
         InputError: The stages are no chain, a stage sits on several devices, or torch cannot run the schedule like this.
     """
     stage = stage_numbers(devices, stage_of_group)
-    if schedule == "zero_bubble" and not (problem.op_phase == BACKWARD_WEIGHT).any():
+    if SCHEDULES[schedule].splits_backward and not (problem.op_phase == BACKWARD_WEIGHT).any():
         raise InputError(
-            "schedule zero_bubble needs backward_weight ops to fill its bubbles; price the graph with weight_gradients=True, "
-            "or use the schedule 1f1b"
+            f"schedule {schedule} needs backward_weight ops to fill its bubbles; price the graph with weight_gradients=True, "
+            f"or use the schedule {ONE_F_ONE_B}"
         )
     chain = _chain(problem, stage, schedule)
     device_of_stage = np.full(len(chain), -1, dtype=np.int64)
@@ -118,7 +117,7 @@ def _chain(problem: Problem, stage: NDArray[np.int32], schedule: str) -> list[in
             waits[following] -= 1
             if waits[following] == 0:
                 heapq.heappush(free, following)
-    advice = "use the schedule list, or cut the model into stages that follow one another"
+    advice = f"use the schedule {LIST}, or cut the model into stages that follow one another"
     if len(chain) < len(links):
         raise InputError(f"schedule {schedule}: stages feed each other, so they are no chain; {advice}")
     position = np.argsort(chain)[stage[problem.op_group]]

@@ -28,6 +28,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, UPDATE, Problem
 from rlplace.problem.collectives import COMPUTE_SLOWDOWN
 from rlplace.problem.sharding import Held, Names, gradient_sums
+from rlplace.schedule import LIST
 from rlplace.simulator.lowering import lower
 from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from rlplace.simulator.shard_build import Builder
@@ -46,7 +47,7 @@ def lower_shards(problem: Problem, plan: PlacementPlan) -> tuple[Problem, NDArra
         ("optimizer_sharding", plan.optimizer_sharding),
         ("priority", plan.priority is not None),
         ("order", plan.order is not None),
-        (f"schedule {plan.schedule!r}", plan.schedule != "list"),
+        (f"schedule {plan.schedule!r}", plan.schedule != LIST),
         ("stage_of_group", plan.stage_of_group is not None),
         ("several micro-batches", plan.microbatches > 1),
     ):

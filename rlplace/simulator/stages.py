@@ -1,14 +1,15 @@
-"""Stages and admission: how the schedules `gpipe` and `1f1b` hold tasks back (rule 6 of the executor).
+"""Stages and admission: how schedules hold tasks back (rule 6 of the executor).
 
 A gate holds tasks until enough other tasks have ended. Gates are numbered stage by stage:
 
-* `gpipe`: a stage has one gate; its backward tasks wait there until all its forward tasks, of all micro-batches, have ended.
-* `1f1b`: a stage has a gate for each micro-batch, where its forward tasks wait. The first L gates are open, each micro-batch
-  that the stage is done with opens the next, so at most L are in flight. L is the longest path, in stages, from the stage to
-  a sink of the forward stage graph, both ends counted, cyclic parts condensed to one stage. A stage is done with a micro-
-  batch when the backward of its own forward ops has ended: the backward tasks of groups that have forward ops there, and
-  where such a group has none of its own (split problems), the backward tasks elsewhere that read what its forward ops made
-  and whose group has no forward ops. A stage without any backward is done when its forward tasks have ended.
+* `BACKWARD_GATES`: a stage has one gate; its backward tasks wait there until all its forward tasks, of all micro-batches, have
+  ended.
+* `FORWARD_GATES`: a stage has a gate for each micro-batch, where its forward tasks wait. The first L gates are open, each
+  micro-batch that the stage is done with opens the next, so at most L are in flight. L is the longest path, in stages, from
+  the stage to a sink of the forward stage graph, both ends counted, cyclic parts condensed to one stage. A stage is done with
+  a micro-batch when the backward of its own forward ops has ended: the backward tasks of groups that have forward ops there,
+  and where such a group has none of its own (split problems), the backward tasks elsewhere that read what its forward ops
+  made and whose group has no forward ops. A stage without any backward is done when its forward tasks have ended.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, Problem
+from rlplace.schedule import BACKWARD_GATES, FORWARD_GATES, SCHEDULES
 from rlplace.simulator.tasks import TaskGraph
 
 
@@ -98,6 +100,7 @@ def gates(
     problem: Problem, tasks: TaskGraph, schedule: str, devices: NDArray[np.int32], stage_of_group: NDArray[np.int32] | None
 ) -> Gates:
     """The gates of a schedule; the other schedules have none."""
+    kind = SCHEDULES[schedule].gates
     stage = stage_numbers(devices, stage_of_group)
     count = int(stage.max(initial=-1)) + 1
     gate = np.full(tasks.num_tasks, -1, dtype=np.int32)
@@ -110,12 +113,12 @@ def gates(
         counts_for[task].append((at, batch))
         left[at, batch] = left.get((at, batch), 0) + 1
 
-    if schedule == "gpipe":
+    if kind == BACKWARD_GATES:
         gate[backward] = task_stage[backward]
         for task in np.flatnonzero(phase == FORWARD).tolist():
             count_end(task, int(task_stage[task]), 0)
         return Gates(count, 1, gate, [int((s, 0) not in left) for s in range(count)], counts_for, left)
-    if schedule == "1f1b":
+    if kind == FORWARD_GATES:
         forward = phase == FORWARD
         gate[forward] = task_stage[forward] * tasks.microbatches + tasks.microbatch[forward]
         for at, ops in enumerate(closing_ops(problem, stage)):

@@ -46,7 +46,7 @@ def deepen(
 
     Args:
         problem: A split problem.
-        plan: The best so far, with schedule `1f1b`.
+        plan: The best so far, under a schedule that limits the micro-batches in flight.
         pipelines: Bottleneck, layers and devices of those that were tried.
         evaluator: Runs the schedule of the plan and counts the simulations.
         deadline: Ends the search.

@@ -20,6 +20,7 @@ from rlplace.planners.bipartition.chain import Chain, Cuts, Workers
 from rlplace.planners.common.groupgraph import finite_links, group_graph
 from rlplace.planners.common.subsets import map_parts
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
+from rlplace.schedule import LIST, ONE_F_ONE_B, SCHEDULES
 
 MAX_LAYERS = 96
 """Layers that a chain keeps; longer ones are merged."""
@@ -229,7 +230,7 @@ def _stash(problem: Problem, of_op: NDArray[np.int64], count: int) -> NDArray[np
 
 
 def make_pipeline(
-    problem: Problem, devices: Sequence[int], *, microbatches: int = 1, schedule: str = "1f1b", limited: bool = True
+    problem: Problem, devices: Sequence[int], *, microbatches: int = 1, schedule: str = ONE_F_ONE_B, limited: bool = True
 ) -> Workers:
     """The devices as workers: each with the slowest of its links to its neighbours, and its memory.
 
@@ -237,7 +238,7 @@ def make_pipeline(
         problem: The problem.
         devices: In pipeline order.
         microbatches: Of a step.
-        schedule: `1f1b` bounds the micro-batches in flight, the others do not.
+        schedule: Says how many micro-batches are in flight.
         limited: False: without memory limits.
     """
     _, inverse = finite_links(problem)
@@ -246,21 +247,21 @@ def make_pipeline(
     for a, b in zip(range(count - 1), range(1, count), strict=True):
         slowest = max(inverse[devices[a], devices[b]], inverse[devices[b], devices[a]])
         link[a], link[b] = max(link[a], slowest), max(link[b], slowest)
-    depth = np.arange(count, 0, -1) if schedule == "1f1b" else np.full(count, microbatches)
+    depth = [SCHEDULES[schedule].in_flight(count - position, microbatches) for position in range(count)]
     limit = problem.memory_limit_bytes[list(devices)] if limited else np.full(count, np.inf)
-    return Workers(link, limit, np.minimum(depth, microbatches).astype(np.int64), weight_share=1.0 / microbatches)
+    return Workers(link, limit, np.array(depth, dtype=np.int64), weight_share=1.0 / microbatches)
 
 
-def pipeline_execution(problem: Problem, microbatches: int, schedule: str | None, default: str = "1f1b") -> dict[str, Any]:
+def pipeline_execution(problem: Problem, microbatches: int, schedule: str | None, default: str = ONE_F_ONE_B) -> dict[str, Any]:
     """`microbatches` and `schedule` of a pipeline planner.
 
-    Unless told otherwise several micro-batches run with `default`; with `list` where that is `1f1b` and the stages would form
-    a cycle, for which the executor admits one micro-batch at a time.
+    Unless told otherwise several micro-batches run with `default`; with `list` where that limits the micro-batches in flight
+    and the stages would form a cycle, for which the executor admits one micro-batch at a time.
     """
     if schedule is None:
-        schedule = default if isinstance(microbatches, int) and microbatches > 1 else "list"
-        if schedule == "1f1b" and feeds_back(problem):
-            schedule = "list"
+        schedule = default if isinstance(microbatches, int) and microbatches > 1 else LIST
+        if SCHEDULES[schedule].limits_in_flight and feeds_back(problem):
+            schedule = LIST
     return {"microbatches": microbatches, "schedule": schedule}
 
 

@@ -42,6 +42,7 @@ from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.subsets import device_order, device_subsets
 from rlplace.planners.pipedream.planner import candidates as straight_candidates
 from rlplace.problem import Problem
+from rlplace.schedule import ONE_F_ONE_B, SCHEDULES
 
 GAP = 8
 """Layers that a forward cut and its backward cut may be apart unless told otherwise."""
@@ -97,13 +98,13 @@ def bipartition(
         yield from straight_candidates(problem, seed, **run)
 
     plan = one_shot(problem, "bipartition", chosen, seed=seed, time_limit_s=time_limit_s, **run)
-    if plan.schedule == "1f1b" and problem.num_devices > 1:
+    if SCHEDULES[plan.schedule].limits_in_flight and problem.num_devices > 1:
         plan = deepen(problem, plan, tried, Evaluator(problem, Execution(**run)), deadline)
     return plan.with_predicted({**plan.predicted, "bipartition": chain_gain(problem, int(gap), microbatches)})
 
 
 def candidates(
-    problem: Problem, seed: int, *, gap: int = GAP, microbatches: int = 1, schedule: str = "1f1b"
+    problem: Problem, seed: int, *, gap: int = GAP, microbatches: int = 1, schedule: str = ONE_F_ONE_B
 ) -> Iterator[Assignment]:
     """Pipelines over 1 to D devices, for both topological orders, gaps up to `gap`, and all `CHOICES`; PipeDream's last."""
     require_split(problem, "bipartition")

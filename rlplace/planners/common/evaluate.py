@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show, unknown_name
-from rlplace.plan.plan import FREE_SCHEDULES
+from rlplace.errors import InputError, show
 from rlplace.problem import Problem
+from rlplace.schedule import FREE_SCHEDULES, LIST, schedule_named
 from rlplace.simulator import Simulator, Timeline, simulate
 
 Assignment = NDArray[np.int32]
@@ -134,18 +134,17 @@ class Execution:
 
     Attributes:
         microbatches: Passes over the forward and backward ops.
-        schedule: One of `FREE_SCHEDULES`.
+        schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
 
     Raises:
         InputError: Another schedule, or no micro-batch.
     """
 
     microbatches: int = 1
-    schedule: str = "list"
+    schedule: str = LIST
 
     def __post_init__(self) -> None:
-        if self.schedule not in FREE_SCHEDULES:
-            raise unknown_name("schedule", self.schedule, FREE_SCHEDULES)
+        schedule_named(self.schedule, FREE_SCHEDULES)
         if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise InputError(f"microbatches: expected a whole number from 1 up, found {show(self.microbatches)}")
 

@@ -17,6 +17,7 @@ from rlplace.planners.common.evaluate import Assignment, Evaluator
 from rlplace.planners.dlplacer.instance import Instance
 from rlplace.planners.dlplacer.solve import Solution
 from rlplace.problem import UPDATE, Problem
+from rlplace.schedule import SCHEDULES
 from rlplace.simulator import Timeline
 
 
@@ -47,13 +48,13 @@ def realise(
     """The ways to run an assignment, the plainest first: default priorities, the solver's starts as priorities, its order.
 
     Args:
-        evaluator: Simulates and counts. With another schedule than ``"list"`` there is the plainest way only.
+        evaluator: Simulates and counts. Where priorities alone do not decide, there is the plainest way only.
         devices: int32 [G].
         first_start: Number [N], when the solver starts each op (for the first time).
         order: The solver's order on every device, where ops are its tasks.
     """
     yield Realised(evaluator.timeline(devices), devices, {})
-    if evaluator.execution.schedule == "list":
+    if SCHEDULES[evaluator.execution.schedule].by_priority_alone:
         ways: list[dict[str, Any]] = [{"priority": priorities(evaluator.problem, first_start)}]
         ways += [] if order is None else [{"order": order}]
         for fields in ways:

@@ -28,6 +28,7 @@ from rlplace.planners.common.shortage import raise_infeasible
 from rlplace.planners.pase.captured import layer_graph, machine_of, sharding_of, shards_of
 from rlplace.planners.pase.dp import solve
 from rlplace.problem import Problem
+from rlplace.schedule import LIST
 from rlplace.simulator import Timeline, simulate
 
 Shards = Mapping[str, Mapping[str, int]]
@@ -163,4 +164,4 @@ def _refuse(problem: Problem, nearest: _Found | None) -> NoReturn:
         raise InfeasibleError(
             f"pase found no strategy that fits ({line.violations[0]}); use more or larger devices, or a smaller batch"
         )
-    raise_infeasible(problem, line, planner="pase", schedule="list")
+    raise_infeasible(problem, line, planner="pase", schedule=LIST)

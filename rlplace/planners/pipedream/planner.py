@@ -39,6 +39,7 @@ from rlplace.planners.pipedream import kernels
 from rlplace.planners.pipedream.stages import replicated_optimum
 from rlplace.planners.pipedream.states import States, branch_states, chain_states
 from rlplace.problem import Problem
+from rlplace.schedule import ONE_F_ONE_B
 
 
 def pipedream(
@@ -139,7 +140,7 @@ def _uniform(
     return plan.with_predicted({**plan.predicted, **line.predicted(problem)})
 
 
-def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = "1f1b") -> Iterator[Assignment]:
+def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = ONE_F_ONE_B) -> Iterator[Assignment]:
     """Straight pipelines over 1 to D devices, on chains and where possible on branches, with and without communication."""
     del seed
     for subset in reversed(device_subsets(problem)):

@@ -14,6 +14,7 @@ from rlplace.planners.common.evaluate import Execution
 from rlplace.planners.strategy.choices import Layout, Strategy
 from rlplace.planners.strategy.stages import other_schedules
 from rlplace.problem import Links, Problem
+from rlplace.schedule import LIST, ONE_F_ONE_B
 from rlplace.simulator import simulate
 from rlplace.text import bytes_text
 
@@ -29,7 +30,7 @@ def place_one(
     seed: int,
     time_limit_s: float | None,
     options: dict[str, Any],
-    schedules: tuple[str, ...] = ("list", "1f1b"),
+    schedules: tuple[str, ...] = (LIST, ONE_F_ONE_B),
 ) -> Placed:
     """The plan of one strategy, with all its replicas simulated.
 

@@ -1,6 +1,6 @@
 """Other ways to run a pipeline once a plan for it is known: schedules for its stages, and several stages a device.
 
-`interleaved` and zero-bubble schedules want a chain of stages in a given layout, which a planner that minimises the step of one
+Some schedules want a chain of stages in a given layout, which a planner that minimises the step of one
 micro-batch does not build. Here the groups are cut, in topological order, into contiguous parts with the smallest largest time
 (exactly, by bisection on that time), which are then dealt out to the devices in a loop or a v.
 """
@@ -15,15 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.plan.plan import FREE_SCHEDULES
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.subsets import device_order
 from rlplace.problem import BACKWARD_WEIGHT, Problem
+from rlplace.schedule import FREE_SCHEDULES, ONE, SCHEDULES, V
 from rlplace.simulator import Timeline, simulate
-
-STAGES_PER_DEVICE = 2
-"""Stages of a device in `interleaved` and in a zero-bubble v."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,19 +65,22 @@ def other_schedules(problem: Problem, devices: Assignment, microbatches: int, *,
     if used < 2:  # on one device all schedules do the same work, one task after the other
         return
     tries: list[tuple[Assignment, str, NDArray[np.int32] | None]] = [
-        (devices, schedule, None) for schedule in FREE_SCHEDULES if schedule != known
+        (devices, name, None) for name in FREE_SCHEDULES if name != known
     ]
     row = np.array(device_order(problem)[:used], dtype=np.int32)
-    cut = contiguous_parts(problem, used * STAGES_PER_DEVICE)
-    if cut is not None:
-        tries.append((np.tile(row, STAGES_PER_DEVICE)[cut], "interleaved", cut))
-    if (problem.op_phase == BACKWARD_WEIGHT).any():
-        tries.append((devices, "zero_bubble", None))
-        if cut is not None:
-            tries.append((np.concatenate([row, row[::-1]])[cut], "zero_bubble", cut))
-    for assignment, schedule, stages in tries:
+    weights_apart = (problem.op_phase == BACKWARD_WEIGHT).any()
+    for name, schedule in SCHEDULES.items():
+        for layout, laps in schedule.tried_stages.items() if weights_apart or not schedule.splits_backward else ():
+            if layout == ONE:
+                tries.append((devices, name, None))
+                continue
+            cut = contiguous_parts(problem, used * laps)
+            if cut is not None:
+                turns = [row[::-1] if layout == V and lap % 2 else row for lap in range(laps)]
+                tries.append((np.concatenate(turns)[cut], name, cut))
+    for assignment, name, stages in tries:
         if problem.group_allowed[np.arange(problem.num_groups), assignment].all():
-            found = run_pipelined(problem, assignment, schedule, microbatches, stages)
+            found = run_pipelined(problem, assignment, name, microbatches, stages)
             if found is not None:
                 yield found
 

@@ -32,6 +32,7 @@ from rlplace.planners.common.evaluate import Deadline
 from rlplace.planners.strategy.choices import MICROBATCHES, MORE_MICROBATCHES, Layout, Strategy, kind_of, layouts, strategies
 from rlplace.planners.strategy.one import Placed, place_one
 from rlplace.problem import UPDATE, Problem
+from rlplace.schedule import LIST, free_schedule
 from rlplace.simulator.tasks import MAX_TASKS
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def place_strategies(
     best, strategy = sweep.best
     if quick != planner:
         left = None if time_limit_s is None else max(sweep.deadline.left_s(), 0.1)
-        schedules = (best[1].schedule if best[1].schedule in ("list", "gpipe", "1f1b") else "list",)
+        schedules = (free_schedule(best[1].schedule, LIST),)
         try:
             arguments: dict[str, Any] = {"seed": seed, "time_limit_s": left, "options": options, "schedules": schedules}
             best = min(best, place_one(best[0], strategy, planner, **arguments), key=_step_s)

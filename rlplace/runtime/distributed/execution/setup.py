@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from rlplace.plan.plan import FREE_SCHEDULES, PlacementPlan
+from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.check import backward_elsewhere
 from rlplace.runtime.distributed.execution.engine import Engine
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own
+from rlplace.schedule import FREE_SCHEDULES, SCHEDULES
+from rlplace.text import either
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,6 @@ def why_not_autograd(plan: PlacementPlan) -> str | None:
 
 def why_not_free(plan: PlacementPlan) -> str | None:
     """Why an engine that runs passes in any order of devices cannot keep to a plan's schedule; None: it can."""
-    if plan.schedule not in FREE_SCHEDULES:
-        return f"schedule {plan.schedule} is for chains of stages, which the pipeline engine runs; use list, gpipe or 1f1b"
+    if not SCHEDULES[plan.schedule].free:
+        return f"schedule {plan.schedule} is for chains of stages, which the pipeline engine runs; use {either(FREE_SCHEDULES)}"
     return None

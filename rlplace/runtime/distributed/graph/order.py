@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD, UPDATE, Device, Links, Problem
 from rlplace.runtime.distributed.graph.cut import Cut
+from rlplace.schedule import LIST
 from rlplace.simulator import simulate
 from rlplace.simulator.timeline import Timeline
 
@@ -170,14 +171,14 @@ def step_order(
     Args:
         cut: The segments.
         microbatches: Of this replica.
-        schedule: ``"list"``, ``"gpipe"`` or ``"1f1b"``.
+        schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
         training: With the backward passes.
         expected: Times and links of the problem that was planned; None guesses from the sizes of values.
     """
     if microbatches == 0:
         return []
     made = segment_problem(cut, training=training, expected=expected)
-    timeline = simulate_segments(made, microbatches, schedule if training else "list")
+    timeline = simulate_segments(made, microbatches, schedule if training else LIST)
     first = np.lexsort((timeline.task_microbatch, timeline.task_op, timeline.start_s))
     forwards = len(cut.segments)
     return [

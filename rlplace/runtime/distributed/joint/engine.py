@@ -29,6 +29,7 @@ from rlplace.runtime.distributed.joint.program import Message, Program, Turn, ca
 from rlplace.runtime.distributed.joint.views import base_of
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own
+from rlplace.schedule import LIST
 
 Key = tuple[fx.Node, int]
 
@@ -41,14 +42,14 @@ class JointEngine(Engine):
         owners: Devices of the plan that hold a tensor, by name.
     """
 
-    def __init__(self, places: JointPlaces, ranks: Ranks, own: Own, schedule: str = "list") -> None:
+    def __init__(self, places: JointPlaces, ranks: Ranks, own: Own, schedule: str = LIST) -> None:
         """Prepares a process; nothing is sent.
 
         Args:
             places: What runs where.
             ranks: Which process this is.
             own: What this place holds by ``places.owners``.
-            schedule: ``"list"``, ``"gpipe"`` or ``"1f1b"``.
+            schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
         """
         self.places = places
         self.ranks = ranks

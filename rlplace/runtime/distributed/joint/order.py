@@ -51,7 +51,7 @@ def joint_order(places: JointPlaces, nodes: Iterable[fx.Node], microbatches: int
         places: Where everything runs.
         nodes: The nodes to run, closed under what they read. Items of ops with several results are no runs of their own.
         microbatches: Of this replica.
-        schedule: ``"list"``, ``"gpipe"`` or ``"1f1b"``.
+        schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
     """
     chosen = set(nodes)
     tasks = [node for node in places.place if node in chosen and node.target is not operator.getitem]

@@ -26,6 +26,7 @@ from rlplace.runtime.distributed.pipeline.stage import StageModule
 from rlplace.runtime.distributed.pipeline.torch_schedules import Stage, make_schedule
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own
+from rlplace.schedule import LIST
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ class PipelineEngine(Engine):
     def evaluate(self, microbatches: Sequence[Microbatch]) -> list[list[Any]]:
         """See `Engine.evaluate`; without a backward there is no schedule to keep."""
         if self._forward_only is None:
-            options = StepOptions("list", self.options.expected)
+            options = StepOptions(LIST, self.options.expected)
             self._forward_only = StageGraphEngine(self.cut, self.ranks, self.own, options)
         self._forward_only.recorder = self.recorder
         return self._forward_only.evaluate(microbatches)

@@ -15,6 +15,7 @@ from rlplace.runtime.distributed.graph.recomputed import recompute_sets
 from rlplace.runtime.distributed.pipeline.engine import PipelineEngine
 from rlplace.runtime.distributed.pipeline.support import unsupported
 from rlplace.runtime.distributed.state.tensors import own_tensors
+from rlplace.schedule import LIST
 
 
 def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | None:
@@ -47,7 +48,7 @@ def make(setup: Setup) -> Made:
         assignment, cut = cut_of(graph)
         held = own.holding(graph.constants, ranks.device)
         if graph.loss is None:
-            return StageGraphEngine(cut, ranks, held, StepOptions("list", expected))
+            return StageGraphEngine(cut, ranks, held, StepOptions(LIST, expected))
         _refuse(unsupported(cut, plan))
         again = recompute_sets(plan.recompute, assignment)
         return PipelineEngine(cut, ranks, held, StepOptions(plan.schedule, expected, again, plan.optimizer_sharding))

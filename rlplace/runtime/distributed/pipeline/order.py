@@ -11,6 +11,7 @@ from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD
 from rlplace.runtime.distributed.graph.order import Expected, segment_seconds
 from rlplace.runtime.distributed.pipeline.chain import Chain
+from rlplace.schedule import free_schedule
 from rlplace.simulator import simulate
 from rlplace.simulator.actions import BACKWARD_ACTION, FORWARD_ACTION, Action, StageLayout, stage_layout
 
@@ -31,11 +32,11 @@ def pipeline_order(
     """Who does what in which order.
 
     Torch's own order where it has one. Else the order in which the simulator starts things: stages in any places, and the fewer
-    micro-batches of a small last batch, for which ``interleaved`` and ``zero_bubble`` become ``1f1b``.
+    micro-batches of a small last batch; schedules for chains then become the one that `free_schedule` names.
 
     Args:
         chain: The stages.
-        schedule: One of `rlplace.simulator.actions.PIPELINE_SCHEDULES`.
+        schedule: One of `rlplace.schedule.PIPELINE_SCHEDULES`.
         microbatches: At least 1.
         expected: Times of the problem that was planned; None guesses from the sizes of values.
 
@@ -45,7 +46,7 @@ def pipeline_order(
     layout = torch_layout(chain, schedule, microbatches)
     if layout is not None:
         return layout.actions(schedule, microbatches)
-    return _simulated(chain, "gpipe" if schedule == "gpipe" else "1f1b", microbatches, expected)
+    return _simulated(chain, free_schedule(schedule), microbatches, expected)
 
 
 def _simulated(chain: Chain, schedule: str, microbatches: int, expected: Expected | None) -> dict[int, list[Action]]:

@@ -7,7 +7,9 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.cut import Cut
 from rlplace.runtime.distributed.pipeline.chain import chain_of
 from rlplace.runtime.distributed.pipeline.versions import unsupported_version
-from rlplace.simulator.actions import PIPELINE_SCHEDULES, stage_layout
+from rlplace.schedule import PIPELINE_SCHEDULES, SCHEDULES
+from rlplace.simulator.actions import stage_layout
+from rlplace.text import either
 
 
 def unsupported(cut: Cut, plan: PlacementPlan) -> str | None:
@@ -20,7 +22,8 @@ def unsupported(cut: Cut, plan: PlacementPlan) -> str | None:
     version = unsupported_version()
     if version is not None:
         return f"{version}; the stage-graph engine runs the plan"
-    if plan.schedule not in PIPELINE_SCHEDULES:
+    schedule = SCHEDULES[plan.schedule]
+    if not schedule.torch_class:
         return f"schedule {plan.schedule} is no pipeline schedule; the stage-graph engine runs it"
     if plan.order is not None:
         return "the plan fixes the order of every op; the stage-graph engine runs the nearest order"
@@ -28,15 +31,16 @@ def unsupported(cut: Cut, plan: PlacementPlan) -> str | None:
         chain = chain_of(cut)
         if len(set(chain.places)) < 2:
             return "all stages are on one device, so nothing is piped; the stage-graph engine runs the plan"
-        if plan.schedule in ("interleaved", "zero_bubble"):
+        if not schedule.free:
             stage_layout(chain.places, plan.schedule).actions(plan.schedule, plan.microbatches)
     except InputError as error:
         return str(error)
     if cut.graph.loss is None:
         return "the model returns no scalar loss, so there is no backward to schedule; the stage-graph engine evaluates it"
-    if plan.schedule == "zero_bubble" and plan.recompute:
+    if schedule.splits_backward and plan.recompute:
+        whole = [name for name in PIPELINE_SCHEDULES[::-1] if not SCHEDULES[name].splits_backward]
         return (
-            "schedule zero_bubble runs the backward of a stage in two halves, and each would run a recomputed forward again; "
-            "use the schedule interleaved or 1f1b, or no recompute"
+            f"schedule {plan.schedule} runs the backward of a stage in two halves, and each would run a recomputed forward "
+            f"again; use the schedule {either(whole)}, or no recompute"
         )
     return None

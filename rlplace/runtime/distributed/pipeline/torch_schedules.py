@@ -11,24 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
 from rlplace.runtime.distributed.pipeline.stage import StageModule
 from rlplace.runtime.distributed.pipeline.versions import unsupported_version
+from rlplace.schedule import LOOP, ONE, SCHEDULES
 from rlplace.simulator.actions import Action, StageLayout
 
 
-class Stage(PipelineStage):
+class Stage(pipelining.PipelineStage):
     """A pipeline stage with its own backward: every input gets a gradient, and the split one is exact."""
 
     def __init__(
@@ -124,14 +118,11 @@ def make_schedule(
     if reason is not None:
         raise InputError(f"pipeline: {reason}; use the schedule list")
     options: dict[str, Any] = {"loss_fn": weighted, "scale_grads": False}
-    if layout is not None and schedule in ("gpipe", "1f1b"):
-        single = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-        return single(stages[0], microbatches, **options)
+    classes = SCHEDULES[schedule].torch_class
+    if layout is not None and LOOP not in classes:
+        return getattr(pipelining, classes[ONE])(stages[0], microbatches, **options)
     if layout is not None and _as_torch_counts(stages[0], layout):
-        if schedule == "interleaved":
-            return ScheduleInterleaved1F1B(list(stages), microbatches, **options)
-        both = ScheduleInterleavedZeroBubble if layout.kind == "loop" else ScheduleZBVZeroBubble
-        return both(list(stages), microbatches, **options)
+        return getattr(pipelining, classes[layout.kind])(list(stages), microbatches, **options)
     return _runtime(stages, microbatches, actions, options)
 
 

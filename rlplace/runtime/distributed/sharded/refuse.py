@@ -10,6 +10,7 @@ from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.distributed.sharded.mesh import factor_mesh, nearest_shards
 from rlplace.runtime.distributed.sharded.spaces import check_names, spaces_of
+from rlplace.schedule import LIST
 
 
 def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | None:
@@ -26,7 +27,7 @@ def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | N
         ("replicas", plan.replicas is not None),
         ("recompute", bool(plan.recompute)),
         ("optimizer_sharding", plan.optimizer_sharding),
-        (f"schedule {plan.schedule!r}", plan.schedule != "list"),
+        (f"schedule {plan.schedule!r}", plan.schedule != LIST),
         ("stage_of_group", plan.stage_of_group is not None),
     ):
         if given:

@@ -67,7 +67,7 @@ def test_chains_of_stages_can_run(graphs, name, places, schedule):
         ([0, 1, 1, 0], "interleaved", {}, r"it needs one stage on each device or a loop \(0 1 2 0 1 2\)"),
         ([0, 1, 1], "zero_bubble", {}, "cannot run stages on devices 0 1 1"),
         ([0, 1, 0, 1], "interleaved", {"microbatches": 5}, "5 micro-batches on 2 devices do not make 2 equal rounds; use 4|6"),
-        ([0, 1, 0, 1], "zero_bubble", {"recompute": [[0]]}, "use the schedule interleaved or 1f1b, or no recompute"),
+        ([0, 1, 0, 1], "zero_bubble", {"recompute": [[0]]}, "use the schedule interleaved, 1f1b or gpipe, or no recompute"),
         ([0, 1], "1f1b", {"order": [[0], [1]]}, "the plan fixes the order of every op"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,20 @@ class UnionFind:
     def union(self, a: fx.Node, b: fx.Node) -> None:
         """Joins the sets of two nodes."""
         self._parent[self.find(b)] = self.find(a)
+
+
+def shared_memory(nodes: Iterable[fx.Node]) -> UnionFind:
+    """Sets of nodes that may share memory."""
+    memory = UnionFind()
+    for node in nodes:
+        for other in shared_with(node):
+            memory.union(other, node)
+    return memory
+
+
+def changed_memory(nodes: Iterable[fx.Node], memory: UnionFind) -> set[fx.Node]:
+    """Representatives of the sets of `shared_memory` that some node writes to."""
+    return {memory.find(other) for node in nodes for other in written_by(node)}
 
 
 def shared_with(node: fx.Node) -> Iterator[fx.Node]:
@@ -99,15 +113,9 @@ def sub_graphs(node: fx.Node) -> list[fx.GraphModule]:
 def sub_graph_writes(node: fx.Node) -> list[fx.Node]:
     """Tensor inputs of a higher-order node, when its sub-graph writes to one of its own inputs; else nothing."""
     for module in sub_graphs(node):
-        sets = UnionFind()
-        inputs = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
-        written: list[fx.Node] = []
-        for inner in module.graph.nodes:
-            for other in shared_with(inner):
-                sets.union(other, inner)
-            written += written_by(inner)
-        changed = {sets.find(inner) for inner in written}
-        if any(sets.find(inner) in changed for inner in inputs):
+        memory = shared_memory(module.graph.nodes)
+        changed = changed_memory(module.graph.nodes, memory)
+        if any(memory.find(inner) in changed for inner in module.graph.nodes if inner.op == "placeholder"):
             return [argument for argument in node.all_input_nodes if is_tensor(argument)]
     return []
 

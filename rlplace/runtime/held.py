@@ -5,25 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rlplace.runtime import aliases
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """First name of every parameter and buffer by any of its names, so that tied tensors have one."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
 def hold_attributes(
-    source: fx.GraphModule, graph: fx.Graph, copied: dict[fx.Node, fx.Node], first_name: Mapping[str, str]
-) -> dict[str, fx.Node]:
-    """Turns tensor attributes into placeholders, one per tensor; they come before the user inputs.
+    source: fx.GraphModule, first_name: Mapping[str, str]
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node], dict[str, fx.Node]]:
+    """Copies a graph with its tensor attributes as placeholders, one per tensor; they come before the user inputs.
 
     Args:
         source: The exported module.
-        graph: The new graph, still empty.
-        copied: Filled with the placeholder of every attribute node of `source`.
-        first_name: First name of each parameter and buffer by any of its names, so that ties have one holder.
+        first_name: See `first_names`.
 
     Returns:
-        The placeholders by first name.
+        The copy, without the nodes of `is_check` and not recompiled yet; its node by that of `source`; the placeholders by
+        first name.
     """
+    graph = fx.Graph()
+    graph.set_codegen(fx.graph.CodeGen())
+    copied: dict[fx.Node, fx.Node] = {}
     held: dict[str, fx.Node] = {}
     for node in source.graph.nodes:
         if node.op != "get_attr" or isinstance(aliases.get_attr(source, str(node.target)), fx.GraphModule):
@@ -33,7 +44,10 @@ def hold_attributes(
             held[name] = graph.placeholder(node.name)
             held[name].meta = dict(node.meta)
         copied[node] = held[name]
-    return held
+    for node in source.graph.nodes:
+        if node not in copied and not is_check(node):
+            copied[node] = graph.node_copy(node, lambda n: copied[n])
+    return fx.GraphModule(source, graph), copied, held
 
 
 def is_check(node: fx.Node) -> bool:

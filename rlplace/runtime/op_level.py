@@ -22,6 +22,7 @@ from rlplace.graph.export import TrainingGraph, export_training_graph
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.graph.functions import refuse_functions
 from rlplace.runtime import aliases
+from rlplace.runtime.held import first_names
 from rlplace.runtime.place_graph import PlacedGraph, place_graph
 
 
@@ -50,7 +51,7 @@ class OpLevelForward:
         self._devices = devices
         self._device_of_op = device_of_op
         self._device_of_module = device_of_module
-        self._first_name = _first_names(model)
+        self._first_name = first_names(model)
         self._holder = _holders(model)
         self._modules = list(model.modules())
         self._graphs: dict[Hashable, Runnable] = {}
@@ -171,20 +172,11 @@ class Runnable:
         self.out_spec = out_spec
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """First name of every parameter and buffer by any of its names."""
-    first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        names[name] = first.setdefault(id(tensor), name)
-    return names
-
-
 def _holders(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """The dictionary and key that hold each parameter and buffer, by first name: read anew in every call."""
     holders: dict[str, tuple[dict[str, Any], str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name in _first_names(model).values():
+    for name in first_names(model).values():
         path, _, key = name.rpartition(".")
         module = modules[path]
         holders[name] = (module._parameters if key in module._parameters else module._buffers, key)

@@ -21,7 +21,7 @@ from torch import fx
 from rlplace.errors import InputError
 from rlplace.runtime import aliases, streams
 from rlplace.runtime.aliases import UnionFind, is_tensor
-from rlplace.runtime.held import hold_attributes, is_check, rewrite_devices
+from rlplace.runtime.held import hold_attributes, rewrite_devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,27 +62,19 @@ def place_graph(
     Raises:
         InputError: The graph has a construct that cannot be split over devices.
     """
-    graph = fx.Graph()
-    graph.set_codegen(torch.fx.graph.CodeGen())
-    copied: dict[fx.Node, fx.Node] = {}
-    held = hold_attributes(source, graph, copied, first_name)
-    for node in source.graph.nodes:
-        if node in copied or is_check(node):
-            continue
-        copied[node] = graph.node_copy(node, lambda n: copied[n])
-    module = fx.GraphModule(source, graph)
-    _assign_and_copy = _Placer(module, held, wanted, home, fixed)
-    _assign_and_copy.assign()
-    copies = _assign_and_copy.insert_copies()
-    for node in graph.nodes:
-        rewrite_devices(node, _assign_and_copy.device.get(node, home))
-    graph.lint()
+    module, _, held = hold_attributes(source, first_name)
+    placer = _Placer(module, held, wanted, home, fixed)
+    placer.assign()
+    copies = placer.insert_copies()
+    for node in module.graph.nodes:
+        rewrite_devices(node, placer.device.get(node, home))
+    module.graph.lint()
     module.recompile()
     return PlacedGraph(
         module=module,
         held=tuple(held),
-        device_of_held={name: _assign_and_copy.device[node] for name, node in held.items()},
-        device_of_node={node.name: device for node, device in _assign_and_copy.device.items()},
+        device_of_held={name: placer.device[node] for name, node in held.items()},
+        device_of_node={node.name: device for node, device in placer.device.items()},
         copies=copies,
     )
 
@@ -106,17 +98,11 @@ class _Placer:
         self.fixed = {node: fixed[name] for name, node in held.items() if name in fixed}
         self.inputs = {node for node in self.graph.nodes if node.op == "placeholder" and node not in self.held}
         self.device: dict[fx.Node, torch.device] = {}
-        self.memory = UnionFind()
-        self.written: set[fx.Node] = set()
+        self.memory = aliases.shared_memory(self.graph.nodes)
+        self.written = aliases.changed_memory(self.graph.nodes, self.memory)
 
     def assign(self) -> None:
         """Gives every node that makes tensors a device."""
-        writes: list[fx.Node] = []
-        for node in self.graph.nodes:
-            for other in aliases.shared_with(node):
-                self.memory.union(other, node)
-            writes += aliases.written_by(node)
-        self.written = {self.memory.find(node) for node in writes}
         together = self._colocated()
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:

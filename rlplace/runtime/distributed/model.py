@@ -18,12 +18,13 @@ from rlplace.runtime.distributed.execution.engine import Engine, Microbatch
 from rlplace.runtime.distributed.execution.events import Recorder
 from rlplace.runtime.distributed.execution.gradients import clip_grad_norm
 from rlplace.runtime.distributed.execution.outputs import exchange, join
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, first_names, input_signature
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, input_signature
 from rlplace.runtime.distributed.graph.inputs import has_target
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.shares import SharedParameters
 from rlplace.runtime.distributed.state.stash import Deliver, Stash, anchor
 from rlplace.runtime.distributed.state.tensors import Own, agree, register, send_from_first
+from rlplace.runtime.held import first_names
 
 MakeEngine = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], tuple[ForwardGraph, Engine]]
 

@@ -110,7 +110,7 @@ def assign(
     of_module = _majority(planned)
     home = of_module.get("", min(planned.values()))
     place_of_held = {name: place for name, place in (owned or {}).items()}
-    held = dict(zip((n.name for n in graph.module.graph.nodes if n.op == "placeholder"), graph.held, strict=False))
+    held = graph.held_of_node
     members: dict[int, list[fx.Node]] = {}
     for node in nodes:
         members.setdefault(unit[node], []).append(node)
@@ -149,12 +149,9 @@ def assign(
 
 def units(nodes: list[fx.Node]) -> dict[fx.Node, int]:
     """Sets of nodes that cannot be cut apart, numbered; contracting them leaves the graph acyclic."""
-    memory = aliases.UnionFind()
+    memory = aliases.shared_memory(nodes)
     last_write: dict[fx.Node, int] = {}
     index = {node: number for number, node in enumerate(nodes)}
-    for node in nodes:
-        for other in aliases.shared_with(node):
-            memory.union(other, node)
     for node in nodes:
         for other in aliases.written_by(node):
             last_write[memory.find(other)] = index[node]

@@ -99,7 +99,7 @@ def cut_graph(
     joint = {group: members[0] for members in map(sorted, together or ()) for group in members}
     segment_of = _segments(nodes, assignment, grain, joint)
     position = {name: number for number, name in enumerate(graph.inputs)}
-    held = dict(zip((n.name for n in graph.module.graph.nodes if n.op == "placeholder"), graph.held, strict=False))
+    held = graph.held_of_node
     returned = {name for name in graph.outputs if isinstance(name, str)} | ({graph.loss} if graph.loss else set())
     count = len(set(segment_of.values()))
     members: list[list[fx.Node]] = [[] for _ in range(count)]

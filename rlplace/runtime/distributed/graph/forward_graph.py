@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from rlplace.runtime import aliases
 from rlplace.runtime.distributed.graph.functional import replace_in_place_ops
 from rlplace.runtime.distributed.graph.layouts import Layout, trace_layouts
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
-from rlplace.runtime.held import hold_attributes, is_check
+from rlplace.runtime.held import first_names, hold_attributes
 
 Loss = Callable[..., torch.Tensor]
 
@@ -63,6 +64,11 @@ class ForwardGraph:
     random_ops: int
     examples: tuple[Any, ...]
 
+    @cached_property
+    def held_of_node(self) -> Mapping[str, str]:
+        """First name of a held tensor by the name of its placeholder."""
+        return dict(zip((n.name for n in self.module.graph.nodes if n.op == "placeholder"), self.held, strict=False))
+
     def node(self, name: str) -> fx.Node:
         """The node of that name."""
         found: fx.Node = self._nodes[name]
@@ -96,7 +102,6 @@ def forward_graph(
         InputError: The model cannot be exported or cut, with the reason.
     """
     mode = new_fake_mode()
-    first_name = first_names(model)
     try:
         with torch.enable_grad(), refuse_functions(), warnings.catch_warnings(), torch.autocast("cpu", enabled=False):
             warnings.simplefilter("ignore")
@@ -109,14 +114,8 @@ def forward_graph(
             f"distribute: torch.export fails on {type(model).__name__} with {type(error).__name__}: {reason[:200]}; "
             "plans of models that cannot be exported run in one process, by modules: rlplace.apply(..., level='module')"
         ) from error
-    graph = fx.Graph()
-    graph.set_codegen(fx.graph.CodeGen())
-    copied: dict[fx.Node, fx.Node] = {}
-    held = hold_attributes(traced.module, graph, copied, first_name)
-    for node in traced.module.graph.nodes:
-        if node not in copied and not is_check(node):
-            copied[node] = graph.node_copy(node, lambda n: copied[n])
-    graph_module = fx.GraphModule(traced.module, graph)
+    graph_module, copied, held = hold_attributes(traced.module, first_names(model))
+    graph = graph_module.graph
     ops = {copied[node].name: traced.op_name_of_node[node.name] for node in copied if node.name in traced.op_name_of_node}
     out_spec = traced.program.call_spec.out_spec
     loss_node = _add_loss(graph, out_spec, loss, target)
@@ -207,15 +206,6 @@ def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = 
     return leaves if target is None else [*leaves, *pytree.tree_leaves(target)]
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """First name of every parameter and buffer by any of its names, so that tied tensors have one."""
-    first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        names[name] = first.setdefault(id(tensor), name)
-    return names
-
-
 def _meta(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -262,11 +252,6 @@ def _scalar(node: fx.Node | None, layout: Mapping[str, Layout]) -> str | None:
 
 
 def _written(graph: fx.Graph, held: Mapping[str, fx.Node]) -> list[str]:
-    memory = aliases.UnionFind()
-    writes: list[fx.Node] = []
-    for node in graph.nodes:
-        for other in aliases.shared_with(node):
-            memory.union(other, node)
-        writes += aliases.written_by(node)
-    changed = {memory.find(node) for node in writes}
+    memory = aliases.shared_memory(graph.nodes)
+    changed = aliases.changed_memory(graph.nodes, memory)
     return [name for name, node in held.items() if memory.find(node) in changed]

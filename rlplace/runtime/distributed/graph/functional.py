@@ -27,10 +27,7 @@ def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableM
         ops: Op name by node name; a replaced node hands its entry on to its twin.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
-    memory = aliases.UnionFind()
-    for node in graph.nodes:
-        for other in aliases.shared_with(node):
-            memory.union(other, node)
+    memory = aliases.shared_memory(graph.nodes)
     members: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         members.setdefault(memory.find(node), []).append(node)

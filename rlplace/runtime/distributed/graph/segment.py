@@ -37,7 +37,7 @@ def segment_module(
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     modules: dict[str, Any] = {}
-    names = dict(zip(cut.graph.held, (n.name for n in source.graph.nodes if n.op == "placeholder"), strict=False))
+    names = {held: node for node, held in cut.graph.held_of_node.items()}
     outside = [
         *(names[name] for name in segment.held),
         *(cut.graph.inputs[number] for number in segment.inputs),
@@ -101,8 +101,7 @@ def _call_recomputed(
     own: dict[str, Any] = {}
     _copy(piece.nodes, inner, inside, cut.graph.module, own)
     inner.output(tuple(inside[node] for node in made))
-    placeholders = [n.name for n in cut.graph.module.graph.nodes if n.op == "placeholder"]
-    held = dict(zip(placeholders, cut.graph.held, strict=False))
+    held = cut.graph.held_of_node
     changing = [position for position, node in enumerate(taken) if held.get(node.name) in cut.graph.writes]
     name = f"recomputed_{len(modules)}"
     modules[name] = Recomputed(_module(inner, own, device), changing)

@@ -27,6 +27,7 @@ from rlplace.runtime.distributed.graph.segment import segment_module
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.state.tensors import meta_copy
+from rlplace.runtime.distributed.state.whole_state import to_first
 from rlplace.runtime.distributed_text import gather_texts
 from rlplace.runtime.measure import loss_of
 
@@ -225,15 +226,8 @@ def gather_tensors(own: Mapping[str, torch.Tensor | None], device: torch.device)
         source = next((r for r, text in enumerate(ranks) if text["tensors"].get(name) is not None), None)
         if source is None or rank not in (0, source):
             continue
-        if source == 0:
-            if rank == 0:
-                found[name] = whole[name].detach().cpu()  # type: ignore[union-attr]
-            continue
         shape, dtype = ranks[source]["tensors"][name]
-        if rank == source:
-            dist.send(whole[name].detach().contiguous().to(device), 0)  # type: ignore[union-attr]
-        else:
-            buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            dist.recv(buffer, source)
-            found[name] = buffer.cpu()
+        value = to_first(whole.get(name), shape, getattr(torch, dtype), source, device)
+        if value is not None:
+            found[name] = value
     return found

@@ -70,8 +70,6 @@ class ShardedEngine(Engine):
             elif not isinstance(tensor, nn.Parameter):
                 fixed[name] = whole(tensor.shape)
         self.program = make_program(graph, shards, mesh.shape, fixed)
-        placeholders = [node.name for node in graph.module.graph.nodes if node.op == "placeholder"]
-        self._held_of_node = dict(zip(placeholders, graph.held, strict=False))
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         for name in graph.held:
@@ -80,7 +78,7 @@ class ShardedEngine(Engine):
                 self.parameters[name] = tensor if isinstance(tensor, DTensor) else self._cut(tensor, self.program.home[name])
             else:
                 self.buffers[name] = tensor.to(device)
-        buffers = {node: self.buffers[name] for node, name in self._held_of_node.items() if name in self.buffers}
+        buffers = {node: self.buffers[name] for node, name in self.graph.held_of_node.items() if name in self.buffers}
         self._setting = Setting(graph, self.program, mesh, device, buffers, regions_of(graph, device))
         self._loss_steps = _needed(self.program.steps, [graph.loss] if graph.loss else [])
         self._results = [name for name in graph.outputs if isinstance(name, str) and name in self.program.specs]
@@ -143,7 +141,7 @@ class ShardedEngine(Engine):
 
     def _working_copies(self, steps: Sequence[Step]) -> dict[Key, torch.Tensor]:
         """The held tensors in every layout that the steps read them in; leaves of autograd."""
-        name_of = self._held_of_node
+        name_of = self.graph.held_of_node
         wanted: dict[Key, None] = {}
         for step in steps:
             leaves = flat_arguments(step.node)
@@ -164,7 +162,7 @@ class ShardedEngine(Engine):
     def _collect(self, held: Mapping[Key, torch.Tensor]) -> None:
         """Gradients of working copies become gradients of the parameters."""
         found = [(key, copy.grad) for key, copy in held.items() if copy.grad is not None]
-        homes = [self.program.home[self._held_of_node[node]] for (node, _, _), _ in found]
+        homes = [self.program.home[self.graph.held_of_node[node]] for (node, _, _), _ in found]
         steps = [
             moves(spec.with_partial(summed), home, self.mesh.ndim)
             for ((_, spec, summed), _), home in zip(found, homes, strict=True)
@@ -172,7 +170,7 @@ class ShardedEngine(Engine):
         made = summed_together([grad for _, grad in found], steps, [home.local_shape for home in homes], self.mesh)
         sums: dict[str, torch.Tensor] = {}
         for ((node, _, _), _), local in zip(found, made, strict=True):
-            name = self._held_of_node[node]
+            name = self.graph.held_of_node[node]
             sums[name] = sums[name] + local if name in sums else local
         for name, local in sums.items():
             parameter = self.parameters[name]

@@ -71,8 +71,7 @@ class _Maker:
         self.specs: dict[str, Any] = {}
         self.home: dict[str, Spec] = dict(home)
         self.report: dict[str, str] = {}
-        placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
-        self.held = dict(zip((node.name for node in placeholders), graph.held, strict=False))
+        self.held = graph.held_of_node
         self.family = written_families(graph.module.graph)
 
     def run(self) -> Program:

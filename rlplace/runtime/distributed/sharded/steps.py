@@ -78,12 +78,13 @@ def storable(spec: Spec) -> Spec:
 
 def written_families(graph: fx.Graph) -> dict[fx.Node, int]:
     """Nodes that share memory with something that is written to after it was made."""
-    memory = aliases.UnionFind()
+    memory = aliases.shared_memory(graph.nodes)
     written: list[fx.Node] = []
     for node in graph.nodes:
-        for other in (*aliases.shared_with(node), *(writes_of(node) if node.target is seeded else ())):
-            memory.union(other, node)
-        written += writes_of(node)
+        for other in writes_of(node):
+            if node.target is seeded:
+                memory.union(other, node)
+            written.append(other)
     changed = {root: number for number, root in enumerate(dict.fromkeys(memory.find(node) for node in written))}
     return {node: changed[root] for node in graph.nodes if (root := memory.find(node)) in changed}
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rlplace.runtime.distributed.graph.forward_graph import first_names
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.held import first_names
 
 
 @dataclass(frozen=True, eq=False)

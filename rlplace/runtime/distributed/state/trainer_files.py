@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlplace.errors import InputError
 from rlplace.files import parse_json, read_text
-from rlplace.runtime.distributed.graph.forward_graph import first_names
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.state.whole_optimizer import load_whole_optimizer_state, whole_optimizer_state
 from rlplace.runtime.distributed.state.whole_state import whole_state_dict
+from rlplace.runtime.held import first_names
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"

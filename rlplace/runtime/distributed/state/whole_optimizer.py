@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.state.shares import share_of
+from rlplace.runtime.distributed.state.whole_state import to_first
 
 
 def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -139,15 +140,7 @@ def _to_first(
     value = state[name][key] if rank == source else None
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    if rank == source == 0:
-        return value.detach().cpu().clone()  # type: ignore[union-attr]
-    if rank == source:
-        dist.send(value.detach().to(device).contiguous(), 0)  # type: ignore[union-attr]
-    elif rank == 0:
-        buffer = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(buffer, source)
-        return buffer.cpu()
-    return None
+    return to_first(value, shape, dtype, source, device)
 
 
 def _own_part(model: DistributedModel, name: str, shape: tuple[int, ...], parameter: torch.Tensor, value: Any) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rlplace.runtime.distributed.graph.forward_graph import first_names
 from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.held import first_names
 
 
 def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
@@ -30,21 +31,33 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
             if isinstance(value, DTensor):
                 value = value.full_tensor()
             source = ranks.replicas[0][model.own_tensors.owners[first[name]][0]]
-            found[first[name]] = _to_first(value, meta, source, ranks.rank, ranks.device)
+            found[first[name]] = to_first(value, meta.shape, meta.dtype, source, ranks.device)
         here = found[first[name]]
         if here is not None:
             state[name] = here
     return state
 
 
-def _to_first(value: Any, meta: torch.Tensor, source: int, rank: int, device: torch.device) -> torch.Tensor | None:
-    """Moves a tensor from one rank to rank 0."""
-    if rank == 0 and source == 0:
+def to_first(value: Any, shape: Sequence[int], dtype: torch.dtype, source: int, device: torch.device) -> torch.Tensor | None:
+    """Moves a tensor from one rank to the CPU of rank 0; those two ranks call it, others may.
+
+    Args:
+        value: On the rank `source`; not looked at elsewhere.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        source: The rank that has it.
+        device: Where the backend wants its tensors.
+
+    Returns:
+        On rank 0 a copy; None elsewhere.
+    """
+    rank = dist.get_rank()
+    if rank == source == 0:
         return value.detach().cpu().clone()
     if rank == source:
         dist.send(value.detach().to(device).contiguous(), 0)
     elif rank == 0:
-        buffer = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
         dist.recv(buffer, source)
         return buffer.cpu()
     return None

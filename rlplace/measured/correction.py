@@ -50,10 +50,6 @@ class Correction:
         np.fill_diagonal(slow, 1.0)
         return slow
 
-    def for_cluster(self) -> Correction:
-        """Without what belongs to the groups of one problem."""
-        return dataclasses.replace(self, group_factor=None)
-
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON data."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

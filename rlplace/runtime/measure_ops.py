@@ -12,7 +12,7 @@ import dataclasses
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -322,16 +322,3 @@ def _record(key: tuple[Any, ...], names: list[str], marked: list[Times], issue: 
         repeats=each.shape[1],
         issue_s=None if host is None else float(np.median(host, axis=1).mean()),
     )
-
-
-def unmeasured_ops(graph: OpGraph, measurement: Measurement) -> Mapping[str, int]:
-    """Ops of a graph that no record of a measurement of the same model stands for, counted by target."""
-    keys = {
-        (op.target, op.kind, op.dtype, op.direction, op.flops, op.size_bytes, tuple(sorted(op.dims.items())))
-        for op in measurement.ops
-    }
-    missing: dict[str, int] = defaultdict(int)
-    for key in describe_ops(graph):
-        if key not in keys:
-            missing[key[0]] += 1
-    return dict(missing)

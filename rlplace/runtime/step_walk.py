@@ -15,15 +15,10 @@ from rlplace.errors import CaptureError, InputError
 from rlplace.graph.export import export_training_graph, flatten_inputs
 from rlplace.graph.trace import LOSS_LABEL
 from rlplace.runtime.marks import Marks, mark_cost_s
-from rlplace.runtime.measure import loss_of
+from rlplace.runtime.measure import OPTIMIZERS, loss_of
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-6),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-6, momentum=0.9),
-    "adam": lambda groups: torch.optim.Adam(groups, lr=1e-6),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-6),
-}
-"""torch's optimizers with their defaults, by the names of `rlplace.capture`; the small rate keeps random weights random."""
+_RATE = 1e-6
+"""Keeps random weights random."""
 
 
 class StepWalk:
@@ -33,7 +28,7 @@ class StepWalk:
         module: Real module on its device.
         inputs: Inputs on the same device, dict or tuple.
         loss: As for `rlplace.capture`.
-        optimizer: Name in `OPTIMIZERS`.
+        optimizer: Name in `rlplace.runtime.measure.OPTIMIZERS`.
         marks: Where the marks go.
 
     Attributes:
@@ -170,7 +165,7 @@ def make_optimizer(name: str, parameters: Mapping[str, Tensor]) -> tuple[torch.o
     """The optimizer, with a group for each shape on a processor, and the group of each update op."""
     groups = _groups(parameters) if _one_by_one(parameters) else [list(parameters)]
     group_of = {f"{parameter}/update": index for index, group in enumerate(groups) for parameter in group}
-    return OPTIMIZERS[name]([{"params": [parameters[parameter] for parameter in group]} for group in groups]), group_of
+    return OPTIMIZERS[name]([{"params": [parameters[p] for p in group]} for group in groups], lr=_RATE), group_of
 
 
 def _one_by_one(parameters: Mapping[str, Tensor]) -> bool:

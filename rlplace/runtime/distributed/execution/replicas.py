@@ -24,8 +24,8 @@ from torch import nn
 from rlplace.runtime.distributed.execution.gradients import sum_gradients
 from rlplace.runtime.distributed.groups import connect_now, group_of, reduce_scatter
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.shares import Share, share_of
-from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from rlplace.runtime.distributed.state.shares import Share, fill_buckets, share_of
+from rlplace.simulator.replicas import FIRST_BUCKET_BYTES
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class GradientReducer:
             for name, p in self._parameters.items()
         }
         self._sharded = sharded
-        self._bucket_names = _fill(self._parameters)
+        self._bucket_names = fill_buckets(self._parameters, FIRST_BUCKET_BYTES)
         self._of = {name: number for number, names in enumerate(self._bucket_names) for name in names}
         self._group = group_of(ranks.twins(ranks.place), "gradients") if self._parameters and ranks.place is not None else None
         if self._group is not None:
@@ -173,21 +173,3 @@ class GradientReducer:
 
 def _numel(share: Share, parameter: torch.Tensor) -> int:
     return share.of(parameter).numel()
-
-
-def _fill(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Names by bucket, in order; a bucket holds one dtype."""
-    buckets: list[list[str]] = []
-    limit = FIRST_BUCKET_BYTES
-    open_of: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
-    for name, parameter in parameters.items():
-        key = (parameter.dtype, parameter.device)
-        names, size = open_of.pop(key, ([], 0))
-        names.append(name)
-        size += parameter.numel() * parameter.element_size()
-        if size >= limit:
-            buckets.append(names)
-            limit = BUCKET_BYTES
-        else:
-            open_of[key] = (names, size)
-    return buckets + [names for names, _ in open_of.values()]

@@ -54,8 +54,6 @@ class StageGraphEngine(Engine):
         self.options = options
         self.recorder = Recorder(ranks.device)
         place = ranks.place
-        placeholders = (node.name for node in cut.graph.module.graph.nodes if node.op == "placeholder")
-        self._held = dict(zip(placeholders, cut.graph.held, strict=False))
         self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
         again = options.recompute
         self._code = {index: segment_module(cut, segment, ranks.device, again) for index, segment in self._mine.items()}
@@ -89,7 +87,8 @@ class StageGraphEngine(Engine):
             return name
         if name in graph.inputs:
             return self._here(state.microbatches[microbatch].leaves[graph.inputs.index(name)])
-        held = None if name in self.cut.maker else self._held[name]  # a parameter or buffer that is returned as it is
+        # A parameter or buffer that is returned as it is.
+        held = None if name in self.cut.maker else graph.held_of_node[name]
         source = self.cut.segments[self.cut.maker[name]].spot.place if held is None else self.owners.get(held, (0,))[0]
         row = self.ranks.replicas[self.ranks.replica or 0]
         if source == self.ranks.place:

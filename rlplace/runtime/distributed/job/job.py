@@ -31,15 +31,7 @@ from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.distributed.state.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed_text import broadcast_text, gather_texts
 from rlplace.runtime.host_memory import keep_freed_memory
-from rlplace.runtime.measure import loss_of
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-"""torch's optimizers, by the names of `rlplace.capture`."""
+from rlplace.runtime.measure import OPTIMIZERS, loss_of
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _START_TIMEOUT_S = 1800.0

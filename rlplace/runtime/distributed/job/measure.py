@@ -21,11 +21,10 @@ from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution.events import Event, Recorder
 from rlplace.runtime.distributed.execution.replay import ReplayEngine, sleep_until
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
-from rlplace.runtime.distributed.job.job import OPTIMIZERS
 from rlplace.runtime.distributed.job.synthetic import synthetic_batch
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed_text import gather_texts
-from rlplace.runtime.measure import loss_of
+from rlplace.runtime.measure import OPTIMIZERS, loss_of
 from rlplace.zoo import LoadedModel
 
 

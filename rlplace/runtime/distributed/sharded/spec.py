@@ -47,11 +47,6 @@ class Spec:
         """Mesh axes that spread the tensor."""
         return frozenset(axis for factors in self.dims for _, axis in factors if axis != WHOLE)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every device has the tensor."""
-        return not self.axes and not self.partial
-
     def gathered(self, axes: Iterable[int] | None = None) -> Spec:
         """Not spread over the given axes (default: over none at all); still partial where it is."""
         gone = self.axes if axes is None else frozenset(axes)

@@ -139,7 +139,7 @@ class SharedParameters:
         Args:
             names: Default all. The replicas of a place give the same names in the same order.
         """
-        for bucket in _buckets(self.shares if names is None else list(names), self._parameters):
+        for bucket in fill_buckets({name: self._parameters[name] for name in (self.shares if names is None else names)}):
             self._gather(bucket)
             self._note_versions(bucket)
 
@@ -169,17 +169,19 @@ class SharedParameters:
         self._versions.update((name, self.trained[name]._version) for name in names)
 
 
-def _buckets(names: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Names by bucket of one dtype and about `BUCKET_BYTES`."""
+def fill_buckets(parameters: Mapping[str, nn.Parameter], first_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+    """Names by bucket, in order; a bucket holds one dtype and about `BUCKET_BYTES`, the first one `first_bytes`."""
     buckets: list[list[str]] = []
-    open_of: dict[torch.dtype, tuple[list[str], int]] = {}
-    for name in names:
-        parameter = parameters[name]
-        inside, size = open_of.pop(parameter.dtype, ([], 0))
+    limit = first_bytes
+    open_of: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
+    for name, parameter in parameters.items():
+        key = (parameter.dtype, parameter.device)
+        inside, size = open_of.pop(key, ([], 0))
         inside.append(name)
         size += parameter.numel() * parameter.element_size()
-        if size >= BUCKET_BYTES:
+        if size >= limit:
             buckets.append(inside)
+            limit = BUCKET_BYTES
         else:
-            open_of[parameter.dtype] = (inside, size)
+            open_of[key] = (inside, size)
     return buckets + [inside for inside, _ in open_of.values()]

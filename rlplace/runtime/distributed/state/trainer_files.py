@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
 from rlplace.files import parse_json, read_text
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.state.whole_optimizer import load_whole_optimizer_state, whole_optimizer_state
-from rlplace.runtime.distributed.state.whole_state import whole_state_dict
+from rlplace.runtime.distributed.state.whole_state import own_part, whole_state_dict
 from rlplace.runtime.held import first_names
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -103,14 +103,7 @@ def load_weights(model: DistributedModel, folder: str) -> None:
                     value = opened.get_tensor(saved)
                     if value.shape != tensor.shape:
                         raise InputError(f"{folder}: {saved} is {list(value.shape)}, the model's is {list(tensor.shape)}")
-                    _copy(tensor, value)
-
-
-def _copy(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        tensor.copy_(distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None))
-    else:
-        tensor.copy_(value)
+                    tensor.copy_(own_part(value, tensor) if isinstance(tensor, DTensor) else value)
 
 
 def _save_model(trainer: Any, model: DistributedModel, folder: str, state: dict[str, torch.Tensor]) -> None:

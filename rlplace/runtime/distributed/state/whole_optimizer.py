@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.state.shares import share_of
-from rlplace.runtime.distributed.state.whole_state import to_first
+from rlplace.runtime.distributed.state.whole_state import own_part, to_first
 
 
 def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -148,6 +148,6 @@ def _own_part(model: DistributedModel, name: str, shape: tuple[int, ...], parame
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dim() == 0:
         return value
     if isinstance(parameter, DTensor):
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return own_part(value, parameter)
     share = model.shared_parameters.shares.get(name)
     return value if share is None else share.of(value).clone()

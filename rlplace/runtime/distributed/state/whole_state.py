@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.held import first_names
@@ -61,3 +61,8 @@ def to_first(value: Any, shape: Sequence[int], dtype: torch.dtype, source: int, 
         dist.recv(buffer, source)
         return buffer.cpu()
     return None
+
+
+def own_part(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """This process's part of a tensor that every process has whole, cut as another one is."""
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -85,12 +85,11 @@ def adapt(
     line = simulate(problem, plan, priority=priority, **run.arguments)
     if not line.feasible:
         raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
-    predicted = {
-        **line.predicted(problem),
-        "floor_step_time_s": base.score.step_time_s if base.score.feasible else None,
-        "search_calls": calls,
-        "agent": f"{checkpoint.name}, adapted",
-    }
+    predicted = line.predicted(problem).told(
+        floor_step_time_s=base.score.step_time_s if base.score.feasible else None,
+        search_calls=calls,
+        agent=f"{checkpoint.name}, adapted",
+    )
     return make_plan(problem, plan, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
 
 

@@ -121,7 +121,7 @@ def _solve(planner: Callable[..., Any], case: Case, start: Any, seeds: int, **op
             plan = planner(case.problem, seed=seed, **options, **case.execution.arguments)
         except InfeasibleError:
             continue
-        steps.append(plan.predicted["step_time_s"])
+        steps.append(plan.predicted.step_time_s)
     seconds = (time.perf_counter() - begin) / seeds
     return Solved(_mean(steps) if len(steps) == seeds else None, seconds, None if plan is None else plan.device_of_group)
 

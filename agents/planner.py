@@ -127,12 +127,9 @@ class Agent:
         timeline = simulate(problem, best, priority=priority, **run.arguments)
         if not timeline.feasible:
             raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
-        predicted = {
-            **timeline.predicted(problem),
-            "floor_step_time_s": base.score.step_time_s if base.score.feasible else None,
-            **told,
-            "agent": self.checkpoint.name,
-        }
+        predicted = timeline.predicted(problem).told(
+            floor_step_time_s=base.score.step_time_s if base.score.feasible else None, agent=self.checkpoint.name, **told
+        )
         return make_plan(problem, best, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
 
     def adapt(
@@ -206,7 +203,7 @@ def floor_of(problem: Problem, start: Start, run: Execution, *, seed: int, time_
             floor = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s, **run.arguments)
         except InfeasibleError as error:
             return Base(None, Score(math.inf, 0.0), reason=error)
-        return Base(floor.device_of_group, Score(floor.predicted["step_time_s"], 0.0))
+        return Base(floor.device_of_group, Score(floor.predicted.step_s, 0.0))
     given = start_devices(problem, start)
     devices = legalize(problem, given)
     priority = start.priority if isinstance(start, PlacementPlan) and np.array_equal(devices, given) else None

@@ -126,14 +126,14 @@ def drift(problems, seeds: int) -> None:
     print(f"\n{'relative to planned':26s}" + "".join(f"{head:>12s}" for head in heads))
     for problem in problems:
         plan = compiler(problem)
-        planned = plan.predicted["step_time_s"]
+        planned = plan.predicted.step_time_s
         ways = [prepare_assistants(problem, plan.device_of_group, move_weights=moves).options for moves in (True, False)]
         rows = []
         for seed in range(seeds):
             actual = problem.time_s * np.random.default_rng(seed).uniform(0.7, 1.3, problem.num_ops)[:, None]
             really = dataclasses.replace(problem, time_s=actual)
             stale = simulate(really, plan.device_of_group, priority=default_priority(problem)).step_time_s
-            anew = min(stale, compiler(really).predicted["step_time_s"])
+            anew = min(stale, compiler(really).predicted.step_time_s)
             assisted = [simulate_assisted(problem, plan, actual_time_s=actual, **way).step_time_s for way in ways]
             rows.append([stale, anew, *assisted])
         stale, anew, *assisted = np.mean(rows, axis=0) / planned
@@ -166,7 +166,7 @@ def large() -> None:
         begin = time.perf_counter()
         found = simulate_assisted(problem, run.plan, actual_time_s=actual, **options)
         assisted = time.perf_counter() - begin
-        ratio = run.plan.predicted["step_time_s"] / best.plan.predicted["step_time_s"]
+        ratio = run.plan.predicted.step_time_s / best.plan.predicted.step_time_s
         print(
             f"{problem.name:34s}{problem.num_ops:6d}{run.seconds:11.2f}{ratio:8.3f}{rehearsed:13.2f}{assisted:12.2f}"
             f"{len(found.steals):7d}"

@@ -89,7 +89,7 @@ def throughput(files: list[Path], microbatches: int) -> None:
                     run = {"microbatches": microbatches, "schedule": schedule}
                     steps = [equal_layers(split, run)]
                     for planner, options in PLANNED:
-                        steps.append(float(run_planner(planner, split, **options, **run).plan.predicted["step_time_s"]))
+                        steps.append(float(run_planner(planner, split, **options, **run).plan.predicted.step_time_s))
                     each = "".join(f"{1e3 * step / microbatches:10.2f}" for step in steps)
                     print(f"{path.stem:10s} {devices:2d} {name:>5s} {schedule:8s}{each} {steps[-2] / steps[-1]:7.3f}")
 

@@ -43,12 +43,12 @@ def proofs(args: argparse.Namespace) -> None:
                     run = run_planner("cp_sat", problem, effort=args.effort)
                 except InfeasibleError:
                     continue
-                proof, step = run.plan.predicted["proof"], run.plan.predicted["step_time_s"]
+                proof, step = run.plan.predicted.proof, run.plan.predicted.step_time_s
                 gaps.append(proof["gap"])
                 seconds.append(run.seconds)
                 if proof["status"] == "optimal":
                     rivals = (("best", {}), ("annealing", {"calls": 4096}))
-                    far.append([run_planner(n, problem, **o).plan.predicted["step_time_s"] / step - 1 for n, o in rivals])
+                    far.append([run_planner(n, problem, **o).plan.predicted.step_time_s / step - 1 for n, o in rivals])
             off = 100 * np.array(far).reshape(-1, 2)
             low, high = (off.mean(axis=0), off.max(axis=0)) if len(off) else (np.full(2, np.nan),) * 2
             print(
@@ -65,10 +65,10 @@ def coarse(args: argparse.Namespace) -> None:
         for index, devices in enumerate((2, 4)):
             shape = SHAPES[1] if groups != 100 else SHAPES[2]
             problem = random_problem(index, groups, devices, shape=shape, memory_factor=1.5)
-            floor = run_planner("best", problem).plan.predicted["step_time_s"]
-            annealed = run_planner("annealing", problem, calls=4096).plan.predicted["step_time_s"]
+            floor = run_planner("best", problem).plan.predicted.step_time_s
+            annealed = run_planner("annealing", problem, calls=4096).plan.predicted.step_time_s
             run = run_planner("dlplacer", problem, effort=args.effort)
-            step, proof = run.plan.predicted["step_time_s"], run.plan.predicted["proof"]
+            step, proof = run.plan.predicted.step_time_s, run.plan.predicted.proof
             print(
                 f"{problem.name:32s} {groups:6d} {devices:7d} {1e3 * floor:8.2f} {annealed / floor:10.4f} {step / floor:9.4f} "
                 f"{100 * proof['gap']:9.2f} % {run.seconds:8.1f}",

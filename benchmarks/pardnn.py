@@ -89,11 +89,11 @@ def speedups(names: list[str], counts: list[int]) -> None:
             single = one_device_s(problem)
             graph = op_graph(problem, range(count))
             plain = simulate(problem, critical_path_first(problem, graph)).step_time_s or np.inf
-            ours = float(run_planner("pardnn", problem).plan.predicted["step_time_s"])
+            ours = float(run_planner("pardnn", problem).plan.predicted.step_time_s)
             row = f"{name:10s} {count:2d} devices: one {single:.3f} s, ParDNN {ours:.3f} s, "
             row += f"speed-up {single / ours:5.2f}, over CP {plain / ours:5.2f}"
             if problem.num_ops < 30_000:
-                heuristic = float(run_planner("critical_path", problem).plan.predicted["step_time_s"])
+                heuristic = float(run_planner("critical_path", problem).plan.predicted.step_time_s)
                 row += f", over cp {heuristic / ours:5.2f}"
             print(row, flush=True)
 
@@ -108,7 +108,7 @@ def baselines(names: list[str], counts: list[int]) -> None:
             linear_s, linear = _timed(lambda p, g: linear_clustering(p, g), problem, graph)
             pass_s, _ = _timed(lambda p, g: place_clusters(p, g, slice_graph(g)), problem, graph)
             run = run_planner("pardnn", problem)
-            ours = float(run.plan.predicted["step_time_s"])
+            ours = float(run.plan.predicted.step_time_s)
             print(
                 f"{problem.name:10s} {problem.num_ops:6d} ops {count:2d} devices: LC {linear:.4f} s in {linear_s:6.2f} s; "
                 f"ParDNN {ours:.4f} s (LC / ParDNN {linear / ours:.2f}), one pass in {pass_s:.3f} s "
@@ -185,7 +185,7 @@ def _fits(problem: Problem) -> float | None:
         line = simulate(problem, np.zeros(problem.num_groups, dtype=np.int32))
         return line.step_time_s if line.feasible else None
     try:
-        return float(run_planner("pardnn", problem).plan.predicted["step_time_s"])
+        return float(run_planner("pardnn", problem).plan.predicted.step_time_s)
     except InfeasibleError:
         return None
 

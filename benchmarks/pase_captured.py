@@ -51,9 +51,9 @@ def main() -> None:
             paper = run_planner("pase", problem, gradient_prices=(1.0,))
             found = run_planner("pase", problem)
             used = Counter(math.prod(parts.values()) for parts in (found.plan.shards or {"": {}}).values())
-            peaks = max(rows.peak_memory_bytes) / 1e9, max(found.plan.predicted["peak_memory_bytes"]) / 1e9
+            peaks = max(rows.peak_memory_bytes) / 1e9, max(found.plan.predicted.peak_memory_bytes) / 1e9
             steps = [line.step_time_s or math.inf for line in (whole, rows)]
-            steps += [run.plan.predicted["step_time_s"] for run in (paper, found)]
+            steps += [run.plan.predicted.step_time_s for run in (paper, found)]
             print(
                 f"| {name} | {batch} | {cluster} | " + " | ".join(f"{1e3 * s:.1f}" for s in steps)
                 + f" | {peaks[0]:.2f}, {peaks[1]:.2f} | {used.most_common(1)[0][0]} | {found.seconds:.1f} |"

@@ -63,7 +63,7 @@ def main() -> None:
         bound = lower_bounds(problem).step_time_s
         try:
             run = run_planner("best", problem)
-            floor, floor_calls = float(run.plan.predicted["step_time_s"]), run.simulator_calls
+            floor, floor_calls = float(run.plan.predicted.step_time_s), run.simulator_calls
         except InfeasibleError:
             floor = float("nan")
         print(f"\n{problem.name}: {problem.num_ops} ops, lower bound {1e3 * bound:.3f} ms, floor {1e3 * floor:.3f} ms")
@@ -74,7 +74,7 @@ def main() -> None:
             except InfeasibleError as error:
                 print(f"  {name:14s} infeasible: {str(error)[:150]}")
                 continue
-            step = float(run.plan.predicted["step_time_s"])
+            step = float(run.plan.predicted.step_time_s)
             calls = run.simulator_calls - (floor_calls if name in SEARCH else 0)
             rows[name].append((step / bound, step / floor, calls, run.seconds))
             print(f"  {name:14s} {1e3 * step:10.3f} ms  {step / floor:6.3f} x best  {calls:6d} calls  {run.seconds:7.3f} s")
@@ -126,7 +126,7 @@ def large() -> None:
         for factor in (None, 1.3):
             problem = random_problem(1, groups, 8, memory_factor=factor)
             run = run_planner("best", problem, time_limit_s=limit)
-            step = float(run.plan.predicted["step_time_s"])
+            step = float(run.plan.predicted.step_time_s)
             print(
                 f"{problem.num_ops} ops, {groups} groups, memory factor {factor}: {1e3 * step:.1f} ms, "
                 f"{step / lower_bounds(problem).step_time_s:.3f} x bound, {run.simulator_calls} calls, {run.seconds:.2f} s"

@@ -46,7 +46,7 @@ class Started:
 
     @property
     def floor_s(self) -> float:
-        return float(self.floor.predicted["step_time_s"])
+        return float(self.floor.predicted.step_time_s)
 
 
 def main() -> None:
@@ -124,7 +124,7 @@ def measure(
         case = started.case
         for seed in range(seeds):
             plan = place(case.problem, seed=seed, start=started.floor, **budget, **setting, **case.execution.arguments)
-            logs[row, seed] = math.log(float(plan.predicted["step_time_s"]) / started.floor_s)
+            logs[row, seed] = math.log(float(plan.predicted.step_time_s) / started.floor_s)
     return logs
 
 

@@ -16,7 +16,7 @@ inputs = {"input_ids": tokens, "labels": tokens}
 graph = rlplace.capture(model, inputs)
 problem = rlplace.price(graph, rlplace.Cluster.preset("a100-80g:2"))
 plan = rlplace.place(problem, time_limit_s=2)
-print(f"{graph.num_ops} ops, {problem.num_groups} groups, predicted {plan.predicted['step_time_s'] * 1e3:.2f} ms a step")
+print(f"{graph.num_ops} ops, {problem.num_groups} groups, predicted {plan.predicted.step_time_s * 1e3:.2f} ms a step")
 
 devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cpu", "cpu"]
 model = rlplace.apply(model, plan, devices, example_inputs=inputs)

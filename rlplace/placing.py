@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError, InputError, show
 from rlplace.plan.plan import PlacementPlan, check_plan
+from rlplace.plan.prediction import Prediction
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
 from rlplace.problem import Problem
 
@@ -64,7 +65,7 @@ def place(
         **options: Options of the planner, for example ``calls=256`` or ``microbatches=4, schedule="1f1b"``.
 
     Returns:
-        A feasible plan. When the graph is known, ``predicted["op_level"]`` holds the same plan simulated op by op.
+        A feasible plan. When the graph is known, ``predicted.op_level`` holds the same plan simulated op by op.
 
     Raises:
         InfeasibleError: No plan fits.
@@ -301,8 +302,8 @@ def place_priced(priced: Priced, *, planner: str = "agent", **arguments: Any) ->
     """`plan_priced`, and its answer simulated op by op where the graph is known.
 
     A plan can fit task by task and not op by op. It is then planned again with the bytes that were short held back; what was
-    is in ``predicted["held_back_bytes"]``. When no plan fits both ways the first one is returned, and its
-    ``predicted["op_level"]["feasible"]`` is false.
+    is in ``predicted.held_back_bytes``. When no plan fits both ways the first one is returned, and its
+    ``predicted.op_level.feasible`` is false.
     """
     get_planner(planner)
     priced = priced.prepared_for(planner)
@@ -324,10 +325,11 @@ def place_priced(priced: Priced, *, planner: str = "agent", **arguments: Any) ->
             plan = _moved_to(plan, problem, held_back)
         placed = Placed(problem, with_op_level(plan, problem, op_problem), op_problem, graph)
         first = first or placed
-        op_level = placed.plan.predicted["op_level"]
+        op_level = placed.plan.predicted.op_level
+        assert op_level is not None
         limits = np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in problem.devices])
-        over = np.maximum(np.asarray(op_level["peak_memory_bytes"]) - limits, 0.0)
-        if op_level["feasible"] or not over.any():
+        over = np.maximum(np.asarray(op_level.peak_memory_bytes) - limits, 0.0)
+        if op_level.feasible or not over.any():
             return placed
         held_back += np.ceil(1.05 * over).astype(np.int64)
     assert first is not None
@@ -339,12 +341,12 @@ def _moved_to(plan: PlacementPlan, problem: Problem, held_back: NDArray[np.int64
     from rlplace.simulator import simulate
 
     plan = dataclasses.replace(plan, problem=problem.fingerprint)
-    predicted = {**plan.predicted, **simulate(problem, plan).predicted(problem)}
-    return plan.with_predicted({**predicted, "held_back_bytes": [int(size) for size in held_back]})
+    predicted = plan.predicted.simulated(simulate(problem, plan).predicted(problem))
+    return plan.with_predicted(predicted.told(held_back_bytes=tuple(held_back.tolist())))
 
 
 def with_op_level(plan: PlacementPlan, problem: Problem, op_problem: Problem) -> PlacementPlan:
-    """The plan with ``predicted["op_level"]``: step time and peaks when every captured op is simulated on its own.
+    """The plan with ``predicted.op_level``: step time and peaks when every captured op is simulated on its own.
 
     Args:
         plan: A plan for `problem`.
@@ -359,8 +361,8 @@ def with_op_level(plan: PlacementPlan, problem: Problem, op_problem: Problem) ->
     # Priorities and orders name tasks, so op by op the default priority decides.
     fine = dataclasses.replace(plan, problem=op_problem.fingerprint, priority=None, order=None)
     predicted = simulate(op_problem, fine).predicted(op_problem)
-    kept = {key: predicted[key] for key in ("step_time_s", "peak_memory_bytes", "feasible")}
-    return plan.with_predicted({**plan.predicted, "op_level": kept})
+    kept = Prediction(predicted.step_time_s, peak_memory_bytes=predicted.peak_memory_bytes, feasible=predicted.feasible)
+    return plan.with_predicted(plan.predicted.told(op_level=kept))
 
 
 def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:

@@ -27,7 +27,7 @@ import plugin_site
 WRONG = """
 import numpy as np
 from rlplace.errors import InfeasibleError
-from rlplace.plan import make_plan
+from rlplace.plan import Prediction, make_plan
 
 def best(problem, *, seed=0, time_limit_s=None):
     raise AssertionError("the built-in one is used")
@@ -49,7 +49,7 @@ def all_on_last(problem, *, seed=0, time_limit_s=None):
 
 def boasts(problem, *, seed=0, time_limit_s=None, microbatches=1, schedule="list"):
     devices = np.arange(problem.num_groups) % problem.num_devices
-    return make_plan(problem, devices, planner="another", predicted={"step_time_s": 1e-9, "feasible": True, "remark": "mine"},
+    return make_plan(problem, devices, planner="another", predicted=Prediction(1e-9, feasible=True, extra={"remark": "mine"}),
                      microbatches=microbatches, schedule=schedule)
 
 def takes_nothing():
@@ -94,7 +94,7 @@ def test_example_planner_is_used_like_a_built_in_one(example):
     assert (plan.planner, plan.seed, plan.problem) == ("even_cut", 4, problem.fingerprint)
     assert (np.diff(plan.device_of_group) >= 0).all()
     line = rlplace.simulate(problem, plan)
-    assert line.feasible and plan.predicted["step_time_s"] == line.step_time_s
+    assert line.feasible and plan.predicted.step_time_s == line.step_time_s
     assert rlplace.place(problem, planner="even_cut", devices=1).device_of_group.max() == 0
     assert not takes_microbatches("even_cut")
     assert "even_cut" in planner_names()
@@ -153,8 +153,8 @@ def test_what_a_planner_returns_is_not_believed(wrong):
     problem = random_problem(2, 9, 3)
     plan = get_planner("boasts")(problem, microbatches=2, schedule="gpipe")
     assert (plan.planner, plan.microbatches) == ("boasts", 2)
-    assert plan.predicted["step_time_s"] == rlplace.simulate(problem, plan).step_time_s > 1e-9
-    assert plan.predicted["remark"] == "mine"
+    assert plan.predicted.step_time_s == rlplace.simulate(problem, plan).step_time_s > 1e-9
+    assert plan.predicted.extra["remark"] == "mine"
     assert takes_microbatches("boasts")
     for name in ("too_short", "no_such_device"):
         with pytest.raises(InputError, match=rf"planner '{name}' of wrong-plugin 1.0: what it returned is no plan"):

@@ -41,14 +41,14 @@ def test_a_plan_is_made_again_until_it_fits_op_by_op(graph):
     target = priced(graph, 40 * 10**6)
     target = dataclasses.replace(target, build=heavier(target.build))
     placed = place_priced(target, planner="best")
-    assert placed.plan.predicted["op_level"]["feasible"]
-    assert sum(placed.plan.predicted["held_back_bytes"]) > 0
+    assert placed.plan.predicted.op_level.feasible
+    assert sum(placed.plan.predicted.held_back_bytes) > 0
     assert placed.plan.problem == target.first.fingerprint  # of the problem with all its memory
 
 
 def test_nothing_is_held_back_where_the_plan_fits(graph):
     placed = place_priced(priced(graph, 10**12), planner="best")
-    assert "held_back_bytes" not in placed.plan.predicted and placed.plan.predicted["op_level"]["feasible"]
+    assert not placed.plan.predicted.held_back_bytes and placed.plan.predicted.op_level.feasible
 
 
 def test_what_never_fits_is_infeasible(graph):

@@ -93,15 +93,15 @@ def run_row(job: Job, problem: Problem) -> Row:
     seconds = time.perf_counter() - begin
     if plan is not None:
         found["step_time_s"], found["violation"] = check(problem, plan, execution)
-        stated = plan.predicted["step_time_s"]
+        stated = plan.predicted.step_time_s
         found["stated_s"] = None if stated is None else float(stated)
         ending = "_step_time_s"
         found["stages"] = {
             key.removesuffix(ending): float(value)
-            for key, value in plan.predicted.items()
+            for key, value in plan.predicted.to_dict().items()
             if key.endswith(ending) and isinstance(value, (int, float))
         }
-        told = int(plan.predicted.get("search_calls", 0))
+        told = plan.predicted.search_calls or 0
     return Row(
         case=job.info.name,
         method=job.method.name,
@@ -135,7 +135,7 @@ def check(problem: Problem, plan: PlacementPlan, execution: Execution) -> tuple[
     step_s = None if line.step_time_s is None or not np.isfinite(line.step_time_s) else float(line.step_time_s)
     if not line.feasible or step_s is None:
         return step_s, f"not feasible: {'; '.join(line.violations)[:300]}"
-    stated = plan.predicted.get("step_time_s")
+    stated = plan.predicted.step_time_s
     if stated is None or abs(stated - step_s) > SAME * step_s:
         return step_s, f"states a step of {stated} s, it takes {step_s} s"
     return step_s, None

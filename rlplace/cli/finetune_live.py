@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlplace.cli.common import load, print_json, say
 from rlplace.errors import InputError, RlplaceError
+from rlplace.plan.prediction import Prediction
 from rlplace.text import ms
 
 if TYPE_CHECKING:
@@ -189,9 +190,9 @@ def _finish(
     facts = teach(options, checkpoint, sets)
     found = report_of(campaign, tuned, untuned, facts)
     if options.best_plan:
-        campaign.plan(tuned.best).with_predicted(
-            {"step_time_s": tuned.seconds, "feasible": True, "executor": campaign.mode}
-        ).save(options.best_plan)
+        campaign.plan(tuned.best).with_predicted(Prediction(tuned.seconds, feasible=True, executor=campaign.mode)).save(
+            options.best_plan
+        )
         say(f"wrote {options.best_plan}")
     text = report_text(found)
     if options.report:

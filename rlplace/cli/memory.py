@@ -41,7 +41,7 @@ def check_memory_options(options: argparse.Namespace) -> None:
 
 
 def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementPlan, list[Footprint]]:
-    """The plan with ``predicted["memory"]``, and what that entry holds.
+    """The plan with ``predicted.memory``, and what that entry holds.
 
     Op by op where the graph is known, else task by task.
     """
@@ -59,7 +59,7 @@ def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementP
         whole = dataclasses.replace(plan, problem=problem.fingerprint, priority=None, order=None)
     found = footprint(problem, whole, graph=placed.graph, options=settings)
     entry: list[dict[str, Any]] = [item.to_dict() for item in found]
-    return plan.with_predicted({**plan.predicted, "memory": entry}), found
+    return plan.with_predicted(plan.predicted.told(memory=tuple(entry))), found
 
 
 def show_memory(footprints: list[Footprint]) -> None:

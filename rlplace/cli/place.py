@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from rlplace.cli.memory import add_memory_options, check_memory_options, show_me
 from rlplace.cli.strategies import count, show_strategies
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
 from rlplace.schedule import FREE_SCHEDULES
 from rlplace.text import gb, ms
@@ -134,7 +136,7 @@ def _explain_command(options: argparse.Namespace) -> str:
 
 def _show(plan: PlacementPlan, problem: Problem) -> None:
     predicted = plan.predicted
-    peaks = predicted["peak_memory_bytes"]
+    peaks = predicted.peak_memory_bytes
     rows_of = plan.replicas or [list(range(problem.num_devices))]
     counts = np.zeros(problem.num_devices, dtype=np.int64)
     for row in rows_of:
@@ -147,37 +149,37 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
         rows.append([device.name, device.kind or "-", groups, gb(peaks[index]), gb(limit), share])
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
-    if predicted.get("strategies"):
-        show_strategies(predicted["strategies"])
+    if predicted.strategies:
+        show_strategies(predicted.strategies)
     if plan.shards:
         cut = [math.prod(dims.values()) for dims in plan.shards.values()]
         print(f"{sum(parts > 1 for parts in cut)} of {problem.num_ops} ops are cut, into up to {max(cut)} parts")
-    print(f"planner {plan.planner}, problem {problem.name}, executor {predicted['executor']}, simulated")
+    print(f"planner {plan.planner}, problem {problem.name}, executor {predicted.executor}, simulated")
     samples = problem.samples_per_microbatch
     print(
         f"{samples * plan.microbatches * len(rows_of)} samples a step: {count(len(rows_of), 'replica')} x "
         f"{count(plan.microbatches, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}"
     )
-    print(f"step time {ms(predicted['step_time_s'])} ms, {predicted['samples_per_s']:.2f} samples/s")
-    if predicted.get("floor_step_time_s") and len(rows_of) == 1:
-        print(f"best classical planner {ms(predicted['floor_step_time_s'])} ms")
+    print(f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s")
+    if predicted.floor_step_time_s and len(rows_of) == 1:
+        print(f"best classical planner {ms(predicted.floor_step_time_s)} ms")
     if len(rows_of) == 1 and plan.microbatches == 1:
         _show_speedup(plan, problem)
-    if predicted.get("proof"):
-        print(proof_line(predicted["proof"]))
-    if predicted.get("held_back_bytes"):
-        kept = [f"{gb(n)} GB of {d.name}" for n, d in zip(predicted["held_back_bytes"], problem.devices, strict=True) if n]
+    if predicted.proof:
+        print(proof_line(predicted.proof))
+    if predicted.held_back_bytes:
+        kept = [f"{gb(n)} GB of {d.name}" for n, d in zip(predicted.held_back_bytes, problem.devices, strict=True) if n]
         print(f"held back so that the plan fits op by op, too: {', '.join(kept)}")
-    if "op_level" in predicted:
-        print(op_level_line(predicted["op_level"], problem))
+    if predicted.op_level is not None:
+        print(op_level_line(predicted.op_level, problem))
 
 
-def op_level_line(op_level: dict[str, Any], problem: Problem) -> str:
+def op_level_line(op_level: Prediction, problem: Problem) -> str:
     """What the finer simulation says, with the devices that it finds too small."""
-    line = f"simulated op by op {ms(op_level['step_time_s'])} ms, feasible {op_level['feasible']}"
+    line = f"simulated op by op {ms(op_level.step_time_s)} ms, feasible {op_level.feasible}"
     over = [
         f"{device.name} needs {gb(peak)} GB of {gb(device.memory_bytes)}"
-        for device, peak in zip(problem.devices, op_level["peak_memory_bytes"], strict=True)
+        for device, peak in zip(problem.devices, op_level.peak_memory_bytes, strict=True)
         if device.memory_bytes is not None and peak > device.memory_bytes
     ]
     if not over:
@@ -185,7 +187,7 @@ def op_level_line(op_level: dict[str, Any], problem: Problem) -> str:
     return f"{line}: {', '.join(over)}; the plan may run out of memory: leave room with a smaller batch or larger devices"
 
 
-def proof_line(proof: dict[str, Any]) -> str:
+def proof_line(proof: Mapping[str, Any]) -> str:
     """What an exact planner knows about its plan, or about the coarse program that it solved."""
     bound, gap = proof.get("lower_bound_s"), proof.get("gap")
     of = f" (coarse program of {proof['nodes']} nodes)" if proof.get("program") == "coarse" else ""
@@ -205,8 +207,8 @@ def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
     quickest = min((step for step in alone if step is not None), default=None)
     if quickest is None:
         return
-    ratio = quickest / plan.predicted["step_time_s"]
+    ratio = quickest / plan.predicted.step_s
     line = f"one device with room for all would take {ms(quickest)} ms: {used} devices are {ratio:.2f} times as fast"
-    if ratio < 0.75 * used and not plan.predicted.get("strategies"):
+    if ratio < 0.75 * used and not plan.predicted.strategies:
         line += "; with --global-batch the batch is split over replicas and micro-batches where that is quicker"
     print(line)

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         say(f"wrote {options.trace}")
     predicted = timeline.predicted(problem)
     if options.json:
-        print_json({**predicted, "busy_s": timeline.busy_s.tolist(), "violations": list(timeline.violations)})
+        print_json({**predicted.to_dict(), "busy_s": timeline.busy_s.tolist(), "violations": list(timeline.violations)})
         return 0
     rows = [
         [device.name, ms(busy), gb(peak), gb(device.memory_bytes)]
@@ -48,6 +48,6 @@ def run(options: argparse.Namespace) -> int:
     ]
     print_table(["device", "busy ms", "peak GB", "memory GB"], rows)
     print()
-    print(f"step time {ms(timeline.step_time_s)} ms, {timeline.samples} samples, executor {predicted['executor']}")
+    print(f"step time {ms(timeline.step_time_s)} ms, {timeline.samples} samples, executor {predicted.executor}")
     print("feasible" if timeline.feasible else "infeasible: " + "; ".join(timeline.violations))
     return 0

@@ -9,7 +9,7 @@ from rlplace.cli.common import print_table
 from rlplace.text import ms
 
 Entry = Mapping[str, Any]
-"""An entry of ``predicted["strategies"]``; see `rlplace.planners.strategy.sweep`."""
+"""An entry of ``predicted.strategies``; see `rlplace.planners.strategy.sweep`."""
 
 
 def show_strategies(entries: Sequence[Entry]) -> None:

@@ -177,7 +177,7 @@ def _run(name: str, target: Target, settings: Settings, seed: int, *, strict: bo
                 **_options(name, settings),
             )  # fmt: skip
             took = time.perf_counter() - begin
-            extra = int(plan.predicted.get("search_calls", 0))  # the agent simulates in an environment of its own
+            extra = plan.predicted.search_calls or 0  # the agent simulates in an environment of its own
             measured = measure(plan, problem, settings, view=target.view)
             reason = measured.remark
         except InfeasibleError as error:
@@ -228,7 +228,7 @@ def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, view: 
         if device.memory_bytes
     ]
     alone = settings.global_batch is None and plan.microbatches == replicas == 1
-    said = plan.predicted.get("step_time_s")
+    said = plan.predicted.step_time_s
     remark = None
     if said is not None and not math.isclose(said, line.step_time_s, rel_tol=1e-9):
         remark = f"the planner said {1e3 * said:.3f} ms"

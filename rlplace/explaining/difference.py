@@ -87,9 +87,9 @@ def _side(run: Run) -> Side:
         samples=run.line.samples,
         feasible=run.line.feasible,
         peak_bytes=tuple(int(peak) for peak in run.line.peak_memory_bytes),
-        compute_s=float(predicted["compute"]),
-        transfer_s=float(predicted["transfer"]),
-        idle_s=predicted["idle"],
+        compute_s=float(predicted.compute or 0.0),
+        transfer_s=float(predicted.transfer or 0.0),
+        idle_s=predicted.idle,
         path=seconds_by_cause(realised_path(run)),
         settings=_settings(run.plan),
     )

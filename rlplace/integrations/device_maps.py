@@ -33,7 +33,7 @@ def plan_from_device_map(
         model: Tells modules that run nothing, which maps may name, from names that are wrong.
 
     Returns:
-        The plan. Whether it fits is in ``predicted["feasible"]``; ``predicted["device_map"]`` counts ``ops_moved``, ops whose
+        The plan. Whether it fits is in ``predicted.feasible``; ``predicted.device_map`` counts ``ops_moved``, ops whose
         group has more ops elsewhere, and ``groups_without_entry``, groups without weights that went with their neighbours.
 
     Raises:
@@ -81,7 +81,7 @@ def plan_from_device_map(
     assigned = _with_neighbours(problem, chosen)
     plan = make_plan(problem, assigned, planner="device_map")
     told = {"ops_moved": moved, "groups_without_entry": len(lonely)}
-    return plan.with_predicted({**simulate(problem, plan).predicted(problem), "device_map": told})
+    return plan.with_predicted(simulate(problem, plan).predicted(problem).told(device_map=told))
 
 
 def complete_device_map(plan: PlacementPlan, model: nn.Module, devices: Sequence[Any] | None = None) -> dict[str, Any]:

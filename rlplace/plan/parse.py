@@ -11,6 +11,7 @@ from rlplace.errors import InputError, show
 from rlplace.files import check_keys
 from rlplace.limits import MICROBATCHES
 from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.prediction import Prediction
 from rlplace.problem.source import check_source
 from rlplace.schedule import LIST, SCHEDULES
 
@@ -47,7 +48,7 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
             raise InputError("plan: priority must be a list of finite numbers")
         priority = np.array(priority, dtype=np.float64)
     stages = data.get("stage_of_group")
-    for key, kind in (("shards", dict), ("source", dict), ("predicted", dict), ("groups", list)):
+    for key, kind in (("shards", dict), ("source", dict), ("groups", list)):
         if key in data and not isinstance(data[key], kind):
             raise InputError(f"plan: {key} must be {'an object' if kind is dict else 'a list'}")
     if "source" in data:
@@ -68,7 +69,7 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
         optimizer_sharding=_parse_flag(data.get("optimizer_sharding", False), "optimizer_sharding"),
         groups=_parse_groups(data.get("groups")),
         source=data.get("source"),
-        predicted=data.get("predicted", {}),
+        predicted=Prediction.from_dict(data.get("predicted", {}), "plan: predicted"),
     )
 
 

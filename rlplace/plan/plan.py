@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import read_record, write_json
+from rlplace.plan.prediction import Prediction
 from rlplace.problem import UPDATE, Problem
 from rlplace.schedule import LIST
 
@@ -43,8 +44,7 @@ class PlacementPlan:
         optimizer_sharding: Each replica keeps and updates its share of the optimizer state only (ZeRO stage 1).
         groups: Per group ``{"name", "modules", "ops"}``: what of the model it holds.
         source: Where the problem came from, so that a verb can rebuild it.
-        predicted: ``step_time_s``, ``samples_per_s``, ``peak_memory_bytes`` per device, ``feasible``, ``executor`` and the
-            parts ``compute``, ``transfer`` and ``idle``.
+        predicted: What its step is predicted to take.
     """
 
     problem: str
@@ -62,7 +62,14 @@ class PlacementPlan:
     optimizer_sharding: bool = False
     groups: Sequence[Mapping[str, Any]] | None = None
     source: Mapping[str, Any] | None = None
-    predicted: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Prediction = field(default_factory=Prediction)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.predicted, Prediction):
+            raise InputError(
+                f"plan: predicted must be a Prediction such as Prediction(step_time_s=0.1), found {show(self.predicted)}; "
+                "keys of your own go into its extra"
+            )
 
     def save(self, path: str | Path) -> None:
         """Writes ``*.plan.json``, atomically."""
@@ -118,8 +125,8 @@ class PlacementPlan:
                 data[key] = dict(getattr(self, key))
         if self.groups is not None:
             data["groups"] = [dict(group) for group in self.groups]
-        if self.predicted:
-            data["predicted"] = dict(self.predicted)
+        if self.predicted != Prediction():
+            data["predicted"] = self.predicted.to_dict()
         return data
 
     @property
@@ -129,9 +136,9 @@ class PlacementPlan:
         data = {key: value for key, value in self.to_dict().items() if key not in beside}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
-    def with_predicted(self, predicted: Mapping[str, Any]) -> PlacementPlan:
+    def with_predicted(self, predicted: Prediction) -> PlacementPlan:
         """The same plan with another prediction."""
-        return replace(self, predicted=dict(predicted))
+        return replace(self, predicted=predicted)
 
 
 def make_plan(

@@ -11,7 +11,7 @@ group is a leaf below its module, with one parameter of its weight's bytes. A pa
 the model. Names without dots make a flat list in group order. Device limits are given as they are in the problem.
 
 Departures: none in the map. It knows weights only, while a training step also holds gradients, optimizer state and activations,
-so that it often does not fit: the plan's ``predicted["accelerate"]`` says whether the raw map did, and the shared repair then
+so that it often does not fit: the plan's ``predicted.accelerate`` says whether the raw map did, and the shared repair then
 makes it fit, as for every planner. What accelerate would leave on disk for want of room has no device here; such a group goes
 where most room is left by footprint, and the raw map counts as not fitting.
 """
@@ -49,7 +49,7 @@ def accelerate(
         **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Returns:
-        The plan; its ``predicted["accelerate"]`` holds ``raw_feasible``, whether the map fitted before the repair;
+        The plan; its ``predicted.accelerate`` holds ``raw_feasible``, whether the map fitted before the repair;
         ``offloaded_groups``, how many groups it left on disk; and ``device_map`` as accelerate returned it, where ``#3`` is
         what group 3 has of its module.
 
@@ -77,7 +77,7 @@ def accelerate(
         "offloaded_groups": int(offloaded.sum()),
         "device_map": {path: device if isinstance(device, str) else int(device) for path, device in found.items()},
     }
-    return plan.with_predicted({**plan.predicted, "accelerate": report})
+    return plan.with_predicted(plan.predicted.told(accelerate=report))
 
 
 def infer_map(problem: Problem, memory_share: float = 1.0) -> dict[str, int | str]:

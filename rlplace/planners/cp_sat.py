@@ -4,7 +4,7 @@ Problem: step time of the executor, memory included, over all assignments and al
 (`rlplace.planners.dlplacer.program`) has every simulated step among its solutions, so what the solver proves is a lower bound
 for every plan, whatever its order or schedule. The floor, `best`, is the hint. The best solutions are each simulated three
 ways: with default priorities, with the solver's starts as priorities, and with its order of ops on every device; the fastest is
-the plan. ``plan.predicted["proof"]`` says what is known: `lower_bound_s`, the `gap` of the plan's step time to it, `status`
+the plan. ``plan.predicted.proof`` says what is known: `lower_bound_s`, the `gap` of the plan's step time to it, `status`
 (``"optimal"`` when there is no gap), and the program's own status and makespan.
 
 Solver: Perron, Didier, "CP-SAT", the constraint solver of OR-tools (the extra `exact`). The program is the one of `dlplacer`;
@@ -117,7 +117,7 @@ def cp_sat(
     if "order" in best.fields:
         arguments.pop("schedule", None)
     facts = proof(outcome, bound_s, best.line.step_time_s, instance)
-    predicted = {**best.line.predicted(problem), "proof": facts}
+    predicted = best.line.predicted(problem).told(proof=facts)
     return make_plan(problem, best.devices, planner="cp_sat", seed=seed, predicted=predicted, **arguments)
 
 

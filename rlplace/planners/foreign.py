@@ -61,12 +61,11 @@ def checked(extension: Extension, problem: Problem, found: Any, *, seed: int, op
     line = simulate(problem, plan)
     if not line.feasible:
         raise InfeasibleError(f"{extension.label}: its plan is not feasible: {line.violations[0]}")
-    own = {key: value for key, value in plan.predicted.items() if isinstance(key, str)}
     return dataclasses.replace(
         plan,
         planner=extension.name,
         seed=seed,
-        predicted={**own, **line.predicted(problem)},
+        predicted=plan.predicted.simulated(line.predicted(problem)),
         source=plan.source or problem.source,
     )
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan, check_plan
+from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
 from rlplace.schedule import LIST, SCHEDULES
 from rlplace.simulator.priority import default_priority
@@ -93,7 +94,7 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
         recompute=None,
         optimizer_sharding=False,
         groups=None,
-        predicted={},
+        predicted=Prediction(),
     )
     return found.problem, plain
 

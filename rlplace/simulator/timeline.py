@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
 from rlplace.simulator.tasks import TaskGraph
 
@@ -75,23 +76,23 @@ class Timeline:
         tasks = {name: getattr(self, name)[-ops:] for name in ("start_s", "end_s", "task_op", "task_microbatch")}
         return replace(self, **transfers, **tasks)
 
-    def predicted(self, problem: Problem) -> dict[str, Any]:
+    def predicted(self, problem: Problem) -> Prediction:
         """The `predicted` entry of a plan file.
 
         ``compute``, ``transfer`` and ``idle`` are seconds summed over devices (over transfers for ``transfer``).
         """
         step = self.step_time_s
         busy = float(self.busy_s.sum())
-        return {
-            "step_time_s": step,
-            "samples_per_s": self.samples / step if step else None,
-            "peak_memory_bytes": [int(peak) for peak in self.peak_memory_bytes],
-            "feasible": self.feasible,
-            "executor": EXECUTOR,
-            "compute": busy,
-            "transfer": float((self.transfer_end_s - self.transfer_start_s).sum()),
-            "idle": None if step is None else step * problem.num_devices - busy,
-        }
+        return Prediction(
+            step_time_s=step,
+            samples_per_s=self.samples / step if step else None,
+            peak_memory_bytes=tuple(int(peak) for peak in self.peak_memory_bytes),
+            feasible=self.feasible,
+            executor=EXECUTOR,
+            compute=busy,
+            transfer=float((self.transfer_end_s - self.transfer_start_s).sum()),
+            idle=None if step is None else step * problem.num_devices - busy,
+        )
 
     def to_trace(self, problem: Problem) -> list[dict[str, Any]]:
         """Trace events for Perfetto; see `rlplace.simulator.trace`."""

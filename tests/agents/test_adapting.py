@@ -26,11 +26,11 @@ def test_never_worse_than_the_floor(agents, name, execution):
     before = {key: value.clone() for key, value in agent.checkpoint.network.state_dict().items()}
     with count_calls() as counter:
         plan = agent.adapt(problem, time_limit_s=1.0, seed=1, **execution)
-    floor = get_planner("best")(problem, **execution).predicted["step_time_s"]
+    floor = get_planner("best")(problem, **execution).predicted.step_time_s
     line = simulate(problem, plan)
-    assert line.feasible and line.step_time_s == plan.predicted["step_time_s"] <= floor
-    assert plan.predicted["floor_step_time_s"] == floor
-    assert 0 < plan.predicted["search_calls"] < counter.calls  # the floor's are counted, too
+    assert line.feasible and line.step_time_s == plan.predicted.step_time_s <= floor
+    assert plan.predicted.floor_step_time_s == floor
+    assert 0 < plan.predicted.search_calls < counter.calls  # the floor's are counted, too
     assert all(torch.equal(value, before[key]) for key, value in agent.checkpoint.network.state_dict().items())
 
 
@@ -67,28 +67,28 @@ def test_a_given_start(agents):
     problem = random_problem(4, num_groups=16, num_devices=3)
     start = np.arange(16) % 3
     plan = agents["refinement"].adapt(problem, time_limit_s=0.3, start=start)
-    assert plan.predicted["floor_step_time_s"] == simulate(problem, start).step_time_s
-    assert plan.predicted["step_time_s"] < plan.predicted["floor_step_time_s"]
+    assert plan.predicted.floor_step_time_s == simulate(problem, start).step_time_s
+    assert plan.predicted.step_time_s < plan.predicted.floor_step_time_s
 
 
 @pytest.mark.parametrize("toy", ["memory_tight_pair", "two_branches", "unlike_pair"])
 def test_optima_of_toys(agents, toy):
     problem, optimum, _ = TOYS[toy]()
     plan = agents["refinement"].adapt(problem, time_limit_s=0.5)
-    assert plan.predicted["step_time_s"] == pytest.approx(optimum)
+    assert plan.predicted.step_time_s == pytest.approx(optimum)
 
 
 def test_a_start_that_does_not_fit(agents):
     toy = memory_tight_pair()
     plan = agents["refinement"].adapt(toy.problem, time_limit_s=0.3, start=[1, 1])
-    assert plan.predicted["step_time_s"] == pytest.approx(toy.optimal_step_s)
-    assert plan.predicted["floor_step_time_s"] is None
+    assert plan.predicted.step_time_s == pytest.approx(toy.optimal_step_s)
+    assert plan.predicted.floor_step_time_s is None
 
 
 def test_cases_without_a_search(agents):
     one = random_problem(1, num_groups=8, num_devices=1)
     plan = agents["refinement"].adapt(one, time_limit_s=0.2)
-    assert plan.device_of_group.tolist() == [0] * 8 and plan.predicted["search_calls"] == 0
+    assert plan.device_of_group.tolist() == [0] * 8 and plan.predicted.search_calls == 0
     with pytest.raises(InfeasibleError):
         agents["refinement"].adapt(random_problem(1, num_groups=8, num_devices=2, memory_factor=0.5), time_limit_s=0.3)
     with pytest.raises(InfeasibleError):
@@ -103,5 +103,5 @@ def test_a_time_limit_ends_it(agents):
     adapting._warm_up()
     for limit_s in (0.0, 0.4):
         began_s = time.monotonic()
-        assert agents["refinement"].adapt(problem, time_limit_s=limit_s).predicted["feasible"]
+        assert agents["refinement"].adapt(problem, time_limit_s=limit_s).predicted.feasible
         assert time.monotonic() - began_s < limit_s + 6.0

@@ -56,7 +56,7 @@ def test_finetuning(agents, tmp_path, monkeypatch, tiny):
     training = tuned.checkpoint.training
     assert training["notes"]["start"] == agent.checkpoint.name and training["steps_done"] == 64
     plan = tuned.place(problems[0], calls=20)
-    assert plan.predicted["agent"] == "tuned"
+    assert plan.predicted.agent == "tuned"
     with pytest.raises(InputError, match="no problem"):
         agent.finetune([], out=tmp_path / "none")
 

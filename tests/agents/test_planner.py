@@ -42,7 +42,7 @@ def test_never_worse_than_best_and_feasible(agents, name, seed):
     execution = ({}, {"microbatches": 4, "schedule": "1f1b"}, {"microbatches": 3, "schedule": "gpipe"}, {"microbatches": 2})[
         seed % 4
     ]
-    floor = get_planner("best")(problem, **execution).predicted["step_time_s"]
+    floor = get_planner("best")(problem, **execution).predicted.step_time_s
     plan = agents[name].place(problem, seed=seed, calls=90, samples=2, **execution)
     told = plan.predicted
     assert told["step_time_s"] == step_s(problem, plan) == step_s(problem, plan.device_of_group, **execution)
@@ -87,7 +87,7 @@ def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls, s
     start = get_planner("best")(problem).device_of_group
     with count_calls() as counter:
         plan = agents[name].place(problem, start=start, calls=calls, samples=samples)
-    told = plan.predicted["search_calls"]
+    told = plan.predicted.search_calls
     if name == "placement":
         looks = looks[1:-1]  # the floor and the answer
         assert told == sum(looks) == (calls if samples is None else min(calls, samples))
@@ -120,10 +120,10 @@ def test_finds_the_optimum_of_toys(agents, name, toy):
     """From the worst legal start, too."""
     problem, optimum, _ = TOYS[toy]()
     plan = agents[name].place(problem, calls=200)
-    assert plan.predicted["step_time_s"] == pytest.approx(optimum)
+    assert plan.predicted.step_time_s == pytest.approx(optimum)
     start = np.zeros(problem.num_groups, dtype=np.int32)
     plan = agents[name].place(problem, calls=400, start=start)
-    assert plan.predicted["step_time_s"] == pytest.approx(optimum)
+    assert plan.predicted.step_time_s == pytest.approx(optimum)
 
 
 def test_the_start_is_respected(agents):
@@ -135,7 +135,7 @@ def test_the_start_is_respected(agents):
     for start in (given, devices, devices.tolist(), devices.astype(np.int64)):
         plan = agents["refinement"].place(problem, start=start, calls=30, seed=1)
         answers.append(plan.to_dict())
-        assert plan.predicted["floor_step_time_s"] == step_s(problem, devices)
+        assert plan.predicted.floor_step_time_s == step_s(problem, devices)
     assert all(answer == answers[0] for answer in answers)
     assert answers[0]["predicted"]["step_time_s"] < step_s(problem, devices)
     kept = agents["refinement"].place(problem, start=devices, calls=0)
@@ -153,9 +153,9 @@ def test_the_priority_of_the_start_stays_with_its_plan(agents):
     assert step_s(problem, start) < plain
     kept = agents["refinement"].place(problem, start=start, calls=1)
     assert kept.priority.tolist() == priority.tolist()
-    assert kept.predicted["step_time_s"] == step_s(problem, start) == step_s(problem, kept)
+    assert kept.predicted.step_time_s == step_s(problem, start) == step_s(problem, kept)
     better = agents["refinement"].place(problem, start=start, calls=200)
-    assert better.priority is None and step_s(problem, better) == better.predicted["step_time_s"] < step_s(problem, start)
+    assert better.priority is None and step_s(problem, better) == better.predicted.step_time_s < step_s(problem, start)
 
 
 def test_fixed_devices_and_null_times(agents):
@@ -183,7 +183,7 @@ def test_missing_links(agents, name):
         bandwidth[device, (device + 1) % 4] = 1e10
     problem = with_links(problem, bandwidth)
     plan = agents[name].place(problem, calls=300)
-    assert plan.predicted["step_time_s"] <= get_planner("best")(problem).predicted["step_time_s"]
+    assert plan.predicted.step_time_s <= get_planner("best")(problem).predicted.step_time_s
     assert simulate(problem, plan).feasible
 
 
@@ -198,15 +198,15 @@ def test_a_start_that_cannot_complete(agents, monkeypatch):
         agents["refinement"].place(problem, start=start, calls=0)
     for samples in (0, 2):
         plan = agents["refinement"].place(problem, start=start, calls=200, samples=samples)
-        assert plan.predicted["floor_step_time_s"] is None and plan.predicted["search_calls"] <= 200
-        assert step_s(problem, plan) == plan.predicted["step_time_s"]
+        assert plan.predicted.floor_step_time_s is None and plan.predicted.search_calls <= 200
+        assert step_s(problem, plan) == plan.predicted.step_time_s
 
 
 def test_a_start_that_does_not_fit(agents):
     toy = memory_tight_pair()
     plan = agents["refinement"].place(toy.problem, start=[0, 0], calls=10)
-    assert plan.predicted["step_time_s"] == pytest.approx(toy.optimal_step_s)
-    assert plan.predicted["floor_step_time_s"] is None
+    assert plan.predicted.step_time_s == pytest.approx(toy.optimal_step_s)
+    assert plan.predicted.floor_step_time_s is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,7 +230,7 @@ def test_a_problem_that_a_bound_rules_out_is_not_searched(agents, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_one_device_and_one_group(agents, name):
     plan = agents[name].place(random_problem(1, num_groups=8, num_devices=1), calls=50, samples=2)
-    assert plan.device_of_group.tolist() == [0] * 8 and plan.predicted["search_calls"] == 0
+    assert plan.device_of_group.tolist() == [0] * 8 and plan.predicted.search_calls == 0
     lone = build_problem("lone", time_s=[[2.0, 1.0]], tensors=[], memory_bytes=[None, None])
     assert agents[name].place(lone, calls=50).device_of_group.tolist() == [1]
 
@@ -239,7 +239,7 @@ def test_one_device_and_one_group(agents, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_that_take_no_time(agents, name):
     idle = build_problem("idle", time_s=[[0.0, 0.0]] * 4, tensors=[], memory_bytes=[None, None])
-    assert agents[name].place(idle, calls=30, samples=2).predicted["step_time_s"] == 0.0
+    assert agents[name].place(idle, calls=30, samples=2).predicted.step_time_s == 0.0
 
 
 def test_nothing_but_rollouts(agents):
@@ -253,16 +253,16 @@ def test_nothing_but_rollouts(agents):
         assert told["single_rollout_step_time_s"] == told["samples_step_time_s"] is not None
         assert told["step_time_s"] == min(told["single_rollout_step_time_s"], step_s(problem, start))
         several = agents[name].place(problem, start=start, samples=4, search=False, calls=1000)
-        assert several.predicted["samples_step_time_s"] <= told["single_rollout_step_time_s"]
-        assert several.predicted["single_rollout_step_time_s"] == told["single_rollout_step_time_s"]
+        assert several.predicted.samples_step_time_s <= told["single_rollout_step_time_s"]
+        assert several.predicted.single_rollout_step_time_s == told["single_rollout_step_time_s"]
         nothing = agents[name].place(problem, start=start, samples=0, search=False, calls=1000)
-        assert nothing.device_of_group.tolist() == start.tolist() and nothing.predicted["search_calls"] == 0
+        assert nothing.device_of_group.tolist() == start.tolist() and nothing.predicted.search_calls == 0
 
 
 def test_an_agent_that_only_constructs_uses_its_budget(agents):
     problem = random_problem(8, num_groups=10, num_devices=3)
-    assert agents["placement"].place(problem, calls=7).predicted["search_calls"] == 7
-    assert agents["placement"].place(problem, time_limit_s=0.4).predicted["search_calls"] > 2
+    assert agents["placement"].place(problem, calls=7).predicted.search_calls == 7
+    assert agents["placement"].place(problem, time_limit_s=0.4).predicted.search_calls > 2
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -273,10 +273,10 @@ def test_a_time_limit_ends_it(agents, name):
     began_s = time.monotonic()
     plan = agents[name].place(problem, time_limit_s=0.5)
     assert time.monotonic() - began_s < 5.0
-    assert plan.predicted["search_calls"] > 0
-    assert agents[name].place(problem, time_limit_s=0.0).predicted["feasible"]
+    assert plan.predicted.search_calls > 0
+    assert agents[name].place(problem, time_limit_s=0.0).predicted.feasible
     both = agents[name].place(problem, time_limit_s=20.0, calls=30)
-    assert both.predicted["search_calls"] <= 30
+    assert both.predicted.search_calls <= 30
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_memory_at_factor_one_holds_a_plan_and_a_third_less_hardly_any(execution
         shape = ("chain", "branchy", "layered")[seed % 3]
         problem = random_problem(seed, 24, 3 + seed % 2, shape=shape, null_fraction=0.1 * (seed % 2))
         plan = best(limit_memory(problem, execution, 1.0), **execution.arguments)
-        assert plan.predicted["feasible"]
+        assert plan.predicted.feasible
         try:
             best(limit_memory(problem, execution, 0.67), **execution.arguments)
         except InfeasibleError:

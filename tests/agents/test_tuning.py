@@ -473,7 +473,7 @@ def test_saved_agents_know_where_they_come_from(make_checkpoint, make_network, t
     card = (tmp_path / "grandchild" / "card.md").read_text()
     assert card.startswith("# Agent grandchild") and "parent -> child" in card and weights_sha256(child.network) in card
     plan = load_agent(tmp_path / "child").place(PROBLEM, calls=32)
-    assert plan.predicted["agent"] == "child" and plan.predicted["feasible"]
+    assert plan.predicted.agent == "child" and plan.predicted.feasible
 
 
 def test_an_agent_is_as_skilled_as_itself(agents):

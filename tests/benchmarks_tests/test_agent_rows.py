@@ -23,6 +23,7 @@ from benchmarks.agent.sets import describe, random_cases
 from benchmarks.agent.store import Store
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import make_plan
+from rlplace.plan.prediction import Prediction
 from rlplace.planners.common import groupgraph
 from rlplace.planners.common.evaluate import Execution, count_calls
 from rlplace.planners.random_plans import candidates
@@ -57,22 +58,22 @@ def test_random_search_is_the_best_of_the_start_and_so_many_samples(info: CaseIn
     steps = [simulator.evaluate(plan)[0] for plan in (worst, *candidates(CASE.problem, 5, samples=40))]
     with count_calls() as counter:
         plan = methods.random_search(CASE.problem, seed=5, start=worst, calls=40)
-    assert plan.predicted["step_time_s"] == min(steps) and counter.calls == 41
+    assert plan.predicted.step_time_s == min(steps) and counter.calls == 41
 
 
 def test_a_plan_is_checked_against_what_it_says() -> None:
     devices = np.zeros(CASE.problem.num_groups, dtype=np.int32)
     step_s = simulate(CASE.problem, devices).step_time_s
-    plan = make_plan(CASE.problem, devices, planner="x", seed=0, predicted={"step_time_s": step_s})
+    plan = make_plan(CASE.problem, devices, planner="x", seed=0, predicted=Prediction(step_s))
     assert check(CASE.problem, plan, Execution()) == (step_s, None)
     for lie in (0.999 * step_s, None):
-        found = check(CASE.problem, dataclasses.replace(plan, predicted={"step_time_s": lie}), Execution())[1]
+        found = check(CASE.problem, dataclasses.replace(plan, predicted=Prediction(lie)), Execution())[1]
         assert found is not None and "states a step" in found
     found = check(CASE.problem, dataclasses.replace(plan, microbatches=4), Execution())[1]
     assert found is not None and "runs 4 micro-batches" in found
     small = tuple(dataclasses.replace(device, memory_bytes=1) for device in CASE.problem.devices)
     tight = dataclasses.replace(CASE.problem, devices=small)
-    full = make_plan(tight, devices, planner="x", seed=0, predicted={"step_time_s": step_s})
+    full = make_plan(tight, devices, planner="x", seed=0, predicted=Prediction(step_s))
     found = check(tight, full, Execution())[1]
     assert found is not None and found.startswith("not feasible")
 

@@ -12,7 +12,7 @@ from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.cli.main import main
 from rlplace.cli.place import op_level_line
 from rlplace.envs.guide.features import FEATURES
-from rlplace.plan import PlacementPlan
+from rlplace.plan import PlacementPlan, Prediction
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
@@ -119,9 +119,9 @@ def test_a_global_batch_is_not_advised_to_those_who_gave_one(capsys, tmp_path):
 def test_the_finer_simulation_names_devices_that_are_too_small():
     problem = random_problem(3, num_groups=12, num_devices=2, memory_factor=2.0)
     limits = [device.memory_bytes for device in problem.devices]
-    fits = op_level_line({"step_time_s": 1.0, "feasible": True, "peak_memory_bytes": limits}, problem)
+    fits = op_level_line(Prediction(1.0, feasible=True, peak_memory_bytes=tuple(limits)), problem)
     assert fits == "simulated op by op 1000.000 ms, feasible True"
-    over = {"step_time_s": 1.0, "feasible": False, "peak_memory_bytes": [limits[0], limits[1] + 1]}
+    over = Prediction(1.0, feasible=False, peak_memory_bytes=(limits[0], limits[1] + 1))
     line = op_level_line(over, problem)
     assert f"{problem.devices[1].name} needs" in line and f"{problem.devices[0].name} needs" not in line
 

@@ -43,17 +43,17 @@ def strategy_of(graph, memory_bytes):
 
 def test_gpt2_is_data_parallel_where_memory_allows_and_a_pipeline_where_it_does_not(graph):
     plan = strategy_of(graph, 8 * 10**9)
-    assert plan.predicted["strategies"][0]["kind"] == "data parallel" and len(plan.replicas) == 4
+    assert plan.predicted.strategies[0]["kind"] == "data parallel" and len(plan.replicas) == 4
     resident = 16 * 3.5e6  # weights, gradients and Adam's two states of 3.5 million parameters
     plan = strategy_of(graph, int(0.95 * resident))
-    kinds = {entry["kind"]: entry for entry in plan.predicted["strategies"][::-1]}
-    assert plan.predicted["strategies"][0]["kind"] == "pipeline" and plan.microbatches > 1
+    kinds = {entry["kind"]: entry for entry in plan.predicted.strategies[::-1]}
+    assert plan.predicted.strategies[0]["kind"] == "pipeline" and plan.microbatches > 1
     assert kinds["data parallel"]["step_time_s"] is None and "does not fit" in kinds["data parallel"]["reason"]
-    assert plan.predicted["feasible"]
+    assert plan.predicted.feasible
 
 
 def test_one_batch_through_several_devices_is_not_offered_as_fast(graph):
-    entries = strategy_of(graph, 8 * 10**9).predicted["strategies"]
+    entries = strategy_of(graph, 8 * 10**9).predicted.strategies
     rates = {entry["kind"]: entry["samples_per_s"] for entry in best_of_kinds(entries)}
     assert entries[0]["samples_per_s"] == max(rate for rate in rates.values() if rate is not None)
     single = next(e for e in entries if e["kind"] == "single device")

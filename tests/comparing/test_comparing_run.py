@@ -16,6 +16,7 @@ from rlplace.errors import InfeasibleError, InputError, MissingError
 from rlplace.graph.capture import capture
 from rlplace.placing import Priced
 from rlplace.plan import make_plan
+from rlplace.plan.prediction import Prediction
 from rlplace.planners import PLANNERS, get_planner
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.problem.generate import random_problem
@@ -42,7 +43,7 @@ def test_rows_hold_what_the_simulator_says():
     limits = [device.memory_bytes for device in problem.devices]
     assert heft.memory_share == max(line.peak_memory_bytes / limits)
     assert (heft.random, heft.seeds, heft.spread_s) == (False, 1, None)
-    steps = [get_planner("annealing")(problem, seed=seed, calls=40).predicted["step_time_s"] for seed in range(3)]
+    steps = [get_planner("annealing")(problem, seed=seed, calls=40).predicted.step_time_s for seed in range(3)]
     assert (annealing.random, annealing.seeds) == (True, 3)
     assert annealing.step_time_s == pytest.approx(np.mean(steps)) and annealing.spread_s == pytest.approx(np.ptp(steps))
     assert annealing.simulator_calls == best.simulator_calls + 40  # the floor, and the budget
@@ -56,7 +57,7 @@ def test_rows_hold_what_the_simulator_says():
 
 def test_the_agents_own_simulations_count(monkeypatch):
     def agent_like(problem, *, seed=0, time_limit_s=None, calls=None):
-        predicted = {"search_calls": calls}
+        predicted = Prediction(search_calls=calls)
         return make_plan(problem, [0] * problem.num_groups, planner="agent_like", seed=seed, predicted=predicted)
 
     register(monkeypatch, agent_like=agent_like)
@@ -81,7 +82,7 @@ def test_an_error_is_a_row_with_its_reason(monkeypatch):
         return make_plan(random_problem(99, 3, 2), [0, 0, 0], planner="elsewhere")
 
     def optimist(problem, *, seed=0, time_limit_s=None):
-        return make_plan(problem, [0] * problem.num_groups, planner="optimist", predicted={"feasible": True})
+        return make_plan(problem, [0] * problem.num_groups, planner="optimist", predicted=Prediction(feasible=True))
 
     register(
         monkeypatch, infeasible=infeasible, missing=missing, refuses=refuses, broken=broken, elsewhere=elsewhere,
@@ -123,7 +124,7 @@ def test_some_seeds_without_a_plan(monkeypatch):
 
 def test_a_wrong_prediction_is_remarked(monkeypatch):
     def boaster(problem, *, seed=0, time_limit_s=None):
-        return make_plan(problem, [0] * problem.num_groups, planner="boaster", predicted={"step_time_s": 1e-9})
+        return make_plan(problem, [0] * problem.num_groups, planner="boaster", predicted=Prediction(1e-9))
 
     register(monkeypatch, boaster=boaster)
     problem = random_problem(1, 5, 2)

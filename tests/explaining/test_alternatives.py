@@ -138,7 +138,7 @@ def test_an_explanation_is_plain_data_and_text():
     plan = rlplace.place(problem, planner="best")
     found = rlplace.explain(problem, plan, calls=8)
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert data["bounds"]["step_time_s"] == plan.predicted["step_time_s"]
+    assert data["bounds"]["step_time_s"] == plan.predicted.step_time_s
     assert len(data["groups"]) == 5 and data["groups"][0]["verdict"]
     text = found.text()
     for word in ("critical path", "busiest device", "tightest memory", "what if", "no plan takes less than"):

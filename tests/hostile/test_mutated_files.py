@@ -32,6 +32,7 @@ from rlplace.graph.capture import capture
 from rlplace.graph.io import graph_to_dict
 from rlplace.plan import PlacementPlan
 from rlplace.plan.plan import make_plan
+from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 from rlplace.problem.collectives import collective_channels, collective_s
 from rlplace.simulator import expand, simulate
@@ -186,7 +187,7 @@ def make_loaders(folder: Any) -> dict[str, Callable[[Any], None]]:
     cluster = Cluster.preset("l4:2")
     plan = make_plan(
         problem, [0, 1], planner="best", stage_of_group=[0, 1], replicas=[[0, 1]], shards={"a/forward": {"batch": 1}},
-        predicted={"step_time_s": 1.0},
+        predicted=Prediction(1.0),
     ).to_dict() | {"groups": [{"name": "a", "modules": ["a"], "ops": ["a"]}, {"name": "b"}]}  # fmt: skip
     whole = price(graph, "a100-80g:2", groups=3, level="op")
     replicated = make_plan(whole, [0] * whole.num_groups, planner="best").to_dict()

@@ -54,7 +54,7 @@ def test_a_map_that_accelerate_made_is_scored(model, problem):
     assert len(set(found.values())) > 1
     plan = plan_from_device_map(problem, found, model=model)
     line = rlplace.simulate(problem, plan)
-    assert plan.predicted["feasible"] and plan.predicted["step_time_s"] == line.step_time_s
+    assert plan.predicted.feasible and plan.predicted.step_time_s == line.step_time_s
     inside = {path: devices_of(plan, path) for path in found}
     assert all(devices <= {found[path]} for path, devices in inside.items())
     assert {device for devices in inside.values() for device in devices} == set(found.values())
@@ -79,7 +79,7 @@ def test_out_and_in_again_is_the_same_plan(sim, model, problem):
     check_device_map(model, found)
     again = plan_from_device_map(problem, found, model=model)
     np.testing.assert_array_equal(again.device_of_group, plan.device_of_group)
-    assert again.predicted["step_time_s"] == plan.predicted["step_time_s"]
+    assert again.predicted.step_time_s == plan.predicted.step_time_s
 
     torch.manual_seed(1)
     inputs = small_models._text()
@@ -146,4 +146,4 @@ def test_refusals(model, problem):
     tight = dataclasses.replace(
         problem, devices=tuple(dataclasses.replace(d, memory_bytes=1000, reserved_bytes=0) for d in problem.devices)
     )
-    assert plan_from_device_map(tight, {"": 0}).predicted["feasible"] is False
+    assert plan_from_device_map(tight, {"": 0}).predicted.feasible is False

@@ -110,19 +110,19 @@ def test_names_that_modules_already_have_and_names_without_dots():
     names = ["forward", "a", "a#2", "train.eval", "#", "float", "a.b", "x"]
     problem = renamed(random_problem(2, 8, 3, memory_factor=2.0), names)
     assert len(set(leaf_paths(problem))) == 8
-    assert get_planner("accelerate")(problem).predicted["feasible"]
+    assert get_planner("accelerate")(problem).predicted.feasible
 
 
 def test_a_roomy_device_takes_everything_and_the_raw_map_fits():
     plan = get_planner("accelerate")(random_problem(3, 20, 3))
     assert plan.device_of_group.tolist() == [0] * 20
-    assert plan.predicted["accelerate"] == {"raw_feasible": True, "offloaded_groups": 0, "device_map": {"": 0}}
+    assert plan.predicted.accelerate == {"raw_feasible": True, "offloaded_groups": 0, "device_map": {"": 0}}
 
 
 def test_weights_that_fit_may_not_train_and_are_repaired():
     problem = random_problem(3, 40, 3, memory_factor=1.4)
     plan = get_planner("accelerate")(problem)
-    report = plan.predicted["accelerate"]
+    report = plan.predicted.accelerate
     assert report["offloaded_groups"] == 0 and not report["raw_feasible"]
     raw = devices_of_map(problem, report["device_map"])
     assert not simulate(problem, raw).feasible  # gradients, optimizer state and activations are not in the map
@@ -132,7 +132,7 @@ def test_weights_that_fit_may_not_train_and_are_repaired():
 def test_what_goes_to_disk_is_placed_all_the_same():
     problem = random_problem(3, 40, 3, memory_factor=2.0)
     plan = get_planner("accelerate")(problem, memory_share=0.02)
-    report = plan.predicted["accelerate"]
+    report = plan.predicted.accelerate
     assert report["offloaded_groups"] == int((devices_of_map(problem, report["device_map"]) == OFFLOADED).sum()) > 0
     assert not report["raw_feasible"]
     assert simulate(problem, plan).feasible
@@ -145,9 +145,9 @@ def test_raw_feasible_is_what_the_simulator_says():
         problem = random_problem(seed, 16, 3, memory_factor=2.5)
         for share in (0.15, 0.25):
             plan = get_planner("accelerate")(problem, memory_share=share)
-            raw = devices_of_map(problem, plan.predicted["accelerate"]["device_map"])
+            raw = devices_of_map(problem, plan.predicted.accelerate["device_map"])
             fits = bool((raw != OFFLOADED).all()) and simulate(problem, np.maximum(raw, 0)).feasible
-            assert plan.predicted["accelerate"]["raw_feasible"] == fits
+            assert plan.predicted.accelerate["raw_feasible"] == fits
             if fits:
                 assert plan.device_of_group.tolist() == raw.tolist()
             found.add(fits)

@@ -53,17 +53,17 @@ def test_the_plan_refers_to_the_split_problem(tmp_path):
     plan = bipartition(split, microbatches=8, seed=3)
     assert plan.problem == split.fingerprint and plan.planner == "bipartition" and plan.seed == 3
     assert plan.microbatches == 8 and plan.schedule == "1f1b" and bipartition(split).schedule == "list"
-    report = plan.predicted["bipartition"]
+    report = plan.predicted.bipartition
     assert report["layers"] == 22 and 0 < report["gap"] <= 8 and report["displaced_layers"] > 0
     assert report["layer_wise_bottleneck_s"] / report["bottleneck_s"] == pytest.approx(1.29, abs=0.005)
     plan.save(tmp_path / "p.plan.json")
-    assert PlacementPlan.load(tmp_path / "p.plan.json", split).predicted["bipartition"] == report
+    assert PlacementPlan.load(tmp_path / "p.plan.json", split).predicted.bipartition == report
 
 
 def test_half_as_long_again_where_one_layer_dominates():
     """Steady state of [1, 1, 4, 1, 1] on two workers: 18 seconds a micro-batch cut by layers, 12 with cuts of their own."""
     split = split_backward(profile_problem(chain_nodes([1, 1, 4, 1, 1]), 2))
-    plain, apart = (bipartition(split, gap=gap, microbatches=64, schedule="list").predicted["step_time_s"] for gap in (0, 3))
+    plain, apart = (bipartition(split, gap=gap, microbatches=64, schedule="list").predicted.step_time_s for gap in (0, 3))
     assert 64 * 18 <= plain < 66 * 18 and 64 * 12 <= apart < 66 * 12
     assert 1.4 < plain / apart <= 1.5
 
@@ -81,9 +81,9 @@ def test_throughput_ranks_bipartition_straight_uniform(devices):
     gains = {}
     for name in ("vgg16", "alexnet", "gnmt", "resnet18"):
         split = split_profile(name, devices)
-        apart = bipartition(split, microbatches=MICROBATCHES).predicted["step_time_s"]
-        layer_wise = bipartition(split, gap=0, microbatches=MICROBATCHES).predicted["step_time_s"]
-        straight = get_planner("pipedream")(split, microbatches=MICROBATCHES).predicted["step_time_s"]
+        apart = bipartition(split, microbatches=MICROBATCHES).predicted.step_time_s
+        layer_wise = bipartition(split, gap=0, microbatches=MICROBATCHES).predicted.step_time_s
+        straight = get_planner("pipedream")(split, microbatches=MICROBATCHES).predicted.step_time_s
         assert apart <= layer_wise <= uniform_step_s(split, devices)
         assert apart <= straight * (1 + 1e-12) and straight <= uniform_step_s(split, devices)
         gains[name] = layer_wise / apart
@@ -98,7 +98,7 @@ def test_displaced_layers_need_more_micro_batches_in_flight():
     plan = bipartition(split, microbatches=MICROBATCHES)
     assert plan.stage_of_group is not None and len(np.unique(plan.stage_of_group)) > 4
     line = simulate(split, plan)
-    assert line.step_time_s == plan.predicted["step_time_s"]
+    assert line.step_time_s == plan.predicted.step_time_s
     shallow = simulate(split, plan.device_of_group, microbatches=MICROBATCHES, schedule="1f1b")
     free = simulate(split, plan.device_of_group, microbatches=MICROBATCHES)
     assert line.step_time_s < 0.9 * shallow.step_time_s
@@ -108,7 +108,7 @@ def test_displaced_layers_need_more_micro_batches_in_flight():
         profile_problem(read_profile(PROFILES / "vgg16.txt"), 4, memory_bytes=int(shallow.peak_memory_bytes.max() * 1.02))
     )
     tight = bipartition(limited, microbatches=MICROBATCHES)
-    assert simulate(limited, tight).feasible and tight.predicted["step_time_s"] >= line.step_time_s
+    assert simulate(limited, tight).feasible and tight.predicted.step_time_s >= line.step_time_s
 
 
 def test_slow_links_keep_the_passes_of_a_layer_together():
@@ -166,7 +166,7 @@ def test_memory_limits_hold():
     split = split_backward(random_problem(7, 30, 3, shape="chain", memory_factor=2.0))
     plan = bipartition(split, microbatches=4)
     line = simulate(split, plan)
-    assert line.feasible and plan.predicted["step_time_s"] == line.step_time_s
+    assert line.feasible and plan.predicted.step_time_s == line.step_time_s
 
 
 def test_stages_in_a_cycle_are_not_run_with_1f1b():
@@ -178,4 +178,4 @@ def test_stages_in_a_cycle_are_not_run_with_1f1b():
     plan = get_planner("pipedream")(tied, microbatches=8)
     assert plan.schedule == "list"
     forced = get_planner("pipedream")(tied, microbatches=8, schedule="1f1b")
-    assert forced.schedule == "1f1b" and forced.predicted["step_time_s"] > 1.5 * plan.predicted["step_time_s"]
+    assert forced.schedule == "1f1b" and forced.predicted.step_time_s > 1.5 * plan.predicted.step_time_s

@@ -83,7 +83,7 @@ def test_never_worse_than_the_floor_and_within_its_calls(seed):
         pytest.skip("the generator made a problem without a feasible floor")
     for calls in (0, 1, 37, 300):
         run = run_planner("brkga", problem, seed=seed, calls=calls)
-        assert run.plan.predicted["step_time_s"] <= floor.plan.predicted["step_time_s"]
+        assert run.plan.predicted.step_time_s <= floor.plan.predicted.step_time_s
         assert run.simulator_calls == floor.simulator_calls + calls
         if calls == 0:
             np.testing.assert_array_equal(run.plan.device_of_group, floor.plan.device_of_group)
@@ -93,7 +93,7 @@ def test_never_worse_than_the_floor_and_within_its_calls(seed):
 def test_it_reaches_known_optima_from_a_poor_start(toy):
     problem, optimum, _ = toy()
     plan = get_planner("brkga")(problem, calls=300, start=[0] * problem.num_groups)
-    assert plan.predicted["step_time_s"] == pytest.approx(optimum)
+    assert plan.predicted.step_time_s == pytest.approx(optimum)
 
 
 def test_it_ends_when_there_is_nothing_left_to_find():

@@ -115,7 +115,7 @@ def test_annealing_without_anything_to_move_ends():
 def test_a_time_limit_alone_ends_the_search():
     problem = random_problem(3, 40, 3)
     run = run_planner("annealing", problem, time_limit_s=0.3, start=[0] * 40)
-    assert run.plan.predicted["feasible"]
+    assert run.plan.predicted.feasible
     assert run.simulator_calls > 100
 
 

@@ -35,11 +35,11 @@ def test_assistants_recover_half_of_what_planning_anew_would(compiler_graphs):
             actual = drifted(problem, seed)
             really = dataclasses.replace(problem, time_s=actual)
             stale = simulate(really, plan.device_of_group, priority=default_priority(problem)).step_time_s
-            anew = min(stale, compiler(really).predicted["step_time_s"])
+            anew = min(stale, compiler(really).predicted.step_time_s)
             line = simulate_assisted(problem, plan, actual_time_s=actual, **options).timeline
             assert line.feasible
-            gap[index] += (stale - anew) / plan.predicted["step_time_s"]
-            recovered[index] += (stale - line.step_time_s) / plan.predicted["step_time_s"]
+            gap[index] += (stale - anew) / plan.predicted.step_time_s
+            recovered[index] += (stale - line.step_time_s) / plan.predicted.step_time_s
     assert recovered.sum() >= 0.5 * gap.sum() > 0.0
     assert (recovered >= 0.5 * gap).sum() >= 4, (recovered, gap)
     assert (recovered > -0.01).all()
@@ -59,7 +59,7 @@ def test_assistants_do_not_slow_what_goes_as_planned(compiler_graphs):
         for move_weights in (False, True):
             help_ = prepare_assistants(problem, plan.device_of_group, move_weights=move_weights)
             found = simulate_assisted(problem, plan, **help_.options)
-            assert found.step_time_s == help_.rehearsed_s <= plan.predicted["step_time_s"]
+            assert found.step_time_s == help_.rehearsed_s <= plan.predicted.step_time_s
             rehearsals.append(help_.only_late)
             if help_.only_late:
                 assert found.steals == ()

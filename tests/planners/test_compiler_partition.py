@@ -89,7 +89,7 @@ def test_memory_is_respected_where_balance_alone_would_not():
 @pytest.mark.parametrize("toy", [t for t in toys.TOYS.values() if t.__name__ != "fork_join"], ids=lambda t: t.__name__)
 def test_planner_reaches_the_known_optimum_of_toys(toy):
     problem, optimum, _ = toy()
-    assert get_planner("compiler")(problem).predicted["step_time_s"] == pytest.approx(optimum)
+    assert get_planner("compiler")(problem).predicted.step_time_s == pytest.approx(optimum)
 
 
 def edge_cut(nets, devices):
@@ -158,7 +158,7 @@ def test_stages_of_captured_graphs_follow_one_another(compiler_graphs):
 def test_plans_in_stages_run_as_pipelines():
     problem = random_problem(4, 60, 4, shape="chain")
     plan = get_planner("compiler")(problem, stages=True, microbatches=8, schedule="1f1b")
-    assert plan.predicted["step_time_s"] < 0.6 * simulate(problem, [0] * 60, microbatches=8).step_time_s
+    assert plan.predicted.step_time_s < 0.6 * simulate(problem, [0] * 60, microbatches=8).step_time_s
 
 
 def test_nets_of_equal_readers_are_one():

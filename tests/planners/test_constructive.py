@@ -156,7 +156,7 @@ def test_single_takes_the_fastest_device_that_fits():
     )
     plan = get_planner("single")(problem)
     assert plan.device_of_group.tolist() == [2, 2]
-    assert plan.predicted["step_time_s"] == 4.0
+    assert plan.predicted.step_time_s == 4.0
 
 
 def test_round_robin_deals_in_topological_order():
@@ -208,7 +208,7 @@ def test_transfer_tables_count_in_ranks_and_traffic():
     problem = problem_from_dict(data)
     assert upward_rank(problem, communication=True).tolist() == [10.0, 1.0]
     assert group_graph(problem).edge_s(5.0, 5.0).tolist() == [8.0]
-    assert get_planner("best")(problem).predicted["step_time_s"] == 2.0
+    assert get_planner("best")(problem).predicted.step_time_s == 2.0
 
 
 @pytest.mark.parametrize("setting", [{}, {"unlike": True, "null_fraction": 0.2}, {"shape": "chain"}, {"shape": "branchy"}])

@@ -38,15 +38,15 @@ def pardnn_toy(devices):
 @pytest.mark.parametrize("planner", ["cp_sat", "dlplacer"])
 def test_pardnn_toy_is_solved_and_proven(planner, devices, optimum):
     plan = get_planner(planner)(pardnn_toy(devices))
-    assert plan.predicted["step_time_s"] == optimum
-    proof = plan.predicted["proof"]
+    assert plan.predicted.step_time_s == optimum
+    proof = plan.predicted.proof
     assert proof["status"] == "optimal" and proof["lower_bound_s"] == optimum and proof["gap"] == 0.0
     assert simulate(pardnn_toy(devices), plan).step_time_s == optimum
 
 
 @pytest.mark.parametrize("planner", ["heft", "m_etf"])
 def test_list_schedulers_reach_13_on_the_pardnn_toy(planner):
-    assert get_planner(planner)(pardnn_toy(2)).predicted["step_time_s"] == 13.0
+    assert get_planner(planner)(pardnn_toy(2)).predicted.step_time_s == 13.0
 
 
 @pytest.mark.parametrize("name", toys.TOYS)
@@ -54,11 +54,11 @@ def test_list_schedulers_reach_13_on_the_pardnn_toy(planner):
 def test_known_optima_are_proven(planner, name):
     problem, optimum, _ = toys.TOYS[name]()
     plan = get_planner(planner)(problem)
-    assert plan.predicted["step_time_s"] == pytest.approx(optimum)
-    assert plan.predicted["proof"]["status"] == "optimal"
-    assert plan.predicted["proof"]["lower_bound_s"] <= optimum * (1 + 1e-9)
+    assert plan.predicted.step_time_s == pytest.approx(optimum)
+    assert plan.predicted.proof["status"] == "optimal"
+    assert plan.predicted.proof["lower_bound_s"] <= optimum * (1 + 1e-9)
     if planner == "cp_sat":
-        assert plan.predicted["proof"]["lower_bound_s"] == pytest.approx(optimum)
+        assert plan.predicted.proof["lower_bound_s"] == pytest.approx(optimum)
 
 
 def random_graph(seed, count, devices):
@@ -132,8 +132,8 @@ def test_cp_sat_equals_the_best_of_all_assignments_and_orders(seed):
             if line.feasible:
                 optimum = min(optimum, line.step_time_s)
     plan = get_planner("cp_sat")(problem)
-    assert plan.predicted["step_time_s"] == optimum
-    assert plan.predicted["proof"]["status"] == "optimal"
+    assert plan.predicted.step_time_s == optimum
+    assert plan.predicted.proof["status"] == "optimal"
 
 
 @pytest.mark.parametrize("seed", [0, 2, 4, 8, 9])
@@ -143,14 +143,14 @@ def test_training_steps_of_ten_groups_are_proven(seed):
         memory_factor=(None, 1.5, 1.2)[seed % 3], shared_parameters=seed % 2, comm_ratio=(0.3, 1.0)[seed % 2],
     )  # fmt: skip
     plan = get_planner("cp_sat")(problem, seed=seed)
-    proof = plan.predicted["proof"]
+    proof = plan.predicted.proof
     assert proof["status"] == "optimal" and not proof["exact_times"]
-    step = plan.predicted["step_time_s"]
+    step = plan.predicted.step_time_s
     assert step == simulate(problem, plan).step_time_s and simulate(problem, plan).feasible
     assert lower_bounds(problem).step_time_s <= proof["lower_bound_s"] * (1 + 1e-6)
     for name in ("best", "annealing"):
-        assert get_planner(name)(problem).predicted["step_time_s"] >= proof["lower_bound_s"]
-    floor = get_planner("best")(problem).predicted["step_time_s"]
+        assert get_planner(name)(problem).predicted.step_time_s >= proof["lower_bound_s"]
+    floor = get_planner("best")(problem).predicted.step_time_s
     assert step == floor if seed == 2 else step < floor  # the others leave room
 
 
@@ -166,8 +166,8 @@ def test_memory_forces_the_optimum():
     )
     plan = get_planner("cp_sat")(problem)
     a, b, c = plan.device_of_group.tolist()
-    assert a == b != c and plan.predicted["step_time_s"] == 7.0  # 6 and a latency; the other cut takes a second more
-    assert plan.predicted["proof"]["status"] == "optimal"
+    assert a == b != c and plan.predicted.step_time_s == 7.0  # 6 and a latency; the other cut takes a second more
+    assert plan.predicted.proof["status"] == "optimal"
 
 
 @pytest.mark.parametrize("planner", ["cp_sat", "dlplacer"])
@@ -176,7 +176,7 @@ def test_a_step_that_takes_no_time_is_optimal(planner):
         "idle", time_s=[[0.0, math.pi]] * 3, tensors=[TensorSpec(0, 1, [1])], memory_bytes=[None, None], latency_s=math.e
     )
     plan = get_planner(planner)(problem)
-    assert plan.predicted["step_time_s"] == 0.0 and plan.predicted["proof"]["status"] == "optimal"
+    assert plan.predicted.step_time_s == 0.0 and plan.predicted.proof["status"] == "optimal"
 
 
 def test_infeasibility_is_proven():
@@ -203,10 +203,10 @@ def test_several_microbatches_are_bounded_too(schedule):
     plan = get_planner("cp_sat")(problem, microbatches=3, schedule=schedule, effort=2.0)
     assert plan.microbatches == 3
     line = simulate(problem, plan)
-    assert line.step_time_s == plan.predicted["step_time_s"]
-    assert plan.predicted["proof"]["lower_bound_s"] <= line.step_time_s
+    assert line.step_time_s == plan.predicted.step_time_s
+    assert plan.predicted.proof["lower_bound_s"] <= line.step_time_s
     floor = get_planner("best")(problem, microbatches=3, schedule=schedule)
-    assert line.step_time_s <= floor.predicted["step_time_s"]
+    assert line.step_time_s <= floor.predicted.step_time_s
 
 
 @pytest.mark.parametrize("planner", ["cp_sat", "dlplacer"])

@@ -46,14 +46,14 @@ def inception_like(devices, blocks=3, stem=6.0):
 
 
 def step(problem, planner="dlplacer", **options):
-    return get_planner(planner)(problem, **options).predicted["step_time_s"]
+    return get_planner(planner)(problem, **options).predicted.step_time_s
 
 
 def test_branches_gain_on_two_devices_and_little_more_on_four():
     single = step(inception_like(2), "single")
     two = get_planner("dlplacer")(inception_like(2))
-    assert two.predicted["proof"]["status"] == "optimal"
-    ratio = single / two.predicted["step_time_s"]
+    assert two.predicted.proof["status"] == "optimal"
+    ratio = single / two.predicted.step_time_s
     assert 1.15 <= ratio <= 1.45
     assert 1.0 <= step(inception_like(2)) / step(inception_like(4), effort=4.0) <= 1.15
 
@@ -61,9 +61,9 @@ def test_branches_gain_on_two_devices_and_little_more_on_four():
 def test_a_chain_gains_exactly_nothing():
     chain = random_problem(3, 12, 2, shape="layered", width=1, training=False)  # a layer of width one is one group
     plan = get_planner("dlplacer")(chain)
-    assert plan.predicted["step_time_s"] == step(chain, "single")
+    assert plan.predicted.step_time_s == step(chain, "single")
     assert len(set(plan.device_of_group.tolist())) == 1
-    assert plan.predicted["proof"]["status"] == "optimal"
+    assert plan.predicted.proof["status"] == "optimal"
 
 
 @pytest.mark.parametrize("shape", ["layered", "branchy", "chain"])
@@ -139,9 +139,9 @@ def test_plans_of_coarse_graphs_are_never_worse_than_the_floor(setting):
     problem = random_problem(1, 40, shape="branchy", **setting)
     plan = get_planner("dlplacer")(problem, groups=12, effort=1.0)
     line = simulate(problem, plan)
-    assert line.feasible and line.step_time_s == plan.predicted["step_time_s"]
+    assert line.feasible and line.step_time_s == plan.predicted.step_time_s
     assert line.step_time_s <= step(problem, "best")
-    proof = plan.predicted["proof"]
+    proof = plan.predicted.proof
     assert proof["program"] == "coarse" and proof["nodes"] == 12 and proof["status"] in ("optimal", "feasible")
     assert 0.0 <= proof["gap"] < 1.0 and proof["lower_bound_s"] <= proof["objective_s"]
 
@@ -149,8 +149,8 @@ def test_plans_of_coarse_graphs_are_never_worse_than_the_floor(setting):
 def test_a_time_limit_and_microbatches():
     problem = random_problem(1, 80, 4, memory_factor=1.5)
     plan = get_planner("dlplacer")(problem, time_limit_s=1.0, microbatches=2, schedule="1f1b")
-    assert plan.microbatches == 2 and plan.schedule == "1f1b" and plan.predicted["feasible"]
-    assert plan.predicted["step_time_s"] <= step(problem, "best", microbatches=2, schedule="1f1b")
+    assert plan.microbatches == 2 and plan.schedule == "1f1b" and plan.predicted.feasible
+    assert plan.predicted.step_time_s <= step(problem, "best", microbatches=2, schedule="1f1b")
 
 
 def test_bad_options():
@@ -167,4 +167,4 @@ def test_thousands_of_groups_are_coarsened():
         plan = get_planner("dlplacer")(problem, effort=0.1)
     except InfeasibleError:
         pytest.fail("the floor has a plan")
-    assert plan.predicted["feasible"]
+    assert plan.predicted.feasible

@@ -58,7 +58,7 @@ def test_out_of_time_gives_nothing():
     ops, source, target, transfer = leading_edges(problem)
     assert favorite_children(np.ones(len(ops)), source, target, transfer, time_limit_s=0.0) is None
     # The planner then solves smaller graphs and still answers.
-    assert get_planner("m_sct")(problem, time_limit_s=0.0).predicted["feasible"]
+    assert get_planner("m_sct")(problem, time_limit_s=0.0).predicted.feasible
 
 
 @pytest.mark.parametrize("setting", [{}, {"training": False}, {"shared_parameters": 2}, {"shape": "branchy"}])
@@ -92,8 +92,8 @@ def test_favorites_beat_earliest_task_first_and_reach_the_optimum():
     everything = np.array(np.meshgrid(*[[0, 1]] * 4)).reshape(4, -1).T
     assert simulate_many(problem, everything).step_time_s.min() == 7.0
     assert favorites(problem).tolist() == [1, 3, -1, -1]
-    assert get_planner("m_sct")(problem).predicted["step_time_s"] == 7.0
-    assert get_planner("m_etf")(problem).predicted["step_time_s"] == 8.0
+    assert get_planner("m_sct")(problem).predicted.step_time_s == 7.0
+    assert get_planner("m_etf")(problem).predicted.step_time_s == 8.0
 
 
 def waiting(apart_s):
@@ -140,4 +140,4 @@ def test_without_favorites_it_is_earliest_task_first(setting):
 
 def test_groups_without_ops_and_single_ops_are_placed():
     problem = build_problem("one", time_s=[[1.0, 1.0]], tensors=[], memory_bytes=[None, None], resident_bytes=[0, 5], group=[0])
-    assert get_planner("m_sct")(problem).predicted["step_time_s"] == 1.0
+    assert get_planner("m_sct")(problem).predicted.step_time_s == 1.0

@@ -37,7 +37,7 @@ def test_the_papers_example_cluster_by_cluster():
     assert mapping.reason[2:].tolist() == [LOCALITY, LOAD, LOCALITY, LOAD]
     plan = get_planner("pardnn")(problem)
     assert names(np.flatnonzero(plan.device_of_group == plan.device_of_group[0])) == "ABDEFILMNOPQ"
-    assert plan.predicted["step_time_s"] == 13.0
+    assert plan.predicted.step_time_s == 13.0
     assert simulate(problem, [0] * 17).step_time_s == 17.0
 
 
@@ -210,7 +210,7 @@ def test_chunks_keep_backward_ops_beside_their_forward_ops():
 
 def test_chains_of_groups_leave_primaries_without_nodes():
     problem = random_problem(1, 500, 8, shape="chain", memory_factor=2.0)
-    assert get_planner("pardnn")(problem).predicted["feasible"]
+    assert get_planner("pardnn")(problem).predicted.feasible
 
 
 def test_bad_options():

@@ -17,7 +17,7 @@ BRANCHY = [{}, {"hosts": 2}, {"comm_ratio": 3.0}, {"width": 12}]
 
 
 def step_s(planner, problem):
-    return get_planner(planner)(problem).predicted["step_time_s"]
+    return get_planner(planner)(problem).predicted.step_time_s
 
 
 @pytest.mark.parametrize("setting", BRANCHY, ids=str)

@@ -121,10 +121,10 @@ def test_the_plan_is_not_slower_than_cutting_the_batch_alone(problem, request):
     run = run_planner("pase", problem)
     plan = run.plan
     assert plan.planner == "pase" and plan.shards and (plan.device_of_group == 0).all()
-    assert plan.predicted["feasible"] and run.simulator_calls >= 3
-    assert plan.predicted["step_time_s"] == simulate(problem, plan).step_time_s
-    assert plan.predicted["step_time_s"] <= step_s(problem, data_parallel(problem, 4)) * (1 + 1e-9)
-    assert plan.predicted["step_time_s"] <= step_s(problem, None)
+    assert plan.predicted.feasible and run.simulator_calls >= 3
+    assert plan.predicted.step_time_s == simulate(problem, plan).step_time_s
+    assert plan.predicted.step_time_s <= step_s(problem, data_parallel(problem, 4)) * (1 + 1e-9)
+    assert plan.predicted.step_time_s <= step_s(problem, None)
 
 
 def test_same_seed_same_plan_and_the_problem_stays(gpt):
@@ -153,8 +153,8 @@ def test_memory_decides_where_it_is_short(classifier):
     copy = int(classifier.resident_bytes.sum())
     short = with_memory(classifier, copy // 2)
     plan = pase(short)
-    assert plan.predicted["feasible"]
-    assert max(plan.predicted["peak_memory_bytes"]) <= copy // 2 + short.devices[0].reserved_bytes
+    assert plan.predicted.feasible
+    assert max(plan.predicted.peak_memory_bytes) <= copy // 2 + short.devices[0].reserved_bytes
     with pytest.raises(InfeasibleError, match=r"bytes|GB|MB"):
         pase(with_memory(classifier, copy // 8))
 

@@ -84,7 +84,7 @@ def test_replicated_stages_equal_brute_force(layers, levels):
 def test_stages_of_pipedreams_own_vgg16():
     """Its repository runs VGG16 on four machines as node2..node18 on three and the rest on one (1 GB/s links)."""
     problem = profile_problem(read_profile(PROFILES / "vgg16.txt"), 4, bandwidth_bytes_per_s=1e9)
-    report = pipedream(problem).predicted["pipedream"]
+    report = pipedream(problem).predicted.pipedream
     assert [(s["first"], s["last"], s["replicas"]) for s in report["stages"]] == [
         ("node2", "node18", 3),
         ("node19", "node41", 1),
@@ -165,8 +165,8 @@ def test_uniform_replicas_share_the_microbatches():
     assert one.replicas is None and one.microbatches == 8
     assert two.replicas == [[0, 1], [2, 3]] and two.microbatches == 4 and two.device_of_group.max() <= 1
     best = pipedream(problem, microbatches=8, replicas=None)
-    times = [pipedream(problem, microbatches=8, replicas=r).predicted["step_time_s"] for r in (1, 2, 4)]
-    assert best.predicted["step_time_s"] == min(times) == simulate(problem, best).step_time_s
+    times = [pipedream(problem, microbatches=8, replicas=r).predicted.step_time_s for r in (1, 2, 4)]
+    assert best.predicted.step_time_s == min(times) == simulate(problem, best).step_time_s
     assert simulate(problem, two).samples == 8 * problem.samples_per_microbatch
     for replicas, message in ((3, "divides both"), (0, "whole number"), (1.5, "whole number"), (True, "whole number")):
         with pytest.raises(InputError, match=message):
@@ -177,7 +177,7 @@ def test_uniform_replicas_share_the_microbatches():
 
 def test_reports_do_not_need_a_feasible_replication():
     problem = random_problem(1, 20, 2, shape="chain", memory_factor=1.05)
-    report = get_planner("pipedream")(problem).predicted["pipedream"]
+    report = get_planner("pipedream")(problem).predicted.pipedream
     assert set(report) >= {"bottleneck_s", "stages", "levels"}
 
 
@@ -203,9 +203,9 @@ def test_gpipe_reaches_the_textbook_step():
     problem = toys.pipeline_chain(4, 4)
     plan = gpipe(problem, microbatches=8)
     assert plan.schedule == "gpipe" and plan.microbatches == 8
-    assert plan.predicted["step_time_s"] == pytest.approx(33.0)
+    assert plan.predicted.step_time_s == pytest.approx(33.0)
     assert sorted(plan.device_of_group) == [0, 1, 2, 3]
-    assert pipedream(problem, microbatches=8).predicted["step_time_s"] == pytest.approx(33.0)
+    assert pipedream(problem, microbatches=8).predicted.step_time_s == pytest.approx(33.0)
 
 
 def test_gpipe_finds_the_exact_partition():
@@ -219,4 +219,4 @@ def test_gpipe_finds_the_exact_partition():
 @pytest.mark.parametrize("toy", [toys.memory_tight_chain, toys.memory_tight_pair, toys.unlike_pair], ids=lambda t: t.__name__)
 def test_toys_with_known_optimum(name, toy):
     problem, optimum, _ = toy()
-    assert get_planner(name)(problem).predicted["step_time_s"] == pytest.approx(optimum)
+    assert get_planner(name)(problem).predicted.step_time_s == pytest.approx(optimum)

@@ -19,16 +19,16 @@ def test_the_plan_carries_its_execution_and_its_prediction_holds(name, schedule)
     assert (plan.microbatches, plan.schedule) == (4, schedule)
     line = simulate(problem, plan)
     assert line.feasible
-    assert line.step_time_s == plan.predicted["step_time_s"]
-    assert plan.predicted["samples_per_s"] == pytest.approx(4 * problem.samples_per_microbatch / line.step_time_s)
+    assert line.step_time_s == plan.predicted.step_time_s
+    assert plan.predicted.samples_per_s == pytest.approx(4 * problem.samples_per_microbatch / line.step_time_s)
 
 
 @pytest.mark.parametrize("name", ["annealing", "local_search", "agent"])
 def test_searches_are_never_worse_than_the_floor_of_the_same_execution(name):
     problem = random_problem(9, 20, 4, shape="branchy")
     run = {"microbatches": 8, "schedule": "gpipe"}
-    floor = get_planner("best")(problem, **run).predicted["step_time_s"]
-    assert get_planner(name)(problem, seed=0, calls=150, **run).predicted["step_time_s"] <= floor
+    floor = get_planner("best")(problem, **run).predicted.step_time_s
+    assert get_planner(name)(problem, seed=0, calls=150, **run).predicted.step_time_s <= floor
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_plans_are_legal_and_feasible_and_input_is_unchanged(seed, groups, devic
     line = simulate(problem, plan)
     assert line.feasible
     assert plan.planner == name and plan.seed == seed
-    assert plan.predicted["step_time_s"] == line.step_time_s
+    assert plan.predicted.step_time_s == line.step_time_s
     assert problem.group_allowed[np.arange(problem.num_groups), plan.device_of_group].all()
     for field, value in before.items():
         np.testing.assert_array_equal(getattr(problem, field), value)
@@ -87,19 +87,19 @@ def test_seeds_matter(name):
 @pytest.mark.parametrize("setting", [{}, {"memory_factor": 1.3}, {"unlike": True}, {"hosts": 2, "memory_factor": 1.6}])
 def test_best_is_the_best_one_shot_planner_and_searches_improve_on_it(setting):
     problem = random_problem(11, 50, 4, shape="branchy", **setting)
-    floor = get_planner("best")(problem).predicted["step_time_s"]
+    floor = get_planner("best")(problem).predicted.step_time_s
     times = []
     for name in ONE_SHOT:
         try:
-            times.append(get_planner(name)(problem).predicted["step_time_s"])
+            times.append(get_planner(name)(problem).predicted.step_time_s)
         except InfeasibleError:
             assert setting.get("memory_factor")
     assert floor == min(times)
     for name in SEARCH:
         run = run_planner(name, problem, calls=150)
-        assert run.plan.predicted["step_time_s"] <= floor
+        assert run.plan.predicted.step_time_s <= floor
         if "hosts" in setting:  # this one leaves room
-            assert run.plan.predicted["step_time_s"] < 0.99 * floor
+            assert run.plan.predicted.step_time_s < 0.99 * floor
     floor_calls = run_planner("best", problem).simulator_calls
     assert run.simulator_calls == floor_calls + 150
 
@@ -127,12 +127,12 @@ def test_time_limit_ends_the_search(name):
     plan = get_planner(name)(problem, time_limit_s=0.3)
     # Far above any scheduling noise and far below what an unlimited search of this size takes.
     assert time.perf_counter() - start_s < 20
-    assert plan.predicted["feasible"]
+    assert plan.predicted.feasible
 
 
 def test_no_time_still_gives_a_feasible_plan():
     problem = random_problem(2, 60, 3, memory_factor=1.5)
-    assert get_planner("best")(problem, time_limit_s=0.0).predicted["feasible"]
+    assert get_planner("best")(problem, time_limit_s=0.0).predicted.feasible
 
 
 def test_name_table():

@@ -34,14 +34,14 @@ def brute_force(problem):
 def test_search_reaches_the_known_optimum(toy, planner):
     problem, optimum, _ = toy()
     plan = get_planner(planner)(problem, calls=400)
-    assert plan.predicted["step_time_s"] == pytest.approx(optimum)
-    assert plan.predicted["feasible"]
+    assert plan.predicted.step_time_s == pytest.approx(optimum)
+    assert plan.predicted.feasible
 
 
 @pytest.mark.parametrize("toy", TOYS, ids=lambda t: t.__name__)
 def test_floor_reaches_the_known_optimum_of_toys(toy):
     problem, optimum, _ = toy()
-    assert get_planner("best")(problem).predicted["step_time_s"] == pytest.approx(optimum)
+    assert get_planner("best")(problem).predicted.step_time_s == pytest.approx(optimum)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -56,11 +56,11 @@ def test_search_equals_brute_force_on_small_problems(seed):
     if optimum is None:
         pytest.skip("the generator made an infeasible problem")
     assert lower_bounds(problem).step_time_s <= optimum * (1 + 1e-12)
-    found = get_planner("annealing")(problem, seed=seed, calls=3000, start_temperature=0.1).predicted["step_time_s"]
+    found = get_planner("annealing")(problem, seed=seed, calls=3000, start_temperature=0.1).predicted.step_time_s
     assert found == pytest.approx(optimum, rel=1e-9)
     for name in (*ONE_SHOT[1:], "best", "local_search"):
         options = {"calls": 200} if name == "local_search" else {}
-        assert get_planner(name)(problem, **options).predicted["step_time_s"] >= optimum * (1 - 1e-12)
+        assert get_planner(name)(problem, **options).predicted.step_time_s >= optimum * (1 - 1e-12)
 
 
 def test_some_small_problems_are_feasible():

@@ -149,7 +149,7 @@ def test_with_micro_batches_the_thrifty_schedule_is_advised():
     )  # fmt: skip
     with pytest.raises(InfeasibleError, match=r"5 bytes short.*try the schedule 1f1b, "):
         get_planner("best")(problem, microbatches=2, schedule="gpipe")
-    assert get_planner("best")(problem, microbatches=2, schedule="1f1b").predicted["peak_memory_bytes"] == [10]
+    assert get_planner("best")(problem, microbatches=2, schedule="1f1b").predicted.peak_memory_bytes == (10,)
 
 
 def test_a_planner_without_candidates_does_not_blame_the_time_limit():
@@ -159,4 +159,4 @@ def test_a_planner_without_candidates_does_not_blame_the_time_limit():
     problem = build_problem("zigzag", time_s=times, tensors=tensors, memory_bytes=[1000, 1000])
     with pytest.raises(InfeasibleError, match="none that it can build respects null times"):
         get_planner("balanced")(problem)
-    assert get_planner("best")(problem).predicted["feasible"]
+    assert get_planner("best")(problem).predicted.feasible

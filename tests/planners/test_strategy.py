@@ -79,7 +79,7 @@ def test_every_block_of_replicas_can_run_every_group():
     found = rows_of(problem)
     assert found == {((0,),), ((0, 1, 2, 3),), ((0,), (2,)), ((0, 1), (2, 3))}
     _, plan = place_strategies(lambda samples: problem, global_batch=16, samples=8, first=problem, planner="best")
-    assert plan.predicted["feasible"]
+    assert plan.predicted.feasible
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -87,7 +87,7 @@ def test_no_strategy_is_quicker_than_its_bound(seed):
     """Also where the devices cannot run all groups, and the single device needs help."""
     problem = random_problem(seed, 9, 2 + seed % 3, unlike=seed % 2 == 1, null_fraction=0.4)
     _, plan = place_strategies(lambda samples: problem, global_batch=24, samples=8, first=problem, planner="best")
-    tried = [entry for entry in plan.predicted["strategies"] if entry["step_time_s"] is not None]
+    tried = [entry for entry in plan.predicted.strategies if entry["step_time_s"] is not None]
     assert tried and all(entry["bound_s"] <= entry["step_time_s"] * (1 + 1e-12) for entry in tried)
 
 
@@ -106,9 +106,9 @@ def test_groups_that_a_single_device_cannot_run_count_elsewhere():
         devices=(Device("small", memory_bytes=heavy), Device("large", memory_bytes=heavy + light // 2)),
     )  # fmt: skip
     _, plan = place_strategies(lambda samples: problem, global_batch=8, samples=8, first=problem, planner="best")
-    entry = next(e for e in plan.predicted["strategies"] if e["replicas"] == 1 and e["reason"] is None)
+    entry = next(e for e in plan.predicted.strategies if e["replicas"] == 1 and e["reason"] is None)
     assert plan.device_of_group.tolist() == [0, 0, 0, 1, 0, 0] and entry["step_time_s"] is not None
-    assert all("does not fit" not in (e["reason"] or "") for e in plan.predicted["strategies"])
+    assert all("does not fit" not in (e["reason"] or "") for e in plan.predicted.strategies)
 
 
 @pytest.mark.parametrize(
@@ -126,18 +126,18 @@ def test_the_plan_is_what_the_simulator_says_and_beats_every_choice_tried():
     problem, plan = place_strategies(scaled, global_batch=32, first=scaled(8), planner="best")
     line = simulate(problem, plan)
     assert line.feasible and line.samples == 32
-    assert line.step_time_s == plan.predicted["step_time_s"]
-    tried = [entry["step_time_s"] for entry in plan.predicted["strategies"]]
-    assert plan.predicted["step_time_s"] == min(step for step in tried if step is not None)
-    assert tried[0] == plan.predicted["step_time_s"]  # the quickest comes first
-    assert plan.predicted["samples_per_s"] == pytest.approx(32 / line.step_time_s)
+    assert line.step_time_s == plan.predicted.step_time_s
+    tried = [entry["step_time_s"] for entry in plan.predicted.strategies]
+    assert plan.predicted.step_time_s == min(step for step in tried if step is not None)
+    assert tried[0] == plan.predicted.step_time_s  # the quickest comes first
+    assert plan.predicted.samples_per_s == pytest.approx(32 / line.step_time_s)
 
 
 def test_free_links_make_replicas_win_and_a_pipeline_beats_one_after_the_other():
     """Four stages of 3 s on four devices: four replicas take 12 s a sample each, nothing pipelined is quicker."""
     chain = dataclasses.replace(pipeline_chain(4, 4), samples_per_microbatch=1)
     _, plan = place_strategies(lambda samples: chain, global_batch=8, samples=1, first=chain, planner="best")
-    assert plan.predicted["step_time_s"] == 2 * 12.0
+    assert plan.predicted.step_time_s == 2 * 12.0
     assert len(plan.replicas or []) == 4 and plan.microbatches == 2
     tight = dataclasses.replace(chain, devices=tuple(dataclasses.replace(d, memory_bytes=11) for d in chain.devices))
     heavy = dataclasses.replace(tight, resident_bytes=np.full(4, 5, dtype=np.int64))
@@ -150,7 +150,7 @@ def test_a_search_planner_works_on_the_best_choice_and_is_never_worse():
     _, floor = place_strategies(scaled, global_batch=32, first=scaled(8), planner="best")
     _, plan = place_strategies(scaled, global_batch=32, first=scaled(8), planner="annealing", calls=200)
     assert plan.planner == "annealing"
-    assert plan.predicted["step_time_s"] <= floor.predicted["step_time_s"]
+    assert plan.predicted.step_time_s <= floor.predicted.step_time_s
 
 
 def test_what_cannot_be_split_or_fitted_is_refused():
@@ -179,7 +179,7 @@ def test_where_nothing_fits_smaller_micro_batches_are_tried():
 
     problem, plan = place_strategies(fits, global_batch=256, first=fits(1), planner="best")
     assert (plan.microbatches, problem.samples_per_microbatch) == (128, 2)
-    assert {c["samples"] for c in plan.predicted["strategies"] if c["step_time_s"] is not None} == {2}
+    assert {c["samples"] for c in plan.predicted.strategies if c["step_time_s"] is not None} == {2}
 
 
 def with_empty_groups(problem):
@@ -203,7 +203,7 @@ def with_empty_groups(problem):
 def test_groups_without_ops_stay_within_their_replica(planner):
     problem = with_empty_groups(scaled(8))
     _, plan = place_strategies(lambda samples: problem, global_batch=64, samples=8, first=problem, planner=planner)
-    assert simulate(problem, plan).step_time_s == plan.predicted["step_time_s"]
+    assert simulate(problem, plan).step_time_s == plan.predicted.step_time_s
     assert len(plan.replicas or [0]) == 1 or plan.device_of_group.max() < len(plan.replicas[0])
 
 
@@ -212,7 +212,7 @@ def test_replicas_are_left_out_where_they_cannot_exchange_gradients():
     unknown = np.full(problem.num_groups, -1, dtype=np.int64)
     vague = dataclasses.replace(problem, weight_bytes=unknown, gradient_bytes=unknown.copy(), optimizer_bytes=unknown.copy())
     _, plan = place_strategies(lambda samples: vague, global_batch=64, samples=8, first=vague, planner="best")
-    assert plan.replicas is None and {c["replicas"] for c in plan.predicted["strategies"]} == {1}
+    assert plan.replicas is None and {c["replicas"] for c in plan.predicted.strategies} == {1}
     bandwidth = problem.links.bandwidth_bytes_per_s.copy()
     bandwidth[:2, 2:] = bandwidth[2:, :2] = 0.0
     split = dataclasses.replace(problem, links=dataclasses.replace(problem.links, bandwidth_bytes_per_s=bandwidth))
@@ -227,4 +227,4 @@ def test_devices_without_room_are_left_alone(planner):
     devices = [dataclasses.replace(d, memory_bytes=int(d.memory_bytes * 1.4)) for d in problem.devices]
     devices[2] = dataclasses.replace(devices[2], memory_bytes=1000, reserved_bytes=1000)
     plan = get_planner(planner)(dataclasses.replace(problem, devices=tuple(devices)))
-    assert 2 not in plan.device_of_group.tolist() and plan.predicted["feasible"]
+    assert 2 not in plan.device_of_group.tolist() and plan.predicted.feasible

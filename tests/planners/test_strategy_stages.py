@@ -62,7 +62,7 @@ def test_the_quickest_schedule_of_a_pipeline_is_chosen():
     _, plan = place_one(problem, strategy, "balanced", seed=0, time_limit_s=None, options={})
     assert plan.schedule == "zero_bubble"
     line = simulate(problem, plan)
-    assert line.feasible and line.step_time_s == plan.predicted["step_time_s"]
+    assert line.feasible and line.step_time_s == plan.predicted.step_time_s
 
 
 def test_a_single_device_has_nothing_to_schedule():
@@ -104,7 +104,7 @@ def test_a_hybrid_wins_where_larger_batches_need_more_epochs():
     """
     plan = placed(BatchCurve(points=((8, 10), (16, 10), (32, 20), (64, 40))))
     assert len(plan.replicas) == 2 and len(plan.replicas[0]) == 2
-    entries = plan.predicted["strategies"]
+    entries = plan.predicted.strategies
     assert entries[0]["kind"] == "data parallel x model parallel" and entries[0]["epochs"] == 10
     pure = next(e for e in entries if e["kind"] == "data parallel")
     assert pure["cost"] / entries[0]["cost"] == pytest.approx(1.8)

@@ -64,7 +64,7 @@ def deepen(
                 return plan
             stages = deep_stages(layers, devices, extra)
             line = evaluator.timeline(devices, stage_of_group=stages)
-            if line.feasible and line.step_time_s is not None and line.step_time_s < plan.predicted["step_time_s"]:
+            if line.feasible and line.step_time_s is not None and line.step_time_s < plan.predicted.step_s:
                 plan = make_plan(
                     problem,
                     devices,

@@ -77,7 +77,7 @@ def bipartition(
         schedule: Default `1f1b` when there are several micro-batches and stages form no cycle, else `list`.
 
     Returns:
-        The plan; ``predicted["bipartition"]`` compares the two optima of the chain without communication.
+        The plan; ``predicted.bipartition`` compares the two optima of the chain without communication.
 
     Raises:
         InputError: The problem is not split, or the gap is no whole number from 0 up.
@@ -100,7 +100,7 @@ def bipartition(
     plan = one_shot(problem, "bipartition", chosen, seed=seed, time_limit_s=time_limit_s, **run)
     if SCHEDULES[plan.schedule].limits_in_flight and problem.num_devices > 1:
         plan = deepen(problem, plan, tried, Evaluator(problem, Execution(**run)), deadline)
-    return plan.with_predicted({**plan.predicted, "bipartition": chain_gain(problem, int(gap), microbatches)})
+    return plan.with_predicted(plan.predicted.told(bipartition=chain_gain(problem, int(gap), microbatches)))
 
 
 def candidates(

@@ -13,7 +13,7 @@ paper uses an integer linear program; ours goes to CP-SAT, which has intervals, 
 Steps: the graph is shrunk to at most `groups` nodes (`coarsen`: groups of no work join a neighbour, chains are fused, then
 pairs with much traffic); the program of the coarse problem is solved under a limit, with the better of `best` on the coarse
 problem and `best` on the problem itself as the hint; its solutions go back to the problem's groups, are simulated and repaired
-like any candidate. The floor is a candidate too, so the plan is never worse than `best`. ``plan.predicted["proof"]`` holds what
+like any candidate. The floor is a candidate too, so the plan is never worse than `best`. ``plan.predicted.proof`` holds what
 the solver proved of the coarse program: it says nothing about plans that split a node, and the executor's step time may differ.
 """
 
@@ -111,11 +111,11 @@ def dlplacer(
             break
     if best is None or not best.line.feasible or (answer is not None and answer.score.rank <= best.rank):
         plan = finish(problem, answer, run, planner="dlplacer", seed=seed)
-        return plan.with_predicted({**plan.predicted, "proof": facts})
+        return plan.with_predicted(plan.predicted.told(proof=facts))
     arguments = run.arguments | best.fields
     if "order" in best.fields:
         arguments.pop("schedule", None)
-    predicted = {**best.line.predicted(problem), "proof": facts}
+    predicted = best.line.predicted(problem).told(proof=facts)
     return make_plan(problem, best.devices, planner="dlplacer", seed=seed, predicted=predicted, **arguments)
 
 

@@ -59,7 +59,7 @@ def pase(
         **execution: As for all planners, but shards exclude micro-batches and schedules.
 
     Returns:
-        A plan with `shards` (without, where one device is fastest), all groups on device 0. ``predicted["pase"]`` says what its
+        A plan with `shards` (without, where one device is fastest), all groups on device 0. ``predicted.pase`` says what its
         strategy was searched with, and which numbers of devices were too many for the search (`skipped`, with the reason).
 
     Raises:
@@ -105,7 +105,7 @@ def pase(
     if best is None:
         _refuse(problem, nearest)
     report = {**best.what, **({"skipped": skipped} if skipped else {})}
-    return best.plan.with_predicted({**best.line.predicted(problem), "pase": report})
+    return best.plan.with_predicted(best.line.predicted(problem).told(pase=report))
 
 
 @dataclass(frozen=True, eq=False)

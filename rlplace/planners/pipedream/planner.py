@@ -15,7 +15,7 @@ test as in its repository msr-fiddle/pipedream.
 
 Departures: a `PlacementPlan` copies whole pipelines, not single stages. The plan is the best straight pipeline (no stage
 replicated), or, when asked for, the best uniformly replicated one at equal samples; the optimum with replicas of every stage is
-reported in ``predicted["pipedream"]``. The memory test counts a stage itself among the machines behind it: the released code
+reported in ``predicted.pipedream``. The memory test counts a stage itself among the machines behind it: the released code
 does not, which leaves the last stage without any memory need. The released code charges activations only when told their
 compression ratio; here they always count, and straight pipelines are built both ways. A machine may stay unused.
 Steps are synchronous, so weights have one version. The simulator picks among numbers of devices.
@@ -62,7 +62,7 @@ def pipedream(
         replicas: Copies of the pipeline; each runs its share of the micro-batches. None: as many as make the step shortest.
 
     Returns:
-        The plan; ``predicted["pipedream"]`` holds the optimum with replicated stages.
+        The plan; ``predicted.pipedream`` holds the optimum with replicated stages.
 
     Raises:
         InputError: The replicas do not share out the devices and micro-batches, or are no copies of each other.
@@ -85,13 +85,13 @@ def pipedream(
         except InfeasibleError as error:
             reason = reason or error
             continue
-        if best is None or found.predicted["step_time_s"] < best.predicted["step_time_s"]:
+        if best is None or found.predicted.step_s < best.predicted.step_s:
             best = found
     if best is None:
         assert reason is not None
         raise reason
     report = replicated_optimum(problem, microbatches)
-    return best.with_predicted({**best.predicted, "pipedream": report})
+    return best.with_predicted(best.predicted.told(pipedream=report))
 
 
 def _left_s(deadline: Deadline) -> float | None:
@@ -137,7 +137,7 @@ def _uniform(
     line = simulate(problem, plan)
     if not line.feasible:
         raise InfeasibleError(f"pipedream: {line.violations[0]}; use fewer replicas")
-    return plan.with_predicted({**plan.predicted, **line.predicted(problem)})
+    return plan.with_predicted(plan.predicted.simulated(line.predicted(problem)))
 
 
 def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = ONE_F_ONE_B) -> Iterator[Assignment]:

@@ -91,13 +91,13 @@ def _best_schedule(problem: Problem, plan: PlacementPlan) -> PlacementPlan:
     best = plan
     for found in other_schedules(problem, plan.device_of_group, plan.microbatches, known=plan.schedule):
         step = found.line.step_time_s
-        if found.line.feasible and step is not None and step < best.predicted["step_time_s"]:
+        if found.line.feasible and step is not None and step < best.predicted.step_s:
             best = dataclasses.replace(
                 plan,
                 device_of_group=found.devices,
                 schedule=found.schedule,
                 stage_of_group=found.stage_of_group,
-                predicted={**plan.predicted, **found.line.predicted(problem)},
+                predicted=plan.predicted.simulated(found.line.predicted(problem)),
             )
     return best
 
@@ -119,7 +119,7 @@ def _all_replicas(problem: Problem, strategy: Strategy, plan: PlacementPlan) -> 
     line = simulate(problem, plan)
     if not line.feasible:
         raise InfeasibleError(f"{line.violations[0]}; use fewer samples a replica, or fewer replicas")
-    return plan.with_predicted({**plan.predicted, **line.predicted(problem)})
+    return plan.with_predicted(plan.predicted.simulated(line.predicted(problem)))
 
 
 def problem_of_replica(problem: Problem, devices: tuple[int, ...]) -> Problem:

@@ -71,7 +71,7 @@ def place_strategies(
         **options: Options of the planner.
 
     Returns:
-        The problem and its plan; the plan's ``predicted["strategies"]`` lists all of them with what was found.
+        The problem and its plan; the plan's ``predicted.strategies`` lists all of them with what was found.
 
     Raises:
         InputError: The global batch cannot be split, or both or neither of `global_batch` and `curve` are given.
@@ -115,7 +115,7 @@ def place_strategies(
             best = min(best, place_one(best[0], strategy, planner, **arguments), key=_step_s)
         except InfeasibleError:  # the replicas' gradient exchange left no room for it; the floor stands
             pass
-    predicted = {**best[1].predicted, "strategies": sweep.entries()}
+    predicted = best[1].predicted.told(strategies=tuple(sweep.entries()))
     return best[0], dataclasses.replace(best[1], planner=planner, predicted=predicted)
 
 
@@ -189,15 +189,16 @@ class _Sweep:
             entry |= {"bound_s": None, "reason": f"does not fit: {error}"}
             return
         plan = found[1]
+        busy_s = plan.predicted.compute or 0.0
         predicted, used = plan.predicted, len(np.unique(plan.device_of_group))
         entry |= {
             "kind": kind_of(strategy.layout.replicas, used, strategy.microbatches),
             "width": used,
             "schedule": plan.schedule,
-            "step_time_s": predicted["step_time_s"],
-            "samples_per_s": predicted["samples_per_s"],
-            "busy": predicted["compute"] / max(predicted["compute"] + predicted["idle"], 1e-30),
-            "cost": self._cost(predicted["step_time_s"], strategy),
+            "step_time_s": predicted.step_time_s,
+            "samples_per_s": predicted.samples_per_s,
+            "busy": busy_s / max(busy_s + (predicted.idle or 0.0), 1e-30),
+            "cost": self._cost(predicted.step_s, strategy),
             "epochs": None if self._curve is None else self._curve.epochs(strategy.global_batch),
         }
         if self.best is None or entry["cost"] < self._best_cost():
@@ -254,4 +255,4 @@ def _share(deadline: Deadline, count: int) -> float | None:
 
 
 def _step_s(placed: Placed) -> float:
-    return float(placed[1].predicted["step_time_s"])
+    return placed[1].predicted.step_s

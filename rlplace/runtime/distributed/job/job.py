@@ -183,7 +183,7 @@ def train(
     optimizer = make(list(model.parameters()))  # on every rank; those that are frozen get no gradient and no update
     samples = problem.samples_per_microbatch * plan.microbatches * replicas
     tolerance = _tolerance(recipe.dtype, autocast)
-    result = JobResult(predicted_step_s=plan.predicted.get("step_time_s"), engine=model.report)
+    result = JobResult(predicted_step_s=plan.predicted.step_time_s, engine=model.report)
     comparison = Comparison(tolerance) if options.verify else None
     seconds: list[float] = []
     if options.resume and _has_checkpoint(options, device):
@@ -268,7 +268,7 @@ def _ranks(
         "median_step_s": statistics.median(warm) if warm else None,
         "peak_memory_bytes": peak_bytes,
     }
-    predicted = plan.predicted.get("peak_memory_bytes") or []
+    predicted = plan.predicted.peak_memory_bytes
     return [
         {"rank": rank, **found, "predicted_memory_bytes": predicted[rank] if rank < len(predicted) else None}
         for rank, found in enumerate(gather_texts(facts, device))

@@ -1,0 +1,103 @@
+"""`Prediction`: what a plan's training step is predicted to take, and what its planner tells beside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from rlplace.records import Record, Whole, build, plain
+
+Facts = Mapping[str, Any]
+
+_SIMULATED = ("step_time_s", "samples_per_s", "peak_memory_bytes", "feasible", "executor", "compute", "transfer", "idle")
+
+
+class Prediction(Record, frozen=True):
+    """The `predicted` entry of a plan; what is not known is None or empty.
+
+    Attributes:
+        step_time_s: Simulated step time; None when the plan is not feasible.
+        samples_per_s: Throughput.
+        peak_memory_bytes: Per device.
+        feasible: Whether the plan fits and can run.
+        executor: Who simulated it.
+        compute: Busy seconds, summed over devices.
+        transfer: Seconds of transfers, summed over them.
+        idle: Seconds in which devices do nothing, summed over them.
+        op_level: The same plan simulated op by op.
+        held_back_bytes: Per device the memory that the planner did not get, so that the plan fits op by op.
+        memory: Per device the table of `rlplace place --memory`.
+        strategies: What `rlplace.planners.strategy` tried, the quickest first.
+        floor_step_time_s: Step time of the best classical plan, beside the agent's.
+        search_calls: Simulator calls of the agent's search.
+        single_rollout_step_time_s: Step time of the agent's first plan alone.
+        samples_step_time_s: Step time of the best of its samples, without search.
+        agent: Checkpoint that planned.
+        proof: What an exact planner has proven.
+        pipedream: See `rlplace.planners.pipedream`; so for the next three.
+        accelerate: What accelerate's map was before the repair.
+        pase: The cost model's view of the plan.
+        bipartition: The optima of the chain without communication.
+        device_map: What rounding a device map changed.
+        extra: Further keys, which another planner wrote.
+    """
+
+    step_time_s: float | None = None
+    samples_per_s: float | None = None
+    peak_memory_bytes: tuple[Whole, ...] = ()
+    feasible: bool | None = None
+    executor: str | None = None
+    compute: float | None = None
+    transfer: float | None = None
+    idle: float | None = None
+    op_level: Prediction | None = None
+    held_back_bytes: tuple[Whole, ...] = ()
+    memory: tuple[Facts, ...] = ()
+    strategies: tuple[Facts, ...] = ()
+    floor_step_time_s: float | None = None
+    search_calls: Whole | None = None
+    single_rollout_step_time_s: float | None = None
+    samples_step_time_s: float | None = None
+    agent: str | None = None
+    proof: Facts | None = None
+    pipedream: Facts | None = None
+    accelerate: Facts | None = None
+    pase: Facts | None = None
+    bipartition: Facts | None = None
+    device_map: Facts | None = None
+    extra: Facts = msgspec.field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        """Step time for comparisons: inf where there is none."""
+        return math.inf if self.step_time_s is None else self.step_time_s
+
+    def told(self, **beside: Any) -> Prediction:
+        """The same prediction with other fields."""
+        return replace(self, **beside)
+
+    def simulated(self, line: Prediction) -> Prediction:
+        """The same prediction with the figures of another simulation."""
+        return replace(self, **{name: getattr(line, name) for name in _SIMULATED})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data: `extra` beside the other keys, what is not known left out but for the figures of a simulation."""
+        simulated = {} if self.executor is None else {name: getattr(self, name) for name in _SIMULATED}
+        data = plain(simulated) | plain(self)
+        return {**data, **data.pop("extra", {})}
+
+    @staticmethod
+    def from_dict(data: Any, where: str = "predicted") -> Prediction:
+        """Builds a prediction from parsed JSON; keys that it does not know become `extra`.
+
+        Raises:
+            InputError: An entry is of the wrong type.
+        """
+        if not isinstance(data, Mapping):
+            return build(Prediction, data, where)
+        known = {key: value for key, value in data.items() if key in Prediction.__struct_fields__ and key != "extra"}
+        return build(Prediction, {**known, "extra": {key: value for key, value in data.items() if key not in known}}, where)

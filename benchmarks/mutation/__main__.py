@@ -49,6 +49,7 @@ TARGETS = {
         f"rlplace/simulator/{name}.py": _SIMULATOR
         for name in (
             "reference",
+            "ledger",
             "timeline",
             "api",
             "expand",

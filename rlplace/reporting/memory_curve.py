@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline
+from rlplace.simulator.ledger import Ledger
 from rlplace.simulator.tasks import TaskGraph, task_graph
 from rlplace.simulator.timeline import resident_by_device
 
@@ -59,10 +60,10 @@ def memory_curves(problem: Problem, device_of_group: NDArray[np.int32], timeline
         device_of_group: int [G] of that problem.
         timeline: Of that problem. When the step does not complete, the curves are the resident bytes.
     """
-    resident = resident_by_device(problem, np.asarray(device_of_group, dtype=np.int32))
+    devices = np.asarray(device_of_group, dtype=np.int32)
     if timeline.step_time_s is None:
-        return [MemoryCurve(np.zeros(1), np.array([size])) for size in resident.tolist()]
-    replay = _Replay(problem, timeline, task_graph(problem, timeline.microbatches), device_of_group, resident)
+        return [MemoryCurve(np.zeros(1), np.array([size])) for size in resident_by_device(problem, devices).tolist()]
+    replay = _Replay(problem, timeline, task_graph(problem, timeline.microbatches), devices)
     replay.run()
     end = timeline.step_time_s
     return [
@@ -71,8 +72,8 @@ def memory_curves(problem: Problem, device_of_group: NDArray[np.int32], timeline
     ]
 
 
-class _Replay:
-    """State of the replay; names as in `rlplace.simulator.reference`."""
+class _Replay(Ledger):
+    """The executor's ledger, kept by the times of a timeline; names as in `rlplace.simulator.reference`."""
 
     def __init__(
         self,
@@ -80,57 +81,21 @@ class _Replay:
         timeline: Timeline,
         tasks: TaskGraph,
         device_of_group: NDArray[np.int32],
-        resident: NDArray[np.int64],
     ) -> None:
-        self.problem, self.timeline, self.tasks = problem, timeline, tasks
-        self.device = timeline.device_of_op[tasks.op].tolist()
+        super().__init__(problem, tasks, device_of_group)
+        self.timeline = timeline
         self.start, self.end = timeline.start_s.tolist(), timeline.end_s.tolist()
-        self.temporary = problem.temporary_bytes[tasks.op].tolist()
-        self.size = problem.tensor_bytes[tasks.tensor].tolist()
         self.channels = problem.links.effective_channels
         self.now = 0.0
-        self.memory = resident.tolist()
         self.times: list[list[float]] = [[0.0] for _ in problem.devices]
         self.sizes: list[list[int]] = [[size] for size in self.memory]
         self.events: list[tuple[float, int, int, int]] = []
         self.busy_channels: set[int] = set()
-        self._index_values(device_of_group)
         self._index_collectives()
         value_of = {key: v for v, key in enumerate(zip(tasks.tensor.tolist(), tasks.value_microbatch.tolist(), strict=True))}
         keys = zip(timeline.transfer_tensor.tolist(), timeline.transfer_microbatch.tolist(), strict=True)
         self.transfer_value = [value_of[key] for key in keys]
         self.next_transfer = 0
-
-    def _index_values(self, device_of_group: NDArray[np.int32]) -> None:
-        """Who makes and reads every value, where it is first, and how many uses each of its copies still has."""
-        tasks, problem, count = self.tasks, self.problem, self.tasks.num_tasks
-        self.inputs: list[list[int]] = [[] for _ in range(count)]
-        self.outputs: list[list[int]] = [[] for _ in range(count)]
-        self.readers: list[list[int]] = []
-        self.source: list[int] = []
-        self.unmade: list[int] = []
-        self.owned = (problem.tensor_owner[tasks.tensor] >= 0).tolist()
-        self.uses: dict[tuple[int, int], int] = {}
-        self.begun: set[int] = set()
-        producers, consumers = tasks.producers.tolist(), tasks.consumers.tolist()
-        producer_ptr, consumer_ptr = tasks.producer_ptr.tolist(), tasks.consumer_ptr.tolist()
-        owner = problem.tensor_owner[tasks.tensor].tolist()
-        for value in range(tasks.num_values):
-            makers = producers[producer_ptr[value] : producer_ptr[value + 1]]
-            readers = consumers[consumer_ptr[value] : consumer_ptr[value + 1]]
-            source = self.device[makers[0]] if makers else int(device_of_group[owner[value]])
-            self.source.append(source)
-            self.unmade.append(len(makers))
-            self.readers.append(readers)
-            for task in makers:
-                self.outputs[task].append(value)
-            for task in readers:
-                self.inputs[task].append(value)
-                key = (value, self.device[task])
-                self.uses[key] = self.uses.get(key, 0) + 1
-            sends = len({self.device[task] for task in readers} - {source})
-            if sends:
-                self.uses[value, source] = self.uses.get((value, source), 0) + sends
 
     def _index_collectives(self) -> None:
         """The members of every collective, and those that miss inputs; only for them it matters when inputs arrive."""
@@ -174,33 +139,18 @@ class _Replay:
                     held.append(task)
                     continue
                 running.add(self.device[task])
-                self.occupy(task)
+                self.hold_outputs(task)
                 heapq.heappush(self.events, (self.end[task], _TASK, task, 0))
             waiting = held
             if not self.events:
                 return
             self.now = self.events[0][0]
 
-    def occupy(self, task: int) -> None:
-        device = self.device[task]
-        for value in self.outputs[task]:
-            if value not in self.begun:
-                self.begun.add(value)
-                self.change(device, self.size[value])
-        self.change(device, self.temporary[task])
-
     def finish_task(self, task: int) -> None:
-        device = self.device[task]
-        self.change(device, -self.temporary[task])
-        for value in self.inputs[task]:
-            self.drop_use(value, device)
-        for value in self.outputs[task]:
-            self.unmade[value] -= 1
-            if self.unmade[value] == 0 and not self.readers[value]:
-                self.release(value, device)
+        self.free_inputs(task)
         for value in self.outputs[task]:
             if self.unmade[value] == 0:
-                self.arrive(value, device)
+                self.arrive(value, self.device[task])
 
     def finish_transfer(self, value: int, destination: int) -> None:
         source = self.source[value]
@@ -223,7 +173,7 @@ class _Replay:
             if line.transfer_start_s[i] != self.now or self.unmade[value] or not self.busy_channels.isdisjoint(held):
                 break
             self.busy_channels.update(held)
-            self.change(destination, self.size[value])
+            self.allocate(destination, self.size[value])
             heapq.heappush(self.events, (float(line.transfer_end_s[i]), _TRANSFER, value, destination))
             self.next_transfer += 1
         while self.coming and self.start[self.members[self.coming[-1]][0]] == self.now:
@@ -235,7 +185,7 @@ class _Replay:
                 self.due.remove(index)
                 self.busy_channels.update(held)
                 for task in members:
-                    self.occupy(task)
+                    self.hold_outputs(task)
                 heapq.heappush(self.events, (self.end[members[0]], _TASK, members[0], 0))
 
     def arrive(self, value: int, device: int) -> None:
@@ -244,20 +194,18 @@ class _Replay:
                 if task in self.missing and self.device[task] == device:
                     self.missing[task] -= 1
 
-    def drop_use(self, value: int, device: int) -> None:
-        self.uses[value, device] -= 1
-        if self.uses[value, device] == 0:
-            self.release(value, device)
+    def allocate(self, device: int, size: int) -> None:
+        super().allocate(device, size)
+        self.note(device, size)
 
-    def release(self, value: int, device: int) -> None:
-        if not (self.owned[value] and device == self.source[value]):
-            self.change(device, -self.size[value])
+    def deallocate(self, device: int, size: int) -> None:
+        super().deallocate(device, size)
+        self.note(device, -size)
 
-    def change(self, device: int, size: int) -> None:
+    def note(self, device: int, size: int) -> None:
         """Notes a new value; of several changes of one instant in the same direction only the last is kept."""
         if size == 0:
             return
-        self.memory[device] += size
         times, sizes, value = self.times[device], self.sizes[device], self.memory[device]
         if times[-1] == self.now and len(sizes) > 1 and (sizes[-1] > sizes[-2]) == (size > 0):
             sizes[-1] = value

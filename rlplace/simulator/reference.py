@@ -7,7 +7,7 @@ Rules, and where they live:
     1. devices, readiness, priority         `ReferenceRun.start_tasks`; `rlplace.simulator.priority`
     2. transfers and channels               `ReferenceRun.enqueue`, `ReferenceRun.start_transfers`
     3. order within an instant              `ReferenceRun.run`
-    4. memory                               `ReferenceRun.allocate`, `ReferenceRun.release`, `ReferenceRun.drop_use`
+    4. memory                               `rlplace.simulator.ledger`
     5. step time                            end of the last event
     6. micro-batches and schedules          `rlplace.simulator.tasks`, `stages`, `schedules`; `ReferenceRun.open_gates`
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from rlplace.problem import FORWARD, Problem
 from rlplace.schedule import LIST, SCHEDULES
+from rlplace.simulator.ledger import Ledger
 from rlplace.simulator.priority import task_ranks
 from rlplace.simulator.schedules import followed_order
 from rlplace.simulator.stages import gates
@@ -36,7 +37,6 @@ from rlplace.simulator.timeline import (
     fixed_violations,
     memory_violations,
     placement_violations,
-    resident_by_device,
     unfinished,
 )
 
@@ -110,7 +110,7 @@ def simulate_reference(
     )
 
 
-class ReferenceRun:
+class ReferenceRun(Ledger):
     """State of one simulation."""
 
     def __init__(
@@ -123,9 +123,8 @@ class ReferenceRun:
         schedule: str,
         stage_of_group: NDArray[np.int32] | None,
     ) -> None:
-        self.problem, self.tasks = problem, tasks
+        super().__init__(problem, tasks, device_of_group)
         self.op = tasks.op.tolist()
-        self.device = device_of_group[problem.op_group[tasks.op]].tolist()  # of every task
         self.rank = task_ranks(problem, tasks, schedule, priority).tolist()
         self.order = None if order is None else order_tasks(tasks, order)  # per device
         self.channels = problem.links.effective_channels
@@ -140,37 +139,10 @@ class ReferenceRun:
         self.ready: list[set[int]] = [set() for _ in problem.devices]
         self.waiting: list[tuple[int, int, int]] = []  # (value, source, destination) or (-1, collective, -1), in queue order
         self.busy_channels: set[int] = set()
-        self.memory = resident_by_device(problem, device_of_group).tolist()
-        self.peak = list(self.memory)
         self.busy = [0.0] * problem.num_devices
         self.start, self.end = [np.nan] * tasks.num_tasks, [np.nan] * tasks.num_tasks
         self.transfers: list[tuple[int, int, int, float, float]] = []
-        self.missing = [0] * tasks.num_tasks  # inputs not yet present, and a closed gate
-        self.outputs: list[list[int]] = [[] for _ in range(tasks.num_tasks)]
-        self.inputs: list[list[int]] = [[] for _ in range(tasks.num_tasks)]
-        self.size = problem.tensor_bytes[tasks.tensor].tolist()
-        self.unmade: list[int] = []  # producers of each value that have not ended
-        self.started: set[int] = set()  # values of several producers that take memory already
-        self.source: list[int] = []  # device that holds the value first
-        self.readers: list[list[int]] = []
-        self.uses: dict[tuple[int, int], int] = {}  # (value, device) -> readers and sends that still need the copy
-        for value in range(tasks.num_values):
-            makers = tasks.producers[tasks.producer_ptr[value] : tasks.producer_ptr[value + 1]].tolist()
-            readers = tasks.consumers[tasks.consumer_ptr[value] : tasks.consumer_ptr[value + 1]].tolist()
-            owner = int(problem.tensor_owner[tasks.tensor[value]])
-            source = self.device[makers[0]] if makers else int(device_of_group[owner])
-            self.source.append(source)
-            self.readers.append(readers)
-            self.unmade.append(len(makers))
-            for task in makers:
-                self.outputs[task].append(value)
-            for task in readers:
-                self.missing[task] += 1
-                self.inputs[task].append(value)
-                key = (value, self.device[task])
-                self.uses[key] = self.uses.get(key, 0) + 1
-            for _ in self.destinations(value):
-                self.uses[value, source] = self.uses.get((value, source), 0) + 1
+        self.missing = [len(values) for values in self.inputs]  # inputs not yet present, and a closed gate
         self.collective = [-1] * tasks.num_tasks
         self.members: list[list[int]] = []
         for index in range(len(tasks.collective)):
@@ -241,25 +213,14 @@ class ReferenceRun:
             heapq.heappush(self.events, (self.now + time, _TASK, task, 0))
 
     def occupy(self, task: int, time: float) -> None:
-        """A task starts: its outputs and temporaries take memory."""
-        device = self.device[task]
+        """A task starts."""
         self.start[task], self.end[task] = self.now, self.now + time
-        for value in self.outputs[task]:
-            if value not in self.started:
-                self.started.add(value)
-                self.allocate(device, self.size[value])
-        self.allocate(device, int(self.problem.temporary_bytes[self.op[task]]))
+        self.hold_outputs(task)
 
     def finish_task(self, task: int) -> None:
         device = self.device[task]
         self.done += 1
-        self.memory[device] -= int(self.problem.temporary_bytes[self.op[task]])
-        for value in self.inputs[task]:
-            self.drop_use(value, device)
-        for value in self.outputs[task]:
-            self.unmade[value] -= 1
-            if self.unmade[value] == 0 and not self.readers[value]:
-                self.release(value, device)
+        self.free_inputs(task)
         for value in self.outputs[task]:
             if self.unmade[value] == 0:
                 self.arrive(value, device)
@@ -309,9 +270,6 @@ class ReferenceRun:
         if self.absent[index] == 0:
             self.waiting.append((-1, index, -1))
 
-    def destinations(self, value: int) -> list[int]:
-        return sorted({self.device[task] for task in self.readers[value]} - {self.source[value]})
-
     def enqueue(self, value: int) -> None:
         """Rule 2: one transfer to every other device that hosts a reader."""
         self.waiting.extend((value, self.source[value], device) for device in self.destinations(value))
@@ -351,17 +309,3 @@ class ReferenceRun:
         for task in members:
             self.occupy(task, time)
         heapq.heappush(self.events, (self.now + time, _TASK, members[0], 0))
-
-    def allocate(self, device: int, size: int) -> None:
-        self.memory[device] += size
-        self.peak[device] = max(self.peak[device], self.memory[device])
-
-    def drop_use(self, value: int, device: int) -> None:
-        self.uses[value, device] -= 1
-        if self.uses[value, device] == 0:
-            self.release(value, device)
-
-    def release(self, value: int, device: int) -> None:
-        owned = self.problem.tensor_owner[self.tasks.tensor[value]] >= 0 and device == self.source[value]
-        if not owned:  # an owner's tensor is part of its group's resident bytes
-            self.memory[device] -= self.size[value]

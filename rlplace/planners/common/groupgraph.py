@@ -154,15 +154,17 @@ def _edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDAr
     return (key // max(groups, 1)).astype(np.int32), (key % max(groups, 1)).astype(np.int32), sums[0], sums[1], sums[2]
 
 
+def kept_for_backward(problem: Problem) -> NDArray[np.bool_]:
+    """Bool [T], tensors that forward ops make and backward ops read."""
+    producer = problem.tensor_producer[problem.edge_tensor]
+    from_forward = (producer >= 0) & (problem.op_phase[np.maximum(producer, 0)] == FORWARD)
+    kept = np.zeros(problem.num_tensors, dtype=bool)
+    kept[problem.edge_tensor[from_forward & (problem.op_phase[problem.consumers] >= BACKWARD)]] = True
+    return kept
+
+
 def _footprint(problem: Problem) -> NDArray[np.int64]:
-    tensor = problem.edge_tensor
-    producer = problem.tensor_producer[tensor]
-    kept = (
-        (producer >= 0)
-        & (problem.op_phase[np.maximum(producer, 0)] == FORWARD)
-        & (problem.op_phase[problem.consumers] >= BACKWARD)
-    )
-    saved = np.unique(tensor[kept])
+    saved = np.flatnonzero(kept_for_backward(problem))
     total = problem.resident_bytes.copy()
     np.add.at(total, problem.op_group[problem.tensor_producer[saved]], problem.tensor_bytes[saved])
     return total

@@ -16,10 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.groupgraph import group_graph, kept_for_backward
 from rlplace.planners.dlplacer.program import Program
-from rlplace.problem import BACKWARD, FORWARD, Problem
+from rlplace.problem import Problem
 
 _MAX_UNITS = 1 << 24
 
@@ -147,13 +148,9 @@ def limit_static(program: Program) -> None:
                 model.add(base + size * program.place[group][device] <= limit)
 
 
-def _saved(problem: Problem) -> np.ndarray:
-    """Boolean [T], tensors that forward ops make and backward ops read, and parameters that other groups read."""
-    edge = problem.edge_tensor
-    producer = problem.tensor_producer[edge]
-    kept = (producer < 0) | (
-        (problem.op_phase[np.maximum(producer, 0)] == FORWARD) & (problem.op_phase[problem.consumers] >= BACKWARD)
-    )
-    found = np.zeros(problem.num_tensors, dtype=bool)
-    found[edge[kept]] = True
-    return found
+def _saved(problem: Problem) -> NDArray[np.bool_]:
+    """Bool [T], what forward ops keep for backward ops, and parameters that ops read."""
+    saved = kept_for_backward(problem)
+    read = problem.edge_tensor
+    saved[read[problem.tensor_producer[read] < 0]] = True
+    return saved

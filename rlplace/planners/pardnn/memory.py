@@ -9,6 +9,9 @@ and of produced bytes together.
 
 Limits are the devices' memory less a reserve, a tenth in the paper, and less their reserved bytes.
 
+Memory is the paper's own account (Mcons) over the events of that run, not the executor's (`rlplace.simulator.ledger`), by which
+the plan is judged afterwards like any other.
+
 Departures. Moves go by group. One overflow frees a little more than it must, so that the next op does not overflow again. The
 paper sweeps once; times change when ops move, so this one repeats until the run with the new devices stays under the limits.
 Of the devices with room now, those with room at their peak come first, then the one with the cheapest transfers.

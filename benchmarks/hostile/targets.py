@@ -52,8 +52,13 @@ def _simulated(problem: Any, plan: Any) -> None:
 
 def _problem(path: Path, seeds: Path) -> None:
     from rlplace.problem import Problem, problem_from_dict, problem_to_dict
+    from rlplace.problem.collectives import collective_channels, collective_s
 
     found = Problem.load(path)
+    everywhere = range(found.num_devices)
+    collective_channels(found.links, everywhere)
+    for kind in ("all_reduce", "broadcast", "all_to_all"):
+        _check(collective_s(found.links, kind, everywhere, 1e6) >= 0, f"a time of {kind}")
     device = min(1, found.num_devices - 1)
     _simulated(found, [device if d < 0 else int(d) for d in found.group_device])
     _check(problem_from_dict(problem_to_dict(found)).fingerprint == found.fingerprint, "another fingerprint on the way back")
@@ -77,6 +82,7 @@ _PROBLEM_OF = {"cut.plan.json": "cut", "recompute.plan.json": "joined"}
 
 
 def _plan(path: Path, seeds: Path) -> None:
+    from rlplace.cost.footprint import footprint
     from rlplace.plan import PlacementPlan
     from rlplace.simulator import expand
 
@@ -84,6 +90,8 @@ def _plan(path: Path, seeds: Path) -> None:
     PlacementPlan.load(path)
     found = PlacementPlan.load(path, problem)
     _simulated(*expand(problem, found))
+    if problem.resident_bytes.sum() == (problem.weight_bytes + problem.gradient_bytes + problem.optimizer_bytes).sum():
+        footprint(problem, found)
     again = path.with_name("again.plan.json")
     found.save(again)
     try:
@@ -126,6 +134,12 @@ def _cluster(path: Path, seeds: Path) -> None:
     found = Cluster.load(path)
     problem = price(_net(seeds / "net.graph.json"), found, groups=2)
     _simulated(problem, [problem.num_devices - 1] * problem.num_groups)
+    again = path.with_name("again.toml")
+    found.save(again)
+    try:
+        _check(Cluster.load(again).fingerprint == found.fingerprint, "another fingerprint on the way back")
+    finally:
+        again.unlink()
 
 
 def _cluster_text(path: Path, seeds: Path) -> None:
@@ -141,8 +155,11 @@ def _costs(path: Path, seeds: Path) -> None:
     from rlplace.cluster.presets import KINDS
     from rlplace.cost.compute import op_times
     from rlplace.cost.table import CostTable
+    from rlplace.cost.tablefile import table_from_dict, table_to_dict
 
-    seconds = op_times(_net(seeds / "net.graph.json"), KINDS["l4"], CostTable.load(path))
+    found = CostTable.load(path)
+    seconds = op_times(_net(seeds / "net.graph.json"), KINDS["l4"], found)
+    _check(table_from_dict(table_to_dict(found)) == found, "another table on the way back")
     _check(bool(((seconds >= 0) & (seconds < 1e9)).all()), f"op times {seconds}")
 
 
@@ -151,8 +168,11 @@ def _measurement(path: Path, seeds: Path) -> None:
     from rlplace.cost.calibrate import calibrate
     from rlplace.cost.compute import op_times
     from rlplace.cost.measurement import Measurement
+    from rlplace.cost.measurementfile import measurement_from_dict, measurement_to_dict
 
-    table = calibrate([Measurement.load(path)], KINDS["cpu"], holdout=0.5).table
+    found = Measurement.load(path)
+    _check(measurement_from_dict(measurement_to_dict(found)) == found, "another measurement on the way back")
+    table = calibrate([found], KINDS["cpu"], holdout=0.5).table
     seconds = op_times(_net(seeds / "net.graph.json"), KINDS["cpu"], table)
     _check(bool((seconds >= 0).all()), f"op times {seconds}")
 

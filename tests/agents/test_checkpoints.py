@@ -41,7 +41,8 @@ def test_saving_again_replaces_everything(tmp_path, make_checkpoint, make_networ
         ({"residual.weight": torch.full((1, 8), float("nan"))}, "not finite"),
         ({"mean": torch.full((len(FEATURES),), float("inf"))}, "not finite"),
         ({"residual.weight": torch.zeros(1, 9)}, "has shape"),
-        ({"residual.weight": torch.zeros(1, 8, dtype=torch.float64)}, "residual.weight"),
+        ({"residual.weight": torch.zeros(1, 8, dtype=torch.float64)}, "of torch.float64, not of torch.float32"),
+        ({"residual.weight": torch.zeros(1, 8, dtype=torch.bfloat16)}, "of torch.bfloat16, not of torch.float32"),
         ({"residual.weight": None}, "is missing"),
         ({"encoder.input.weight": torch.zeros(2, 2)}, "not expected"),
         ({"scale": torch.zeros(len(FEATURES))}, "scale"),
@@ -76,6 +77,7 @@ def test_weights_that_are_none(tmp_path, make_checkpoint, content):
         ({"network": {"hidden": 16, "second": 8, "layers": 0, "hiden": 1}}, "hiden"),
         ({"network": [16, 8, 0]}, "expected an object"),
         ({"network": {"hidden": 24, "second": 8, "layers": 0}}, "has shape"),
+        ({"network": {"hidden": 16, "second": 8, "layers": 2}}, "is missing"),
         ({"version": 3}, "upgrade"),
         ({"version": "2"}, "version"),
         ({"format": "rlplace.plan"}, "expected format"),
@@ -88,6 +90,8 @@ def test_weights_that_are_none(tmp_path, make_checkpoint, content):
         ({"training": "long"}, "training must be"),
         ({"trainign": {}}, "trainign"),
         ({"training": None}, "training"),
+        ({"weights": "0" * 64}, "not the weights that config.json was written with"),
+        ({"weights": None}, "not the weights that config.json was written with"),
     ],
 )
 def test_configs_that_lie(tmp_path, make_checkpoint, change, message):
@@ -121,9 +125,10 @@ def test_missing_files(tmp_path, make_checkpoint):
     with pytest.raises(InputError, match=r"config\.json"):
         load_checkpoint(tmp_path)
     make_checkpoint(tmp_path)
-    (tmp_path / "policy.safetensors").unlink()
-    with pytest.raises(InputError, match=r"policy\.safetensors: cannot be read"):
-        load_checkpoint(tmp_path)
+    for name, words in (("policy.safetensors", "cannot be read"), ("card.md", "is missing; a checkpoint is a folder of")):
+        (tmp_path / name).unlink()
+        with pytest.raises(InputError, match=f"{name}: {words}"):
+            load_checkpoint(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be created"):
         save_checkpoint(tmp_path / "file", PlacerNetwork(features=FEATURES), environment="x", training={}, card="")

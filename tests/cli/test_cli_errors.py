@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rlplace.cli.main import main
-from rlplace.problem.generate import random_problem
 
 MODELS = """
 import sys
@@ -99,18 +98,7 @@ def test_models_that_fail(models: str, name: str, code: int, words: str) -> None
     )  # fmt: skip
     assert done.returncode == code and done.stdout == ""
     assert "Traceback" not in done.stderr and words in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("out", ["missing/p.plan.json", "folder", "file/p.plan.json"])
-def test_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path, out: str) -> None:
-    problem = tmp_path / "x.problem.json"
-    random_problem(0, num_groups=4, num_devices=2).save(problem)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("")
-    before = sorted(os.walk(tmp_path))
-    code, stdout, err = run(capsys, "place", str(problem), "--planner", "best", "--out", str(tmp_path / out))
-    assert code == 2 and stdout == "" and "cannot be written" in err.splitlines()[-1]
-    assert sorted(os.walk(tmp_path)) == before
+    assert name != "shape" or "models.py" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

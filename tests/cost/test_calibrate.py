@@ -10,7 +10,6 @@ from rlplace.cost.calibrate import calibrate, pool, step_factor
 from rlplace.cost.compute import explain_times
 from rlplace.cost.curve import work_seconds
 from rlplace.cost.measurement import ControlTiming, Environment, MeasuredModel, MeasuredOp, Measurement, StepTiming
-from rlplace.cost.table import CostTable, KindCosts
 from rlplace.cost.targets import target_names
 from rlplace.errors import InputError
 from rlplace.runtime.measure_ops import describe_ops
@@ -170,13 +169,6 @@ def test_a_model_that_was_measured_twice_does_not_predict_itself():
     assert calibrate([one, one], KIND, holdout=0.0).by_model == ()
     apart, twice = (calibrate(found, KIND, holdout=0.0).by_model for found in ([one, other], [one, one, other]))
     assert twice == (apart[0], *apart)
-
-
-def test_table_survives_its_file(tmp_path, recovered):
-    recovered.table.save(tmp_path / "c.cost.json")
-    loaded = CostTable.load(tmp_path / "c.cost.json")
-    assert loaded.kinds == recovered.table.kinds and loaded.fingerprint == recovered.table.fingerprint
-    assert isinstance(loaded.kinds["cpu"], KindCosts)
 
 
 def test_attention_with_dropout_and_grouped_convolutions_have_names_of_their_own():

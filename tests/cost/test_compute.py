@@ -216,17 +216,6 @@ def test_backward_products_are_two_products_of_their_own_shapes():
     assert calls.flops[rows].sum() == pytest.approx(graph.op_flops[backward], rel=1e-6)
 
 
-def test_a_graph_is_priced_op_by_op():
-    graph = transformer_graph(2)
-    found = explain_times(graph, A100, host="compiled")
-    assert found.seconds.shape == (graph.num_ops,)
-    views = np.array(graph.op_kind) == "view"
-    assert (found.device_s[views] == 0).all() and (found.device_s[~views & (graph.op_bytes > 0)] > 0).all()
-    assert (found.basis[views] == -1).all() and (found.basis[~views & (graph.op_bytes > 0)] >= 0).all()
-    assert sum(found.shares().values()) == pytest.approx(1.0)
-    assert op_times(graph, KINDS["t4"]).sum() > found.seconds.sum()
-
-
 def small_ops(count=50):
     builder = GraphBuilder()
     value = builder.input(8)

@@ -9,7 +9,7 @@ from rlplace.errors import InputError
 from rlplace.graph.coarsen import coarsen
 from rlplace.graph.opgraph import GRADIENT, INPUT
 from rlplace.graph.synthetic import GraphBuilder, random_graph, transformer_graph
-from rlplace.problem import BACKWARD, FORWARD, UPDATE, Problem
+from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.simulator.reference import simulate_reference
 
 ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")
@@ -91,15 +91,6 @@ def test_normal_groups_have_one_op_per_phase_and_tied_ones_several():
     assert not any("#2" in name.rpartition("/")[2] for name in untied.op_names)
 
 
-def test_own_gradients_carry_no_bytes():
-    graph = transformer_graph(3)
-    for level in ("task", "op"):
-        problem = price(graph, ONE, groups=20, level=level)
-        update = problem.op_phase[problem.consumers] == UPDATE
-        assert update.any()
-        assert (problem.tensor_bytes[problem.edge_tensor[update]] == 0).all()
-
-
 def test_a_gradient_for_another_group_keeps_its_bytes():
     builder = GraphBuilder()
     weight = builder.parameter("w", 4096)
@@ -166,19 +157,6 @@ def test_views_do_not_keep_storages_alive():
     order = [op for op in range(problem.num_ops) if op != 1] + [1]
     late = simulate_reference(problem, [0] * problem.num_groups, order=[order])
     assert late.peak_memory_bytes[0] == ONE.devices[0].reserved_bytes + 64 + (1 << 20) + (1 << 10)
-
-
-@pytest.mark.parametrize("level", ["task", "op"])
-def test_a_priced_problem_survives_its_file(tmp_path, level):
-    graph = random_graph(5, 40, tied=True, in_place=True)
-    problem = price(graph, FOUR, groups=12, level=level, name="mine")
-    problem.save(tmp_path / "p.problem.json")
-    again = Problem.load(tmp_path / "p.problem.json")
-    assert again.fingerprint == problem.fingerprint
-    assert again.name == "mine"
-    assert again.source == problem.source
-    device = np.arange(problem.num_groups) % 4
-    assert simulate_reference(again, device).step_time_s == simulate_reference(problem, device).step_time_s
 
 
 def test_source_and_group_contents():

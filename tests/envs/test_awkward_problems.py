@@ -9,7 +9,6 @@ import gymnasium
 import numpy as np
 import pytest
 
-import rlplace
 from rlplace.envs import make_instance
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners.common.evaluate import Execution
@@ -144,7 +143,3 @@ def test_actions_outside_the_space_are_refused(env_id: str, action: Any) -> None
 def test_bad_arguments_are_refused(env_id: str, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         gymnasium.make(env_id, **arguments)
-
-
-def test_registered_by_import() -> None:
-    assert rlplace.__version__ and set(IDS) <= set(gymnasium.registry)

@@ -112,22 +112,3 @@ def test_whole_scan_computes_what_the_loop_computes():
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-
-
-def test_dispatch_takes_over_where_export_fails():
-    class Cached(torch.nn.Module):
-        """Asks whether it is being exported, as some libraries do to refuse it."""
-
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 8)
-
-        def forward(self, x):
-            if torch.compiler.is_exporting():
-                raise NotImplementedError("not exportable")
-            return self.layer(x).sum()
-
-    graph = capture(Cached(), torch.empty(4, 8))
-    assert graph.capture["method"] == "dispatch"
-    assert graph.capture["notes"] == ["export failed: NotImplementedError: not exportable"]
-    assert graph.op_kind.count("gemm") == 2

@@ -242,35 +242,6 @@ def test_peak_memory_equals_a_hand_count():
     assert live_peak(graph) == 4 * size + 4
 
 
-def test_peak_memory_equals_the_tracker_of_torch():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    def build():
-        return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))))
-
-    graph = capture(build(), torch.empty(128, 64), loss=lambda output: output.square().mean())
-    with FakeTensorMode():
-        net, inputs = build(), torch.empty(128, 64)
-        optimizer = torch.optim.Adam(net.parameters(), foreach=False)
-        tracker = MemTracker()
-        tracker.track_external(net, optimizer)
-        for step in range(2):
-            with tracker:
-                net(inputs).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if step == 0:
-                tracker.reset_mod_stats()
-        (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-    parts = {str(kind).rpartition(".")[2]: size for kind, size in snapshot.items()}
-    assert live_peak(graph) == pytest.approx(parts["ACT"] + parts["TEMP"], rel=0.01)
-    # The tracker also counts Adam's step counters, four bytes a parameter.
-    states = sum(p.optimizer_bytes for p in graph.parameters)
-    assert parts["OPT"] == states + 4 * len(graph.parameters)
-    assert parts["PARAM"] == sum(p.size_bytes for p in graph.parameters)
-
-
 def test_data_dependent_forward_falls_back_to_modules():
     def forward(self, x):
         hidden = self.first(x)

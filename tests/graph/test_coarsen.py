@@ -78,21 +78,6 @@ def test_invariants_on_random_graphs(graph, target):
     assert grouping.num_groups >= min(target, finest.num_groups) - 1
 
 
-@settings(max_examples=40)
-@given(graphs)
-def test_without_ties_a_group_is_one_cluster(graph):
-    grouping = coarsen(graph, 15)
-    readers: dict[int, set[int]] = {}
-    anchor = op_anchors(graph)
-    for tensor in np.flatnonzero(graph.tensor_role == PARAMETER).tolist():
-        ops = graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]]
-        readers[tensor] = set(anchor[ops].tolist())
-    if all(len(ops) == 1 for ops in readers.values()) and len(set(graph.op_colocate[graph.op_phase == FORWARD])) == int(
-        (graph.op_phase == FORWARD).sum()
-    ):
-        assert grouping.num_clusters == grouping.num_groups
-
-
 def test_few_ops_stay_single():
     graph = random_graph(3, 30)
     grouping = coarsen(graph, 200)

@@ -29,7 +29,7 @@ def run(name, seeds, scratch, seed, count):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_inputs(name, seeds, scratch):
-    run(name, seeds, scratch, seed=100, count=16)
+    run(name, seeds, scratch, seed=100, count=round(48 * TARGETS[name].share))
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ def test_every_instant_is_that_of_the_reference(seed):
         shape=SHAPES[seed % 5],
         hosts=1 + seed % 2,
         shared_parameters=seed % 4,
+        memory_factor=(None, 1.2)[seed % 2],
     )
     plan = np.random.default_rng(seed).integers(0, problem.num_devices, problem.num_groups).astype(np.int32)
     microbatches, schedule = ((1, "list"), (3, "gpipe"), (3, "1f1b"), (2, "list"))[seed % 4]
@@ -71,19 +72,9 @@ def test_every_instant_is_that_of_the_reference(seed):
         ours = list(zip(curve.time_s.tolist(), curve.in_use_bytes.tolist(), strict=True))
         assert changing(by_instant(ours)) == changing(by_instant(points))
     assert [curve.peak_bytes for curve in curves] == line.peak_memory_bytes.tolist()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_maximum_is_the_simulators_peak(seed):
-    problem = random_problem(seed, num_groups=30, num_devices=4, shape=SHAPES[seed % 5], memory_factor=1.2, hosts=2)
-    plan = np.random.default_rng(seed).integers(0, 4, 30).astype(np.int32)
-    for microbatches in (1, 4):
-        line = simulate(problem, plan, microbatches=microbatches)
-        curves = memory_curves(problem, plan, line)
-        assert [curve.peak_bytes for curve in curves] == line.peak_memory_bytes.tolist()
-        for curve in curves:
-            assert (np.diff(curve.time_s) >= 0).all() and curve.time_s[-1] == line.step_time_s
-            assert curve.in_use_bytes[-1] == curve.in_use_bytes[0], "everything but resident bytes is free at the end"
+    for curve in curves:
+        assert (np.diff(curve.time_s) >= 0).all() and curve.time_s[-1] == line.step_time_s
+        assert curve.in_use_bytes[-1] == curve.in_use_bytes[0], "everything but resident bytes is free at the end"
 
 
 def test_plans_with_an_order_or_a_schedule_of_actions():

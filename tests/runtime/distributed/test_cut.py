@@ -1,7 +1,5 @@
 """Cuts of real graphs: acyclic, complete, as coarse as they should be; and the order in which segments run."""
 
-import random
-
 import pytest
 import torch
 from plans import plan_of
@@ -168,13 +166,3 @@ def test_a_plan_without_ops_is_refused(graphs):
     empty = type(plan)(**{**vars(plan), "groups": [{"name": g["name"], "modules": ["m"], "ops": []} for g in plan.groups]})
     with pytest.raises(InputError, match="name no ops"):
         planned_spots(empty)
-
-
-def test_random_units_never_form_a_cycle(graphs):
-    """Every op on a device of its own choosing, many times: the segments stay in an order."""
-    model, inputs, graph = graphs("awkward")
-    generator = random.Random(1)
-    for _ in range(8):
-        plan = plan_of(model, inputs, 4, groups=None, seed=generator.randrange(1 << 30))
-        cut = cut_graph(graph, assign(graph, planned_spots(plan)))
-        assert all(cut.maker[value] < segment.index for segment in cut.segments for value in segment.reads)

@@ -9,12 +9,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
-import small_models
 import torch
-from torch.utils import _pytree as pytree
+from equal import build as make_model
+from equal import keywords, largest_difference, loss_of, parts_of
 
 from rlplace.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.batches import split_batch
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.engine import JointEngine
@@ -37,20 +36,6 @@ def random_places(graph, world, seed):
     return drawn[0], drawn[1]
 
 
-def make_model(name, dropout=0.0, double=False):
-    torch.manual_seed(0)
-    model, inputs, loss_of = small_models.MODELS[name]() if not dropout else small_models.MODELS[name](dropout)
-    if double:
-        model = model.double()
-        inputs = pytree.tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, inputs)
-    return model, inputs, None if loss_of is small_models._own_loss else loss_of
-
-
-def keywords(inputs, leaves):
-    """The keyword inputs of one micro-batch."""
-    return pytree.tree_unflatten(list(leaves), pytree.tree_structure(((), inputs)))[1]
-
-
 @dataclass
 class Built:
     """A model traced and put on the devices of a plan."""
@@ -65,10 +50,10 @@ class Built:
     places: object
 
 
-def build(name, world, *, microbatches=1, seed=0, dropout=0.0, train=True, plan=None, replicas=None, double=False, **fields):
-    model, inputs, loss = make_model(name, dropout, double)
+def build(name, world, *, microbatches=1, seed=0, train=True, plan=None, replicas=None, double=False, given=None, **fields):
+    model, inputs, loss = make_model(name, double, **(given or {}))
     model.train(train)
-    split = split_batch((((), inputs),), len(replicas or [0]), microbatches)
+    split = parts_of(inputs, len(replicas or [0]), microbatches)
     leaves = split.parts[0].leaves
     meta = meta_copy(model)
     graph = forward_graph(meta, (), keywords(inputs, leaves), loss=loss)
@@ -79,18 +64,17 @@ def build(name, world, *, microbatches=1, seed=0, dropout=0.0, train=True, plan=
     return Built(model, inputs, loss, split, graph, plan, places.joint, places)
 
 
-class Running:
-    """What is built, with the engine of this process."""
+class Job:
+    """A model that is run by an engine and as it is.
 
-    def __init__(self, name, world, **options):
-        self.name = name
-        self.options = {key: options[key] for key in ("dropout", "double", "train") if key in options}
-        self.built = build(name, world, **options)
-        self.ranks = ranks_of(self.built.plan, torch.device("cpu"))
-        places, constants = self.built.places, self.built.graph.constants
-        self.own = own_tensors(self.built.model, places.owners, constants, self.ranks.place, self.ranks.device)
-        schedule = self.built.plan.schedule
-        self.engine = JointEngine(places, self.ranks, self.own, schedule)
+    Attributes:
+        name, double, mode, given: Of the model: whether in double precision, in training mode, and its options.
+        built: What both run.
+        ranks: Of the plan.
+    """
+
+    def __init__(self, name, double, mode, given):
+        self.name, self.double, self.mode, self.given = name, double, mode, given or {}
 
     @property
     def parts(self):
@@ -99,17 +83,29 @@ class Running:
         return [part for part, r in zip(split.parts, split.replica, strict=True) if r == self.ranks.replica]
 
     def reference(self):
-        """The plain model as it was built."""
-        model, inputs, loss_of = make_model(self.name, self.options.get("dropout", 0.0), self.options.get("double", False))
-        return model.train(self.options.get("train", True)), inputs, loss_of
+        """The plain model as it was built, and its inputs."""
+        model, inputs, _ = make_model(self.name, self.double, **self.given)
+        return model.train(self.mode), inputs
+
+
+class Running(Job):
+    """What is built, with the joint-graph engine of this process."""
+
+    def __init__(self, name, world, *, double=False, train=True, given=None, **options):
+        super().__init__(name, double, train, given)
+        self.built = build(name, world, double=double, train=train, given=given, **options)
+        self.ranks = ranks_of(self.built.plan, torch.device("cpu"))
+        places, constants = self.built.places, self.built.graph.constants
+        self.own = own_tensors(self.built.model, places.owners, constants, self.ranks.place, self.ranks.device)
+        schedule = self.built.plan.schedule
+        self.engine = JointEngine(places, self.ranks, self.own, schedule)
 
 
 def plain_loss(running, model, part, step):
     """The loss of one micro-batch without a plan; random ops draw from the same streams as in every engine."""
     graph = running.built.graph
     if not graph.random_ops:
-        out = model(**keywords(running.built.inputs, part.leaves))
-        return out.loss if running.built.loss is None else running.built.loss(out)
+        return loss_of(model(**keywords(running.built.inputs, part.leaves)), running.built.loss)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
     with random_key(7, step, part.number):
         flat = graph.module(*(held[name] for name in graph.held), *part.leaves)
@@ -128,7 +124,7 @@ def optimizer_of(kind, parameters):
 
 def train_and_compare(running, optimizer="sgd", steps=3, tolerance=None):
     """Trains with and without a plan; returns the worst relative error of losses, gradients, parameters and buffers."""
-    model, _, _ = running.reference()
+    model, _ = running.reference()
     own, ranks = running.own, running.ranks
     ours, theirs = optimizer_of(optimizer, own.parameters.values()), optimizer_of(optimizer, model.parameters())
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -157,14 +153,11 @@ def train_and_compare(running, optimizer="sgd", steps=3, tolerance=None):
                 worst = max(worst, (relative(buffer, buffers[name]), f"buffer {step} {name}"))
     # In single precision sums in another order differ by some units in the last place, by how many depends on the processor.
     if tolerance is None:
-        tolerance = 4e-6 if running.options.get("double") is False else 1e-6
+        tolerance = 4e-6 if not running.double else 1e-6
     assert worst[0] < tolerance, (running.name, *worst)
     return worst
 
 
 def relative(found, expected):
-    """Largest difference by the largest value; what is zero but for rounding is compared by 1e-3."""
-    found, expected = found.detach().double(), expected.detach().double()
-    if found.numel() == 0:
-        return 0.0
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+    """What is zero but for rounding is compared by 1e-3."""
+    return largest_difference(found.double(), expected.double(), 1e-3)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import traceback
 from datetime import timedelta
@@ -75,3 +77,25 @@ def run(world, function, *arguments, timeout_s=120):
         assert not errors, "\n".join(errors)
         assert not hung, f"ranks {hung} did not end within {timeout_s} s"
         return [torch.load(f"{path}/{rank}.result", weights_only=False) for rank in range(world)]
+
+
+def start(processes, *command, restarts=0, **options):
+    """A job of torchrun, whose own port is one that is free; `command` is what follows torchrun's options."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes, "--max-restarts", restarts]
+    line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [*map(str, line)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def torchrun(processes, *command, timeout_s=240, **options):
+    """Exit code and output of such a job, which is ended after a timeout."""
+    job = start(processes, *command, **options)
+    try:
+        out, err = job.communicate(timeout=timeout_s)
+    finally:
+        if job.poll() is None:
+            job.terminate()  # torchrun ends its processes
+            job.communicate(timeout=30)
+    return job.returncode, out, err

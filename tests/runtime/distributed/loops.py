@@ -6,11 +6,24 @@ import copy
 
 import torch
 import torch.distributed as dist
-from equal import build, largest_difference
+from equal import SINGLE_PRECISION, build, keywords, largest_difference, loss_of, parts_of
+from launch import run
 from plans import plan_of
 
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.execution.batches import split_batch
+from rlplace.runtime.distributed.graph.forward_graph import Graphs, forward_graph
+
+DOUBLE = {"loss": 2e-6, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-9, "buffer": 1e-9}
+SINGLE = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-5, "parameter": 1e-4, "buffer": 1e-4}
+"""transformers computes the loss in single precision, and mixtral runs in single precision only."""
+TRACED = {}
+"""By model its graph, those of its micro-batches, and its loss: tracing takes most of the time."""
+
+
+def traced(name, model, inputs, loss):
+    if name not in TRACED:
+        TRACED[name] = forward_graph(model, (), inputs, loss=loss), Graphs(), loss
+    return TRACED[name]
 
 
 def rows(places, replicas):
@@ -27,7 +40,7 @@ class Pair:
         worst: Largest differences so far, by what was compared, on this rank.
     """
 
-    def __init__(self, name, places, replicas=1, *, model=None, double=True, change=None, deal="chain", seed=0, **fields):
+    def __init__(self, name, places, replicas=1, *, model=None, double=True, change=None, engine=None, **fields):
         """Distributes a model of `small_models`.
 
         Args:
@@ -36,17 +49,20 @@ class Pair:
             model: Module, inputs and loss to take instead.
             double: In double precision.
             change: Called with the model before anything else.
-            deal, seed: See `plan_of`.
-            fields: Of the plan.
+            engine: Name of the engine.
+            fields: Of the plan, or arguments of `plan_of`.
         """
         self.plain, self.inputs, self.loss = model or build(name, double)
+        graph, graphs = None, None
         if change is not None:
             change(self.plain)
+        elif model is None and double:
+            graph, graphs, self.loss = traced(name, self.plain, self.inputs, self.loss)
         self.replicas, self.microbatches = replicas, fields.get("microbatches", 1)
-        plan = plan_of(
-            self.plain, self.inputs, places, loss=self.loss, deal=deal, seed=seed, replicas=rows(places, replicas), **fields
-        )
-        self.placed = distribute(copy.deepcopy(self.plain), plan, self.inputs, loss=self.loss)
+        fields = {"deal": "chain", "replicas": rows(places, replicas), **fields}
+        plan = plan_of(self.plain, self.inputs, places, loss=self.loss, graph=graph, **fields)
+        model = copy.deepcopy(self.plain)
+        self.placed = distribute(model, plan, self.inputs, loss=self.loss, engine=engine, graphs=graphs)
         self.worst = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0, "buffer": 0.0}
 
     def note(self, what, difference):
@@ -58,8 +74,7 @@ class Pair:
         return {k: v[numbers] if isinstance(v, torch.Tensor) and len(v) == 4 else v for k, v in self.inputs.items()}
 
     def plain_loss(self, **inputs):
-        output = self.plain(**inputs)
-        return output.loss if self.loss is None else self.loss(output)
+        return loss_of(self.plain(**inputs), self.loss)
 
     def placed_loss(self, **inputs):
         output = self.placed(**inputs)
@@ -75,8 +90,7 @@ class Pair:
 
         Every replica begins with the running statistics that there were; those of the first are kept.
         """
-        split = split_batch((((), inputs),), self.replicas, self.microbatches)
-        spec = torch.utils._pytree.tree_structure(((), inputs))
+        split = parts_of(inputs, self.replicas, self.microbatches)
         start = {key: buffer.clone() for key, buffer in self.plain.named_buffers()}
         total, first, latest = 0.0, start, 0
         for part, replica in zip(split.parts, split.replica, strict=True):
@@ -84,8 +98,7 @@ class Pair:
                 first = first if latest else {key: buffer.clone() for key, buffer in self.plain.named_buffers()}
                 self._set_buffers(start)
                 latest = replica
-            _, kwargs = torch.utils._pytree.tree_unflatten(list(part.leaves), spec)
-            loss = self.plain_loss(**kwargs) * part.weight
+            loss = self.plain_loss(**keywords(inputs, part.leaves)) * part.weight
             loss.backward()
             total += loss.item()
         if latest:
@@ -137,10 +150,31 @@ def train(name, places, replicas=1, *, steps=5, clip=0.5, **options):
         theirs.zero_grad()
     pair.compare_state()
     updated = [name for name, share in pair.placed._shared.trained.items() if share in ours.state]
-    own = sum(pair.placed._own.parameters[name].nbytes for name in updated)
-    return {"worst": pair.worst, "state_bytes": state_bytes(ours), "own_bytes": own, "rank": dist.get_rank()}
+    return {
+        "worst": pair.worst,
+        "names": {name for name, _ in pair.placed.named_parameters()},
+        "engine": pair.placed.report,
+        "state_bytes": state_bytes(ours),
+        "own_bytes": sum(pair.placed._own.parameters[name].nbytes for name in updated),
+        "rank": dist.get_rank(),
+    }
 
 
 def trainings(cases):
     """Several of `train` in one job."""
     return [train(*arguments, **options) for arguments, options in cases]
+
+
+def case(name, *shape, **options):
+    """Arguments of `train`."""
+    return (name, *shape), {"double": name not in SINGLE_PRECISION, **options}
+
+
+def check(world, cases):
+    """Runs cases over some processes; what each rank found, per case."""
+    found = list(zip(*run(world, trainings, cases, timeout_s=500), strict=True))
+    for (arguments, options), ranks in zip(cases, found, strict=True):
+        limits = DOUBLE if options["double"] else SINGLE
+        for rank in ranks:
+            assert all(rank["worst"][what] <= limit for what, limit in limits.items()), (arguments, options, rank)
+    return found

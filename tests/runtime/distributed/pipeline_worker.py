@@ -12,11 +12,12 @@ import joint_worker
 import numpy as np
 import small_models
 import torch
-from joint_worker import keywords, make_model, relative, train_and_compare
+from equal import build, keywords, parts_of
+from joint_worker import relative, train_and_compare
 from torch import nn
 
 from rlplace.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.batches import Split, split_batch
+from rlplace.runtime.distributed.execution.batches import Split
 from rlplace.runtime.distributed.execution.make import make as make_stage_graph
 from rlplace.runtime.distributed.execution.setup import Setup
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
@@ -103,22 +104,20 @@ class Built:
 _graphs = {}  # traced once in a process
 
 
-class Running:
+class Running(joint_worker.Job):
     """A model with the pipeline engine of this process, or another."""
 
     def __init__(
-        self, name, places, schedule, *, microbatches=4, cuts=None, dropout=0.0, double=True, train=True, weights=None,
+        self, name, places, schedule, *, microbatches=4, cuts=None, double=True, train=True, given=None, weights=None,
         replicas=None, make=make_pipeline, **fields,
     ):  # fmt: skip
-        self.name = name
-        self.options = {"dropout": dropout, "double": double}
-        self.mode = train
-        model, inputs, loss = make_model(name, **self.options)
+        super().__init__(name, double, train, given)
+        model, inputs, loss = build(name, double, **self.given)
         model.train(train)
-        split = split_batch((((), inputs),), len(replicas or [0]), microbatches)
+        split = parts_of(inputs, len(replicas or [0]), microbatches)
         if weights is not None:
             split = replace(split, parts=tuple(replace(p, weight=w) for p, w in zip(split.parts, weights, strict=True)))
-        key = (name, dropout, double, train, len(split.parts))
+        key = (name, str(given), double, train, len(split.parts))
         if key not in _graphs:
             _graphs[key] = forward_graph(meta_copy(model), (), keywords(inputs, split.parts[0].leaves), loss=loss)
         graph = _graphs[key]
@@ -128,17 +127,6 @@ class Running:
         made = make(Setup(model, plan, graph, self.ranks, None))
         self.own = made.own
         self.engine = made.engine_for(graph)
-
-    @property
-    def parts(self):
-        """The micro-batches of this replica."""
-        split = self.built.split
-        return [part for part, r in zip(split.parts, split.replica, strict=True) if r == self.ranks.replica]
-
-    def reference(self):
-        """The plain model as it was built."""
-        model, inputs, loss_of = make_model(self.name, **self.options)
-        return model.train(self.mode), inputs, loss_of
 
 
 @dataclass
@@ -193,7 +181,7 @@ def other_counts(name, places, schedule):
     worst = 0.0
     for count in (4, 3, 1, 0, 4):
         parts = running.parts[:count]
-        model, _, _ = running.reference()
+        model, _ = running.reference()
         for part in parts:
             (joint_worker.plain_loss(running, model, part, 0) * part.weight).backward()
         for parameter in running.own.parameters.values():
@@ -213,7 +201,7 @@ def evaluated(name, places, schedule):
     running.engine.train(running.parts, 0, 0)
     found = running.engine.evaluate(running.parts)
     running.engine.train(running.parts, 0, 1)
-    model, _, _ = running.reference()
+    model, _ = running.reference()
     with torch.no_grad():
         plain = [model(**keywords(running.built.inputs, part.leaves)) for part in running.parts]
     return max(

@@ -10,7 +10,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 
 
-def plan_of(model, inputs, devices, *, loss=None, target=None, groups=6, deal="random", seed=0, **fields):
+def plan_of(model, inputs, devices, *, loss=None, target=None, groups=6, deal="random", seed=0, graph=None, **fields):
     """A plan of consecutive groups of ops.
 
     Args:
@@ -21,9 +21,10 @@ def plan_of(model, inputs, devices, *, loss=None, target=None, groups=6, deal="r
         groups: How many; None is one per op.
         deal: "random", "chain" (equal runs of groups, in order) or a list with the device of each group.
         seed: Of the random deal.
+        graph: Traced before.
         fields: Of the plan.
     """
-    graph = forward_graph(model, (), inputs, loss=loss, target=target)
+    graph = graph or forward_graph(model, (), inputs, loss=loss, target=target)
     ops = list(graph.op_of_node.values())
     count = len(ops) if groups is None else groups
     edges = [len(ops) * number // count for number in range(count + 1)]

@@ -6,9 +6,9 @@ import copy
 import tempfile
 
 import numpy as np
-import small_models
 import torch
 import torch.distributed as dist
+from equal import SINGLE_PRECISION, build, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -25,27 +25,12 @@ from rlplace.runtime.distributed.sharded.engine import ShardedEngine
 from rlplace.runtime.distributed.sharded.spaces import spaces_of
 
 CPU = torch.device("cpu")
-OWN_LOSS = {"gpt2", "bert", "llama", "mixtral", "t5", "vit", "swin", "resnet"}
-SINGLE_PRECISION = {"mixtral"}
-"""Its products of groups of experts have no kernel in double precision."""
 
 
 def plan_of(shards, ops=()):
     """A plan of one group on the first device."""
     groups = [{"name": "all", "modules": [""], "ops": list(ops)}]
     return PlacementPlan("0" * 64, "test", 0, np.zeros(1, dtype=np.int32), shards=shards, groups=groups)
-
-
-def make(name, **options):
-    """A small model in double precision, its inputs, the loss of its output, and whether that is outside the model."""
-    torch.manual_seed(0)
-    model, inputs, loss = small_models.MODELS[name](**options)
-    if name not in SINGLE_PRECISION:
-        model = model.double()
-        inputs = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-        if "batch" in inputs:
-            inputs["batch"] = {**inputs["batch"], "dense": inputs["batch"]["dense"].double()}
-    return model, inputs, loss, name not in OWN_LOSS
 
 
 def state_of(model):
@@ -59,12 +44,15 @@ def close(ours, theirs, what, tolerance):
     assert error <= tolerance, f"{what}: differs by {error:.1e} of its largest value"
 
 
-def compare(name, shards, tolerance=1e-5, steps=3, adjust=None):
+def close_gradients(engine, plain, tolerance, what=""):
+    for key, parameter in plain.named_parameters():
+        close(engine.parameters[key].grad, parameter.grad, f"{what}gradient of {key}", tolerance)
+
+
+def compare(name, shards, tolerance=1e-5, steps=3):
     """Trains a sharded and a plain model on the same batch; losses, gradients, parameters and buffers are equal."""
-    model, inputs, loss, outside = make(name)
-    if adjust is not None:
-        adjust(model)
-    graph = forward_graph(model, (), inputs, loss=loss if outside else None)
+    model, inputs, loss = build(name)
+    graph = forward_graph(model, (), inputs, loss=loss)
     world = dist.get_world_size()
     check_same_graph(graph, Ranks(dist.get_rank(), world, CPU, (tuple(range(world)),)))
     plain = copy.deepcopy(model)
@@ -76,7 +64,7 @@ def compare(name, shards, tolerance=1e-5, steps=3, adjust=None):
         ours.zero_grad()
         theirs.zero_grad()
         value = engine.train([Microbatch(0, flat_inputs((), inputs), 1.0)], 0, step)
-        expected = loss(plain(**inputs))
+        expected = loss_of(plain(**inputs), loss)
         expected.backward()
         close(value, expected.detach(), "loss", tolerance)
         for key, parameter in engine.parameters.items():
@@ -93,7 +81,7 @@ def compare(name, shards, tolerance=1e-5, steps=3, adjust=None):
         if key in buffers:
             close(buffer.double(), buffers[key].double(), key, tolerance)
     found = engine.evaluate([Microbatch(0, flat_inputs((), inputs), 1.0)])[0]
-    assert len(found) == len(graph.outputs) + outside
+    assert len(found) == len(graph.outputs) + (loss is not None)
     ways = [step.way for step in engine.program.steps]
     whole = sum(parameter.numel() for parameter in engine.parameters.values())
     local = sum(parameter.to_local().numel() for parameter in engine.parameters.values())
@@ -219,8 +207,7 @@ def single_ops():
         expected = model(**inputs)
         expected.backward()
         close(value, expected.detach(), f"loss of {what}", 1e-10)
-        for key, parameter in model.named_parameters():
-            close(engine.parameters[key].grad, parameter.grad, f"{what}: gradient of {key}", 1e-10)
+        close_gradients(engine, model, 1e-10, f"{what}: ")
     return len(SINGLE_OPS)
 
 
@@ -233,21 +220,20 @@ def is_elementwise(graph, name, what):
 
 def frozen_statistics(shards):
     """Batch norm in evaluation mode, cut like in training mode."""
-    model, inputs, loss, _ = make("resnet")
+    model, inputs, _ = build("resnet")
     model.eval()
     graph = forward_graph(model, (), inputs)
     engine = ShardedEngine(graph, plan_of(shards), state_of(copy.deepcopy(model)), CPU)
     value = engine.train([Microbatch(0, flat_inputs((), inputs), 1.0)], 0, 0)
-    expected = loss(model(**inputs))
+    expected = model(**inputs).loss
     expected.backward()
     close(value, expected.detach(), "loss", 1e-6)
-    for key, parameter in model.named_parameters():
-        close(engine.parameters[key].grad, parameter.grad, key, 1e-6)
+    close_gradients(engine, model, 1e-6)
 
 
 def dropout(shards):
     """The graph in one process, with the streams of the same key, draws what the sharded one draws."""
-    model, inputs, _, _ = make("gpt2", dropout=0.3)
+    model, inputs, _ = build("gpt2", dropout=0.3)
     graph = forward_graph(model, (), inputs)
     assert graph.random_ops
     plain = copy.deepcopy(model)
@@ -263,14 +249,13 @@ def dropout(shards):
         expected.backward()
         close(value, expected.detach(), "loss", 1e-6)
         values.append(float(value))
-    for key, parameter in plain.named_parameters():
-        close(engine.parameters[key].grad, parameter.grad, key, 1e-6)
+    close_gradients(engine, plain, 1e-6)
     assert values[0] != values[1]
 
 
 def microbatches(shards):
     """Two micro-batches of different weight; one reduction of each gradient for both."""
-    model, inputs, loss, _ = make("gpt2")
+    model, inputs, _ = build("gpt2")
     graph = forward_graph(model, (), inputs)
     plain = copy.deepcopy(model)
     engine = ShardedEngine(graph, plan_of(shards), state_of(model), CPU)
@@ -282,23 +267,21 @@ def microbatches(shards):
     # Per micro-batch the sums of the loss, of its targets and of the gradient of the positions, which are embedded once for all
     # samples; then one sum of the gradients of all parameters.
     assert sum(mode.get_comm_counts().values()) == 7, mode.get_comm_counts()
-    expected = 0.25 * loss(plain(**inputs)) + 0.75 * loss(plain(**other))
+    expected = 0.25 * plain(**inputs).loss + 0.75 * plain(**other).loss
     expected.backward()
     close(value, expected.detach(), "loss", 1e-6)
-    for key, parameter in plain.named_parameters():
-        close(engine.parameters[key].grad, parameter.grad, key, 1e-6)
+    close_gradients(engine, plain, 1e-6)
 
 
 def mixed_precision(shards):
     """Under autocast, as near to the plain model as two orders of summation in bfloat16 are."""
-    torch.manual_seed(0)
-    model, inputs, loss = small_models.gpt2()
+    model, inputs, _ = build("gpt2", double=False)
     graph = forward_graph(model, (), inputs)
     plain = copy.deepcopy(model)
     engine = ShardedEngine(graph, plan_of(shards), state_of(model), CPU)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value = engine.train([Microbatch(0, flat_inputs((), inputs), 1.0)], 0, 0)
-        expected = loss(plain(**inputs))
+        expected = plain(**inputs).loss
     expected.backward()
     assert abs(float(value) - float(expected)) < 1e-2 * float(expected)
     for key, parameter in plain.named_parameters():
@@ -372,7 +355,7 @@ def against_parallelize(shards):
 
 def outer_loss():
     """A cross entropy outside the model runs on the pieces of the batch; the logits are never gathered."""
-    model, inputs, _, _ = make("lstm")
+    model, inputs, _ = build("lstm")
     tokens = inputs["tokens"].clone()
     tokens[0, 1:] = -100  # the devices' parts of the mean are of different size
 
@@ -391,8 +374,7 @@ def outer_loss():
     expected = loss(plain(**inputs), tokens)
     expected.backward()
     close(value, expected.detach(), "loss", 1e-6)
-    for key, parameter in plain.named_parameters():
-        close(engine.parameters[key].grad, parameter.grad, key, 1e-6)
+    close_gradients(engine, plain, 1e-6)
     outputs = engine.evaluate([Microbatch(0, leaves, 1.0)])[0]
     close(outputs[0], plain(**inputs).detach(), "logits", 1e-6)
     close(outputs[1], expected.detach(), "loss", 1e-6)

@@ -7,8 +7,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from equal import build, largest_difference, train_both
+from equal import build, largest_difference
 from launch import run
+from loops import train
 from plans import plan_of
 
 import rlplace
@@ -124,27 +125,6 @@ def freed():
     return found
 
 
-def test_refusals_on_a_job_and_weights_of_others_are_freed():
-    (first, other), (second, another) = run(2, refusals, timeout_s=200)
-    assert first == second
-    for text, rank, op in ((other, 0, "linear_1 = "), (another, 1, "relu = ")):
-        assert "ranks 0 and 1 traced different forwards" in text and f"(rank {rank} has there: {op}" in text, text
-    expected = (
-        "no engine can run this plan",
-        "unknown engine",
-        "no pipeline schedule",
-        "give problem=",
-        "'mine'",
-        "3 devices",
-        "different plans",
-        "another model",
-    )
-    for text, part in zip(first, expected, strict=True):
-        assert part in text and "\n" not in text, text
-    for found in run(2, freed, timeout_s=200):
-        assert all(gone and fewer for gone, fewer in found.values()), found
-
-
 def sharded(path):
     model, inputs, _ = build("gpt2")
     reference = copy.deepcopy(model)
@@ -163,26 +143,55 @@ def sharded(path):
     return placed.report, abs(float(found) - float(expected)), worst, abs(float(norm) - float(whole))
 
 
-def test_a_plan_of_pase_runs_as_it_is(tmp_path):
+def everything(path):
+    chosen = [train("gpt2", 2, steps=1, **fields)["engine"] for fields in ({}, {"microbatches": 2, "schedule": "1f1b"})]
+    return chosen, refusals(), freed(), sharded(path)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What two processes saw; the last is a plan of PaSE."""
+    path = tmp_path_factory.mktemp("plans") / "pase.plan.json"
     model, inputs, _ = build("gpt2")
     graph = rlplace.capture(model, inputs)
     problem = rlplace.price(graph, rlplace.Cluster.preset("v100:2"), level="op", sharding=True)
     plan = rlplace.place(problem, planner="pase", time_limit_s=None)
     assert plan.shards
-    plan.save(tmp_path / "pase.plan.json")
-    for report, loss, gradient, norm in run(2, sharded, str(tmp_path / "pase.plan.json"), timeout_s=200):
+    plan.save(path)
+    return list(zip(*run(2, everything, str(path), timeout_s=300), strict=True))
+
+
+def test_the_first_engine_that_fits_is_taken(found):
+    assert found[0] == (["stage_graph", "pipeline"],) * 2
+
+
+def test_refusals_on_a_job(found):
+    (first, other), (second, another) = found[1]
+    assert first == second
+    for text, rank, op in ((other, 0, "linear_1 = "), (another, 1, "relu = ")):
+        assert "ranks 0 and 1 traced different forwards" in text and f"(rank {rank} has there: {op}" in text, text
+    expected = (
+        "no engine can run this plan",
+        "unknown engine",
+        "no pipeline schedule",
+        "give problem=",
+        "'mine'",
+        "3 devices",
+        "different plans",
+        "another model",
+    )
+    for text, part in zip(first, expected, strict=True):
+        assert part in text and "\n" not in text, text
+
+
+def test_weights_of_others_are_freed(found):
+    for engines in found[2]:
+        assert all(gone and fewer for gone, fewer in engines.values()), engines
+
+
+def test_a_plan_of_pase_runs_as_it_is(found):
+    for report, loss, gradient, norm in found[3]:
         assert report == "sharded" and loss < 2e-6 and gradient < 1e-9 and norm < 1e-6
-
-
-def chosen():
-    return {
-        "list": train_both("gpt2", 2, deal="chain")[3],
-        "1f1b": train_both("gpt2", 2, deal="chain", microbatches=2, schedule="1f1b")[3],
-    }
-
-
-def test_the_first_engine_that_fits_is_taken():
-    assert run(2, chosen, timeout_s=200) == [{"list": "stage_graph", "1f1b": "pipeline"}] * 2
 
 
 def test_nothing_runs_without_a_process_group():

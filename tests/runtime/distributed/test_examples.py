@@ -4,14 +4,12 @@ import ast
 import difflib
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import torchrun
 
 import rlplace
 
@@ -65,23 +63,8 @@ def single(name, folder, monkeypatch, capsys):
 
 def distributed(name, folder, processes=2):
     """Runs a script under torchrun; what rank 0 printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [*command, "--local-ranks-filter=0", str(EXAMPLES / f"{name}.py")],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, error = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun ends its processes
-            process.communicate(timeout=30)
-    assert process.returncode == 0, error[-5000:]
+    code, out, error = torchrun(processes, "--local-ranks-filter=0", EXAMPLES / f"{name}.py", cwd=folder, timeout_s=TIMEOUT_S)
+    assert code == 0, error[-5000:]
     return out
 
 

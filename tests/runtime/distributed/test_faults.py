@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import fault_worker
 import pytest
 import torch
 import torch.multiprocessing as mp
+from launch import start, torchrun
 
 from rlplace.cli.main import main
 from rlplace.errors import InputError
@@ -144,13 +144,10 @@ def test_elastic_restart_continues_from_the_last_checkpoint(tmp_path):
     model = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
     options = ["--cluster", "cpu:2", "--planner", "pipedream", "--batch", "2", "--seq", "16", "--microbatches", "2"]
     assert main(["place", model, *options, "--out", str(plan)]) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "rlplace", "run", "--plan", str(plan)]
-    command += ["--steps", "200", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    whole = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
-    saving = [*command, "--checkpoint", str(folder), "--checkpoint-every", "20", "--resume"]
-    started = subprocess.Popen(saving, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = ["-m", "rlplace", "run", "--plan", plan, "--steps", "200", "--json"]
+    code, whole, err = torchrun(2, *command)
+    assert code == 0, err
+    started = start(2, *command, "--checkpoint", folder, "--checkpoint-every", "20", "--resume", restarts=2)
     try:
         deadline = time.monotonic() + 120
         while not list(folder.glob("step-*")) and time.monotonic() < deadline:
@@ -162,7 +159,7 @@ def test_elastic_restart_continues_from_the_last_checkpoint(tmp_path):
         started.kill()
     assert started.returncode == 0, err
     assert re.search(r"rlplace: rank 1 \(stage 1, .*\) is gone: it was killed", err), err
-    found, expected = json.loads(out), json.loads(whole.stdout)
+    found, expected = json.loads(out), json.loads(whole)
     assert 0 < found["first_step"] < 200
     assert found["losses"] == expected["losses"][found["first_step"] :]
     assert not processes_of(str(folder))

@@ -7,6 +7,7 @@ import launch
 import numpy as np
 import pytest
 import torch
+from equal import SINGLE_PRECISION, build, keywords
 
 import rlplace
 from rlplace.runtime.distributed.joint.assign import joint_places
@@ -36,15 +37,15 @@ def evaluated(name, world):
     """Outputs of both micro-batches, and those of the plain model."""
     running = joint_worker.Running(name, world, microbatches=2, seed=4, train=False)
     found = running.engine.evaluate(running.parts)
-    model, inputs, _ = running.reference()
+    model, inputs = running.reference()
     with torch.no_grad():
-        plain = [model(**joint_worker.keywords(inputs, part.leaves)) for part in running.parts]
+        plain = [model(**keywords(inputs, part.leaves)) for part in running.parts]
     return found, [[out.loss, out.logits] for out in plain]
 
 
 def distributed(world):
     """`rlplace.distribute` with such a plan: losses of three steps, then outputs in eval mode; and those of the plain model."""
-    model, inputs, _ = joint_worker.make_model("bert", double=True)
+    model, inputs, _ = build("bert")
     reference = copy.deepcopy(model)
     graph = joint_worker.build("bert", world, microbatches=2).graph
     plan = joint_worker.plan_of(graph, *joint_worker.random_places(graph, world, 6), microbatches=2)
@@ -71,7 +72,7 @@ def distributed(world):
 def bundle(world):
     """Several short checks in one start of processes."""
     options = {"world": world, "microbatches": 2, "double": True}
-    train([("gpt2", "adamw", {**options, "seed": 2, "dropout": 0.3})])
+    train([("gpt2", "adamw", {**options, "seed": 2, "given": {"dropout": 0.3}})])
     tied, written = joint_worker.Running("gpt2", seed=1, **options), joint_worker.Running("resnet", seed=3, **options)
     for running in (tied, written):
         joint_worker.train_and_compare(running)
@@ -81,7 +82,7 @@ def bundle(world):
 
 def bipartition_step(world):
     """A real Bi-Partition plan, with the ops that run on each device."""
-    model, inputs, _ = joint_worker.make_model("gpt2")
+    model, inputs, _ = build("gpt2", double=False)
     problem = rlplace.split_backward(rlplace.price(rlplace.capture(model, inputs), f"l4:{world}"))
     plan = rlplace.place(problem, planner="bipartition", seed=0)
     running = joint_worker.Running("gpt2", world, plan=plan, double=True)
@@ -104,7 +105,7 @@ def test_nothing_is_left_in_memory_after_a_step(results):
 def test_each_process_holds_its_own_parameters_only(results):
     first, second = (set(own[0]) for _, own, *_ in results)
     assert first and second and not first & second
-    model, _, _ = joint_worker.make_model("gpt2")
+    model, _, _ = build("gpt2", double=False)
     assert first | second == {name for name, _ in model.named_parameters()}
 
 
@@ -130,12 +131,15 @@ def test_distribute_takes_the_engine_for_such_a_plan(results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_seven_models_train_on_random_places(world):
-    cases = []
+def test_models_train_on_random_places():
+    world, cases = 3, []
     for number, name in enumerate([*SEVEN, "awkward", "dlrm", "swin"]):
-        # Mixture-of-experts products have no double-precision kernel.
-        options = {"world": world, "microbatches": 1 + number % 2, "seed": 10 * world + number, "double": name != "mixtral"}
+        options = {
+            "world": world,
+            "microbatches": 1 + number % 2,
+            "seed": 10 * world + number,
+            "double": name not in SINGLE_PRECISION,
+        }
         cases.append((name, ["sgd", "adamw"][number % 2], options))
     launch.run(world, train, cases, timeout_s=200)
 

@@ -3,6 +3,7 @@
 import launch
 import pipeline_worker
 import pytest
+from equal import SINGLE_PRECISION
 from pipeline_theory import in_flight
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
@@ -14,7 +15,7 @@ def quick(world):
         pipeline_worker.train(
             [
                 ("t5", [0, 1], "1f1b", {}),
-                ("gpt2", [1, 0, 1, 0], "zero_bubble", {"dropout": 0.3, "weights": [0.1, 0.2, 0.3, 0.4]}),
+                ("gpt2", [1, 0, 1, 0], "zero_bubble", {"given": {"dropout": 0.3}, "weights": [0.1, 0.2, 0.3, 0.4]}),
                 ("shared", [0, 1, 1, 0], "zero_bubble", {}),
                 ("frozen", [0, 1, 0, 1], "interleaved", {}),
                 ("early", [0, 1], "gpipe", {"cuts": [0.3]}),
@@ -60,8 +61,8 @@ def test_evaluation_between_steps(quick_results):
     assert max(worst for _, _, worst in quick_results) < 1e-6
 
 
-def two_processes(names):
-    layouts = [
+LAYOUTS = {
+    2: [
         ([0, 1], "gpipe", {}),
         ([0, 1], "1f1b", {"cuts": [0.2]}),
         ([1, 0], "1f1b", {"cuts": [0.85], "microbatches": 2}),
@@ -70,13 +71,8 @@ def two_processes(names):
         ([0, 1, 1, 0], "zero_bubble", {"cuts": [0.3, 0.4, 0.9]}),
         ([0, 1, 0, 1], "1f1b", {}),
         ([0, 1, 0, 1], "gpipe", {}),
-    ]
-    cases = [(name, places, schedule, _options(name, options)) for name in names for places, schedule, options in layouts]
-    return pipeline_worker.train(cases)
-
-
-def four_processes(names):
-    layouts = [
+    ],
+    4: [
         ([0, 1, 2, 3], "gpipe", {"cuts": [0.1, 0.5, 0.7]}),
         ([0, 1, 2, 3], "1f1b", {}),
         ([2, 0, 3, 1], "1f1b", {}),
@@ -85,26 +81,19 @@ def four_processes(names):
         ([0, 1, 2, 1, 0], "1f1b", {}),  # rank 3 has nothing to do
         ([0, 1], "1f1b", {"replicas": [[1, 0], [2, 3]], "microbatches": 2}),
         ([0, 1, 0, 1], "zero_bubble", {"replicas": [[0, 1], [3, 2]], "microbatches": 2}),
-    ]
-    cases = [(name, places, schedule, _options(name, options)) for name in names for places, schedule, options in layouts]
-    return pipeline_worker.train(cases)
-
-
-def _options(name, options):
-    # Mixtral's experts run in single precision only.
-    return {**options, "double": False, "tolerance": 2e-5} if name == "mixtral" else options
+    ],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SEVEN)
-def test_two_processes(name):
-    launch.run(2, two_processes, [name], timeout_s=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SEVEN)
-def test_four_processes(name):
-    launch.run(4, four_processes, [name], timeout_s=300)
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_models_and_layouts(world):
+    """Every layout with three or four models, every model with four layouts."""
+    cases = []
+    for number, name in enumerate(SEVEN):
+        precision = {"double": False, "tolerance": 2e-5} if name in SINGLE_PRECISION else {}
+        cases += [(name, *layout, {**options, **precision}) for *layout, options in LAYOUTS[world][number % 2 :: 2]]
+    launch.run(world, pipeline_worker.train, cases, timeout_s=500)
 
 
 def flights(world):
@@ -130,7 +119,7 @@ def test_micro_batches_in_flight_are_those_of_the_theory():
 
 
 def against_stage_graph(world):
-    dropout = {"dropout": 0.3}
+    dropout = {"given": {"dropout": 0.3}}
     return [
         pipeline_worker.same_as_stage_graph("gpt2", [0, 1], "1f1b", dropout),
         pipeline_worker.same_as_stage_graph("gpt2", [0, 1, 0, 1], "interleaved", dropout),

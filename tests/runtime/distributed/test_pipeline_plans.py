@@ -4,9 +4,8 @@ import numpy as np
 import pipeline_worker
 import pytest
 import torch
-from joint_worker import keywords, make_model
+from equal import build, keywords, parts_of
 
-from rlplace.runtime.distributed.execution.batches import split_batch
 from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_spots
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
@@ -24,8 +23,8 @@ def graphs():
 
     def graph_of(name):
         if name not in made:
-            model, inputs, loss = make_model(name)
-            part = split_batch((((), inputs),), 1, 4).parts[0]
+            model, inputs, loss = build(name, double=False)
+            part = parts_of(inputs, 1, 4).parts[0]
             made[name] = forward_graph(meta_copy(model), (), keywords(inputs, part.leaves), loss=loss)
         return made[name]
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import campaign_worker
 import pytest
-from launch import run
+from launch import run, torchrun
 
 from rlplace.measured.store import TrialStore
 
@@ -38,13 +33,9 @@ def test_rank_0_asks_and_the_others_serve(tmp_path):
 @pytest.mark.slow
 def test_a_plan_that_kills_the_job_is_known_when_the_job_comes_back(tmp_path):
     path = tmp_path / "m.sqlite"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += [str(Path(campaign_worker.__file__)), str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "rank 1" in done.stderr and "killed" in done.stderr
+    code, _, err = torchrun(2, campaign_worker.__file__, path, restarts=2)
+    assert code == 0, err
+    assert "rank 1" in err and "killed" in err
     with TrialStore(path) as store:
         trials = store.trials(include_running=True)
     assert [trial.status for trial in trials[:2]] == ["done", "crashed"] and len(trials) == 4

@@ -3,31 +3,11 @@
 import pytest
 import torch
 from launch import run
-from loops import Pair, trainings
+from loops import Pair, case, check
 
 from rlplace.runtime.distributed.execution import replicas
 from rlplace.runtime.distributed.execution.replicas import GradientReducer
 from rlplace.runtime.distributed.state.shares import share_of
-
-MODELS = ("gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm")
-LONG = ("bert", "mixtral", "t5", "vit")  # the same roads as gpt2 and resnet
-DOUBLE = {"loss": 2e-6, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-9, "buffer": 1e-9}
-SINGLE = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-5, "parameter": 1e-4, "buffer": 1e-4}
-"""transformers computes the loss in single precision, and mixtral runs in single precision only."""
-
-
-def case(name, *shape, **options):
-    return (name, *shape), {"double": name != "mixtral", **options}
-
-
-def check(cases):
-    """Runs the cases over 4 processes; what each rank found, per case."""
-    found = list(zip(*run(4, trainings, cases, timeout_s=400), strict=True))
-    for (arguments, options), ranks in zip(cases, found, strict=True):
-        limits = DOUBLE if options["double"] else SINGLE
-        for rank in ranks:
-            assert all(rank["worst"][what] <= limit for what, limit in limits.items()), (arguments, options, rank)
-    return found
 
 
 def check_state(ranks, places, count):
@@ -42,24 +22,31 @@ def check_state(ranks, places, count):
 @pytest.mark.slow
 def test_replicas_of_two_devices_share_the_optimizer():
     found = check(
+        4,
         [
             case("awkward", 2, 2, deal="random", seed=1, steps=3, recompute=[[1], [2, 3]], optimizer_sharding=True),
             case("resnet", 1, 2, steps=2, microbatches=2),
-        ]
+        ],
     )
     check_state(found[0], 2, 2)
     assert found[1][2]["own_bytes"] == 0 and found[1][0]["own_bytes"] > 0  # ranks 2 and 3 are outside the plan
 
 
+CHAIN = (2, 2), {"microbatches": 2}
+COPIES = (1, 4), {}
+ANYWHERE = (2, 2), {"deal": "random", "seed": 5, "recompute": [[1, 2], [4]]}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in MODELS])
-def test_all_models(name):
-    shapes = [(2, 2, {"microbatches": 2}), (1, 4, {}), (2, 2, {"deal": "random", "seed": 5, "recompute": [[1, 2], [4]]})]
-    plain = [case(name, places, count, **fields) for places, count, fields in shapes]
-    sharded = [case(name, places, count, optimizer_sharding=True, **fields) for places, count, fields in shapes]
-    found = check(plain + sharded)
-    for (places, count, _), ranks in zip(shapes, found[len(shapes) :], strict=True):
-        check_state(ranks, places, count)
+def test_all_models():
+    """Every shape with a sharded optimizer and without; those of most parameters in all ways."""
+    ways = [(name, shape, sharded) for name in ("gpt2", "resnet") for shape in (CHAIN, COPIES, ANYWHERE) for sharded in (0, 1)]
+    ways += [("lstm", CHAIN, 1), ("lstm", COPIES, 0), ("lstm", ANYWHERE, 1), ("mixtral", CHAIN, 0), ("mixtral", ANYWHERE, 1)]
+    ways += [("bert", COPIES, 1), ("t5", ANYWHERE, 1), ("t5", CHAIN, 0), ("vit", CHAIN, 1), ("vit", ANYWHERE, 0)]
+    cases = [case(name, *shape[0], **shape[1], optimizer_sharding=bool(sharded)) for name, shape, sharded in ways]
+    for (_, shape, sharded), ranks in zip(ways, check(4, cases), strict=True):
+        if sharded:
+            check_state(ranks, *shape[0])
 
 
 def few_samples():

@@ -168,10 +168,9 @@ def _measurement(path: Path, seeds: Path) -> None:
     from rlplace.cost.calibrate import calibrate
     from rlplace.cost.compute import op_times
     from rlplace.cost.measurement import Measurement
-    from rlplace.cost.measurementfile import measurement_from_dict, measurement_to_dict
 
     found = Measurement.load(path)
-    _check(measurement_from_dict(measurement_to_dict(found)) == found, "another measurement on the way back")
+    _check(Measurement.from_dict(found.to_dict()) == found, "another measurement on the way back")
     table = calibrate([found], KINDS["cpu"], holdout=0.5).table
     seconds = op_times(_net(seeds / "net.graph.json"), KINDS["cpu"], table)
     _check(bool((seconds >= 0).all()), f"op times {seconds}")

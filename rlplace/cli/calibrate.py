@@ -40,10 +40,10 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.files import check_output
 
     check_output(options.out)
-    found = [Measurement.load(path) for path in options.measurements]
-    kind = _kind(parse(options.cluster).kinds, found[0].environment.device_kind, options.cluster)
-    say(f"fitting {sum(len(m.ops) for m in found)} timed ops of {len(found)} models on {kind.name}")
-    result = calibrate(found, kind, holdout=options.holdout, by_model=not options.no_models, seed=options.seed)
+    measurements = [Measurement.load(path) for path in options.measurements]
+    kind = _kind(parse(options.cluster).kinds, measurements[0].environment.device_kind, options.cluster)
+    say(f"fitting {sum(len(m.ops) for m in measurements)} timed ops of {len(measurements)} models on {kind.name}")
+    result = calibrate(measurements, kind, holdout=options.holdout, by_model=not options.no_models, seed=options.seed)
     result.table.save(options.out)
     say(f"wrote {options.out}")
     if options.json:

@@ -72,9 +72,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def pricing_flags(options: argparse.Namespace) -> list[str]:
     """The options given that change how a model is captured and priced, and have no effect where it is not."""
-    given = [name for name in ("autocast", "master_weights", "weight_gradients", "costs") if getattr(options, name)]
-    given += ["host_mode"] if options.host_mode != "eager" else []
-    return [f"--{name.replace('_', '-')}" for name in given]
+    changed = [name for name in ("autocast", "master_weights", "weight_gradients", "costs") if getattr(options, name)]
+    changed += ["host_mode"] if options.host_mode != "eager" else []
+    return [f"--{name.replace('_', '-')}" for name in changed]
 
 
 def model_options(options: argparse.Namespace) -> list[str]:
@@ -112,8 +112,8 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
-        if given := _size_flags(options):
-            raise InputError(f"{model} was captured and has its own sizes; leave {given[0]} out, or name the model instead")
+        if flags := _size_flags(options):
+            raise InputError(f"{model} was captured and has its own sizes; leave {flags[0]} out, or name the model instead")
         return Loaded(load_problem(model, options), None)
     from rlplace.cluster.parse import parse
 
@@ -128,8 +128,8 @@ def load_problem(path: str, options: argparse.Namespace) -> Priced:
     from rlplace.placing import Priced
     from rlplace.problem import Problem
 
-    if given := pricing_flags(options):
-        raise InputError(f"{path} is priced already; leave {given[0]} out, or name the model instead")
+    if flags := pricing_flags(options):
+        raise InputError(f"{path} is priced already; leave {flags[0]} out, or name the model instead")
     return Priced.problem(Problem.load(path))
 
 

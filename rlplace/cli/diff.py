@@ -35,21 +35,21 @@ def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.explaining.difference import diff
 
-    given = options.problem or []
-    if len(given) > 2:
+    problems = options.problem or []
+    if len(problems) > 2:
         raise InputError("diff: --problem is given at most twice, for the first and the second plan")
-    first, problem = plan_and_problem(options.first, given[0] if given else None, options.cluster)
-    second, other = _second(options, first, problem, given)
-    found = diff(problem, first, second, other=other)
+    first, problem = plan_and_problem(options.first, problems[0] if problems else None, options.cluster)
+    second, other = _second(options, first, problem, problems)
+    difference = diff(problem, first, second, other=other)
     if options.json:
-        print_json(found.to_dict())
+        print_json(difference.to_dict())
     else:
-        print(found.text())
+        print(difference.text())
     return 0
 
 
 def _second(
-    options: argparse.Namespace, first: PlacementPlan, problem: Problem, given: list[str]
+    options: argparse.Namespace, first: PlacementPlan, problem: Problem, problems: list[str]
 ) -> tuple[PlacementPlan, Problem | None]:
     """The second plan, and its problem when it is not the first's."""
     from rlplace.plan.plan import PlacementPlan
@@ -57,9 +57,9 @@ def _second(
     plan = PlacementPlan.load(options.second)
     if plan.problem == first.problem:
         return PlacementPlan.load(options.second, problem), None
-    if len(given) == 1:
+    if len(problems) == 1:
         raise InputError(
             f"{options.second} is for problem {plan.problem[:12]}, {options.first} for {first.problem[:12]}; "
             "give --problem twice, the first plan's problem first"
         )
-    return plan_and_problem(options.second, given[1] if given else None, options.cluster)
+    return plan_and_problem(options.second, problems[1] if problems else None, options.cluster)

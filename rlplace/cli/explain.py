@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
         _show(_plan(options), options)
         return 0
     if options.problem or options.group:
-        given = "--problem" if options.problem else "--group"
-        raise InputError(f"{given} goes with a plan file (*{_PLAN}), which {options.what} is not")
+        option = "--problem" if options.problem else "--group"
+        raise InputError(f"{option} goes with a plan file (*{_PLAN}), which {options.what} is not")
     if options.global_batch is not None:
         raise InputError("explain looks at one way to run a step; give --microbatches, or leave --global-batch out")
     return _model(options)
@@ -117,11 +117,13 @@ def _relax(loaded: Loaded, options: argparse.Namespace) -> None:
 
     say("no plan found; trying what would make it fit")
     at = None if loaded.graph is None else loaded.priced.at
-    found = relax(loaded.problem, at=at, finer=_finer(loaded, options), microbatches=options.microbatches, **_limits(options))
+    relaxations = relax(
+        loaded.problem, at=at, finer=_finer(loaded, options), microbatches=options.microbatches, **_limits(options)
+    )
     if options.json:
-        print_json({"problem": loaded.problem.name, "feasible": False, "relaxations": dataclasses.asdict(found)})
+        print_json({"problem": loaded.problem.name, "feasible": False, "relaxations": dataclasses.asdict(relaxations)})
     else:
-        print("\n".join(found.lines()))
+        print("\n".join(relaxations.lines()))
 
 
 def _finer(loaded: Loaded, options: argparse.Namespace) -> Callable[[], Problem] | None:
@@ -136,8 +138,8 @@ def _finer(loaded: Loaded, options: argparse.Namespace) -> Callable[[], Problem]
     return lambda: price(graph, machine, **pricing(options, finer=4))
 
 
-def _show(found: Explanation, options: argparse.Namespace) -> None:
+def _show(explanation: Explanation, options: argparse.Namespace) -> None:
     if options.json:
-        print_json(found.to_dict())
+        print_json(explanation.to_dict())
     else:
-        print(found.text())
+        print(explanation.text())

@@ -75,7 +75,7 @@ def _plug_ins(taken: dict[str, Collection[str]]) -> list[dict[str, str | None]]:
     from rlplace.planners import get_planner
 
     use: dict[str, Callable[[str], Any]] = {PLANNER_GROUP: get_planner, DEVICES: device_kind, COSTS: own_costs}
-    found = []
+    plug_ins = []
     for group, what in GROUPS.items():
         for extension in extensions(group).values():
             problem = refusal(extension, taken[group])
@@ -84,8 +84,8 @@ def _plug_ins(taken: dict[str, Collection[str]]) -> list[dict[str, str | None]]:
                     use[group](extension.name)
                 except RlplaceError as error:
                     problem = str(error)
-            found.append({"name": extension.name, "what": what, "package": extension.distribution, "error": problem})
-    return found
+            plug_ins.append({"name": extension.name, "what": what, "package": extension.distribution, "error": problem})
+    return plug_ins
 
 
 def _version(package: str) -> str | None:

@@ -67,10 +67,10 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("measure: say what to time: --ops, --step or --links")
     if options.model is None:
         raise InputError("measure: --ops and --step need a MODEL, for example hf:gpt2")
-    if given := pricing_flags(options):
-        if given[0] == "--host-mode":
+    if flags := pricing_flags(options):
+        if flags[0] == "--host-mode":
             raise InputError("measure: steps are timed in eager mode; leave --host-mode out")
-        raise InputError(f"measure: {given[0]} changes nothing that is timed; leave it out")
+        raise InputError(f"measure: {flags[0]} changes nothing that is timed; leave it out")
     return _measure_model(options)
 
 
@@ -84,7 +84,7 @@ def _measure_model(options: argparse.Namespace) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     say(f"timing {options.model} on {device}")
-    found = load_and_measure(
+    measurement = load_and_measure(
         options.model,
         batch=options.global_batch or options.batch,
         seq=options.seq,
@@ -96,30 +96,33 @@ def _measure_model(options: argparse.Namespace) -> int:
         repeats=options.repeats,
         time_limit_s=options.time_limit,
     )
-    found.save(options.out)
-    interrupted = "interrupted" in found.environment.details
+    measurement.save(options.out)
+    interrupted = "interrupted" in measurement.environment.details
     say(f"interrupted; wrote what was timed so far to {options.out}" if interrupted else f"wrote {options.out}")
     if options.json:
-        print_json(found.to_dict())
+        print_json(measurement.to_dict())
     else:
-        _show(found)
+        _show(measurement)
     return 130 if interrupted else 0
 
 
-def _show(found: Measurement) -> None:
+def _show(measurement: Measurement) -> None:
     rows = []
-    for op in sorted(found.ops, key=lambda op: -op.seconds * op.count)[:15]:
+    for op in sorted(measurement.ops, key=lambda op: -op.seconds * op.count)[:15]:
         spread = f"{ms(op.p10_s)}..{ms(op.p90_s)}"
         rows.append([op.target, op.direction, str(op.count), ms(op.seconds), spread, ms(op.seconds * op.count)])
     if rows:
         print_table(["op", "direction", "count", "ms", "p10..p90", "ms a step"], rows)
-        print(f"{len(found.ops)} distinct ops, {ms(found.ops_s)} ms a step, {ms(found.host_s)} ms beside them")
-    if found.step is not None:
-        step = found.step
+        print(
+            f"{len(measurement.ops)} distinct ops, {ms(measurement.ops_s)} ms a step, {ms(measurement.host_s)} ms beside them"
+        )
+    if measurement.step is not None:
+        step = measurement.step
         spread = f"{ms(step.p10_s)}..{ms(step.p90_s)}"
         print(f"step time {ms(step.seconds)} ms ({spread}), {step.undisturbed} of {step.repeats} steps undisturbed")
         if step.busy_s is not None:
             print(f"processor time of a step {ms(step.busy_s)} ms")
         if step.peak_memory_bytes is not None:
             print(f"peak memory {step.peak_memory_bytes / 1e9:.3f} GB")
-    print(f"control {found.control.shape}: {ms(found.control.first_s)} ms, at the end x {found.control.drift:.3f}")
+    control = measurement.control
+    print(f"control {control.shape}: {ms(control.first_s)} ms, at the end x {control.drift:.3f}")

@@ -96,12 +96,12 @@ def _problems(options: argparse.Namespace, plans: list[PlacementPlan], device: t
 
     text = None
     if dist.get_rank() == 0:
-        given = [Problem.load(path) for path in options.problem or ()]
-        found: dict[str, Any] = {problem.fingerprint: problem for problem in given}
+        loaded = [Problem.load(path) for path in options.problem or ()]
+        by_fingerprint: dict[str, Any] = {problem.fingerprint: problem for problem in loaded}
         for plan in plans:
-            if plan.problem not in found:
-                found[plan.problem] = problem_of_plan(plan, options.cluster)
-        text = json.dumps({name: problem_to_dict(problem) for name, problem in found.items()})
+            if plan.problem not in by_fingerprint:
+                by_fingerprint[plan.problem] = problem_of_plan(plan, options.cluster)
+        text = json.dumps({name: problem_to_dict(problem) for name, problem in by_fingerprint.items()})
     return {name: problem_from_dict(data) for name, data in json.loads(broadcast_text(text, device)).items()}
 
 

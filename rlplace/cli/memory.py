@@ -57,9 +57,9 @@ def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementP
         problem = placed.op_problem
         # Priority and order number tasks, not ops.
         whole = dataclasses.replace(plan, problem=problem.fingerprint, priority=None, order=None)
-    found = footprint(problem, whole, graph=placed.graph, options=settings)
-    entry: list[dict[str, Any]] = [item.to_dict() for item in found]
-    return plan.with_predicted(plan.predicted.told(memory=tuple(entry))), found
+    footprints = footprint(problem, whole, graph=placed.graph, options=settings)
+    entry: list[dict[str, Any]] = [item.to_dict() for item in footprints]
+    return plan.with_predicted(plan.predicted.told(memory=tuple(entry))), footprints
 
 
 def show_memory(footprints: list[Footprint]) -> None:

@@ -44,10 +44,10 @@ def show_strategies(entries: Sequence[Entry]) -> None:
 
 def best_of_kinds(entries: Sequence[Entry]) -> list[Entry]:
     """The first entry of every kind; entries that were simulated come first."""
-    found: dict[str, Entry] = {}
+    best: dict[str, Entry] = {}
     for entry in sorted(entries, key=lambda e: e["step_time_s"] is None):  # stable: the quickest stay first
-        found.setdefault(entry["kind"], entry)
-    return list(found.values())
+        best.setdefault(entry["kind"], entry)
+    return list(best.values())
 
 
 def explain(entries: Sequence[Entry]) -> list[str]:

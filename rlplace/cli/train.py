@@ -58,14 +58,14 @@ def run(options: argparse.Namespace) -> int:
     config, problems = _config(options, out)
     compile_first()
     source = cases_of(problems, seed=config.seed, cluster=options.cluster)
-    given = cases_of(options.test) if options.test else None
-    if given is not None and given.count is None:
-        raise InputError(f"--test {given.name}: has no end; name files or folders of *.problem.json")
+    tests = cases_of(options.test) if options.test else None
+    if tests is not None and tests.count is None:
+        raise InputError(f"--test {tests.name}: has no end; name files or folders of *.problem.json")
     resume, bar = bool(options.resume), sys.stderr.isatty()
     done = train(source, config, out, resume=resume, progress_bar=bar, report=say)
     say(f"{done} decisions done, saved in {out}")
     say("comparing on " + ("the given problems" if options.test else "cases of families that it was not trained on"))
-    tested = list(given) if given is not None else closing_cases(progress=say)
+    tested = list(tests) if tests is not None else closing_cases(progress=say)
     rows = compare_agent(load_agent(out), tested, calls=options.calls)
     if options.json:
         table = [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows]

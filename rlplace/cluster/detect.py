@@ -55,15 +55,15 @@ def kind_from_name(name: str, memory_bytes: int) -> DeviceKind:
         MissingError: No preset describes the device.
     """
     low = name.lower()
-    found = next((kind for fragment, kind in _NAMES if fragment in low), None)
-    if found is None or (found == "l4" and not _is_word(low, "l4")):
+    preset = next((kind for fragment, kind in _NAMES if fragment in low), None)
+    if preset is None or (preset == "l4" and not _is_word(low, "l4")):
         raise MissingError(
             f"device {name[:80]!r} has no preset (known: {', '.join(sorted(KINDS))}); "
             "describe it in a cluster TOML file as a [[kind]]"
         )
-    if found == "a100-80g" and memory_bytes < _A100_SMALL_BYTES:
-        found = "a100-40g"
-    return dataclasses.replace(KINDS[found], memory_bytes=memory_bytes)
+    if preset == "a100-80g" and memory_bytes < _A100_SMALL_BYTES:
+        preset = "a100-40g"
+    return dataclasses.replace(KINDS[preset], memory_bytes=memory_bytes)
 
 
 def _is_word(text: str, word: str) -> bool:

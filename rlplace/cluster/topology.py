@@ -127,7 +127,7 @@ def lower(topology: Topology) -> Links:
         bandwidth[pairs[:, 0], pairs[:, 1]] = rate
         latency[pairs[:, 0], pairs[:, 1]] = late + delay[over].sum(axis=1)
         key = over * MAX_LANES + position % width[over]
-        key[~_kept(over, np.isfinite(capacity), (capacity[over] / crossings).argmin(axis=1), width, side, position)] = -1
+        key[~_kept(over, np.isfinite(capacity), (capacity[over] / crossings).argmin(axis=1), width, position)] = -1
         for (i, j), held in zip(pairs.tolist(), _number(key).tolist(), strict=True):
             rows[i][j] = tuple([c for c in dict.fromkeys(held) if c >= 0])
     return Links(bandwidth, latency, tuple(tuple(row) for row in rows))
@@ -181,7 +181,6 @@ def _kept(
     limits: NDArray[np.bool_],
     slowest: NDArray[np.int64],
     width: NDArray[np.int64],
-    side: NDArray[np.int64],
     position: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
     """Which resources of each path become channels: bool [P, K].
@@ -195,7 +194,6 @@ def _kept(
         limits: [R + 1], whether a resource has a capacity.
         slowest: [P], column of the slowest resource.
         width: As `_lanes` returns it.
-        side: Likewise.
         position: Likewise.
     """
     rows, count = np.arange(len(over)), len(limits)

@@ -68,9 +68,9 @@ def op_sizes(graph: OpGraph) -> dict[str, NDArray[np.float64]]:
         for name, size in dims.items():
             if name in sizes:
                 sizes[name][op] = size
-    given = np.zeros(graph.num_ops, dtype=bool)
-    given[list(graph.op_dims)] = True
-    borrow = np.flatnonzero(~given & (graph.op_forward >= 0))
+    has_dims = np.zeros(graph.num_ops, dtype=bool)
+    has_dims[list(graph.op_dims)] = True
+    borrow = np.flatnonzero(~has_dims & (graph.op_forward >= 0))
     for values in sizes.values():
         values[borrow] = values[graph.op_forward[borrow]]
     return sizes

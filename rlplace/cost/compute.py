@@ -118,8 +118,12 @@ def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls,
     device *= own.step_factor
     modelled = modelled_seconds(table, graph, kind)
     if modelled is not None:
-        given = ~np.isnan(modelled)
-        device[given], op_basis[given], op_curve[given] = modelled[given], BASES.index("calibrated"), -1
+        modelled_ops = ~np.isnan(modelled)
+        device[modelled_ops], op_basis[modelled_ops], op_curve[modelled_ops] = (
+            modelled[modelled_ops],
+            BASES.index("calibrated"),
+            -1,
+        )
     issue = issue_times(graph, own, host, kind)
     return OpTimes(device, fold_issue(device, issue), op_basis, op_curve, curves)
 
@@ -186,7 +190,7 @@ def _measured(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> dict[int, f
     sizes = {**op_sizes(graph), "flops": graph.op_flops, "bytes": graph.op_bytes.astype(np.float64)}
     number, direction = op_codes(graph.op_kind), op_directions(graph)
     precision = np.array([precision_of(kind, op, d) for op, d in zip(graph.op_kind, graph.op_dtype, strict=True)])
-    found: dict[int, float] = {}
+    seconds_of_op: dict[int, float] = {}
     for (op, dtype, way), shapes in costs.measured.items():
         ops = np.flatnonzero((number == OP_KINDS.index(op)) & (direction == DIRECTIONS.index(way)) & (precision == dtype))
         by_names: dict[tuple[str, ...], dict[tuple[float, ...], float]] = {}
@@ -197,5 +201,5 @@ def _measured(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> dict[int, f
             columns = np.stack([sizes[name][ops] for name in names], axis=1)
             for index, row in zip(ops.tolist(), map(tuple, columns.tolist()), strict=True):
                 if row in table:
-                    found[index] = table[row]
-    return found
+                    seconds_of_op[index] = table[row]
+    return seconds_of_op

@@ -56,16 +56,21 @@ def contract_tasks(ops: PricedOps, grouping: Grouping) -> PricedOps:
     count = len(first)
     num_tensors = len(ops.tensor_bytes)
     edge_tensor = np.repeat(np.arange(num_tensors, dtype=np.int64), np.diff(ops.consumer_ptr))
-    made = ops.producer >= 0
-    home = np.where(made, task[np.maximum(ops.producer, 0)], -1)
+    produced = ops.producer >= 0
+    home = np.where(produced, task[np.maximum(ops.producer, 0)], -1)
     consumer_task = task[ops.consumers]
     inside = consumer_task == home[edge_tensor]
 
-    last_use = np.where(made, ops.producer, -1).astype(np.int64)
+    last_use = np.where(produced, ops.producer, -1).astype(np.int64)
     np.maximum.at(last_use, edge_tensor[inside], ops.consumers[inside])
     last_use[edge_tensor[~inside]] = -1
     temporary = inner_temporary_bytes(
-        task, count, ops.temporary_bytes, ops.producer[made].astype(np.int64), last_use[made], ops.tensor_bytes[made]
+        task,
+        count,
+        ops.temporary_bytes,
+        ops.producer[produced].astype(np.int64),
+        last_use[produced],
+        ops.tensor_bytes[produced],
     )
     time_s = np.zeros((count, ops.time_s.shape[1]))
     np.add.at(time_s, task, ops.time_s)

@@ -314,10 +314,10 @@ def _outside(device: Any, options: MemoryOptions) -> tuple[int, int]:
 
 def _buckets(sizes: Sequence[int]) -> list[int]:
     """Sizes of the flat buckets that gradients of these sizes fill."""
-    found, filled, limit = [], 0, FIRST_BUCKET_BYTES
+    full, filled, limit = [], 0, FIRST_BUCKET_BYTES
     for size in sizes:
         filled += size
         if filled >= limit:
-            found.append(filled)
+            full.append(filled)
             filled, limit = 0, BUCKET_BYTES
-    return found + ([filled] if filled else [])
+    return full + ([filled] if filled else [])

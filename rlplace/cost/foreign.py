@@ -56,12 +56,12 @@ def modelled_seconds(table: CostTable, graph: OpGraph, kind: DeviceKind) -> NDAr
     """
     if not isinstance(table, ModelledCosts) or table.model is None:
         return None
-    found = table.model(graph, kind)
-    if found is None:
+    answer = table.model(graph, kind)
+    if answer is None:
         return None
-    seconds = np.asarray(found)
+    seconds = np.asarray(answer)
     if seconds.shape != (graph.num_ops,) or seconds.dtype.kind not in "fiu":
-        raise InputError(f"cost model {table.name!r}: expected {graph.num_ops} seconds, one per op, found {show(found)}")
+        raise InputError(f"cost model {table.name!r}: expected {graph.num_ops} seconds, one per op, found {show(answer)}")
     seconds = seconds.astype(np.float64)
     known = ~np.isnan(seconds)
     if not ((seconds[known] >= 0) & (seconds[known] < 1e6)).all():

@@ -32,22 +32,22 @@ def fused_traffic(graph: OpGraph) -> tuple[NDArray[np.float64], NDArray[np.float
     takes, hands = (np.array([kind in names for kind in graph.op_kind], dtype=bool) for names in (READS_FUSED, WRITES_FUSED))
     view = np.array([kind == "view" for kind in graph.op_kind], dtype=bool)
     tensor, consumer, producer = graph.edge_tensor, graph.consumers, graph.tensor_producer
-    made = producer >= 0
+    produced = producer >= 0
     maker = np.maximum(producer, 0)
     size = graph.tensor_bytes.astype(np.float64)
     same_phase = graph.op_phase[consumer] == graph.op_phase[maker[tensor]]
-    fused_read = made[tensor] & hands[maker[tensor]] & takes[consumer] & same_phase
+    fused_read = produced[tensor] & hands[maker[tensor]] & takes[consumer] & same_phase
     matters = ~view[consumer]
     count = graph.num_tensors
     readers = np.bincount(tensor[matters], minlength=count)
     fused_readers = np.bincount(tensor[fused_read & matters], minlength=count)
-    kept_inside = made & (readers > 0) & (readers == fused_readers) & (size > 0)
+    kept_inside = produced & (readers > 0) & (readers == fused_readers) & (size > 0)
 
     loads = matters & ~fused_read
     read = np.bincount(consumer[loads], weights=size[tensor[loads]], minlength=graph.num_ops)
-    stores = made & ~kept_inside
+    stores = produced & ~kept_inside
     written = np.bincount(producer[stores], weights=size[stores], minlength=graph.num_ops)
-    outputs = np.bincount(producer[made & (size > 0)], minlength=graph.num_ops)
+    outputs = np.bincount(producer[produced & (size > 0)], minlength=graph.num_ops)
     inside = np.bincount(producer[kept_inside], minlength=graph.num_ops)
     before = graph.op_bytes.astype(np.float64)
     after = np.where(takes, np.minimum(before, read + written), before)

@@ -56,7 +56,7 @@ def holdings(problem: Problem, graph: OpGraph | None = None) -> list[Holding]:
     for op in np.flatnonzero((problem.op_phase == BACKWARD) | (problem.op_phase == BACKWARD_WEIGHT)).tolist():
         makers[problem.op_group[op]].append(op)
     known = [] if graph is None else _from_graph(problem, graph)
-    found: list[Holding] = []
+    allocations: list[Holding] = []
     by_group: dict[tuple[int, int], list[Holding]] = {}
     for item in known:
         by_group.setdefault((item.group, item.part), []).append(item)
@@ -64,8 +64,8 @@ def holdings(problem: Problem, graph: OpGraph | None = None) -> list[Holding]:
         for group, size in enumerate(sizes.tolist()):
             if size > 0:
                 own = tuple(makers[group]) if part == GRADIENTS else ()
-                found += _fitted(by_group.get((group, part), []), Holding(group, part, size, own))
-    return found
+                allocations += _fitted(by_group.get((group, part), []), Holding(group, part, size, own))
+    return allocations
 
 
 def _fitted(items: list[Holding], whole: Holding) -> list[Holding]:
@@ -89,12 +89,12 @@ def _from_graph(problem: Problem, graph: OpGraph) -> list[Holding]:
     number = {name: op for op, name in enumerate(problem.op_names)}
     first = graph.op_names[0]
     copies = [""] if first in number else [f"@{r}" for r in range(len(number)) if f"{first}@{r}" in number]  # replicas
-    found: list[Holding] = []
+    allocations: list[Holding] = []
     for copy in copies:
-        found += _copy_of_graph(problem, graph, number, copy)
+        allocations += _copy_of_graph(problem, graph, number, copy)
     if not copies:
         raise InputError(f"memory: the problem has no op {first!r}; give the graph with its op-level problem only")
-    return found
+    return allocations
 
 
 def _copy_of_graph(problem: Problem, graph: OpGraph, number: dict[str, int], copy: str) -> list[Holding]:
@@ -125,12 +125,12 @@ def _copy_of_graph(problem: Problem, graph: OpGraph, number: dict[str, int], cop
         elif role == GRADIENT and maker >= 0:
             apart = weight_op[maker]
             makers.setdefault(int(graph.tensor_parameter[tensor]), []).append(ops[maker] if apart is None else apart)
-    found = []
+    allocations = []
     for index, parameter in enumerate(graph.parameters):
         if index in home:
             sizes = (parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes)
             for part, size in enumerate(sizes):
                 if size:
                     own = tuple(makers.get(index, ())) if part == GRADIENTS else ()
-                    found.append(Holding(home[index], part, size, own))
-    return found + inputs
+                    allocations.append(Holding(home[index], part, size, own))
+    return allocations + inputs

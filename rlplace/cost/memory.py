@@ -84,5 +84,5 @@ def foreach_update_bytes(
     for row in plan.replicas or [list(range(problem.num_devices))]:
         np.add.at(total, np.asarray(row)[plan.device_of_group], resident + extra)
     reserved = np.array([device.reserved_bytes for device in problem.devices], dtype=np.int64)
-    found: NDArray[np.int64] = np.where(total > 0, total + reserved, 0)
-    return found
+    needed: NDArray[np.int64] = np.where(total > 0, total + reserved, 0)
+    return needed

@@ -83,7 +83,7 @@ def price(
     source |= {
         "costs": {"path": str(costs) if isinstance(costs, (str, Path)) else None, "fingerprint": table.fingerprint},
         "host": host,
-        "op_times": {name: found.shares() for name, found in by_kind.items()},
+        "op_times": {name: times.shares() for name, times in by_kind.items()},
     }
     if weight_gradients:
         graph, origin = split_weight_gradients(graph)
@@ -208,7 +208,7 @@ def _priced_ops(
     size[own] = 0
     kept = np.bincount(tensor[keep_edge], minlength=graph.num_tensors)[keep]
     pairs = np.unique(producer[tensor[looks]].astype(np.int64) * graph.num_ops + graph.consumers[looks])
-    made, waits = np.unique(pairs // graph.num_ops, return_counts=True)  # one tensor without bytes per producer with views
+    viewed, waits = np.unique(pairs // graph.num_ops, return_counts=True)  # one tensor without bytes per producer with views
     return PricedOps(
         names=graph.op_names,
         group=op_group,
@@ -216,9 +216,9 @@ def _priced_ops(
         time_s=seconds,
         temporary_bytes=graph.op_temporary_bytes.copy(),
         kind=graph.op_kind,
-        producer=np.concatenate([producer[keep], made]).astype(np.int32),
-        owner=np.concatenate([np.where(produced, -1, tensor_owner)[keep], np.full(len(made), -1)]).astype(np.int32),
-        tensor_bytes=np.concatenate([size[keep], np.zeros(len(made), dtype=np.int64)]),
+        producer=np.concatenate([producer[keep], viewed]).astype(np.int32),
+        owner=np.concatenate([np.where(produced, -1, tensor_owner)[keep], np.full(len(viewed), -1)]).astype(np.int32),
+        tensor_bytes=np.concatenate([size[keep], np.zeros(len(viewed), dtype=np.int64)]),
         consumer_ptr=np.concatenate([[0], np.cumsum(np.concatenate([kept, waits]))]).astype(np.int64),
         consumers=np.concatenate([graph.consumers[keep_edge], pairs % graph.num_ops]).astype(np.int32),
         origin=np.flatnonzero(keep),

@@ -48,16 +48,16 @@ def price_sharding(
             "price: this graph does not say along which dimensions its ops can be cut; capture the model again, in this "
             "process, by export and at the batch size that is to be priced"
         )
-    found = graph.traced.indices
+    indices = graph.traced.indices
     assert ops.origin is not None
     number = {int(captured): index for index, captured in enumerate(ops.origin)}
     backward = np.flatnonzero((graph.op_phase != FORWARD) & (graph.op_phase != UPDATE)).tolist()
-    present = [tensor for tensor in found.access if tensor in number]
+    present = [tensor for tensor in indices.access if tensor in number]
     return Sharding(
-        dims=found.dims,
-        axes={number[tensor]: found.axes[tensor] for tensor in present},
-        access={number[tensor]: found.access[tensor] for tensor in present},
-        statistics=found.statistics,
+        dims=indices.dims,
+        axes={number[tensor]: indices.axes[tensor] for tensor in present},
+        access={number[tensor]: indices.access[tensor] for tensor in present},
+        statistics=indices.statistics,
         follows={op: int(graph.op_forward[op]) for op in backward},
         held=_held(graph, parameter_group, tensor_owner),
         fixed_s=_fixed_s(graph, seconds, cluster, costs, host),
@@ -66,13 +66,13 @@ def price_sharding(
 
 def _held(graph: OpGraph, parameter_group: NDArray[np.int32], tensor_owner: NDArray[np.int32]) -> tuple[Held, ...]:
     assert graph.traced is not None
-    found = graph.traced.indices
+    indices = graph.traced.indices
     held: list[Held] = []
     for tensor in np.flatnonzero(np.isin(graph.tensor_role, (PARAMETER, BUFFER, INPUT))).tolist():
         readers = graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]]
-        names = found.access.get(tensor, {})
+        names = indices.access.get(tensor, {})
         access = {op: names.get(op, ()) for op in readers[graph.op_phase[readers] == FORWARD].tolist()}
-        axes = found.axes.get(tensor, ())
+        axes = indices.axes.get(tensor, ())
         access = {op: own if own else ("",) * len(axes) for op, own in access.items()}
         update = readers[graph.op_phase[readers] == UPDATE].tolist()
         if graph.tensor_role[tensor] == INPUT:

@@ -52,13 +52,13 @@ def split_backward(problem: Problem) -> Problem:
 
     resident, weight, gradient, optimizer = (np.zeros(count, dtype=np.int64) for _ in range(4))
     resident[second] = problem.resident_bytes
-    for part, given in (
+    for part, whole in (
         (weight, problem.weight_bytes),
         (gradient, problem.gradient_bytes),
         (optimizer, problem.optimizer_bytes),
     ):
-        part[second] = given
-        part[first[split & (given < 0)]] = -1
+        part[second] = whole
+        part[first[split & (whole < 0)]] = -1
     read_bytes = np.where(problem.weight_bytes >= 0, problem.weight_bytes, problem.resident_bytes)
 
     owner = np.where(problem.tensor_owner >= 0, second[np.maximum(problem.tensor_owner, 0)], -1).astype(np.int32)

@@ -110,8 +110,8 @@ def target_times(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> TargetTi
         )
         table = {frozenset(shape.dims.items()): shape.seconds for shape in entry.measured}
         for op in ops if table else ():
-            found = table.get(frozenset(shape_dims(dims[op], graph.op_flops[op], graph.op_bytes[op]).items()))
-            if found is not None:
-                seconds[op], measured[op] = found, True
+            timed_s = table.get(frozenset(shape_dims(dims[op], graph.op_flops[op], graph.op_bytes[op]).items()))
+            if timed_s is not None:
+                seconds[op], measured[op] = timed_s, True
     index = np.array(known, dtype=np.int64)
     return TargetTimes(index, seconds[index], measured[index], which[index], tuple(curves))

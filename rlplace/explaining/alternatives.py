@@ -128,12 +128,12 @@ def alternatives(run: Run, members: Mapping[str, Sequence[int]]) -> tuple[GroupC
         base = run_unchecked(run.given, dataclasses.replace(run.plan, order=None))
     path = realised_path(base)
     here = seconds_by_cause(path)
-    found = []
+    choices = []
     for name, groups in members.items():
         devices = base.plan.device_of_group[list(groups)]
         for device in np.unique(devices).tolist():
-            found.append(_choice(base, name, np.array(list(groups))[devices == device], device, path, here))
-    return tuple(found)
+            choices.append(_choice(base, name, np.array(list(groups))[devices == device], device, path, here))
+    return tuple(choices)
 
 
 def _choice(
@@ -141,8 +141,8 @@ def _choice(
 ) -> GroupChoice:
     problem = base.given
     own = set(groups.tolist())
-    found = [_alternative(base, groups, target, here) for target in targets(base) if target != device]
-    found.sort(key=lambda a: (not a.feasible, a.step_time_s is None, a.step_time_s or 0.0))
+    others = [_alternative(base, groups, target, here) for target in targets(base) if target != device]
+    others.sort(key=lambda a: (not a.feasible, a.step_time_s is None, a.step_time_s or 0.0))
     return GroupChoice(
         name=name,
         groups=len(groups),
@@ -151,7 +151,7 @@ def _choice(
         resident_bytes=int(problem.resident_bytes[groups].sum()),
         step_time_s=base.line.step_time_s,
         feasible=base.line.feasible,
-        alternatives=tuple(found),
+        alternatives=tuple(others),
     )
 
 

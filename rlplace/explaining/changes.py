@@ -148,9 +148,9 @@ def _preset_links(problem: Problem) -> Links | None:
     count = problem.num_devices
     kinds = {device.kind for device in problem.devices}
     text = (problem.source or {}).get("cluster")
-    found = _ONE_HOST.fullmatch(text) if isinstance(text, str) else None
-    kind, options = (found[1].lower(), found[3]) if found is not None else (next(iter(kinds)), "")
-    if kinds != {kind} or kind not in KINDS or (found is None and count > 1):
+    match = _ONE_HOST.fullmatch(text) if isinstance(text, str) else None
+    kind, options = (match[1].lower(), match[3]) if match is not None else (next(iter(kinds)), "")
+    if kinds != {kind} or kind not in KINDS or (match is None and count > 1):
         return None
     try:
         links = preset(f"{kind}:{count + 1}{options}").links

@@ -153,40 +153,40 @@ def _closest_names(problem: Problem, first: NDArray[np.int32], second: NDArray[n
 
 def _blocks(a: Run, devices: NDArray[np.int32]) -> tuple[tuple[Block, ...], int, list[str]]:
     """The blocks with their effects, how many groups sit alike, and notes."""
-    given, here = a.given, a.plan.device_of_group
+    problem, here = a.given, a.plan.device_of_group
     differ = np.flatnonzero(here != devices)
-    found: dict[tuple[str, int, int], list[int]] = {}
+    members: dict[tuple[str, int, int], list[int]] = {}
     for group in differ.tolist():
-        key = (module_of(given.group_names[group]), int(here[group]), int(devices[group]))
-        found.setdefault(key, []).append(group)
+        key = (module_of(problem.group_names[group]), int(here[group]), int(devices[group]))
+        members.setdefault(key, []).append(group)
     notes = []
-    mean_s = np.where(given.group_allowed, given.group_time_s, 0.0).sum(axis=1)
-    by_time = sorted(found, key=lambda key: -float(mean_s[found[key]].sum()))
+    mean_s = np.where(problem.group_allowed, problem.group_time_s, 0.0).sum(axis=1)
+    by_time = sorted(members, key=lambda key: -float(mean_s[members[key]].sum()))
     simulated = set(itertools.islice(by_time, MOST_BLOCKS))
-    if len(found) > MOST_BLOCKS:
-        notes.append(f"of {len(found)} blocks the {MOST_BLOCKS} with most work were simulated")
+    if len(members) > MOST_BLOCKS:
+        notes.append(f"of {len(members)} blocks the {MOST_BLOCKS} with most work were simulated")
     base, reason = a, ""
     if a.plan.shards:
         simulated, reason = set(), "the first plan cuts ops, so its blocks are not moved one by one"
     elif a.plan.order is not None:
-        base = run_unchecked(given, dataclasses.replace(a.plan, order=None))
+        base = run_unchecked(problem, dataclasses.replace(a.plan, order=None))
         reason = "the first plan fixes the order of ops; effects of blocks are those of the plan run by priority"
-    notes += [reason] if reason and found else []
-    blocks = [_block(base, key, groups, key in simulated) for key, groups in found.items()]
+    notes += [reason] if reason and members else []
+    blocks = [_block(base, key, groups, key in simulated) for key, groups in members.items()]
     blocks.sort(key=lambda block: (block.effect_s is None, -abs(block.effect_s or 0.0), block.module))
-    return tuple(blocks), given.num_groups - len(differ), notes
+    return tuple(blocks), problem.num_groups - len(differ), notes
 
 
 def _block(base: Run, key: tuple[str, int, int], groups: list[int], simulate: bool) -> Block:
     module, source, destination = key
-    given, effect, feasible = base.given, None, False
-    width = len(base.plan.replicas[0]) if base.plan.replicas else given.num_devices
-    if simulate and destination < width and given.group_allowed[groups, destination].all():
+    problem, effect, feasible = base.given, None, False
+    width = len(base.plan.replicas[0]) if base.plan.replicas else problem.num_devices
+    if simulate and destination < width and problem.group_allowed[groups, destination].all():
         try:
-            line = run_unchecked(given, moved(base.plan, groups, destination)).line
+            line = run_unchecked(problem, moved(base.plan, groups, destination)).line
         except InputError:  # the schedule cannot run the stages that this makes
             line = None
         if line is not None and line.step_time_s is not None and base.line.step_time_s is not None:
             effect, feasible = line.step_time_s - base.line.step_time_s, line.feasible
-    names = given.devices[source].name, given.devices[destination].name
-    return Block(module, *names, tuple(given.group_names[group] for group in groups), effect, feasible)
+    names = problem.devices[source].name, problem.devices[destination].name
+    return Block(module, *names, tuple(problem.group_names[group] for group in groups), effect, feasible)

@@ -112,16 +112,16 @@ def explain(
     chosen = {} if group is None else named_groups(problem, group)
     notes: list[str] = []
     bounds = None if run.line.step_time_s is None else step_bounds(run)
-    found: Sequence[GroupChoice] = ()
+    choices: Sequence[GroupChoice] = ()
     if plan.shards and group is None:
         notes.append("the plan cuts ops, whose parts sit on several devices at once: groups have no alternatives")
     elif chosen or (groups and bounds is not None):
-        found = alternatives(run, chosen or weighty_groups(run, groups))
-    if plan.order is not None and found:
+        choices = alternatives(run, chosen or weighty_groups(run, groups))
+    if plan.order is not None and choices:
         notes.append("the plan fixes the order of ops; groups are compared with the same plan run by priority")
     limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
     asked = what_if(run, at=at, **limits) if hardware and run.line.feasible else ()
-    if found and problem.num_devices > MOST_TARGETS and not plan.replicas:
+    if choices and problem.num_devices > MOST_TARGETS and not plan.replicas:
         notes.append(f"groups were tried on {MOST_TARGETS} of {problem.num_devices} devices, those that hold groups first")
     base = next((entry for entry in asked if entry.change == AS_IS), None)
     if base is not None and base.replanned_s is not None and base.replanned_s < (1 - WORTHWHILE) * run.step_s:
@@ -135,7 +135,7 @@ def explain(
         violations=run.line.violations,
         headline="" if bounds is None else headline(bounds),
         bounds=bounds,
-        groups=tuple(found),
+        groups=tuple(choices),
         what_if=tuple(asked),
         relaxations=relaxed,
         notes=tuple(notes),

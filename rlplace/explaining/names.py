@@ -41,8 +41,8 @@ def channel_names(problem: Problem) -> dict[int, str]:
 
     Of channels that the same pairs use, such as the ports of the only two devices, the first one stands for all.
     """
-    first = {tuple(found): channel for channel, found in reversed(sorted(channel_pairs(problem).items()))}
-    names = {channel: _channel(problem, list(found)) for found, channel in first.items()}
+    first = {tuple(pairs): channel for channel, pairs in reversed(sorted(channel_pairs(problem).items()))}
+    names = {channel: _channel(problem, list(pairs)) for pairs, channel in first.items()}
     repeated: dict[str, list[int]] = {}
     for channel, name in names.items():
         repeated.setdefault(name, []).append(channel)

@@ -109,9 +109,9 @@ class _Walk:
 
     def by_start(self, here: NDArray[np.bool_]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
         """Start, end and op of the tasks that took a device's time, in order."""
-        found = np.flatnonzero(here & (self.collective < 0) & (self.line.end_s > self.line.start_s))
-        found = found[np.argsort(self.line.start_s[found], kind="stable")]
-        return self.line.start_s[found], self.line.end_s[found], self.tasks.op[found]
+        tasks = np.flatnonzero(here & (self.collective < 0) & (self.line.end_s > self.line.start_s))
+        tasks = tasks[np.argsort(self.line.start_s[tasks], kind="stable")]
+        return self.line.start_s[tasks], self.line.end_s[tasks], self.tasks.op[tasks]
 
     def channel_uses(self) -> dict[int, list[tuple[float, float, int]]]:
         """By channel who held it: (start, end, op that made what moves), in order of start."""
@@ -131,10 +131,10 @@ class _Walk:
             rows.sort()
         return uses
 
-    def gate_closers(self, found: Gates) -> dict[int, list[int]]:
+    def gate_closers(self, stage_gates: Gates) -> dict[int, list[int]]:
         """By stage the tasks whose end opened a gate, in order of time."""
         last: dict[tuple[int, int], int] = {}
-        for task, batches in enumerate(found.counts_for):
+        for task, batches in enumerate(stage_gates.counts_for):
             for batch in batches:
                 before = last.get(batch)
                 if before is None or self.line.end_s[task] > self.line.end_s[before]:
@@ -176,14 +176,14 @@ class _Walk:
         source, destination = int(self.line.transfer_source[x]), int(self.line.transfer_destination[x])
         start, end = float(self.line.transfer_start_s[x]), float(self.line.transfer_end_s[x])
         value = self.value_sent[x]
-        made, before = self.made(value)
+        available, before = self.made(value)
         tensor = int(self.tasks.tensor[value])
         op, owner = int(self.problem.tensor_producer[tensor]), int(self.problem.tensor_owner[tensor])
         group = int(self.problem.op_group[op]) if op >= 0 else owner
         microbatch = max(int(self.tasks.value_microbatch[value]), 0)
         yield Link(TRANSFER, start, end, source, destination, group, op, microbatch)
         held = self.problem.links.effective_channels[source][destination]
-        for begin, stop, blocker in reversed(_cover(self.uses(held, made, start), made, start)):
+        for begin, stop, blocker in reversed(_cover(self.uses(held, available, start), available, start)):
             yield Link(CHANNEL, begin, stop, source, destination, group, op, microbatch, blocker)
         return before
 
@@ -195,7 +195,7 @@ class _Walk:
         start, end = float(self.line.start_s[task]), float(self.line.end_s[task])
         group, microbatch = int(self.problem.op_group[op]), int(self.tasks.microbatch[task])
         yield Link(COLLECTIVE, start, end, -1, -1, group, op, microbatch)
-        ready, before = max((self.ready(member) for member in members), key=lambda found: found[0])
+        ready, before = max((self.ready(member) for member in members), key=lambda moment: moment[0])
         held = self.problem.collectives[self.tasks.collective[index]].channels
         for begin, stop, blocker in reversed(_cover(self.uses(held, ready, start), ready, start)):
             yield Link(CHANNEL, begin, stop, -1, -1, group, op, microbatch, blocker)
@@ -220,9 +220,9 @@ class _Walk:
         best: tuple[float, Before] = (0.0, None)
         for value in self.input[self.input_ptr[task] : self.input_ptr[task + 1]].tolist():
             x = self.arrival.get((value, int(self.device[task])))
-            found = self.made(value) if x is None else (float(self.line.transfer_end_s[x]), (True, x))
-            if found[0] > best[0] or best[1] is None:
-                best = found
+            arrived = self.made(value) if x is None else (float(self.line.transfer_end_s[x]), (True, x))
+            if arrived[0] > best[0] or best[1] is None:
+                best = arrived
         gate = -1 if self.gates is None else int(self.gates.gate[task])
         if self.gates is not None and gate >= 0:
             stage, position = divmod(gate, self.gates.width)

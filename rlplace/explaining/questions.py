@@ -92,14 +92,14 @@ def _unchanged(problem: Problem) -> Problem:
 
 def _changes(run: Run) -> Iterable[tuple[str, Change]]:
     """Name and change of every question about other hardware."""
-    given = run.given
+    problem = run.given
     loads = device_loads(run)
     busiest = int(np.argmax([load.busy_s for load in loads]))
-    yield f"one more device like {given.devices[busiest].name}", partial(changes.with_device, like=busiest)
-    if any(device.memory_bytes is not None for device in given.devices):
+    yield f"one more device like {problem.devices[busiest].name}", partial(changes.with_device, like=busiest)
+    if any(device.memory_bytes is not None for device in problem.devices):
         yield "double the memory", partial(changes.with_memory, factor=2.0)
-    yield f"{given.devices[busiest].name} twice as fast", partial(changes.with_speed, device=busiest, factor=2.0)
-    if given.num_devices == 1:
+    yield f"{problem.devices[busiest].name} twice as fast", partial(changes.with_speed, device=busiest, factor=2.0)
+    if problem.num_devices == 1:
         return
     yield "all links twice as fast", partial(changes.with_links, factor=2.0)
     used = channel_loads(run)

@@ -74,8 +74,8 @@ def strategies(
         pool.setdefault(total, []).append((problem.samples_per_microbatch, plan))
     best: list[float | None] = []
     for question in questions:
-        found = pool.get(question.same.line.samples, [])
-        here = [(samples, plan) for samples, plan in found if _last(plan) < question.same.given.num_devices]
+        candidates = pool.get(question.same.line.samples, [])
+        here = [(samples, plan) for samples, plan in candidates if _last(plan) < question.same.given.num_devices]
         best.append(_least(question, [fitting_s(run_unchecked(problem_of(question, n), plan)) for n, plan in here]))
     return best
 
@@ -94,18 +94,18 @@ def _searched(question: Question, starts: list[NDArray[np.int32]], limits: dict[
     """The floor's plan, and what a search finds from the best plan that is known."""
     problem = question.problem
     execution = {"microbatches": question.same.plan.microbatches, "schedule": question.schedule}
-    found = [devices for devices in starts if int(devices.max(initial=0)) < problem.num_devices]
+    candidates = [devices for devices in starts if int(devices.max(initial=0)) < problem.num_devices]
     try:
         fixed = {"seed": limits["seed"], "time_limit_s": limits["time_limit_s"]}
-        found.append(get_planner("best")(problem, **fixed, **execution).device_of_group)
+        candidates.append(get_planner("best")(problem, **fixed, **execution).device_of_group)
     except InfeasibleError:
         pass
-    start = min(found, key=question.step_s)
+    start = min(candidates, key=question.step_s)
     try:
-        found.append(get_planner("local_search")(problem, start=start, **limits, **execution).device_of_group)
+        candidates.append(get_planner("local_search")(problem, start=start, **limits, **execution).device_of_group)
     except InfeasibleError:
         pass
-    return [np.ascontiguousarray(devices, dtype=np.int32) for devices in found]
+    return [np.ascontiguousarray(devices, dtype=np.int32) for devices in candidates]
 
 
 def _devices(plan: PlacementPlan) -> NDArray[np.int32]:

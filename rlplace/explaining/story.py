@@ -44,13 +44,13 @@ def place_of(run: Run, link: Link) -> str:
 
 def stretches(run: Run, path: Sequence[Link]) -> tuple[Stretch, ...]:
     """The path with neighbours in one place joined."""
-    found: list[list[Link]] = []
+    joined: list[list[Link]] = []
     for link in path:
-        if found and place_of(run, found[-1][0]) == place_of(run, link):
-            found[-1].append(link)
+        if joined and place_of(run, joined[-1][0]) == place_of(run, link):
+            joined[-1].append(link)
         else:
-            found.append([link])
-    return tuple(_stretch(run, links) for links in found)
+            joined.append([link])
+    return tuple(_stretch(run, links) for links in joined)
 
 
 def _stretch(run: Run, links: list[Link]) -> Stretch:

@@ -79,7 +79,7 @@ class Tester:
             searches: dict[str, dict[str, Any]] = {"annealing": {"calls": self.calls}} if self.calls else {}
             for planner, extra in {"best": {}, **searches}.items():
                 try:
-                    found = get_planner(planner)(problem, **fixed, **extra)
+                    plan = get_planner(planner)(problem, **fixed, **extra)
                 except InfeasibleError as error:
                     if closest is None or 0 < error.short_bytes < closest.short_bytes:
                         closest = error
@@ -87,8 +87,8 @@ class Tester:
                 how = f"planner {planner}"
                 if count > 1:
                     how += f", {count} micro-batches of {problem.samples_per_microbatch}, schedule {schedule}"
-                peak = max(found.predicted.peak_memory_bytes)
-                return Trial(name, True, found.predicted.step_s, samples, peak, 0, how)
+                peak = max(plan.predicted.peak_memory_bytes)
+                return Trial(name, True, plan.predicted.step_s, samples, peak, 0, how)
         assert closest is not None
         only = only_plan_short(problem, {"microbatches": count, "schedule": self.schedule})
         return Trial(name, False, None, samples, 0, only or closest.short_bytes, without_advice(closest))

@@ -100,7 +100,7 @@ def _execution_note(plan: PlacementPlan, any_size: bool) -> str:
         return "" if schedule == plan.schedule else f"planned anew for schedule {schedule} instead of {plan.schedule}"
     kept = "any micro-batch" if any_size else "micro-batches of the plan's size"
     without = [
-        name for name, given in (("recomputation", plan.recompute), ("a shared optimizer", plan.optimizer_sharding)) if given
+        name for name, used in (("recomputation", plan.recompute), ("a shared optimizer", plan.optimizer_sharding)) if used
     ]
     text = f"planned anew with any number of replicas and {kept}"
     return text + (f", without {' and '.join(without)}" if without else "")

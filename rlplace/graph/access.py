@@ -159,22 +159,22 @@ def _view(space: Space, args: Sequence[Any], result: Any) -> bool:
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
         return False
-    made = next(tensors_of(result), None)
-    if made is None or made.untyped_storage()._cdata == first.untyped_storage()._cdata:
+    output = next(tensors_of(result), None)
+    if output is None or output.untyped_storage()._cdata == first.untyped_storage()._cdata:
         space.add(first, numbered("d", first.dim()))
         return True
-    return _reshape(space, first, made)
+    return _reshape(space, first, output)
 
 
-def _reshape(space: Space, source: torch.Tensor, made: torch.Tensor) -> bool:
+def _reshape(space: Space, source: torch.Tensor, output: torch.Tensor) -> bool:
     """Both sides in the finest common shape."""
-    if source.numel() != made.numel() or source.numel() == 0:
+    if source.numel() != output.numel() or source.numel() == 0:
         return False
-    common = _common_shape(source.shape, made.shape)
+    common = _common_shape(source.shape, output.shape)
     if common is None:
         return False
     names = numbered("d", len(common))
-    for tensor in (source, made):
+    for tensor in (source, output):
         space.add(_refined(tensor, common), names)
     return True
 

@@ -20,17 +20,17 @@ Args = Sequence[Any]
 
 def elementwise(space: Space, args: Args, result: Any) -> bool:
     """One dimension for each of the result; arguments are aligned at the right, broadcast ones stay whole."""
-    made = next(tensors_of(result), None)
-    if made is None or made.dim() == 0:
+    output = next(tensors_of(result), None)
+    if output is None or output.dim() == 0:
         return False
-    names = numbered("d", made.dim())
+    names = numbered("d", output.dim())
     for tensor in [*tensors_of(args), *tensors_of(result)]:
-        if tensor.dim() > made.dim():
+        if tensor.dim() > output.dim():
             return False
-        tail = made.shape[made.dim() - tensor.dim() :]
+        tail = output.shape[output.dim() - tensor.dim() :]
         if any(size not in (1, whole) for size, whole in zip(tensor.shape, tail, strict=True)):
             return False
-        own = names[made.dim() - tensor.dim() :]
+        own = names[output.dim() - tensor.dim() :]
         space.add(tensor, [name if size == whole else "" for name, size, whole in zip(own, tensor.shape, tail, strict=True)])
     return True
 
@@ -86,8 +86,8 @@ def _baddbmm(space: Space, args: Args, result: Any) -> bool:
 
 def _attention(space: Space, args: Args, result: Any) -> bool:
     query, key, value = args[:3]
-    made = next(tensors_of(result), None)
-    if made is None or query.dim() != 4 or key.dim() != 4:
+    output = next(tensors_of(result), None)
+    if output is None or query.dim() != 4 or key.dim() != 4:
         return False
     names = ["batch", "heads", "queries", ""]
     shared = [name if a == b else "" for name, a, b in zip(names[:2], key.shape, query.shape, strict=False)]
@@ -100,7 +100,7 @@ def _attention(space: Space, args: Args, result: Any) -> bool:
     if isinstance(mask, torch.Tensor) and mask.dim() == 4:
         named = zip(names[:3], mask.shape, query.shape, strict=False)
         space.add(mask, [*(name if size == whole else "" for name, size, whole in named), ""])
-    space.add(made, names)
+    space.add(output, names)
     return True
 
 
@@ -112,21 +112,21 @@ def _convolution(space: Space, args: Args, result: Any) -> bool:
     if spatial < 1 or weight.dim() != inputs.dim() or result.dim() != inputs.dim():
         return False
     dense = weight.shape[1] == inputs.shape[1]  # one group; grouped ones tie input and output channels together
-    made, read = ("n", "c") if dense else ("", "")
-    space.add(inputs, ["b", read, *[""] * spatial])
-    space.add(weight, [made, read, *[""] * spatial])
-    space.add(bias, [made])
-    space.add(result, ["b", made, *[""] * spatial])
+    output_channels, input_channels = ("n", "c") if dense else ("", "")
+    space.add(inputs, ["b", input_channels, *[""] * spatial])
+    space.add(weight, [output_channels, input_channels, *[""] * spatial])
+    space.add(bias, [output_channels])
+    space.add(result, ["b", output_channels, *[""] * spatial])
     return True
 
 
 def _pool(space: Space, args: Args, result: Any) -> bool:
-    made = next(tensors_of(result), None)
-    if made is None or made.dim() != args[0].dim() or made.dim() < 3:
+    output = next(tensors_of(result), None)
+    if output is None or output.dim() != args[0].dim() or output.dim() < 3:
         return False
-    names = ["b", "c"] if made.dim() > 3 or made.shape[0] == args[0].shape[0] else ["", ""]
+    names = ["b", "c"] if output.dim() > 3 or output.shape[0] == args[0].shape[0] else ["", ""]
     for tensor in [args[0], *tensors_of(result)]:
-        space.add(tensor, [*names, *[""] * (made.dim() - 2)])
+        space.add(tensor, [*names, *[""] * (output.dim() - 2)])
     return True
 
 
@@ -135,25 +135,25 @@ def _layer_norm(space: Space, args: Args, result: Any) -> bool:
     width = len(args[1])
     rows = numbered("m", inputs.dim() - width) if inputs.dim() > width else ()
     columns = numbered("c", width)
-    made = list(tensors_of(result))
+    outputs = list(tensors_of(result))
     space.add(inputs, [*rows, *columns])
     for weight in list(tensors_of(args[1:]))[:2]:
         space.add(weight, columns)
-    space.add(made[0], [*rows, *columns])
+    space.add(outputs[0], [*rows, *columns])
     space.statistics.append((rows, 8 * prod(inputs.shape[: inputs.dim() - width])))  # mean and variance in float32
     return True
 
 
 def _batch_norm(space: Space, args: Args, result: Any) -> bool:
     inputs = args[0]
-    made = next(tensors_of(result), None)
-    if inputs.dim() < 2 or made is None:
+    output = next(tensors_of(result), None)
+    if inputs.dim() < 2 or output is None:
         return False
     names = ["b", "c", "h", "w", "t"][: inputs.dim()]
     space.add(inputs, names)
     for weight in args[1:5]:
         space.add(weight, ["c"])
-    space.add(made, names)
+    space.add(output, names)
     if any(value is True for value in args[5:7]):
         space.statistics.append((("c",), 8 * int(inputs.shape[1])))
     return True
@@ -186,12 +186,12 @@ def _cross_entropy(space: Space, args: Args, result: Any) -> bool:
 def _picked(space: Space, args: Args, result: Any) -> bool:
     """Log-likelihoods of targets; a part of the vocabulary has those of its own targets."""
     inputs, target = args[:2]
-    made = list(tensors_of(result))
-    if inputs.dim() != 2 or target.dim() != 1 or not made:
+    outputs = list(tensors_of(result))
+    if inputs.dim() != 2 or target.dim() != 1 or not outputs:
         return False
     space.add(inputs, ["m", "v"])
     space.add(target, ["m"])
-    for tensor in made:
+    for tensor in outputs:
         space.add(tensor, ["m"][: tensor.dim()])
     return True
 
@@ -260,12 +260,12 @@ def _recurrent(space: Space, args: Args, result: Any) -> bool:
     batch_first = args[-1] is True
     inputs, states = args[0], args[1]
     names = ["b", "", ""] if batch_first else ["", "b", ""]
-    made = list(tensors_of(result))
-    if inputs.dim() != 3 or made[0].dim() != 3:
+    outputs = list(tensors_of(result))
+    if inputs.dim() != 3 or outputs[0].dim() != 3:
         return False
     space.add(inputs, names)
-    space.add(made[0], names)
-    for state in [*tensors_of(states), *made[1:]]:
+    space.add(outputs[0], names)
+    for state in [*tensors_of(states), *outputs[1:]]:
         space.add(state, ["", "b", ""][: state.dim()])
     return True
 

@@ -75,9 +75,9 @@ class Assembly:
             if self.owner_of_event[index] is None:
                 orphans.append(index)
         for index in reversed(orphans):
-            made = set(self.events[index].creates)
+            created = set(self.events[index].creates)
             for later in range(index + 1, len(self.events)):
-                if made.intersection(self.events[later].reads) and self.owner_of_event[later] is not None:
+                if created.intersection(self.events[later].reads) and self.owner_of_event[later] is not None:
                     self.owner_of_event[index] = self.owner_of_event[later]
                     break
         return count

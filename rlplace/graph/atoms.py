@@ -48,11 +48,11 @@ def parameter_ties(graph: OpGraph, anchor: NDArray[np.int32]) -> Pairs:
     held = (role == PARAMETER) | (role == GRADIENT)
     tied = held & trainable[np.maximum(parameter, 0)] if len(trainable) else np.zeros_like(held)
     edges = tied[graph.edge_tensor]
-    made = np.flatnonzero(tied & (graph.tensor_producer >= 0))
+    produced = np.flatnonzero(tied & (graph.tensor_producer >= 0))
     updates = np.flatnonzero(graph.op_phase == UPDATE)
     reads = edges & (role[graph.edge_tensor] == PARAMETER)
-    ops = np.concatenate([graph.consumers[reads], graph.tensor_producer[made], updates])
-    parameters = np.concatenate([parameter[graph.edge_tensor[reads]], parameter[made], graph.op_parameter[updates]])
+    ops = np.concatenate([graph.consumers[reads], graph.tensor_producer[produced], updates])
+    parameters = np.concatenate([parameter[graph.edge_tensor[reads]], parameter[produced], graph.op_parameter[updates]])
     first = np.full(len(graph.parameters), -1, dtype=np.int32)
     first[parameters[::-1]] = anchor[ops[::-1]]
     pairs = np.unique(np.stack([first[parameters], anchor[ops]], axis=1), axis=0)
@@ -67,10 +67,10 @@ def anchor_graph(
     Backward edges are turned round: contraction that keeps this graph acyclic keeps every phase acyclic.
     """
     producer = graph.tensor_producer[graph.edge_tensor]
-    made = producer >= 0
-    a, b = producer[made], graph.consumers[made]
+    produced = producer >= 0
+    a, b = producer[produced], graph.consumers[produced]
     same = graph.op_phase[a] == graph.op_phase[b]
-    size = graph.tensor_bytes[graph.edge_tensor[made]]
+    size = graph.tensor_bytes[graph.edge_tensor[produced]]
     a, b, size = a[same], b[same], size[same]
     forward = graph.op_phase[a] == FORWARD
     source = label[anchor[np.where(forward, a, b)]].astype(np.int64)
@@ -129,7 +129,7 @@ def _same_value_pairs(value: NDArray[np.int32]) -> Pairs:
 
 def loose_views(graph: OpGraph, label: NDArray[np.int32]) -> list[tuple[int, int]]:
     """Views of inputs and parameters, which no edge joins to anything: each with the next reader of the same storage."""
-    found = []
+    views = []
     for tensor in np.flatnonzero(graph.tensor_producer < 0).tolist():
         readers = graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]]
         forward = readers[graph.op_phase[readers] == FORWARD].tolist()
@@ -138,17 +138,17 @@ def loose_views(graph: OpGraph, label: NDArray[np.int32]) -> list[tuple[int, int
             if graph.op_kind[op] != "view":
                 following = op
             elif following is not None:
-                found.append((int(label[op]), int(label[following])))
-    return found
+                views.append((int(label[op]), int(label[following])))
+    return views
 
 
 def held_bytes(graph: OpGraph, anchor: NDArray[np.int32]) -> NDArray[np.float64]:
     """float64 [N], bytes of parameters at their first reader and of activations at their forward op."""
     held = np.zeros(graph.num_ops)
     activation = (graph.tensor_producer >= 0) & (graph.tensor_role != GRADIENT)
-    made = graph.tensor_producer[activation]
-    forward = graph.op_phase[made] == FORWARD
-    np.add.at(held, made[forward], graph.tensor_bytes[activation][forward])
+    producers = graph.tensor_producer[activation]
+    forward = graph.op_phase[producers] == FORWARD
+    np.add.at(held, producers[forward], graph.tensor_bytes[activation][forward])
     seen: set[int] = set()
     for tensor in np.flatnonzero((graph.tensor_role == PARAMETER) | (graph.tensor_role == BUFFER)).tolist():
         index = int(graph.tensor_parameter[tensor])

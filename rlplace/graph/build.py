@@ -17,15 +17,14 @@ from rlplace.graph.contract import components
 from rlplace.graph.indices import Traced
 from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph, Parameter
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
-from rlplace.graph.tensors import Row, Tensors
+from rlplace.graph.tensors import TensorRow, Tensors
 
 
-def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpGraph:
+def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
     """Numbers the ops, forms the tensors and returns the checked graph.
 
     Args:
         assembly: Events by op.
-        inputs: Storages of the example inputs.
         fields: `name`, `samples`, `capture` and `source` of the graph.
     """
     tensors = Tensors(assembly)
@@ -71,7 +70,7 @@ def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpG
             dims[index] = shapes[0]
         if kind == FORWARD_OF and label.dims:
             dims[index] = {**dims.get(index, {}), **label.dims}
-    rows = tensors.rows(inputs, number)
+    rows = tensors.rows(number)
     return OpGraph(
         op_names=tuple(names),
         op_target=tuple(targets),
@@ -99,7 +98,7 @@ def build_graph(assembly: Assembly, inputs: Sequence[int], **fields: Any) -> OpG
     )
 
 
-def _traced(assembly: Assembly, number: dict[Key, int], rows: Sequence[Row]) -> Traced | None:
+def _traced(assembly: Assembly, number: dict[Key, int], rows: Sequence[TensorRow]) -> Traced | None:
     """The accesses of all forward ops; None when there are none, as at module granularity."""
     accesses = {
         number[FORWARD_OF, index]: access
@@ -118,8 +117,8 @@ def _composed(assembly: Assembly, index: int) -> Access | None:
     known = [part for part in parts or () if part is not None]
     if not known or len(known) < len(parts or ()):
         return None
-    made = frozenset(s for i in assembly.ops[FORWARD_OF, index].events for s in assembly.events[i].creates)
-    return composed(known, made)
+    created = frozenset(s for i in assembly.ops[FORWARD_OF, index].events for s in assembly.events[i].creates)
+    return composed(known, created)
 
 
 def _elements(record: Parameter) -> int:

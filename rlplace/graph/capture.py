@@ -143,7 +143,7 @@ def _capture_with(
     tensors = _state(fake)
     for index, (tensor, _, _) in enumerate(tensors):
         recorder.parameter_of_storage[recorder.storage(tensor)] = index
-    inputs = recorder.storages_of((fake_args, fake_kwargs))
+    recorder.storages_of((fake_args, fake_kwargs))  # inputs are numbered after the state, before all that the step makes
 
     region = contextlib.ExitStack()
 
@@ -168,7 +168,6 @@ def _capture_with(
         notes.append(f"the forward depends on tensor values; guessed: {counts}")
     return build_graph(
         assembly,
-        inputs,
         name=name or type(model).__name__,
         samples=_samples(args, kwargs),
         capture={
@@ -229,9 +228,9 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     known = {**DTYPES, **{long: long for long in DTYPES.values()}}
     if dtype not in known:
         raise unknown_name("dtype", dtype, known)
-    found = getattr(torch, known[dtype])
-    assert isinstance(found, torch.dtype)
-    return found
+    torch_dtype = getattr(torch, known[dtype])
+    assert isinstance(torch_dtype, torch.dtype)
+    return torch_dtype
 
 
 def _autocast(dtype: str | torch.dtype | None, device: str) -> torch.dtype | None:
@@ -272,18 +271,18 @@ def _loss_of(output: Any, loss: Loss | None, recorder: Recorder) -> torch.Tensor
 
 def _state(fake: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:
     """Parameters and buffers as (tensor, names, is buffer); names of one storage belong together."""
-    found: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
+    by_storage: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
     for is_buffer, items in (
         (False, fake.named_parameters(remove_duplicate=False)),
         (True, fake.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in items:
             key = tensor.untyped_storage()._cdata
-            if key in found:
-                found[key][1].append(name)
+            if key in by_storage:
+                by_storage[key][1].append(name)
             else:
-                found[key] = (tensor, [name], is_buffer)
-    return list(found.values())
+                by_storage[key] = (tensor, [name], is_buffer)
+    return list(by_storage.values())
 
 
 def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: Recorder, settings: _Settings) -> list[Leaf]:

@@ -315,10 +315,10 @@ def _finish(graph: OpGraph, anchor: NDArray[np.int32], contraction: _Contraction
 def merge_cyclic_tasks(graph: OpGraph, op_cluster: NDArray[np.int32]) -> NDArray[np.int32] | None:
     """Merges clusters whose tasks (cluster and phase) wait for each other; None when the tasks are acyclic."""
     producer = graph.tensor_producer[graph.edge_tensor]
-    made = producer >= 0
+    produced = producer >= 0
     task = op_cluster.astype(np.int64) * 4 + graph.op_phase
     values, task = np.unique(task, return_inverse=True)
-    source, target = task[producer[made]].astype(np.int32), task[graph.consumers[made]].astype(np.int32)
+    source, target = task[producer[produced]].astype(np.int32), task[graph.consumers[produced]].astype(np.int32)
     other = source != target
     component = strong_components(len(values), source[other], target[other])
     if len(np.unique(component)) == len(values):

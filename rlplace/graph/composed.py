@@ -44,8 +44,8 @@ def composed(parts: Sequence[Access], inner: frozenset[int]) -> Access | None:
         statistics += [
             (tuple(classes[number, name] for name in names), size) for names, size in layouts.statistics(number, part)
         ]
-        made = [use.storage for use in part.uses if use.storage in inner and not _made_before(parts[:number], use.storage)]
-        for storage in made:
+        created = [use.storage for use in part.uses if use.storage in inner and not _made_before(parts[:number], use.storage)]
+        for storage in created:
             names = _agreed(classes, layouts.access[storage])
             own = {classes[number, piece] for piece in layouts.dims.get(number, {})}
             later = any(use.storage == storage for after in parts[number + 1 :] for use in after.uses)

@@ -114,12 +114,12 @@ class ContractionGraph:
 
     def twins(self) -> list[list[int]]:
         """Sets of live nodes with equal predecessors and equal successors, smallest number first."""
-        found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        by_neighbours: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for node in self.live():
             if 0 < self._degree(node) <= TWIN_DEGREE:
                 key = (tuple(sorted(self.predecessors[node])), tuple(sorted(self.successors[node])))
-                found.setdefault(key, []).append(node)
-        return [nodes for nodes in found.values() if len(nodes) > 1]
+                by_neighbours.setdefault(key, []).append(node)
+        return [nodes for nodes in by_neighbours.values() if len(nodes) > 1]
 
     def depth_first_order(self) -> list[int]:
         """A topological order of the live nodes that follows chains to their end before it turns to the next branch."""

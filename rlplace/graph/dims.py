@@ -34,19 +34,19 @@ def argument_dims(target: Any, args: Args, kwargs: Mapping[str, Any]) -> dict[st
     Attention with dropout: dropout = 1, since capture replaces it by the fused kernel. Grouped convolutions: groups and,
     with one input channel each, depthwise = 1.
     """
-    found: dict[str, int] = {}
+    dims: dict[str, int] = {}
     schema = getattr(target, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name not in ("dropout_p", "groups"):
             continue
         value = kwargs.get(argument.name, args[position] if position < len(args) else None)
         if argument.name == "dropout_p" and isinstance(value, float) and value > 0:
-            found["dropout"] = 1
+            dims["dropout"] = 1
         elif argument.name == "groups" and isinstance(value, int) and value > 1:
-            found["groups"] = value
+            dims["groups"] = value
             if len(args) > 1 and args[1].shape[1] == 1:
-                found["depthwise"] = 1
-    return found
+                dims["depthwise"] = 1
+    return dims
 
 
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}

@@ -19,6 +19,8 @@ PER_ELEMENT = {"elementwise": 1.0, "reduction": 1.0, "norm": 6.0, "softmax": 5.0
 """Operations per element of the larger of input and output, by kind; kinds that are missing count none."""
 
 Args = Sequence[Any]
+Formula = Callable[[Args, Sequence[torch.Tensor]], float]
+"""FLOPs from the arguments and the tensors that were returned."""
 
 
 def count_flops(name: str, args: Args, outputs: Sequence[torch.Tensor]) -> float:
@@ -40,20 +42,14 @@ def count_flops(name: str, args: Args, outputs: Sequence[torch.Tensor]) -> float
     return rate * max(sizes, default=0)
 
 
-def _matrix(where: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+def _matrix(where: int) -> Formula:
     """2 m n k for a (batched) product whose left operand is argument `where`."""
-
-    def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-        return 2.0 * int(args[where].numel()) * int(args[where + 1].shape[-1])
-
-    return formula
+    return lambda args, outputs: 2.0 * int(args[where].numel()) * int(args[where + 1].shape[-1])
 
 
-def _vector(where: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
-    def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-        return 2.0 * int(args[where].numel())
-
-    return formula
+def _vector(where: int) -> Formula:
+    """2 m k for a product of argument `where` and a vector."""
+    return lambda args, outputs: 2.0 * int(args[where].numel())
 
 
 def _linear(args: Args, outputs: Sequence[torch.Tensor]) -> float:
@@ -90,7 +86,7 @@ def _convolution_backward(args: Args, outputs: Sequence[torch.Tensor]) -> float:
     return once * (int(mask[0]) + int(mask[1])) + (int(gradient.numel()) if mask[2] else 0)
 
 
-def _attention(first: int, products: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+def _attention(first: int, products: int) -> Formula:
     """`products` matrix products between [B, H, S, D] and [B, H, T, D], with the query at argument `first`."""
 
     def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
@@ -110,42 +106,23 @@ def _recurrent_layer(args: Args, outputs: Sequence[torch.Tensor]) -> float:
     return 2.0 * int(rows) * int(weight_input.numel() + weight_hidden.numel())
 
 
-def _recurrent_whole(weights: int) -> Callable[[Args, Sequence[torch.Tensor]], float]:
-    """`rlplace::recurrent_layer`: every two-dimensional weight meets every row, the projection included."""
+def _recurrent(inputs: int, weights: int) -> Formula:
+    """Whole recurrent layers: every two-dimensional weight of the list at argument `weights` meets every row once."""
 
     def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-        inputs = args[0] if weights == 3 else args[1]
-        rows = inputs.numel() // int(inputs.shape[-1])
+        rows = args[inputs].numel() // int(args[inputs].shape[-1])
         return 2.0 * int(rows) * sum(int(w.numel()) for w in args[weights] if w.dim() == 2)
 
     return formula
 
 
-def _selective_scan(first: int, passes: float) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+def _selective_scan(first: int, passes: float) -> Formula:
     """9 per sample, channel, token and state: step times a, exponential, step times b times input, state update, output."""
-
-    def formula(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-        return passes * 9.0 * int(args[first].numel()) * int(args[first + 2].shape[-1])
-
-    return formula
+    return lambda args, outputs: passes * 9.0 * int(args[first].numel()) * int(args[first + 2].shape[-1])
 
 
-def _cudnn_rnn(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-    """Each two-dimensional weight meets every row once."""
-    rows = args[0].numel() // int(args[0].shape[-1])
-    return 2.0 * int(rows) * sum(int(w.numel()) for w in args[1] if w.dim() == 2)
-
-
-def _twice(formula: Callable[[Args, Sequence[torch.Tensor]], float]) -> Callable[[Args, Sequence[torch.Tensor]], float]:
+def _twice(formula: Formula) -> Formula:
     return lambda args, outputs: 2.0 * formula(args, outputs)
-
-
-def _embedding(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-    return 0.0
-
-
-def _embedding_backward(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-    return float(args[0].numel())
 
 
 def _trilinear(args: Args, outputs: Sequence[torch.Tensor]) -> float:
@@ -163,7 +140,7 @@ def _common_shapes(args: Args) -> list[list[int]]:
     return shapes
 
 
-_FORMULAS: dict[str, Callable[[Args, Sequence[torch.Tensor]], float]] = {
+_FORMULAS: dict[str, Formula] = {
     "mm": _matrix(0),
     "addmm": _matrix(1),
     "bmm": _matrix(0),
@@ -198,14 +175,14 @@ _FORMULAS: dict[str, Callable[[Args, Sequence[torch.Tensor]], float]] = {
     "_scaled_dot_product_fused_attention_overrideable_backward": _attention(1, 5),
     "mkldnn_rnn_layer": _recurrent_layer,
     "mkldnn_rnn_layer_backward": _twice(_recurrent_layer),
-    "recurrent_layer": _recurrent_whole(3),
-    "recurrent_layer_backward": _twice(_recurrent_whole(4)),
+    "recurrent_layer": _recurrent(0, 3),
+    "recurrent_layer_backward": _twice(_recurrent(1, 4)),
     "selective_scan": _selective_scan(0, 1.0),
     # Backward computes the states again and then walks them twice.
     "selective_scan_backward": _selective_scan(1, 3.0),
-    "_cudnn_rnn": _cudnn_rnn,
-    "_cudnn_rnn_backward": _twice(_cudnn_rnn),
-    "embedding": _embedding,
-    "embedding_dense_backward": _embedding_backward,
+    "_cudnn_rnn": _recurrent(0, 1),
+    "_cudnn_rnn_backward": _twice(_recurrent(0, 1)),
+    "embedding": lambda args, outputs: 0.0,
+    "embedding_dense_backward": lambda args, outputs: float(args[0].numel()),
     "_trilinear": _trilinear,
 }

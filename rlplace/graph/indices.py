@@ -33,10 +33,10 @@ class Cuts:
 
     def add(self, stride: int) -> bool:
         """Cuts; False when that does not go with the cuts that there are."""
-        place = bisect_left(self.at, stride)
-        if place < len(self.at) and self.at[place] == stride:
+        index = bisect_left(self.at, stride)
+        if index < len(self.at) and self.at[index] == stride:
             return True
-        if place in (0, len(self.at)) or stride % self.at[place - 1] or self.at[place] % stride:
+        if index in (0, len(self.at)) or stride % self.at[index - 1] or self.at[index] % stride:
             return False
         insort(self.at, stride)
         return True
@@ -46,7 +46,7 @@ class Cuts:
         return list(pairwise(self.at))[::-1]
 
 
-class _Run:
+class _DimensionRun:
     """A dimension of an op along strides of a storage."""
 
     def __init__(self, dim: Cuts, line: Cuts, size: int, stride: int) -> None:
@@ -74,14 +74,14 @@ class Layouts:
         """Brings the accesses of all forward ops, by op number, in line."""
         lines: dict[int, Cuts] = {}
         dims: dict[tuple[int, str], Cuts] = {}
-        runs: dict[tuple[int, int], list[list[tuple[str, _Run]]]] = {}
+        runs: dict[tuple[int, int], list[list[tuple[str, _DimensionRun]]]] = {}
         for op, access in accesses.items():
             for name, size in access.dims.items():
                 dims[op, name] = Cuts(size)
             for use in access.uses:
                 line = lines.setdefault(use.storage, Cuts(use.elements))
-                made = [(name, _Run(dims[op, name], line, size, stride)) for name, size, stride in use.runs]
-                runs.setdefault((use.storage, op), []).append(made)
+                use_runs = [(name, _DimensionRun(dims[op, name], line, size, stride)) for name, size, stride in use.runs]
+                runs.setdefault((use.storage, op), []).append(use_runs)
         every = [run for uses in runs.values() for use in uses for _, run in use]
         while True:
             before = sum(len(cuts.at) for cuts in (*lines.values(), *dims.values())), sum(run.alive for run in every)
@@ -105,18 +105,18 @@ class Layouts:
             agreed = tuple(names[0] if len(set(names)) == 1 else "" for names in zip(*seen, strict=True))
             self.access.setdefault(storage, {})[op] = agreed
 
-    def _names(self, op: int, line: Cuts, use: Sequence[tuple[str, _Run]]) -> Names:
-        found: dict[tuple[int, int], str] = {}
+    def _names(self, op: int, line: Cuts, use: Sequence[tuple[str, _DimensionRun]]) -> Names:
+        name_of_piece: dict[tuple[int, int], str] = {}
         for name, run in use:
             pieces = run.dim.ranges()
             for index, (low, high) in enumerate(pieces):
                 if (op, name) in self._dims:
-                    found[low * run.stride, high * run.stride] = _piece(name, index, len(pieces))
-        return tuple(found.get(piece, "") for piece in line.ranges())
+                    name_of_piece[low * run.stride, high * run.stride] = _piece(name, index, len(pieces))
+        return tuple(name_of_piece.get(piece, "") for piece in line.ranges())
 
     def statistics(self, op: int, access: Access) -> tuple[tuple[Names, int], ...]:
         """The op's statistics by the dimensions that it has now."""
-        found = []
+        statistics = []
         for names, size in access.statistics:
             pieces = [
                 _piece(name, index, count)
@@ -125,8 +125,8 @@ class Layouts:
                 for count in [len(self._dims[op, name].at) - 1]
                 for index in range(count)
             ]
-            found.append((tuple(pieces), size))
-        return tuple(found)
+            statistics.append((tuple(pieces), size))
+        return tuple(statistics)
 
 
 def _piece(name: str, index: int, count: int) -> str:
@@ -162,10 +162,10 @@ class GradientLayouts:
             known = {maker: own}
             away = 0
             for user in users:
-                found = self._names(user, storage)
-                if found is not None:
-                    known[user] = found[0]
-                    away += found[1]
+                seen = self._names(user, storage)
+                if seen is not None:
+                    known[user] = seen[0]
+                    away += seen[1]
             size = self._size_bytes[storage]
             fits = 2 if size == size_bytes else 1 if size > size_bytes else 0
             rank = (fits if len(known) > 1 else -1, len(known), -away)
@@ -238,8 +238,8 @@ class Traced:
         """Dimensions of ops and axes of tensors that agree; worked out when first asked for."""
         layouts = Layouts(self.accesses)
         forward_of = self.forward_of
-        made = {row[0]: row[2] for row in self.rows if row[0] >= 0 and row[1] >= 0 and row[1] not in forward_of}
-        gradients = GradientLayouts(layouts, made)
+        forward_bytes = {row[0]: row[2] for row in self.rows if row[0] >= 0 and row[1] >= 0 and row[1] not in forward_of}
+        gradients = GradientLayouts(layouts, forward_bytes)
         axes: dict[int, tuple[int, ...]] = {}
         access: dict[int, dict[int, Names]] = {}
         for tensor, (storage, producer, size, users) in enumerate(self.rows):

@@ -112,7 +112,7 @@ def _build(item: Any) -> Any:
 def _dtype(name: str) -> torch.dtype:
     import torch
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise InputError(f"inputs: {show(name)} is no dtype of torch")
-    return found
+    return dtype

@@ -51,10 +51,10 @@ class ModuleTree:
 
     def common(self, label: NDArray[np.int64], count: int) -> list[int]:
         """Per label the deepest module that contains all ops with that label."""
-        found = [-1] * count
+        module_of_label = [-1] * count
         for node, item in zip(self.node, label.tolist(), strict=True):
-            found[item] = node if found[item] < 0 else self.lowest_common(found[item], node)
-        return found
+            module_of_label[item] = node if module_of_label[item] < 0 else self.lowest_common(module_of_label[item], node)
+        return module_of_label
 
     def nearest(self, path: str) -> int:
         """Index of the first op whose module shares the longest path with `path`."""

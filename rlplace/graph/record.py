@@ -174,8 +174,8 @@ class Recorder(TorchDispatchMode):
         known = len(self.storages)
         out = func(*args, **kwargs)
         outputs = list(tensors_in(out))
-        made = tuple(dict.fromkeys(map(self.storage, outputs)))
-        creates = tuple(s for s in made if s >= known)
+        output_storages = tuple(dict.fromkeys(map(self.storage, outputs)))
+        creates = tuple(s for s in output_storages if s >= known)
         writes = self._written(func, name, args, kwargs)
         is_view = not creates and not writes and bool(outputs)
         if name in _METADATA_ONLY:

@@ -92,8 +92,8 @@ def selective_scan_backward(
         (gate, of_gate),
         (bias, of_step.sum((0, 2))),
     )
-    given = [(tensor, value) for tensor, value in optional if tensor is not None and value is not None]
-    pairs = [(inputs, of_inputs), (step, of_step), (a, of_a), (b, of_b), (c, of_c), *given]
+    present = [(tensor, value) for tensor, value in optional if tensor is not None and value is not None]
+    pairs = [(inputs, of_inputs), (step, of_step), (a, of_a), (b, of_b), (c, of_c), *present]
     return [value.to(tensor.dtype).clone(memory_format=torch.contiguous_format) for tensor, value in pairs]
 
 
@@ -115,9 +115,9 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
     saved = iter(ctx.saved_tensors)
-    operands = [next(saved) if given else None for given in ctx.given]
+    operands = [next(saved) if is_tensor else None for is_tensor in ctx.given]
     gradients = iter(torch.ops.rlplace.selective_scan_backward(gradient, *operands, ctx.softplus))
-    return (*(next(gradients) if given else None for given in ctx.given), None)
+    return (*(next(gradients) if is_tensor else None for is_tensor in ctx.given), None)
 
 
 selective_scan.register_autograd(_backward, setup_context=_save)

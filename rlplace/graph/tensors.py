@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlplace.graph.assemble import Assembly, Key
@@ -10,7 +9,7 @@ from rlplace.graph.opgraph import ACTIVATION, BUFFER, GRADIENT, INPUT, PARAMETER
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """A tensor: role, parameter (-1: none), producer (-1: none), bytes, consumers, storage (-1: several, or none)."""
 
     role: int
@@ -90,52 +89,43 @@ class Tensors:
             peak = max(peak, live)
         return peak
 
-    def rows(self, inputs: Sequence[int], number: dict[Key, int]) -> list[Row]:
+    def rows(self, number: dict[Key, int]) -> list[TensorRow]:
         """Rows in order of producer."""
         leaf_of_storage = {leaf.storage: index for index, leaf in reversed(list(enumerate(self.assembly.leaves)))}
-        rows: list[Row] = []
+        rows: list[TensorRow] = []
         users_of = dict(self.external)
         for index, leaf in enumerate(self.assembly.leaves):
-            users = (
-                sorted(number[key] for key in users_of.get(leaf.storage, ())) if leaf_of_storage[leaf.storage] == index else []
-            )
+            is_first = leaf_of_storage[leaf.storage] == index
+            users = sorted(number[key] for key in users_of.get(leaf.storage, ())) if is_first else []
             if leaf.record.trainable:
                 users.append(number[(UPDATE_OF, index)])
             role = BUFFER if leaf.record.is_buffer else PARAMETER
-            rows.append(
-                Row(
-                    role,
-                    index,
-                    -1,
-                    leaf.record.size_bytes,
-                    users,
-                    leaf.storage if leaf_of_storage[leaf.storage] == index else -1,
-                )
-            )
+            rows.append(TensorRow(role, index, -1, leaf.record.size_bytes, users, leaf.storage if is_first else -1))
         for storage, keys in self.external:
             size = int(self.assembly.recorder.storages[storage].nbytes())
             if storage not in leaf_of_storage and keys:
-                rows.append(Row(INPUT, -1, -1, size, sorted(number[key] for key in keys), storage))
+                rows.append(TensorRow(INPUT, -1, -1, size, sorted(number[key] for key in keys), storage))
         merged: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         for producer, storage, keys_of in self.made:
             size = int(self.assembly.recorder.storages[storage].nbytes())
             users = sorted(number[key] for key in keys_of)
-            place = number[producer], tuple(users)
+            edge = number[producer], tuple(users)
             # What an op saves for its own backward op has one lifetime and never travels: one tensor.
-            if merged.get(place) is not None and producer[0] == FORWARD_OF and keys_of == ((BACKWARD_OF, producer[1]),):
-                merged[place] = merged[place][0] + size, -1
-            elif place in merged:
-                rows.append(Row(ACTIVATION, -1, place[0], size, users, storage))
+            if edge in merged and producer[0] == FORWARD_OF and keys_of == ((BACKWARD_OF, producer[1]),):
+                merged[edge] = merged[edge][0] + size, -1
+            elif edge in merged:
+                rows.append(TensorRow(ACTIVATION, -1, edge[0], size, users, storage))
             else:
-                merged[place] = size, storage
+                merged[edge] = size, storage
         rows += [
-            Row(ACTIVATION, -1, producer, size, list(users), storage) for (producer, users), (size, storage) in merged.items()
+            TensorRow(ACTIVATION, -1, producer, size, list(users), storage)
+            for (producer, users), (size, storage) in merged.items()
         ]
         for writer, readers in self.ordering.items():
-            rows.append(Row(ACTIVATION, -1, number[writer], 0, sorted(number[key] for key in readers), -1))
+            rows.append(TensorRow(ACTIVATION, -1, number[writer], 0, sorted(number[key] for key in readers), -1))
         for index, sources in self.assembly.gradient_sources.items():
             record = self.assembly.leaves[index].record
             if record.trainable:
                 update = number[(UPDATE_OF, index)]
-                rows += [Row(GRADIENT, index, number[key], record.gradient_bytes, [update], -1) for key in sources]
+                rows += [TensorRow(GRADIENT, index, number[key], record.gradient_bytes, [update], -1) for key in sources]
         return sorted(rows, key=lambda row: (row.producer, row.role))

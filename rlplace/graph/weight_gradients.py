@@ -59,8 +59,8 @@ def split_weight_gradients(graph: OpGraph) -> tuple[OpGraph, NDArray[np.int32]]:
     flops, moved = _shares(graph, weight_side, split, kinds, origin, is_weight)
 
     producer = graph.tensor_producer
-    made = np.maximum(producer, 0)
-    new_producer = np.where(weight_side, second[made], first[made])
+    producing_op = np.maximum(producer, 0)
+    new_producer = np.where(weight_side, second[producing_op], first[producing_op])
     tensor, consumers = _edges(graph, split, kinds, first, second)
     ties = np.flatnonzero(split)  # the weight part runs after the input part
     count = graph.num_tensors
@@ -157,10 +157,10 @@ def _weight_side(graph: OpGraph) -> NDArray[np.bool_]:
 def _outputs(graph: OpGraph, weight_side: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
     """Marks [N] the ops that make weight-side tensors, that make others, and that others wait for without taking bytes."""
     makes_weight, passes_on, ordered = np.zeros((3, graph.num_ops), dtype=bool)
-    made = graph.tensor_producer >= 0
-    makes_weight[graph.tensor_producer[made & weight_side]] = True
-    passes_on[graph.tensor_producer[made & ~weight_side]] = True
-    ordered[graph.tensor_producer[made & ~weight_side & (graph.tensor_bytes == 0)]] = True
+    produced = graph.tensor_producer >= 0
+    makes_weight[graph.tensor_producer[produced & weight_side]] = True
+    passes_on[graph.tensor_producer[produced & ~weight_side]] = True
+    ordered[graph.tensor_producer[produced & ~weight_side & (graph.tensor_bytes == 0)]] = True
     return makes_weight, passes_on, ordered
 
 
@@ -193,8 +193,8 @@ def _shares(
     size = graph.tensor_bytes.astype(np.float64)
     for part, reads in enumerate(_read_by_parts(graph, split, kinds)):
         np.add.at(touched[part], graph.consumers[reads], size[graph.edge_tensor[reads]])
-    made = graph.tensor_producer >= 0
-    for part, writes in enumerate((made & ~weight_side, made & weight_side)):
+    produced = graph.tensor_producer >= 0
+    for part, writes in enumerate((produced & ~weight_side, produced & weight_side)):
         np.add.at(touched[part], graph.tensor_producer[writes], size[writes])
     total = touched.sum(axis=0)
     share = np.where(total > 0, touched[0] / np.maximum(total, 1.0), 0.5)

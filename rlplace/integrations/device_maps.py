@@ -62,18 +62,18 @@ def plan_from_device_map(
             held.setdefault(path.rpartition(".")[0], Counter())[index] += 1
 
     def device_of(path: str) -> int | None:
-        found = _lookup(entries, path)
-        return held[path].most_common(1)[0][0] if found is None and path in held else found
+        entry = _lookup(entries, path)
+        return held[path].most_common(1)[0][0] if entry is None and path in held else entry
 
     chosen: list[int | None] = []
     moved = 0
     for ops, own_modules in zip(problem.group_ops, problem.group_modules, strict=True):
         paths = [op.rpartition("/")[0] for op in ops] or list(own_modules)
-        votes = Counter(found for found in map(device_of, paths) if found is not None)
+        votes = Counter(entry for entry in map(device_of, paths) if entry is not None)
         best = min(votes, key=lambda d: (-votes[d], d)) if votes else None
         chosen.append(best)
         moved += votes.total() - votes[best] if best is not None else 0
-    lonely = [group for group, found in enumerate(chosen) if found is None]
+    lonely = [group for group, entry in enumerate(chosen) if entry is None]
     for group in lonely:
         if problem.gradient_bytes[group] > 0:
             missing = next(iter(problem.group_modules[group]), problem.group_names[group])
@@ -158,14 +158,14 @@ def _device_index(path: str, value: Any, index_of: Mapping[str, int]) -> int:
 
 
 def _known_paths(problem: Problem) -> set[str]:
-    found = {""}
+    paths = {""}
     for modules in problem.group_modules or ():
         for path in modules:
-            found.update(path_prefixes(path))
+            paths.update(path_prefixes(path))
     for ops in problem.group_ops or ():
         for op in ops:
-            found.update(path_prefixes(op.rpartition("/")[0]))
-    return found
+            paths.update(path_prefixes(op.rpartition("/")[0]))
+    return paths
 
 
 def _check_path(path: Any, modules: set[str], model: nn.Module | None) -> None:
@@ -206,7 +206,7 @@ def _nearest(device_of_module: Mapping[str, int], path: str, default: int) -> in
 
 def _with_neighbours(problem: Problem, chosen: Sequence[int | None]) -> list[int]:
     """Groups without an entry go where what they read is made, else where what they make is read."""
-    found = list(chosen)
+    widened = list(chosen)
     before: dict[int, list[int]] = {}
     after: dict[int, list[int]] = {}
     for tensor, producer in enumerate(problem.tensor_producer.tolist()):
@@ -215,17 +215,17 @@ def _with_neighbours(problem: Problem, chosen: Sequence[int | None]) -> list[int
         for reader in set(problem.op_group[problem.consumers[low:high]].tolist()) - {owner}:
             before.setdefault(reader, []).append(owner)
             after.setdefault(owner, []).append(reader)
-    left = {group for group, device in enumerate(found) if device is None}
+    left = {group for group, device in enumerate(widened) if device is None}
     while left:
         settled = {}
         for group in sorted(left):
             near: Iterable[int] = [*before.get(group, ()), *after.get(group, ())]
-            device = next((found[other] for other in near if found[other] is not None), None)
+            device = next((widened[other] for other in near if widened[other] is not None), None)
             if device is not None:
                 settled[group] = device
         if not settled:
-            settled = dict.fromkeys(left, next((d for d in found if d is not None), 0))
+            settled = dict.fromkeys(left, next((d for d in widened if d is not None), 0))
         for group, device in settled.items():
-            found[group] = device
+            widened[group] = device
         left -= settled.keys()
-    return [device for device in found if device is not None]
+    return [device for device in widened if device is not None]

@@ -307,7 +307,7 @@ def _units(model: nn.Module, ops: Sequence[_Op], stage: Sequence[int]) -> dict[s
         paths += [f"{name}.{item}" for item, _ in child.named_children()] if listed else [name]
     units: dict[str, tuple[int, ...]] = {}
     for path in paths:
-        found = Counter(s for op, s in zip(ops, stage, strict=True) if f"{op.module}.".startswith(f"{path}."))
-        if found:
-            units[path] = tuple(sorted(found))
+        count_of_stage = Counter(s for op, s in zip(ops, stage, strict=True) if f"{op.module}.".startswith(f"{path}."))
+        if count_of_stage:
+            units[path] = tuple(sorted(count_of_stage))
     return units

@@ -111,16 +111,16 @@ def _checked(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
 
 def _algorithms(links: Links, kind: str, group: tuple[int, ...]) -> tuple[_Algorithm, ...]:
     kept = _KEPT.setdefault(links, {})
-    found = kept.get((kind, group))
-    if found is None:
+    algorithms = kept.get((kind, group))
+    if algorithms is None:
         parts = _parts(links, group)
         fabric = parts[0][0] if len(parts) == 1 else None
         if fabric is not None:
-            found = ((inside(fabric, kind, group),),)
+            algorithms = ((inside(fabric, kind, group),),)
         else:
-            found = (*_over_links(links, kind, group), *_across(links, kind, parts))
-        kept[kind, group] = found
-    return found
+            algorithms = (*_over_links(links, kind, group), *_across(links, kind, parts))
+        kept[kind, group] = algorithms
+    return algorithms
 
 
 def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tuple[int, ...]]]:
@@ -162,12 +162,12 @@ def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algori
     launch = max(float(links.latency_s[i, j]) for i, j in hops)
     hop = HOP_LATENCY_SHARE * float(np.mean([links.latency_s[i, j] for i, j in hops]))
     steps = rounds_of(kind) * (size - 1)
-    found: list[_Algorithm] = [(line(launch + (steps - 1) * hop, bus_factor(kind, size) * s_per_byte),)]
+    algorithms: list[_Algorithm] = [(line(launch + (steps - 1) * hop, bus_factor(kind, size) * s_per_byte),)]
     if kind in ("all_reduce", "broadcast"):
         depth = rounds_of(kind) * math.ceil(math.log2(size))
         volume = 2 * bus_factor("broadcast", size) * rounds_of(kind)
-        found.append((line(launch + (depth - 1) * hop, volume * s_per_byte),))
-    return found
+        algorithms.append((line(launch + (depth - 1) * hop, volume * s_per_byte),))
+    return algorithms
 
 
 def _rails(parts: list[tuple[Fabric | None, tuple[int, ...]]]) -> list[tuple[int, ...]]:

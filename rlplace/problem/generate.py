@@ -169,17 +169,17 @@ def _tensors(
     for source, target in edges:
         following[source].append(target)
     step = 3 if training else 1
-    found: list[tuple[int, int, int, list[int]]] = []
+    tensors: list[tuple[int, int, int, list[int]]] = []
     for group, size in enumerate(activation.tolist()):
         saved = [step * group + 1] if training else []  # the backward op reads its group's output
         readers = sorted(saved + [step * target for target in following[group]])
         if readers:
-            found.append((step * group, -1, size, readers))
+            tensors.append((step * group, -1, size, readers))
         if training:
-            found.append((step * group + 1, -1, 0, [step * group + 2]))
+            tensors.append((step * group + 1, -1, 0, [step * group + 2]))
     if training:  # the gradient of an activation goes back along its edge
-        found += [(3 * target + 1, -1, int(activation[source]), [3 * source + 1]) for source, target in edges]
-    return found
+        tensors += [(3 * target + 1, -1, int(activation[source]), [3 * source + 1]) for source, target in edges]
+    return tensors
 
 
 def _devices(

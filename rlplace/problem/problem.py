@@ -228,8 +228,8 @@ class Problem:
     def edge_source_group(self) -> NDArray[np.int32]:
         """int32 [E], the group that each entry of `consumers` reads from: its producer's, or the owner."""
         producer = self.tensor_producer[self.edge_tensor]
-        made: NDArray[np.int32] = self.op_group[np.maximum(producer, 0)]
-        return np.where(producer >= 0, made, self.tensor_owner[self.edge_tensor])
+        producer_group: NDArray[np.int32] = self.op_group[np.maximum(producer, 0)]
+        return np.where(producer >= 0, producer_group, self.tensor_owner[self.edge_tensor])
 
     @cached_property
     def fingerprint(self) -> str:

@@ -90,43 +90,43 @@ class Sharding(Indices):
             self.fixed_s.setflags(write=False)
 
 
-def gradient_sums(found: Sharding, op: int, makers: Mapping[int, Sequence[int]]) -> frozenset[str]:
+def gradient_sums(sharding: Sharding, op: int, makers: Mapping[int, Sequence[int]]) -> frozenset[str]:
     """Dimensions of a forward op that gradients of its inputs may be summed over: those that run along its outputs.
 
     The gradient of a bias of a product, for example, is no sum over the reduced dimension: devices that hold other parts of it
     compute the same.
 
     Args:
-        found: The problem's sharding.
+        sharding: The problem's sharding.
         op: Forward op.
         makers: Op to the tensors that it makes.
     """
-    names = (name for tensor in makers.get(op, ()) for name in found.access.get(tensor, {}).get(op, ()))
+    names = (name for tensor in makers.get(op, ()) for name in sharding.access.get(tensor, {}).get(op, ()))
     return frozenset(name for name in names if name)
 
 
-def check_sharding(found: Sharding, problem: Problem) -> None:
+def check_sharding(sharding: Sharding, problem: Problem) -> None:
     """Refuses numbers out of range, names that are no dimensions, axes that do not fit, and more bytes than a group has.
 
     Raises:
         InputError: Names the first thing that is wrong.
     """
     ops, devices = problem.num_ops, problem.num_devices
-    if found.fixed_s is not None and (found.fixed_s.shape != (ops, devices) or not (found.fixed_s >= 0).all()):
+    if sharding.fixed_s is not None and (sharding.fixed_s.shape != (ops, devices) or not (sharding.fixed_s >= 0).all()):
         raise InputError(f"problem: sharding.fixed_s: expected {ops} x {devices} numbers from 0 up")
-    for op, dims in found.dims.items():
+    for op, dims in sharding.dims.items():
         if not 0 <= op < ops or any(not name or size < 1 for name, size in dims.items()):
             raise InputError(f"problem: ops[{op}].dims: expected an existing op, and sizes from 1 up by name")
-    for op, forward in found.follows.items():
-        if not 0 <= op < ops or not 0 <= forward < ops or op == forward or forward in found.follows:
+    for op, forward in sharding.follows.items():
+        if not 0 <= op < ops or not 0 <= forward < ops or op == forward or forward in sharding.follows:
             raise InputError(f"problem: ops[{op}].follows: {forward} is not an op that is cut on its own account")
-    for tensor, readers in found.access.items():
-        if not 0 <= tensor < problem.num_tensors or tensor not in found.axes:
+    for tensor, readers in sharding.access.items():
+        if not 0 <= tensor < problem.num_tensors or tensor not in sharding.axes:
             raise InputError(f"problem: tensors[{tensor}].access: the tensor must exist and have axes")
-        _check_access(found, readers, found.axes[tensor], f"tensors[{tensor}]", ops)
+        _check_access(sharding, readers, sharding.axes[tensor], f"tensors[{tensor}]", ops)
     left = problem.resident_bytes.tolist()
     updates: set[int] = set()
-    for index, item in enumerate(found.held):
+    for index, item in enumerate(sharding.held):
         if not 0 <= item.group < problem.num_groups or not -1 <= item.update < ops:
             raise InputError(f"problem: held[{index}] ({item.name}): its group or update op does not exist")
         if item.update in updates:
@@ -135,17 +135,17 @@ def check_sharding(found: Sharding, problem: Problem) -> None:
         left[item.group] -= item.weight_bytes + item.gradient_bytes + item.optimizer_bytes
         if left[item.group] < 0:
             raise InputError(f"problem: held[{index}] ({item.name}): more bytes than its group {item.group} has")
-        _check_access(found, item.access, item.axes, f"held[{index}] ({item.name})", ops)
-    for op, sums in found.statistics.items():
-        if not 0 <= op < ops or any(name not in found.dims.get(op, {}) for names, _ in sums for name in names):
+        _check_access(sharding, item.access, item.axes, f"held[{index}] ({item.name})", ops)
+    for op, sums in sharding.statistics.items():
+        if not 0 <= op < ops or any(name not in sharding.dims.get(op, {}) for names, _ in sums for name in names):
             raise InputError(f"problem: ops[{op}].statistics: names a dimension that the op does not have")
 
 
-def _check_access(found: Sharding, access: Mapping[int, Names], axes: tuple[int, ...], where: str, ops: int) -> None:
+def _check_access(sharding: Sharding, access: Mapping[int, Names], axes: tuple[int, ...], where: str, ops: int) -> None:
     if prod(axes) < 1:
         raise InputError(f"problem: {where}.axes: sizes must be 1 or more")
     for op, names in access.items():
-        dims = found.dims.get(found.follows.get(op, op), {})
+        dims = sharding.dims.get(sharding.follows.get(op, op), {})
         if not 0 <= op < ops or len(names) != len(axes):
             raise InputError(f"problem: {where}.access[{op}]: not an op, or {len(names)} names for {len(axes)} axes")
         for name, size in zip(names, axes, strict=True):
@@ -153,17 +153,18 @@ def _check_access(found: Sharding, access: Mapping[int, Names], axes: tuple[int,
                 raise InputError(f"problem: {where}.access[{op}]: {show(name)} is not a dimension of size {size} of that op")
 
 
-def sharding_to_dict(found: Sharding) -> dict[str, Any]:
+def sharding_to_dict(sharding: Sharding) -> dict[str, Any]:
     """As plain JSON data: the key ``sharding`` of a problem file; an op's dims stand with the op."""
     data: dict[str, Any] = {
         "tensors": [
-            {"tensor": tensor, "axes": list(found.axes[tensor]), "access": _names_to_dict(access)}
-            for tensor, access in sorted(found.access.items())
+            {"tensor": tensor, "axes": list(sharding.axes[tensor]), "access": _names_to_dict(access)}
+            for tensor, access in sorted(sharding.access.items())
         ],
         "statistics": [
-            {"op": op, "sums": [[list(names), size] for names, size in sums]} for op, sums in sorted(found.statistics.items())
+            {"op": op, "sums": [[list(names), size] for names, size in sums]}
+            for op, sums in sorted(sharding.statistics.items())
         ],
-        "follows": [[op, forward] for op, forward in sorted(found.follows.items())],
+        "follows": [[op, forward] for op, forward in sorted(sharding.follows.items())],
         "held": [
             {
                 "name": item.name, "group": item.group, "axes": list(item.axes), "access": _names_to_dict(item.access),
@@ -171,11 +172,11 @@ def sharding_to_dict(found: Sharding) -> dict[str, Any]:
                 "optimizer_bytes": item.optimizer_bytes, "update": item.update if item.update >= 0 else None,
                 "input": item.is_input,
             }
-            for item in found.held
+            for item in sharding.held
         ],
     }  # fmt: skip
-    if found.fixed_s is not None:
-        data["fixed_s"] = [row[0] if len(set(row)) == 1 else row for row in found.fixed_s.tolist()]
+    if sharding.fixed_s is not None:
+        data["fixed_s"] = [row[0] if len(set(row)) == 1 else row for row in sharding.fixed_s.tolist()]
     return data
 
 

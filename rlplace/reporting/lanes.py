@@ -19,7 +19,7 @@ DEVICE, LINK, COLLECTIVE = "device", "link", "collective"
 
 
 @dataclass(frozen=True)
-class Row:
+class LaneRow:
     """One row of a picture.
 
     Attributes:
@@ -50,7 +50,7 @@ class Lanes:
         size_bytes: int64 [B], of a transfer; -1 for tasks.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LaneRow, ...]
     step_s: float
     row: NDArray[np.int32]
     start_s: NDArray[np.float64]
@@ -73,7 +73,8 @@ def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
         timeline: Of that problem.
     """
     devices = [
-        Row(d.name, DEVICE, i, float(busy)) for i, (d, busy) in enumerate(zip(problem.devices, timeline.busy_s, strict=True))
+        LaneRow(d.name, DEVICE, i, float(busy))
+        for i, (d, busy) in enumerate(zip(problem.devices, timeline.busy_s, strict=True))
     ]
     if timeline.step_time_s is None:
         none = np.zeros(0, dtype=np.int32)
@@ -118,7 +119,7 @@ def _task_boxes(problem: Problem, timeline: Timeline, tasks: NDArray[np.int64], 
     return row.astype(np.int32), timeline.start_s[tasks], timeline.end_s[tasks], op, problem.op_group[op], microbatch, size
 
 
-def _link_boxes(problem: Problem, timeline: Timeline, rows: list[Row]) -> list[Columns]:
+def _link_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow]) -> list[Columns]:
     pair = timeline.transfer_source.astype(np.int64) * problem.num_devices + timeline.transfer_destination
     parts: list[Columns] = []
     for key in np.unique(pair).tolist():
@@ -127,21 +128,21 @@ def _link_boxes(problem: Problem, timeline: Timeline, rows: list[Row]) -> list[C
         start, end = timeline.transfer_start_s[here], timeline.transfer_end_s[here]
         lane = pack(start, end)
         tensor = timeline.transfer_tensor[here]
-        made = problem.tensor_producer[tensor]
-        group = np.where(made >= 0, problem.op_group[np.maximum(made, 0)], problem.tensor_owner[tensor])
+        producer = problem.tensor_producer[tensor]
+        group = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], problem.tensor_owner[tensor])
         base, name = len(rows), f"{problem.devices[source].name} → {problem.devices[destination].name}"
         for number in range(int(lane.max(initial=0)) + 1):
             busy = float((end - start)[lane == number].sum())
-            rows.append(Row(name if number == 0 else f"{name}, {number + 1}", LINK, source, busy))
+            rows.append(LaneRow(name if number == 0 else f"{name}, {number + 1}", LINK, source, busy))
         microbatch = timeline.transfer_microbatch[here] if timeline.microbatches > 1 else np.full(len(here), -1)
         size = problem.tensor_bytes[tensor]
         parts.append(
-            ((base + lane).astype(np.int32), start, end, made, group.astype(np.int32), microbatch.astype(np.int32), size)
+            ((base + lane).astype(np.int32), start, end, producer, group.astype(np.int32), microbatch.astype(np.int32), size)
         )
     return parts
 
 
-def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[Row]) -> list[Columns]:
+def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow]) -> list[Columns]:
     """A row for every set of channels that collectives hold: those of one set never overlap."""
     held = sorted({collective.channels for collective in problem.collectives})
     leader = np.full(problem.num_ops, -1, dtype=np.int32)
@@ -156,7 +157,7 @@ def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[Row]) -> 
         name = "collective " + _among([problem.devices[device].name for device in where])
         for extra in range(int(lane.max(initial=0)) + 1):
             busy = float((timeline.end_s[tasks] - timeline.start_s[tasks])[lane == extra].sum())
-            rows.append(Row(name if extra == 0 else f"{name}, {extra + 1}", COLLECTIVE, where[0], busy))
+            rows.append(LaneRow(name if extra == 0 else f"{name}, {extra + 1}", COLLECTIVE, where[0], busy))
         first = len(rows) - 1 - int(lane.max(initial=0))
         parts.append(_task_boxes(problem, timeline, tasks, first + lane))
     return parts

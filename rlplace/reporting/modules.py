@@ -129,12 +129,12 @@ class _Build:
             return [(items, node)]
         parts = min(MAX_CHILDREN, -(-len(items) // MAX_CHILDREN))
         size = -(-len(items) // parts)
-        found = []
+        ranges = []
         for begin in range(0, len(items), size):
             part = items[begin : begin + size]
             under = self.add(node, f"{part[0][3]} to {part[-1][3]}" if len(part) > 1 else part[0][3])
-            found += self.ranges(under, part)
-        return found
+            ranges += self.ranges(under, part)
+        return ranges
 
     def tree(self, paths: Sequence[tuple[str, ...]]) -> ModuleTree:
         depth = next((d for d in range(1, 32) if len({path[:d] for path in paths}) >= _FEWEST_BLOCKS), 32)

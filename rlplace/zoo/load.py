@@ -144,18 +144,20 @@ def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, 
     return module, inputs
 
 
-def _load_function(place: str, rest: str, batch: int, seq: int) -> tuple[nn.Module, Any, Any]:
+def _load_function(source: str, rest: str, batch: int, seq: int) -> tuple[nn.Module, Any, Any]:
     from torch import nn
 
     name, options = split_spec(rest)
-    where = f"{place}:{name}"
-    if not place.endswith(".py") and place.partition(".")[0] in _NO_MODELS:
-        raise InputError(f"model {show(where)}: {show(place)} holds no function that returns a model and its inputs; write one")
-    module = _import(place)
+    where = f"{source}:{name}"
+    if not source.endswith(".py") and source.partition(".")[0] in _NO_MODELS:
+        raise InputError(
+            f"model {show(where)}: {show(source)} holds no function that returns a model and its inputs; write one"
+        )
+    module = _import(source)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise unknown_name(f"function of {place}", name, functions)
+        raise unknown_name(f"function of {source}", name, functions)
     parameters = inspect.signature(function).parameters
     defaults = {key: None if p.default is p.empty else p.default for key, p in parameters.items()}
     values: dict[str, Any] = {key: size for key, size in (("batch", batch), ("seq", seq)) if key in parameters}
@@ -179,31 +181,31 @@ def _load_function(place: str, rest: str, batch: int, seq: int) -> tuple[nn.Modu
     return result[0], dict(inputs) if isinstance(inputs, Mapping) else inputs, loss
 
 
-def _import(place: str) -> Any:
+def _import(source: str) -> Any:
     """Imports a dotted module, also from the current folder, or a Python file."""
-    if place.endswith(".py"):
-        path = Path(place)
+    if source.endswith(".py"):
+        path = Path(source)
         if not os.path.isfile(path):
-            raise InputError(f"model {show(place)}: file not found")
-        found = importlib.util.spec_from_file_location(f"rlplace_model_{path.stem}", path)
-        assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        sys.modules[found.name] = module
-        run: Callable[[], Any] = lambda: found.loader.exec_module(module)  # type: ignore[union-attr]  # noqa: E731
+            raise InputError(f"model {show(source)}: file not found")
+        file_spec = importlib.util.spec_from_file_location(f"rlplace_model_{path.stem}", path)
+        assert file_spec is not None and file_spec.loader is not None
+        module = importlib.util.module_from_spec(file_spec)
+        sys.modules[file_spec.name] = module
+        run: Callable[[], Any] = lambda: file_spec.loader.exec_module(module)  # type: ignore[union-attr]  # noqa: E731
     else:
         module = None
-        run = lambda: importlib.import_module(place)  # noqa: E731
+        run = lambda: importlib.import_module(source)  # noqa: E731
     sys.path.insert(0, str(Path.cwd()))
     try:
         imported = run()
     except ModuleNotFoundError as error:
-        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
+        if error.name is not None and (source == error.name or source.startswith(f"{error.name}.")):
             raise InputError(
-                f"model {show(place)}: no module of this name; hf:, zoo:, package.module: or file.py: come first"
+                f"model {show(source)}: no module of this name; hf:, zoo:, package.module: or file.py: come first"
             ) from None
-        raise InputError(f"model {show(place)}: its import fails: {_first_line(error)}") from error
+        raise InputError(f"model {show(source)}: its import fails: {_first_line(error)}") from error
     except (Exception, SystemExit) as error:
-        raise InputError(f"model {show(place)}: its import raised {type(error).__name__}: {_first_line(error)}") from error
+        raise InputError(f"model {show(source)}: its import raised {type(error).__name__}: {_first_line(error)}") from error
     finally:
         sys.path.remove(str(Path.cwd()))
     return imported if module is None else module

@@ -37,7 +37,7 @@ class DeviceKind:
         name: For example ``"a100-80g"``.
         peak_flops: FLOP/s by entry of `DTYPES`; a missing dtype runs at the float32 rate.
         gemm_efficiency: Largest sustained fraction of `peak_flops` by entry of `DTYPES`; a missing one takes float32's.
-        memory_bandwidth_bytes_per_s: Of the device memory.
+        memory_bandwidth_bytes_per_s: Bandwidth of the device memory.
         memory_bytes: Capacity.
         launch_s: Time that the smallest kernel takes, its share of the host's dispatch included.
         reserved_bytes: Context and workspaces.

@@ -122,7 +122,7 @@ def lower(topology: Topology) -> Links:
         rate = np.array([path.efficiency for path in paths]) * capacity[over].min(axis=1)
         rate = np.minimum(rate, (capacity[over] / crossings).min(axis=1))
         late = np.array([path.latency_s for path in paths])
-        width, side, position = _lanes(pairs, over, capacity, rate[:, None] * crossings)
+        width, position = _lanes(pairs, over, capacity, rate[:, None] * crossings)
         rate = np.minimum(rate, (capacity / width)[over].min(axis=1, where=width[over] > 1, initial=math.inf))
         bandwidth[pairs[:, 0], pairs[:, 1]] = rate
         latency[pairs[:, 0], pairs[:, 1]] = late + delay[over].sum(axis=1)
@@ -147,12 +147,11 @@ def _incidence(topology: Topology) -> tuple[NDArray[np.int64], NDArray[np.int64]
 
 def _lanes(
     pairs: NDArray[np.int64], over: NDArray[np.int64], capacity: NDArray[np.float64], demand: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """How each resource is divided.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How each resource is divided among lanes, which the sender or the receiver of a transfer chooses.
 
     Returns:
-        width: int [R + 1], lanes; side: int [R + 1], whether the sender (0) or the receiver (1) chooses the lane;
-        position: int [P, K], the number of the choosing device among those that use the resource.
+        width: int [R + 1], lanes; position: int [P, K], the number of the choosing device among those that use the resource.
     """
     most = np.zeros(len(capacity))
     np.maximum.at(most, over, np.where(over >= 0, demand, 0.0))
@@ -161,10 +160,10 @@ def _lanes(
     lanes = np.floor(ratio + _LANE_SLACK)
     ranks = [_rank(over, pairs[:, way], len(capacity)) for way in (0, 1)]
     more = ranks[1][1] > ranks[0][1]
-    side = np.where(lanes > 1, more, ~more).astype(np.int64)  # one lane needs no choice: the fewer, see `_kept`
-    choosers = np.where(side == 1, ranks[1][1], ranks[0][1])
+    by_receiver = np.where(lanes > 1, more, ~more)  # one lane needs no choice: the fewer, see `_kept`
+    choosers = np.where(by_receiver, ranks[1][1], ranks[0][1])
     width = np.clip(lanes, 1, np.clip(choosers, 1, MAX_LANES)).astype(np.int64)
-    return width, side, np.where(side[over] == 1, ranks[1][0], ranks[0][0])
+    return width, np.where(by_receiver[over], ranks[1][0], ranks[0][0])
 
 
 def _rank(over: NDArray[np.int64], device: NDArray[np.int64], rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -76,7 +76,7 @@ def kernel_seconds(
         size_bytes: [N] of one call.
         sizes: Dims [N] by name, for the residual.
         peak_flops: FLOP/s of the device at that precision.
-        bandwidth_bytes_per_s: Of the device.
+        bandwidth_bytes_per_s: Memory bandwidth of the device.
         processors: Streaming multiprocessors of the device, for the residual.
     """
     work = work_seconds(curve, flops, size_bytes, peak_flops=peak_flops, bandwidth_bytes_per_s=bandwidth_bytes_per_s)

@@ -49,7 +49,7 @@ class MemoryOptions:
     Attributes:
         allocator: Settings of the caching allocator.
         optimizer_kernel: "foreach" (torch's choice on GPUs), "fused" or "single"; decides what an update holds for a moment.
-        gradient_as_bucket_view: Of DistributedDataParallel: gradients live in the buckets instead of being copied into them.
+        gradient_as_bucket_view: The option of DistributedDataParallel by which gradients live in the buckets, not copied there.
         workspace_bytes: Replaces the cuBLAS workspace.
         context_bytes: Replaces what the CUDA context takes.
         communication_bytes: Replaces what the collective library takes.
@@ -83,7 +83,7 @@ class Footprint:
         total_bytes: `reserved_peak_bytes`, context and communication: what a monitor of the device shows.
         first_step_bytes: Most that is allocated in the first step, before there is optimizer state.
         simulated_peak_bytes: Peak by the planners' rule.
-        capacity_bytes: Of the device; None: no limit.
+        capacity_bytes: Capacity of the device; None: no limit.
         fits: Whether both steps run without running out of memory; giving back cached segments counts as fitting.
         retries: How often cached segments had to be given back for that.
     """

@@ -31,7 +31,7 @@ class ModelledCosts(CostTable):
 
     Attributes:
         model: See `OpTimeModel`.
-        version: Of the function; another one makes another fingerprint.
+        version: Version of the function; another one makes another fingerprint.
     """
 
     model: OpTimeModel | None = None

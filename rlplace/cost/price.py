@@ -50,7 +50,7 @@ def price(
         groups: Largest number of groups, or an existing grouping of the graph.
         level: ``"task"`` contracts every group to one op per phase (groups that tie distant parts of the model together
             have several); ``"op"`` keeps every captured op. Groups, their order and their resident bytes are the same at both.
-        name: Of the problem; default the graph's.
+        name: Name of the problem; default the graph's.
         weight_gradients: Split every backward op into its input gradient (phase backward) and the gradients of its parameters
             (phase backward_weight), as zero-bubble pipelines need. Groups and times per group stay the same.
         costs: A cost table, file, or name of a cost model of an installed package, laid over the coefficients that come with

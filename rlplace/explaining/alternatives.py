@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError, unknown_name
 from rlplace.explaining.bounds import seconds_by_cause
 from rlplace.explaining.path import Link, realised_path
-from rlplace.explaining.runs import Run, moved, run_unchecked
+from rlplace.explaining.simulated_plan import SimulatedPlan, moved, run_unchecked
 from rlplace.problem import Problem
 from rlplace.text import ms
 
@@ -54,7 +54,7 @@ class GroupChoice:
     """One group, or the groups of one module that share a device, and its alternatives.
 
     Attributes:
-        name: Of the group or module.
+        name: Name of the group or module.
         groups: How many groups that is.
         device: Where it sits.
         path_s: Seconds of the critical path that are its own: it runs, its outputs are sent, or it waits.
@@ -107,7 +107,7 @@ class GroupChoice:
         return f"best here: {fitting[0].device} takes {ms(slower)} ms more{why}"
 
 
-def alternatives(run: Run, members: Mapping[str, Sequence[int]]) -> tuple[GroupChoice, ...]:
+def alternatives(run: SimulatedPlan, members: Mapping[str, Sequence[int]]) -> tuple[GroupChoice, ...]:
     """What the step would be with each set of groups on every other device.
 
     Args:
@@ -137,7 +137,7 @@ def alternatives(run: Run, members: Mapping[str, Sequence[int]]) -> tuple[GroupC
 
 
 def _choice(
-    base: Run, name: str, groups: NDArray[np.int64], device: int, path: tuple[Link, ...], here: dict[str, float]
+    base: SimulatedPlan, name: str, groups: NDArray[np.int64], device: int, path: tuple[Link, ...], here: dict[str, float]
 ) -> GroupChoice:
     problem = base.given
     own = set(groups.tolist())
@@ -155,7 +155,7 @@ def _choice(
     )
 
 
-def targets(run: Run) -> list[int]:
+def targets(run: SimulatedPlan) -> list[int]:
     """The plan's devices, of one replica when there are several; of more than `MOST_TARGETS` those that hold groups first."""
     count = len(run.plan.replicas[0]) if run.plan.replicas else run.given.num_devices
     if count <= MOST_TARGETS:
@@ -164,14 +164,14 @@ def targets(run: Run) -> list[int]:
     return list(dict.fromkeys([*used, *range(count)]))[:MOST_TARGETS]
 
 
-def _device_name(run: Run, device: int) -> str:
+def _device_name(run: SimulatedPlan, device: int) -> str:
     """One device, or its counterparts in all replicas."""
     rows = run.plan.replicas
     names = [run.given.devices[row[device]].name for row in rows] if rows else [run.given.devices[device].name]
     return "/".join(names) if len(names) <= 4 else f"{names[0]}/../{names[-1]}"
 
 
-def _alternative(base: Run, groups: NDArray[np.int64], target: int, here: dict[str, float]) -> Alternative:
+def _alternative(base: SimulatedPlan, groups: NDArray[np.int64], target: int, here: dict[str, float]) -> Alternative:
     problem, name = base.given, _device_name(base, target)
     barred = groups[~problem.group_allowed[groups, target]]
     if len(barred):
@@ -192,7 +192,7 @@ def _alternative(base: Run, groups: NDArray[np.int64], target: int, here: dict[s
     return Alternative(name, run.line.step_time_s, run.line.feasible, peak, reason, changes)
 
 
-def weighty_groups(run: Run, count: int) -> dict[str, list[int]]:
+def weighty_groups(run: SimulatedPlan, count: int) -> dict[str, list[int]]:
     """The groups that matter most: two thirds by their seconds on the critical path, the rest by their resident bytes."""
     problem = run.given
     own = np.zeros(problem.num_groups)

@@ -18,8 +18,8 @@ import numpy as np
 from rlplace.explaining.changes import with_optimizer
 from rlplace.explaining.names import channel_names, channel_pairs, module_of
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
-from rlplace.explaining.runs import Run
-from rlplace.explaining.story import Stretch, place_of, stretches
+from rlplace.explaining.simulated_plan import SimulatedPlan
+from rlplace.explaining.stretches import Stretch, location_of, stretches
 from rlplace.planners.common.execution_bound import execution_bound
 from rlplace.problem import UPDATE, Problem
 
@@ -113,7 +113,7 @@ class StepBounds:
     """What bounds a step.
 
     Attributes:
-        step_time_s: Of the plan.
+        step_time_s: Step time of the plan.
         path: The critical path by cause and place, longest first; the seconds add up to the step.
         modules: The same path by module, longest first; likewise.
         story: The same path in order of time.
@@ -155,7 +155,7 @@ class StepBounds:
         return math.fsum(part.seconds for part in self.path if part.cause in causes)
 
 
-def step_bounds(run: Run) -> StepBounds:
+def step_bounds(run: SimulatedPlan) -> StepBounds:
     """Looks at a step that completes; see `StepBounds`."""
     path = realised_path(run)
     lower_s, name = lower_bound(run)
@@ -177,9 +177,9 @@ def seconds_by_cause(path: Iterable[Link]) -> dict[str, float]:
     return _sums(path, lambda link: link.cause)
 
 
-def _parts(run: Run, path: tuple[Link, ...]) -> tuple[PathPart, ...]:
+def _parts(run: SimulatedPlan, path: tuple[Link, ...]) -> tuple[PathPart, ...]:
     def key(link: Link) -> tuple[str, str]:
-        return link.cause, place_of(run, link)
+        return link.cause, location_of(run, link)
 
     seconds = _sums(path, key)
     count: dict[tuple[str, str], int] = {}
@@ -189,7 +189,7 @@ def _parts(run: Run, path: tuple[Link, ...]) -> tuple[PathPart, ...]:
     return tuple(sorted(parts, key=lambda part: (-part.seconds, part.cause, part.where)))
 
 
-def _modules(run: Run, path: tuple[Link, ...]) -> tuple[ModulePart, ...]:
+def _modules(run: SimulatedPlan, path: tuple[Link, ...]) -> tuple[ModulePart, ...]:
     kinds = {COMPUTE: 0, TRANSFER: 1, COLLECTIVE: 1}
     names = [module_of(name) for name in run.given.group_names]
     of = run.given_group
@@ -206,7 +206,7 @@ def _sums(path: Iterable[Link], key: Callable[[Link], Key]) -> dict[Key, float]:
     return {name: float(value) for name, value in exact.items()}
 
 
-def device_loads(run: Run) -> tuple[DeviceLoad, ...]:
+def device_loads(run: SimulatedPlan) -> tuple[DeviceLoad, ...]:
     """What every device does and holds."""
     problem, line = run.problem, run.line
     groups = np.bincount(run.devices, minlength=problem.num_devices)
@@ -216,7 +216,7 @@ def device_loads(run: Run) -> tuple[DeviceLoad, ...]:
     )
 
 
-def channel_loads(run: Run) -> tuple[ChannelLoad, ...]:
+def channel_loads(run: SimulatedPlan) -> tuple[ChannelLoad, ...]:
     """Channels that are used, busiest first; of those that the same pairs of devices use the first."""
     problem, line, tasks = run.problem, run.line, run.tasks
     channels = problem.links.effective_channels
@@ -245,7 +245,7 @@ def channel_loads(run: Run) -> tuple[ChannelLoad, ...]:
     return tuple(sorted(loads, key=lambda load: (-load.busy_s, load.channel)))
 
 
-def lower_bound(run: Run) -> tuple[float, str]:
+def lower_bound(run: SimulatedPlan) -> tuple[float, str]:
     """Seconds that no plan beats, and why; for plans with shards only those with the same cuts are meant."""
     if run.plan.shards:
         return execution_bound(run.problem, 1, 1)

@@ -187,7 +187,7 @@ def with_links(problem: Problem, factor: float, channel: int | None = None) -> P
 
     Args:
         problem: The problem.
-        factor: Of the bandwidth.
+        factor: Factor on the bandwidth.
         channel: Only the pairs that use this channel; collectives over fabrics then stay as they are.
     """
     links = problem.links

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.explaining.alternatives import SAME
 from rlplace.explaining.bounds import seconds_by_cause
+from rlplace.explaining.comparison import Block, Difference, Side
 from rlplace.explaining.names import module_of
 from rlplace.explaining.path import realised_path
-from rlplace.explaining.runs import Run, moved, run_plan, run_unchecked
-from rlplace.explaining.sides import Block, Difference, Side
+from rlplace.explaining.simulated_plan import SimulatedPlan, moved, run_plan, run_unchecked
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners.common.subsets import device_classes
 from rlplace.problem import Problem
@@ -79,7 +79,7 @@ def diff(problem: Problem, first: PlacementPlan, second: PlacementPlan, *, other
     )
 
 
-def _side(run: Run) -> Side:
+def _side(run: SimulatedPlan) -> Side:
     predicted = run.line.predicted(run.problem)
     return Side(
         planner=run.plan.planner,
@@ -109,7 +109,7 @@ def _settings(plan: PlacementPlan) -> dict[str, Any]:
     }
 
 
-def _second_devices(a: Run, b: Run, names: Mapping[str, int]) -> tuple[NDArray[np.int32], dict[str, str]]:
+def _second_devices(a: SimulatedPlan, b: SimulatedPlan, names: Mapping[str, int]) -> tuple[NDArray[np.int32], dict[str, str]]:
     """The second plan's devices as numbers of the first's problem, renamed among like ones where that changes nothing.
 
     Raises:
@@ -151,7 +151,7 @@ def _closest_names(problem: Problem, first: NDArray[np.int32], second: NDArray[n
     return renaming
 
 
-def _blocks(a: Run, devices: NDArray[np.int32]) -> tuple[tuple[Block, ...], int, list[str]]:
+def _blocks(a: SimulatedPlan, devices: NDArray[np.int32]) -> tuple[tuple[Block, ...], int, list[str]]:
     """The blocks with their effects, how many groups sit alike, and notes."""
     problem, here = a.given, a.plan.device_of_group
     differ = np.flatnonzero(here != devices)
@@ -177,7 +177,7 @@ def _blocks(a: Run, devices: NDArray[np.int32]) -> tuple[tuple[Block, ...], int,
     return tuple(blocks), problem.num_groups - len(differ), notes
 
 
-def _block(base: Run, key: tuple[str, int, int], groups: list[int], simulate: bool) -> Block:
+def _block(base: SimulatedPlan, key: tuple[str, int, int], groups: list[int], simulate: bool) -> Block:
     module, source, destination = key
     problem, effect, feasible = base.given, None, False
     width = len(base.plan.replicas[0]) if base.plan.replicas else problem.num_devices

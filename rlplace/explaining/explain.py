@@ -9,10 +9,10 @@ from typing import Any
 
 from rlplace.explaining.alternatives import MOST_TARGETS, GroupChoice, alternatives, named_groups, weighty_groups
 from rlplace.explaining.bounds import StepBounds, headline, step_bounds
+from rlplace.explaining.comparison import MOST_ROWS
 from rlplace.explaining.questions import AS_IS
 from rlplace.explaining.relax import Relaxations, relax
-from rlplace.explaining.runs import run_plan
-from rlplace.explaining.sides import MOST_ROWS
+from rlplace.explaining.simulated_plan import run_plan
 from rlplace.explaining.what_if import CALLS, WhatIf, what_if
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
@@ -40,7 +40,7 @@ class Explanation:
         bounds: What bounds the step; None when it cannot complete.
         groups: Alternatives of groups.
         what_if: What other hardware would bring; empty when it was not asked, or the step cannot complete.
-        relaxations: Of an infeasible plan what would make it fit, else None.
+        relaxations: What would make an infeasible plan fit; None for a feasible one.
         notes: What else to know.
     """
 
@@ -103,7 +103,7 @@ def explain(
         at: Prices the plan's problem for a micro-batch of so many samples: to make it fit, or to split a global batch anew.
         calls: Simulations of each search, beside the classical floor; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
-        seed: Of the searches.
+        seed: Seed of the searches.
 
     Raises:
         InputError: The plan is for another problem, cannot be lowered, or has no such group.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rlplace.errors import InfeasibleError
-from rlplace.explaining.runs import Run
+from rlplace.explaining.simulated_plan import SimulatedPlan
 from rlplace.explaining.trials import Tester, Trial, only_plan_short, overflow, without_advice
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.shortage import check_possible
@@ -43,7 +43,7 @@ class Shortage:
     proven: bool
 
 
-def find_shortage(problem: Problem, run: Run | None, tester: Tester) -> tuple[Shortage, Trial | None]:
+def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -> tuple[Shortage, Trial | None]:
     """What is missing, and the plan that had to be looked for to know it.
 
     Args:
@@ -69,7 +69,7 @@ def find_shortage(problem: Problem, run: Run | None, tester: Tester) -> tuple[Sh
     return Shortage(constraint, without_advice(error), name, proven, proven, True), None
 
 
-def _of_plan(run: Run) -> Shortage:
+def _of_plan(run: SimulatedPlan) -> Shortage:
     """What a plan lacks, and whether any plan like it lacks something.
 
     Bounds know nothing of cut ops, and of replicas only that they need no less than one.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rlplace.problem import Problem
 
-Names = tuple[str, ...]
-
 
 def module_of(group_name: str) -> str:
     """The module that a group is counted to: its path up to the first number, or all of it.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.explaining.runs import Run
+from rlplace.explaining.simulated_plan import SimulatedPlan
 from rlplace.schedule import NO_GATES, SCHEDULES
 from rlplace.simulator.stages import Gates, gates
 
@@ -37,10 +37,10 @@ class Link:
         cause: One of `CAUSES`.
         start_s, end_s: From the beginning of the step.
         device: Where it computes or waits; of a transfer the source; -1 of collectives.
-        destination: Of transfers and their waits, else -1.
+        destination: Receiving device of transfers and their waits, else -1.
         group: Group of the simulated problem that runs, is sent from, or waits.
         op: Op of the simulated problem; of transfers the producer, -1 for a parameter.
-        microbatch: Of the op.
+        microbatch: Micro-batch of the op.
         blocker: Op that the device is busy with, or that made what the channels are busy with; -1 where nothing is.
     """
 
@@ -60,7 +60,7 @@ class Link:
         return self.end_s - self.start_s
 
 
-def realised_path(run: Run) -> tuple[Link, ...]:
+def realised_path(run: SimulatedPlan) -> tuple[Link, ...]:
     """The chain in order of time; links of no length are left out.
 
     The first link begins at 0, each begins where the one before ends, and the last ends with the step. Empty when the step
@@ -78,7 +78,7 @@ Before = tuple[bool, int] | None
 class _Walk:
     """Looks up what was before."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SimulatedPlan) -> None:
         self.run, self.line, self.tasks, self.problem = run, run.line, run.tasks, run.problem
         self.device = run.task_device
         readers = np.argsort(self.tasks.consumers, kind="stable")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.explaining import changes
 from rlplace.explaining.bounds import channel_loads, device_loads
-from rlplace.explaining.runs import Run, run_unchecked
+from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.recompute import recompute
 from rlplace.problem import Problem
@@ -38,7 +38,7 @@ class Question:
 
     change: str
     make: Change
-    same: Run
+    same: SimulatedPlan
 
     def made(self, problem: Problem) -> Problem:
         """The change made to the plan's problem at another micro-batch."""
@@ -66,12 +66,12 @@ class Question:
         return fitting_s(run_unchecked(self.problem, plan))
 
 
-def fitting_s(run: Run) -> float:
+def fitting_s(run: SimulatedPlan) -> float:
     """Step time; inf for a plan that does not fit or cannot complete."""
     return run.step_s if run.line.feasible else float("inf")
 
 
-def questions(run: Run) -> Iterable[Question]:
+def questions(run: SimulatedPlan) -> Iterable[Question]:
     """All questions that make sense for a plan, things as they are first."""
     yield Question(AS_IS, _unchanged, run)
     for change, make in _changes(run):
@@ -90,7 +90,7 @@ def _unchanged(problem: Problem) -> Problem:
     return problem
 
 
-def _changes(run: Run) -> Iterable[tuple[str, Change]]:
+def _changes(run: SimulatedPlan) -> Iterable[tuple[str, Change]]:
     """Name and change of every question about other hardware."""
     problem = run.given
     loads = device_loads(run)
@@ -116,7 +116,7 @@ def _fitted(plan: PlacementPlan, problem: Problem) -> PlacementPlan:
     return dataclasses.replace(plan, order=[*plan.order, *empty])
 
 
-def _more_microbatches(run: Run) -> Run | None:
+def _more_microbatches(run: SimulatedPlan) -> SimulatedPlan | None:
     """The plan with 4 micro-batches instead of one, or with twice as many."""
     plan = run.plan
     single = plan.microbatches == 1
@@ -129,7 +129,7 @@ def _more_microbatches(run: Run) -> Run | None:
         return None
 
 
-def _more_replicas(run: Run) -> Question | None:
+def _more_replicas(run: SimulatedPlan) -> Question | None:
     """Data parallel on single devices: the plan with one more replica on one more device."""
     rows = run.plan.replicas
     if not rows or len(rows) < 2 or any(len(row) != 1 for row in rows):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.explaining import changes
 from rlplace.explaining.missing import GROUP, NOWHERE, TOTAL, Shortage, find_shortage
-from rlplace.explaining.runs import Run, run_unchecked
+from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
 from rlplace.explaining.trials import Tester, Trial, simulated
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.recompute import recompute
@@ -93,11 +93,11 @@ def relax(
         plan: A plan for it that does not fit; its micro-batches and schedule replace those given.
         at: Prices the problem for a micro-batch of so many samples; None: the batch is left as it is.
         finer: Prices it with finer groups.
-        microbatches: Of the execution that does not fit.
-        schedule: Likewise.
+        microbatches: Micro-batches of the execution that does not fit.
+        schedule: Its schedule.
         calls: Simulations of a search where the classical floor finds nothing.
         time_limit_s: Seconds of each planner.
-        seed: Of the search.
+        seed: Seed of the search.
     """
     if plan is not None:
         microbatches, schedule = plan.microbatches, plan.schedule
@@ -140,7 +140,7 @@ class _Relaxing:
     def __init__(
         self,
         problem: Problem,
-        run: Run | None,
+        run: SimulatedPlan | None,
         at: Callable[[int], Problem] | None,
         finer: Callable[[], Problem] | None,
         tester: Tester,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError
 from rlplace.explaining.questions import Question, fitting_s
-from rlplace.explaining.runs import run_unchecked
+from rlplace.explaining.simulated_plan import run_unchecked
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners import get_planner
 from rlplace.planners.strategy.sweep import place_strategies
@@ -29,7 +29,7 @@ def assignments(questions: Sequence[Question], *, calls: int, time_limit_s: floa
         questions: About a plan without replicas.
         calls: Simulations of each search beside the classical floor.
         time_limit_s: Seconds of each search.
-        seed: Of the searches.
+        seed: Seed of the searches.
     """
     limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
     pool: dict[bytes, NDArray[np.int32]] = {}
@@ -53,7 +53,7 @@ def strategies(
         questions: About a plan with replicas.
         at: The plan's problem for a micro-batch of so many samples; None: it is known for its own only.
         time_limit_s: Seconds for each question.
-        seed: Of the planner.
+        seed: Seed of the planner.
     """
     known = questions[0].same.given.samples_per_microbatch
 

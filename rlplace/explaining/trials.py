@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlplace.errors import InfeasibleError
-from rlplace.explaining.runs import Run
+from rlplace.explaining.simulated_plan import SimulatedPlan
 from rlplace.planners import get_planner
 from rlplace.problem import Problem
 from rlplace.schedule import LIST, ONE_F_ONE_B, free_schedule
@@ -22,7 +22,7 @@ class Trial:
     Attributes:
         relaxation: In words.
         fits: A plan was found that completes and fits.
-        step_time_s: Of that plan, else None.
+        step_time_s: Step time of that plan, else None.
         samples: Samples of its step.
         peak_bytes: Its fullest device, else 0.
         short_bytes: Still missing when it does not fit: in the closest plan, or proven.
@@ -50,9 +50,9 @@ class Tester:
     Attributes:
         calls: Simulations of a search where the classical floor finds nothing; 0: no search.
         time_limit_s: Seconds of each planner.
-        seed: Of the search.
-        microbatches: Of the execution that does not fit.
-        schedule: Likewise; one that planners take.
+        seed: Seed of the search.
+        microbatches: Micro-batches of the execution that does not fit.
+        schedule: Its schedule; one that planners take.
     """
 
     calls: int
@@ -94,7 +94,7 @@ class Tester:
         return Trial(name, False, None, samples, 0, only or closest.short_bytes, without_advice(closest))
 
 
-def simulated(name: str, run: Run) -> Trial:
+def simulated(name: str, run: SimulatedPlan) -> Trial:
     """A trial of a plan as it is."""
     line = run.line
     if line.feasible:
@@ -112,7 +112,7 @@ def only_plan_short(problem: Problem, execution: dict[str, Any]) -> int | None:
     return short if line.step_time_s is not None and short > 0 else None
 
 
-def overflow(run: Run) -> tuple[int, int]:
+def overflow(run: SimulatedPlan) -> tuple[int, int]:
     """The device that is short of most bytes, and how many; 0 where memory is not what fails."""
     limits = np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in run.problem.devices])
     over = np.maximum(run.line.peak_memory_bytes - limits, 0.0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlplace.explaining.questions import AS_IS, questions
 from rlplace.explaining.replan import assignments, strategies
-from rlplace.explaining.runs import Run
+from rlplace.explaining.simulated_plan import SimulatedPlan
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.schedule import free_schedule
@@ -52,7 +52,7 @@ class WhatIf:
 
 
 def what_if(
-    run: Run,
+    run: SimulatedPlan,
     *,
     at: Callable[[int], Problem] | None = None,
     calls: int = CALLS,
@@ -66,7 +66,7 @@ def what_if(
         at: The plan's problem for a micro-batch of so many samples, for plans with replicas; None: for its own only.
         calls: Simulations of each search beside the classical floor; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
-        seed: Of the search.
+        seed: Seed of the search.
     """
     plan, asked = run.plan, list(questions(run))
     reason = _not_replanned(plan, calls)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rlplace.errors import InputError, show, unknown_name
+from rlplace.errors import unknown_name
 
 DEVICES = ("cuda", "cpu")
 
@@ -37,18 +37,6 @@ _FLOAT32_RESULT = (
     "sum.dim_IntList",
 )  # fmt: skip
 """Ops that CUDA autocast asks for a float32 result, unless the caller asks for a dtype."""
-
-
-def autocast_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of an autocast option: "bf16" or "bfloat16", "fp16" or "float16"; None for None."""
-    known = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
-    if name is None or name in known.values():
-        return name  # type: ignore[return-value]
-    if isinstance(name, torch.dtype):
-        raise InputError(f"autocast: expected bfloat16 or float16, found {show(name)}")
-    if name not in known:
-        raise unknown_name("autocast dtype", name, known)
-    return known[name]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,25 +220,26 @@ def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return max(1, int(shape[0])) if len(shape) else 1
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def _dtype(dtype: str | torch.dtype | None, what: str = "dtype", short: Sequence[str] = tuple(DTYPES)) -> torch.dtype | None:
+    """The dtype of an option, by one of these short names or its long name."""
     import torch
 
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    known = {**DTYPES, **{long: long for long in DTYPES.values()}}
-    if dtype not in known:
-        raise unknown_name("dtype", dtype, known)
-    torch_dtype = getattr(torch, known[dtype])
-    assert isinstance(torch_dtype, torch.dtype)
+    if dtype is None:
+        return None
+    known = {name: DTYPES[key] for key in short for name in (key, DTYPES[key])}
+    name = str(dtype).removeprefix("torch.")
+    if name not in known:
+        raise unknown_name(what, name, known)
+    torch_dtype: torch.dtype = getattr(torch, known[name])
     return torch_dtype
 
 
 def _autocast(dtype: str | torch.dtype | None, device: str) -> torch.dtype | None:
-    from rlplace.graph.autocast import DEVICES, autocast_dtype
+    from rlplace.graph.autocast import DEVICES
 
     if device not in DEVICES:
         raise unknown_name("autocast device", device, DEVICES)
-    return autocast_dtype(dtype)
+    return _dtype(dtype, "autocast dtype", ("fp16", "bf16"))
 
 
 def _loss_of(output: Any, loss: Loss | None, recorder: Recorder) -> torch.Tensor:

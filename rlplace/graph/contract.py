@@ -165,7 +165,7 @@ class ContractionGraph:
 
         Args:
             edges: Edges to try; those that contraction makes contractible join them.
-            rank: Of an edge, higher is better; may only fall as its ends grow. Heavier edges break ties.
+            rank: Rank of an edge, higher is better; it may only fall as its ends grow. Heavier edges break ties.
             admit: Whether an edge may be contracted now; may only change from true to false.
             merged: Called with (a, b, representative) after each merge; true stops.
 

@@ -140,7 +140,7 @@ class GradientLayouts:
         """Prepares.
 
         Args:
-            layouts: Of the forward ops.
+            layouts: Layouts of the forward ops.
             size_bytes: Bytes of each storage that forward ops read or make.
         """
         self._layouts, self._size_bytes = layouts, size_bytes

@@ -27,7 +27,7 @@ def plan_from_device_map(
     """The plan that a device map is, with the simulator's prediction.
 
     Args:
-        problem: Of the model, priced from its graph (`rlplace.price`), so that it knows the modules.
+        problem: The model's problem, priced from its graph (`rlplace.price`), so that it knows the modules.
         device_map: Device by module path: a number, ``"cuda:1"``, ``"cpu"`` or a `torch.device`.
         devices: What the map calls each device of the problem; default: accelerators by number from 0, the processor ``"cpu"``.
         model: Tells modules that run nothing, which maps may name, from names that are wrong.

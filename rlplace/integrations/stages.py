@@ -79,7 +79,7 @@ def split_points(plan: PlacementPlan, model: nn.Module, example_inputs: Any) -> 
     Args:
         plan: A plan of the model; its stages are those of ``stage_of_group``, or else its devices.
         model: The model that was planned, in the same mode; it is not changed.
-        example_inputs: Of one micro-batch: a tuple of arguments or a dict of keyword arguments, as for `rlplace.capture`.
+        example_inputs: Inputs of one micro-batch as for `rlplace.capture`: a tuple of arguments or a dict of keyword arguments.
 
     Raises:
         InputError: The plan is for another model, or its stages are no chain that is cut at module boundaries.

@@ -34,10 +34,10 @@ def random_problem(
     """A random problem; equal arguments give equal problems.
 
     Args:
-        seed: Of the random numbers.
+        seed: Seed of the random numbers.
         num_groups: G. The problem has three ops a group when `training`, else one.
         num_devices: D.
-        shape: Of the graph of groups: ``"layered"`` (layers of about `width` groups, each fed by one to three groups of the
+        shape: How groups feed each other: ``"layered"`` (layers of about `width` groups, each fed by one to three groups of the
             layer before), ``"branchy"`` (blocks of up to `width` parallel branches between a fork and a join, as in Inception),
             ``"chain"`` (one chain with a few skip connections), ``"towers"`` (`width` chains side by side with a few links
             between them, joined by a short chain) or ``"wavefront"`` (a grid of `width` rows in which each group feeds the next

@@ -50,9 +50,9 @@ class Held:
     Attributes:
         name: For people.
         group: Group whose resident bytes it is part of.
-        weight_bytes: Of itself.
-        gradient_bytes: Of its gradient.
-        optimizer_bytes: Of its optimizer state.
+        weight_bytes: Bytes of itself.
+        gradient_bytes: Bytes of its gradient.
+        optimizer_bytes: Bytes of its optimizer state.
         axes: Sizes of its axes.
         access: Forward op that reads it to names, one an axis; a reader without names needs the whole.
         update: Op that updates it, -1 without one.

@@ -40,7 +40,7 @@ class ReportData:
         problem: What the plan is for. Axes of it: D devices, G groups.
         plan: The plan.
         drawn: What was simulated: `problem`, or what replicas, shards and recomputation make of it.
-        timeline: Of `drawn`.
+        timeline: Timeline of `drawn`.
         lanes: Boxes of the timeline.
         memory: D curves.
         resident_bytes: int64 [D], in use all the time.
@@ -210,6 +210,3 @@ def report_data(
         planners=tuple(planners),
         measured=tuple(measured),
     )
-
-
-__all__ = ["FORMAT", "VERSION", "ReportData", "report_data"]

@@ -23,7 +23,7 @@ class LaneRow:
     """One row of a picture.
 
     Attributes:
-        name: Of the device, or of both ends of the link.
+        name: Name of the device, or of both ends of the link.
         kind: `DEVICE`, `LINK` or `COLLECTIVE`.
         device: Number of the device; of the sender; of the first participant.
         busy_s: Time in which something runs there.
@@ -60,17 +60,13 @@ class Lanes:
     microbatch: NDArray[np.int32]
     size_bytes: NDArray[np.int64]
 
-    @property
-    def num_boxes(self) -> int:
-        return len(self.row)
-
 
 def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
     """Rows and boxes of a timeline; only the rows of devices when the step does not complete.
 
     Args:
         problem: What was simulated: for a plan with replicas and the like, what `rlplace.expand` returns.
-        timeline: Of that problem.
+        timeline: Timeline of that problem.
     """
     devices = [
         LaneRow(d.name, DEVICE, i, float(busy))
@@ -173,7 +169,7 @@ def paint(lanes: Lanes, *, width: int = 640, row_height: int = 24, gap: int = 6)
     Args:
         lanes: What to paint; boxes of links are left out.
         width: Pixels.
-        row_height: Of a device.
+        row_height: Height of a device's row.
         gap: Between rows and around them.
 
     Returns:

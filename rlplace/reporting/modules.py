@@ -32,7 +32,7 @@ class ModuleTree:
         label: V names for people, without the parent's.
         node_of_group: G leaves.
         block: G categories for colours: the part of the model that the group is in.
-        block_names: Of the categories.
+        block_names: Names of the categories.
         own: Nodes that hold the groups of a module that are in none of its modules.
         order: int64 [G], place of each group in the forward pass, by which siblings are sorted.
     """

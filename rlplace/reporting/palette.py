@@ -15,11 +15,6 @@ COLLECTIVE_COLOR, TRANSFER_COLOR = "#CC79A7", "#8C8C8C"
 LIMIT_COLOR = "#D55E00"
 
 
-def color_of(category: int) -> str:
-    """The colour of a category."""
-    return COLORS[category % len(COLORS)]
-
-
 def rgb(colors: tuple[str, ...]) -> NDArray[np.uint8]:
     """uint8 [number of colours, 3] of ``#RRGGBB``."""
     return np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in colors], dtype=np.uint8)

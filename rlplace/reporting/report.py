@@ -41,8 +41,8 @@ def report(
         path: The HTML file.
         planners: Whose plans for the same problem the table shows; none: no table.
         measurements: Step times of plans on real devices, as `rlplace measure --plans` writes them.
-        seed: Of the planners.
-        time_limit_s: Of each planner, in seconds.
+        seed: Seed of the planners.
+        time_limit_s: Time limit of each planner, in seconds.
         trace: A file for the timeline as a trace, to open at ui.perfetto.dev.
         pictures: A folder for pictures of timeline and memory (PDF, SVG and PNG); needs matplotlib.
         progress: Is told the name of a planner that begins.

@@ -97,7 +97,7 @@ def planner_rows(
     Args:
         problem: The priced graph.
         plan: The plan of the report.
-        timeline: Of that plan.
+        timeline: Timeline of that plan.
         names: Planners; none: no table.
         seed: For all of them.
         time_limit_s: For each of them.

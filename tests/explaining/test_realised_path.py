@@ -11,7 +11,7 @@ from toys import fork_join, pipeline_chain, two_device_chain
 
 from rlplace.explaining.bounds import step_bounds
 from rlplace.explaining.path import CAUSES, CHANNEL, COLLECTIVE, COMPUTE, DEVICE, ORDER, TRANSFER, realised_path
-from rlplace.explaining.runs import run_plan
+from rlplace.explaining.simulated_plan import run_plan
 from rlplace.plan import make_plan
 from rlplace.problem import Links
 from rlplace.problem.build import TensorSpec, build_problem

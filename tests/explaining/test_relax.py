@@ -11,7 +11,7 @@ from toys import memory_tight_pair
 import rlplace
 from rlplace.explaining.missing import FIXED, GROUP, NOWHERE, OTHER, TOTAL
 from rlplace.explaining.relax import relax
-from rlplace.explaining.runs import run_plan
+from rlplace.explaining.simulated_plan import run_plan
 from rlplace.plan import make_plan
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

@@ -11,7 +11,7 @@ from toys import fork_join, memory_tight_pair, pipeline_chain, two_device_chain,
 from rlplace.cluster import Cluster
 from rlplace.explaining import changes
 from rlplace.explaining.questions import AS_IS
-from rlplace.explaining.runs import run_plan
+from rlplace.explaining.simulated_plan import run_plan
 from rlplace.explaining.what_if import what_if
 from rlplace.plan import make_plan
 from rlplace.problem import Device, Links

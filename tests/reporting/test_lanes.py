@@ -70,7 +70,7 @@ def test_pack_uses_as_few_lanes_as_can_be():
 def test_a_step_that_does_not_complete_has_devices_only():
     problem = build_problem("broken", time_s=[[1.0, np.nan]], tensors=[], memory_bytes=[None, None])
     lanes = lanes_of(problem, simulate(problem, [1]))
-    assert [row.kind for row in lanes.rows] == [DEVICE, DEVICE] and lanes.num_boxes == 0 and lanes.step_s == 0.0
+    assert [row.kind for row in lanes.rows] == [DEVICE, DEVICE] and len(lanes.row) == 0 and lanes.step_s == 0.0
     assert (paint(lanes) == 255).all()
 
 

@@ -72,7 +72,7 @@ def test_boxes_come_back_to_a_tick(piped):
     data = json.loads(json_text(piped.to_dict()))
     found = boxes_of(data)
     lanes = piped.lanes
-    assert len(found) == lanes.num_boxes == len(data["boxes"]["microbatch"])
+    assert len(found) == len(lanes.row) == len(data["boxes"]["microbatch"])
     row, start, end, op = (np.array(column) for column in zip(*found, strict=True))
     assert (row == lanes.row).all() and (op == lanes.op).all()
     assert np.abs(start - lanes.start_s).max() <= 0.51 * data["tick_s"]

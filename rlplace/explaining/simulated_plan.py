@@ -19,7 +19,7 @@ from rlplace.simulator.tasks import TaskGraph, task_graph
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class SimulatedPlan:
     """One simulated step of a plan.
 
     Attributes:
@@ -64,7 +64,7 @@ class Run:
         return float("inf") if self.line.step_time_s is None else self.line.step_time_s
 
 
-def run_plan(problem: Problem, plan: PlacementPlan) -> Run:
+def run_plan(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
     """Lowers and simulates a plan.
 
     Raises:
@@ -74,7 +74,7 @@ def run_plan(problem: Problem, plan: PlacementPlan) -> Run:
     return run_unchecked(problem, plan)
 
 
-def run_unchecked(problem: Problem, plan: PlacementPlan) -> Run:
+def run_unchecked(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
     """`run_plan` for a plan that was derived from a checked one; its fingerprint is not looked at."""
     plain = lower_plan(problem, plan)
     devices = np.array(plain.device_of_group, dtype=np.int32)
@@ -82,7 +82,7 @@ def run_unchecked(problem: Problem, plan: PlacementPlan) -> Run:
     fields: dict[str, Any] = {"microbatches": plan.microbatches, "schedule": schedule, "stage_of_group": plain.stage_of_group}
     line = simulate(plain.problem, devices, priority=plain.priority, order=plain.order, **fields)
     ordered = plain.order is not None or not SCHEDULES[schedule].free
-    return Run(problem, plan, plain.problem, devices, plain.stage_of_group, ordered, schedule, line)
+    return SimulatedPlan(problem, plan, plain.problem, devices, plain.stage_of_group, ordered, schedule, line)
 
 
 def moved(plan: PlacementPlan, groups: NDArray[np.int64] | list[int], device: int) -> PlacementPlan:

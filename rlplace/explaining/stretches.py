@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlplace.explaining.names import pair_name
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, ORDER, TRANSFER, Link
-from rlplace.explaining.runs import Run
+from rlplace.explaining.simulated_plan import SimulatedPlan
 
 
 @dataclass(frozen=True)
@@ -35,29 +35,29 @@ class Stretch:
     sentence: str
 
 
-def place_of(run: Run, link: Link) -> str:
+def location_of(run: SimulatedPlan, link: Link) -> str:
     """Where a link of the path is: device, pair of devices, or ``collectives``."""
     if link.destination >= 0:
         return pair_name(run.problem, link.device, link.destination)
     return run.problem.devices[link.device].name if link.device >= 0 else "collectives"
 
 
-def stretches(run: Run, path: Sequence[Link]) -> tuple[Stretch, ...]:
+def stretches(run: SimulatedPlan, path: Sequence[Link]) -> tuple[Stretch, ...]:
     """The path with neighbours in one place joined."""
     joined: list[list[Link]] = []
     for link in path:
-        if joined and place_of(run, joined[-1][0]) == place_of(run, link):
+        if joined and location_of(run, joined[-1][0]) == location_of(run, link):
             joined[-1].append(link)
         else:
             joined.append([link])
     return tuple(_stretch(run, links) for links in joined)
 
 
-def _stretch(run: Run, links: list[Link]) -> Stretch:
+def _stretch(run: SimulatedPlan, links: list[Link]) -> Stretch:
     waits = [link for link in links if link.cause not in (COMPUTE, TRANSFER, COLLECTIVE)]
     longest = max(waits, key=lambda link: link.seconds, default=None)
     blocker = run.problem.op_names[longest.blocker] if longest is not None and longest.blocker >= 0 else ""
-    where, first, last = place_of(run, links[0]), _name(run, links[0]), _name(run, links[-1])
+    where, first, last = location_of(run, links[0]), _name(run, links[0]), _name(run, links[-1])
     ops = first if first == last else f"{first} .. {last}"
     if len(waits) == len(links) and longest is not None:
         what = f"{ops} waits for {where}, {_why(longest, blocker)}"
@@ -77,7 +77,7 @@ def _why(wait: Link, blocker: str) -> str:
     return f"busy with {blocker}" if blocker else "behind earlier transfers" if wait.cause == CHANNEL else "busy"
 
 
-def _name(run: Run, link: Link) -> str:
+def _name(run: SimulatedPlan, link: Link) -> str:
     """The op, or of a parameter that is sent its group."""
     name = run.problem.op_names[link.op] if link.op >= 0 else run.problem.group_names[link.group]
     return f"{name} (micro-batch {link.microbatch})" if run.plan.microbatches > 1 else name

@@ -20,7 +20,7 @@ class Side:
     Attributes:
         planner: Who made it.
         step_time_s: None when the step cannot complete.
-        samples: Of a step.
+        samples: Samples of a step.
         feasible: It completes and fits.
         peak_bytes: Per device.
         compute_s, transfer_s: Summed over devices, and over transfers.

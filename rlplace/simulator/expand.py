@@ -80,15 +80,15 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
         InputError: The plan is for another problem, or asks for what cannot be lowered.
     """
     check_plan(plan, problem)
-    found = lower_plan(problem, plan)
+    lowered = lower_plan(problem, plan)
     plain = dataclasses.replace(
         plan,
-        problem=found.problem.fingerprint,
-        device_of_group=found.device_of_group,
-        priority=found.priority,
-        order=found.order,
-        schedule=plan.schedule if found.order is None else LIST,
-        stage_of_group=found.stage_of_group,
+        problem=lowered.problem.fingerprint,
+        device_of_group=lowered.device_of_group,
+        priority=lowered.priority,
+        order=lowered.order,
+        schedule=plan.schedule if lowered.order is None else LIST,
+        stage_of_group=lowered.stage_of_group,
         replicas=None,
         shards=None,
         recompute=None,
@@ -96,7 +96,7 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
         groups=None,
         predicted=Prediction(),
     )
-    return found.problem, plain
+    return lowered.problem, plain
 
 
 def lower_plan(problem: Problem, plan: PlacementPlan) -> Expanded:

@@ -121,7 +121,7 @@ def _compile(stamp):
             busy_s: float64 [rows, D], filled; zeros when the step cannot complete.
 
         Returns:
-            Of the last row: step time (inf when it cannot complete), summed relative memory overflow.
+            Step time (inf when it cannot complete) and summed relative memory overflow of the last row.
         """
         _ = stamp
         g, w = r.Graph(*graph), r.Work(*work)

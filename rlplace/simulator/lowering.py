@@ -111,8 +111,8 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
     level = _LEVELS.get(problem)
     if level is None:
         level = np.zeros(problem.num_ops)
-        made = np.flatnonzero(problem.tensor_producer >= 0)
-        output_ptr, outputs = _rows(problem.tensor_producer[made], made, problem.num_ops)
+        outputs = np.flatnonzero(problem.tensor_producer >= 0)
+        output_ptr, outputs = _rows(problem.tensor_producer[outputs], outputs, problem.num_ops)
         bottom_levels(
             _frozen(problem.topological_order, np.int32),
             _frozen(problem.time_s, np.float64),
@@ -150,12 +150,12 @@ def with_inverse(task_of_rank: NDArray[Any]) -> NDArray[np.uint32]:
 
 def _lower(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> Lowered:
     count, values = tasks.num_tasks, tasks.num_values
-    size, made = problem.tensor_bytes[tasks.tensor], np.diff(tasks.producer_ptr)
-    value_of_made, value_of_read = np.repeat(np.arange(values), made), np.repeat(np.arange(values), np.diff(tasks.consumer_ptr))
-    read = np.diff(tasks.consumer_ptr) > 0
+    size, makers, reads = problem.tensor_bytes[tasks.tensor], np.diff(tasks.producer_ptr), np.diff(tasks.consumer_ptr)
+    value_of_made, value_of_read = np.repeat(np.arange(values), makers), np.repeat(np.arange(values), reads)
+    read = reads > 0
     temporary = problem.temporary_bytes[tasks.op]
     task = np.zeros(count + 2, dtype=r.TASK)
-    single = made[value_of_made] == 1
+    single = makers[value_of_made] == 1
     maker, of_maker = tasks.producers[single], value_of_made[single]
     alloc, free = temporary.copy(), temporary.copy()
     np.add.at(alloc, maker, size[of_maker])
@@ -165,7 +165,7 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> Lowered:
     heavy = size[value_of_read] > 0
     input_ptr, inputs = _rows(tasks.consumers[heavy], value_of_read[heavy], count)
     task["inputs"] = np.append(input_ptr, input_ptr[-1])
-    owned = np.flatnonzero((made == 0) & read)
+    owned = np.flatnonzero((makers == 0) & read)
     kept = read[value_of_made]
     task["outputs"], outputs = _rows(
         np.concatenate([tasks.producers[kept], np.full(len(owned), count)]),
@@ -188,8 +188,8 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> Lowered:
         r.CHANNELS: channels,
     }
     missing = np.bincount(tasks.consumers, minlength=count)
-    if (made > 1).any():
-        words[r.GATHERED] = np.flatnonzero(made > 1)
+    if (makers > 1).any():
+        words[r.GATHERED] = np.flatnonzero(makers > 1)
         words[r.GATHERED_PTR], words[r.GATHERED_OF] = _rows(tasks.producers[~single], value_of_made[~single], count)
     if len(tasks.collective):
         collective_of = np.full(count, r.NONE, dtype=np.uint32)

@@ -112,11 +112,10 @@ def gradient_buckets(problem: Problem, device_of_group: NDArray[np.int32]) -> li
 
 def gradient_edges(problem: Problem) -> NDArray[np.bool_]:
     """Marks [E] where an update op reads what a forward or backward op makes."""
-    made = problem.tensor_producer[problem.edge_tensor]
-    found: NDArray[np.bool_] = (
-        (made >= 0) & (problem.op_phase[problem.consumers] == UPDATE) & (problem.op_phase[np.maximum(made, 0)] != UPDATE)
-    )
-    return found
+    producer = problem.tensor_producer[problem.edge_tensor]
+    into_update = (producer >= 0) & (problem.op_phase[problem.consumers] == UPDATE)
+    gradients: NDArray[np.bool_] = into_update & (problem.op_phase[np.maximum(producer, 0)] != UPDATE)
+    return gradients
 
 
 def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, rows: list[list[int]]) -> Problem:

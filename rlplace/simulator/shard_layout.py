@@ -53,8 +53,8 @@ class Split:
         """Devices whose parts of an output with these names are summands of one sum; empty where nothing is to be summed.
 
         Args:
-            names: Of the output.
-            axes: Its sizes.
+            names: The output's dimensions.
+            axes: Their sizes.
             among: Dimensions that are summed over where they are not in `names`; along others all parts compute the same.
                 Default: all.
         """
@@ -69,7 +69,7 @@ class Split:
 def _boxes(cut: tuple[tuple[str, int], ...], first: int, names: Names, axes: tuple[int, ...]) -> Boxes:
     position = {name: index for index, (name, _) in enumerate(cut)}
     counts = [parts for _, parts in cut]
-    found: dict[int, Box] = {}
+    box_of_device: dict[int, Box] = {}
     for device, coordinates in enumerate(itertools.product(*map(range, counts)), first):
         box = []
         for name, size in zip(names, axes, strict=True):
@@ -79,8 +79,8 @@ def _boxes(cut: tuple[tuple[str, int], ...], first: int, names: Names, axes: tup
                 box.append((low, low + width))
             else:
                 box.append((0, size))
-        found[device] = tuple(box)
-    return found
+        box_of_device[device] = tuple(box)
+    return box_of_device
 
 
 def volume(box: Box) -> int:
@@ -95,10 +95,10 @@ def overlap(left: Box, right: Box) -> int:
 
 def peers(boxes: Boxes) -> list[tuple[int, ...]]:
     """Devices with the same box, in order."""
-    found: dict[Box, list[int]] = {}
+    devices_of_box: dict[Box, list[int]] = {}
     for device, box in boxes.items():
-        found.setdefault(box, []).append(device)
-    return [tuple(devices) for devices in found.values()]
+        devices_of_box.setdefault(box, []).append(device)
+    return [tuple(devices) for devices in devices_of_box.values()]
 
 
 def ordered(
@@ -167,7 +167,7 @@ def pieces(axes: Sequence[int], present: Boxes, needed: Sequence[Boxes], seconds
             for box in boxes.values():
                 at.update(box[axis])
         borders.append(sorted(at))
-    found: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
+    bytes_of_piece: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
     sent: dict[int, int] = dict.fromkeys(present, 0)
     for cell in itertools.product(*(list(itertools.pairwise(at)) for at in borders)):
         size = volume(cell)
@@ -186,8 +186,8 @@ def pieces(axes: Sequence[int], present: Boxes, needed: Sequence[Boxes], seconds
             chosen[source] += [(reader, device) for reader in takers[device]]
         for holder, readers in chosen.items():
             key = holder, tuple(sorted(readers))
-            found[key] = found.get(key, 0) + size
-    return [Piece(holder, size, readers) for (holder, readers), size in found.items()]
+            bytes_of_piece[key] = bytes_of_piece.get(key, 0) + size
+    return [Piece(holder, size, readers) for (holder, readers), size in bytes_of_piece.items()]
 
 
 def _inside(cell: Box, box: Box) -> bool:

@@ -118,7 +118,7 @@ class _Lowering:
         """The split of every op but updates; ops that are not cut are split into one part."""
         problem, sharding = self.problem, self.sharding
         shards = self.plan.shards or {}
-        found: list[Split] = [Split((), self.home_device[op]) for op in range(problem.num_ops)]
+        splits: list[Split] = [Split((), self.home_device[op]) for op in range(problem.num_ops)]
         read: dict[int, list[int]] = {}
         for tensor, access in sharding.access.items():
             maker = int(problem.tensor_producer[tensor])
@@ -134,11 +134,11 @@ class _Lowering:
             for tensor in read.get(op, ()):
                 axes, access = sharding.axes[tensor], sharding.access[tensor]
                 maker = int(problem.tensor_producer[tensor])
-                inputs.append((access[op], axes, found[maker].boxes(access[maker], axes), float(problem.tensor_bytes[tensor])))
-            found[op] = ordered(list(sharding.dims[op]), parts, self.home_device[op], inputs)
+                inputs.append((access[op], axes, splits[maker].boxes(access[maker], axes), float(problem.tensor_bytes[tensor])))
+            splits[op] = ordered(list(sharding.dims[op]), parts, self.home_device[op], inputs)
         for op, forward in sharding.follows.items():
-            found[op] = found[forward] if found[forward].count > 1 else found[op]
-        return found
+            splits[op] = splits[forward] if splits[forward].count > 1 else splits[op]
+        return splits
 
     def _make_ops(self) -> None:
         problem, build = self.problem, self.build

@@ -17,6 +17,7 @@ import sys
 import timeit
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -100,7 +101,7 @@ def report(tables: Tables) -> bool:
         size, seconds = tables[device, 4]
         links = Cluster.preset(text).links
         (fabric,) = links.fabrics
-        others = dataclasses.replace(fabric, curves=tuple(curve for curve in fabric.curves if curve.group_size != 4))
+        others = msgspec.structs.replace(fabric, curves=tuple(curve for curve in fabric.curves if curve.group_size != 4))
         predicted = collective_s(dataclasses.replace(links, fabrics=(others,)), "all_reduce", range(4), size)
         mean, worst, _, _ = errors(predicted, size, seconds, ())
         print(f"{device:10s} {mean:7.1f} / {worst:5.1f}")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from types import GenericAlias, NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, overload
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, overload
 
 import msgspec
 import msgspec.inspect
@@ -40,7 +40,13 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of records that stand in files; a subclass lists its fields like a dataclass."""
+    """Base of records that stand in files; a subclass lists its fields like a dataclass.
+
+    Attributes:
+        written: Fields that `plain` writes even where they have their default.
+    """
+
+    written: ClassVar[tuple[str, ...]] = ()
 
 
 @overload
@@ -84,8 +90,13 @@ def plain(value: Any) -> Any:
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
     """Key, attribute and default of each field of a record."""
+    written = getattr(kind, "written", ())
     return tuple(
-        (f.encode_name, f.name, f.default if f.default_factory is NODEFAULT else f.default_factory())
+        (
+            f.encode_name,
+            f.name,
+            NODEFAULT if f.name in written else f.default if f.default_factory is NODEFAULT else f.default_factory(),
+        )
         for f in msgspec.structs.fields(kind)
     )
 
@@ -255,15 +266,20 @@ def _wanted(info: Any) -> str:
     if isinstance(info, msgspec.inspect.StructType) and info.array_like:
         return f"a list of {len(info.fields)} values: {', '.join(field.encode_name for field in info.fields)}"
     if isinstance(info, (msgspec.inspect.ListType, msgspec.inspect.VarTupleType)):
-        return "a list" + (f" of {info.min_length} or more" if info.min_length else "")
+        least, most = info.min_length or 0, info.max_length
+        return "a list" + (f" of {least} to {most}" if most is not None else f" of {least} or more" if least else "")
     return _PLAIN.get(type(info), "another value")
 
 
 def _range(info: Any, most: float) -> str:
-    above = info.le if info.lt is None else info.lt
+    above = info.le if info.lt is None else info.lt - isinstance(info.lt, int)
     low, high = info.ge, None if above is None or above >= most else above
     if info.gt is not None:
-        return f" above {info.gt:g}" + ("" if high is None else f", up to {high:g}")
+        return f" above {_short(info.gt)}" + ("" if high is None else f", up to {_short(high)}")
     if low is None or low <= -most:
-        return "" if high is None else f" up to {high:g}"
-    return f" from {low:g} up" if high is None else f" in {low:g}..{high:g}"
+        return "" if high is None else f" up to {_short(high)}"
+    return f" from {_short(low)} up" if high is None else f" in {_short(low)}..{_short(high)}"
+
+
+def _short(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"

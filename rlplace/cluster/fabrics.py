@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlplace.problem.fabric import Curve, Fabric, Piece, joined_curve
+from rlplace.problem.fabric import Basis, Curve, Fabric, Piece, joined_curve
 
 MB = 1 << 20
 FIT_SIZES_MB = (1, 4, 8, 32, 128, 512, 1024)
@@ -42,7 +42,7 @@ class FabricFamily:
     """
 
     curves: tuple[Curve, ...]
-    basis: str
+    basis: Basis
     source: str
 
     def join(self, devices: Sequence[int], links: Sequence[tuple[int, int, float]] = ()) -> Fabric:
@@ -75,9 +75,9 @@ def _nvlink4() -> tuple[Curve, ...]:
     for size, latency in _NVLINK4_REDUCE_S.items():
         in_switch = size >= 5
         rate = NVLINK4_SWITCH_BYTES_PER_S * 2 * (size - 1) / size if in_switch else NVLINK4_RING_BYTES_PER_S
-        curves.append(Curve(size, (Piece(0, latency, rate),), algorithm="nvls" if in_switch else "ring"))
+        curves.append(Curve(size, (Piece(0.0, latency, rate),), algorithm="nvls" if in_switch else "ring"))
     for size, latency in _NVLINK4_GATHER_S.items():
-        curves.append(Curve(size, (Piece(0, latency, NVLINK4_RING_BYTES_PER_S),), "all_gather", "ring"))
+        curves.append(Curve(size, (Piece(0.0, latency, NVLINK4_RING_BYTES_PER_S),), "all_gather", "ring"))
     return tuple(curves)
 
 
@@ -91,7 +91,7 @@ FAMILIES = {
         _nvlink4(), "fitted", "H200 bus bandwidths of ml-engineering (S. Bekman), latencies of NCCL 2.27 tuning logs"
     ),
     "xgmi": FabricFamily(
-        tuple(Curve(size, (Piece(0, *pair),), algorithm="ring") for size, pair in _XGMI.items()),
+        tuple(Curve(size, (Piece(0.0, *pair),), algorithm="ring") for size, pair in _XGMI.items()),
         "fitted",
         "MI300X bus bandwidths of ml-engineering (S. Bekman), latency from NCCL constants",
     ),

@@ -22,7 +22,8 @@ from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, finite_number, read_text, write_text
 from rlplace.limits import CLUSTER_BYTES
 from rlplace.problem import Device, Links
-from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
+from rlplace.problem.fabric import fabrics_from_list
+from rlplace.records import plain
 
 FORMAT = "rlplace.cluster"
 VERSION = 1
@@ -93,7 +94,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
             "latency_s": cluster.links.latency_s.tolist(),
             "channels": [[list(held) for held in row] for row in cluster.links.effective_channels],
         },
-        "fabric": [fabric_to_dict(fabric) for fabric in cluster.links.fabrics],
+        "fabric": plain(cluster.links.fabrics),
     }
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -137,7 +138,7 @@ def _joined(fabric: Fabric, like: int, peer: int, new: int) -> Fabric:
         return fabric
     direct = [(new if i == like else i, new if j == like else j, rate) for i, j, rate in fabric.links if like in (i, j)]
     between = [(like, new, rate) for i, j, rate in fabric.links if {i, j} == {like, peer}][:1]
-    return dataclasses.replace(fabric, devices=(*fabric.devices, new), links=(*fabric.links, *direct, *between))
+    return msgspec.structs.replace(fabric, devices=(*fabric.devices, new), links=(*fabric.links, *direct, *between))
 
 
 def _preset_links(problem: Problem) -> Links | None:
@@ -212,14 +213,14 @@ def _quicker(fabric: Fabric, factor: float) -> Fabric:
         dataclasses.replace(
             curve,
             pieces=tuple(
-                dataclasses.replace(p, from_bytes=p.from_bytes * factor, bus_bytes_per_s=p.bus_bytes_per_s * factor)
+                msgspec.structs.replace(p, from_bytes=p.from_bytes * factor, bus_bytes_per_s=p.bus_bytes_per_s * factor)
                 for p in curve.pieces
             ),
         )
         for curve in fabric.curves
     ]
     direct = tuple((i, j, rate * factor) for i, j, rate in fabric.links)
-    return dataclasses.replace(fabric, curves=tuple(curves), links=direct)
+    return msgspec.structs.replace(fabric, curves=tuple(curves), links=direct)
 
 
 def with_free_links(problem: Problem) -> Problem:

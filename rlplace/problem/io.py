@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, read_record, write_json
+from rlplace.errors import InputError, show
+from rlplace.files import check_header, read_record, write_json
 from rlplace.problem.check import check_counts
-from rlplace.problem.fabric import fabric_to_dict, fabrics_from_list
-from rlplace.problem.problem import PHASES, Collective, Device, Links, Problem
-from rlplace.problem.sharding import sharding_from_dict, sharding_to_dict
+from rlplace.problem.fabric import fabrics_from_list
+from rlplace.problem.problem import PHASES, Collective, Device, Links, Phase, Problem
+from rlplace.problem.sharding import ShardingEntry, sharding_of, sharding_to_dict
 from rlplace.problem.source import check_source
+from rlplace.records import Bytes, Record, build, plain
 
 FORMAT = "rlplace.problem"
 VERSION = 1
 
 _PARTS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
-_DEVICE_KEYS = {"name", "memory_bytes", "reserved_bytes", "kind"}
-_GROUP_KEYS = {"name", "resident_bytes", "device", *_PARTS}
-_OP_KEYS = {"name", "group", "phase", "time_s", "temporary_bytes", "kind", "dims"}
-_TENSOR_KEYS = {"producer", "owner", "bytes", "consumers", "transfer_s"}
 
 
 def save_problem(problem: Problem, path: str | Path) -> None:
@@ -66,7 +65,7 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
     if problem.links.channels is not None:
         data["links"]["channels"] = [[list(held) for held in row] for row in problem.links.channels]
     if problem.links.fabrics:
-        data["links"]["fabrics"] = [fabric_to_dict(fabric) for fabric in problem.links.fabrics]
+        data["links"]["fabrics"] = plain(problem.links.fabrics)
     if problem.collectives:
         data["collectives"] = [{"ops": list(c.ops), "channels": list(c.channels)} for c in problem.collectives]
     if problem.sharding is not None:
@@ -132,205 +131,152 @@ def _tensors_to_list(problem: Problem) -> list[dict[str, Any]]:
     return tensors
 
 
+Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Int = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+_Matrix = list[list[float]]
+
+
+class _DeviceEntry(Record, frozen=True):
+    """A device of a problem file."""
+
+    name: str
+    memory_bytes: _Int | None
+    reserved_bytes: _Int = 0
+    kind: str | None = None
+
+
+class _LinksEntry(Record, frozen=True):
+    """Links of a problem file; fabrics are read by `rlplace.problem.fabric`."""
+
+    bandwidth_bytes_per_s: _Matrix
+    latency_s: _Matrix
+    channels: tuple[tuple[tuple[_Int, ...], ...], ...] | None = None
+    fabrics: Any = ()
+
+
+class _GroupEntry(Record, frozen=True, gc=False):
+    """A group of a problem file."""
+
+    name: str
+    resident_bytes: Bytes = 0
+    weight_bytes: Bytes | None = None
+    gradient_bytes: Bytes | None = None
+    optimizer_bytes: Bytes | None = None
+    device: Index | None = None
+
+
+class _OpEntry(Record, frozen=True, gc=False):
+    """An op of a problem file."""
+
+    name: str
+    group: Index
+    phase: Phase
+    time_s: float | list[float | None] | None
+    temporary_bytes: Bytes = 0
+    kind: str = ""
+    dims: dict[str, _Int] | None = None
+
+
+class _TensorEntry(Record, frozen=True, gc=False):
+    """A tensor of a problem file."""
+
+    size_bytes: Bytes = msgspec.field(name="bytes")
+    consumers: list[Index]
+    producer: Index | None = None
+    owner: Index | None = None
+    transfer_s: _Matrix | None = None
+
+
+class _CollectiveEntry(Record, frozen=True):
+    """A collective of a problem file."""
+
+    ops: tuple[_Int, ...]
+    channels: tuple[_Int, ...]
+
+
+class _ProblemEntry(Record, frozen=True):
+    """What a problem file holds."""
+
+    devices: list[_DeviceEntry]
+    links: _LinksEntry
+    groups: list[_GroupEntry]
+    ops: list[_OpEntry]
+    tensors: list[_TensorEntry]
+    name: str = "problem"
+    samples_per_microbatch: _Int = 1
+    source: Any = None
+    collectives: tuple[_CollectiveEntry, ...] = ()
+    sharding: ShardingEntry | None = None
+
+
 def _parse(data: dict[str, Any]) -> Problem:
-    optional = {"name", "samples_per_microbatch", "source", "collectives", "sharding"}
-    check_keys(data, {"devices", "links", "groups", "ops", "tensors"}, optional, "problem")
-    for key in ("devices", "groups", "ops", "tensors"):
-        if not isinstance(data[key], list):
-            raise InputError(f"problem: {key}: expected a list, found {type(data[key]).__name__}")
-    name = data.get("name", "problem")
-    source = data.get("source")
-    if not isinstance(name, str):
-        raise InputError("problem: name: expected a string")
-    if source is not None:
-        check_source(source, "problem")
-    devices = tuple(_parse_device(item, i) for i, item in enumerate(data["devices"]))
-    if not devices:
+    for key in ("devices", "ops", "tensors"):  # before anything is made of them
+        if not isinstance(data.get(key, []), list):
+            raise InputError(f"problem: {key}: expected a list, found {show(data[key])}")
+    check_counts(len(data.get("ops", [])), len(data.get("devices", [])), len(data.get("tensors", [])), 0)
+    entry = build(_ProblemEntry, data, "problem", whole_floats=True)
+    if entry.source is not None:
+        check_source(entry.source, "problem")
+    count = len(entry.devices)
+    if not count:
         raise InputError("problem: devices: a problem needs at least one device")
-    check_counts(len(data["ops"]), len(devices), len(data["tensors"]), 0)
-    ops = _parse_ops(data["ops"], len(devices))
-    return Problem(
-        name=name,
-        samples_per_microbatch=_integer(data.get("samples_per_microbatch", 1), "samples_per_microbatch"),
-        devices=devices,
-        links=_parse_links(data["links"], len(devices)),
-        source=source,
-        collectives=_parse_collectives(data.get("collectives", [])),
-        **_parse_groups(data["groups"]),
-        **ops,
-        **_parse_tensors(data["tensors"], len(devices)),
-        sharding=sharding_from_dict(data["sharding"], ops["op_dims"], len(devices)) if "sharding" in data else None,
-    )
-
-
-def _parse_device(item: Any, index: int) -> Device:
-    where = f"devices[{index}]"
-    check_keys(item, {"name", "memory_bytes"}, _DEVICE_KEYS, where)
-    memory, kind = item["memory_bytes"], item.get("kind")
-    if not isinstance(item["name"], str) or not (kind is None or isinstance(kind, str)):
-        raise InputError(f"{where}: name and kind must be strings")
-    return Device(
-        name=item["name"],
-        memory_bytes=None if memory is None else _integer(memory, f"{where}.memory_bytes"),
-        reserved_bytes=_integer(item.get("reserved_bytes", 0), f"{where}.reserved_bytes"),
-        kind=kind,
-    )
-
-
-def _parse_links(item: Any, count: int) -> Links:
-    check_keys(item, {"bandwidth_bytes_per_s", "latency_s"}, {"channels", "fabrics"}, "links")
-    channels = item.get("channels")
-    if channels is not None:
-        if not _is_nested(channels, 3):
-            raise InputError("links.channels: expected a matrix of lists of channel numbers")
-        channels = tuple(tuple(tuple(_integer(c, "links.channels") for c in held) for held in row) for row in channels)
-    return Links(
-        bandwidth_bytes_per_s=_matrix(item["bandwidth_bytes_per_s"], "links.bandwidth_bytes_per_s"),
-        latency_s=_matrix(item["latency_s"], "links.latency_s"),
-        channels=channels,
-        fabrics=fabrics_from_list(item.get("fabrics", []), count),
-    )
-
-
-def _parse_groups(items: list[Any]) -> dict[str, Any]:
-    for index, item in enumerate(items):
-        if not isinstance(item, dict) or not _GROUP_KEYS.issuperset(item) or "name" not in item:
-            check_keys(item, {"name", "resident_bytes"}, _GROUP_KEYS, f"groups[{index}]")
-    return {
-        "group_names": tuple(item["name"] for item in items),
-        "resident_bytes": _integers([item.get("resident_bytes", 0) for item in items], "groups.resident_bytes"),
-        **{key: _optional([item.get(key) for item in items], f"groups.{key}") for key in _PARTS},
-        "group_device": _optional([item.get("device") for item in items], "groups.device").astype(np.int32),
-    }
-
-
-def _parse_ops(items: list[Any], num_devices: int) -> dict[str, Any]:
+    ops, groups, tensors, links = entry.ops, entry.groups, entry.tensors, entry.links
+    dims = {index: op.dims for index, op in enumerate(ops) if op.dims is not None}
+    kinds = tuple(op.kind for op in ops)
     number = {phase: index for index, phase in enumerate(PHASES)}
-    for index, item in enumerate(items):
-        if not isinstance(item, dict) or not _OP_KEYS.issuperset(item):
-            check_keys(item, {"name", "group", "phase", "time_s"}, _OP_KEYS, f"ops[{index}]")
-    try:
-        rows = [item["time_s"] for item in items]
-        groups = [item["group"] for item in items]
-        phases = [item["phase"] for item in items]
-        names = tuple(item["name"] for item in items)
-    except KeyError as error:
-        raise InputError(f"ops: key {error.args[0]!r} is missing from an op") from None
-    unknown = [phase for phase in phases if not isinstance(phase, str) or phase not in number]
-    if unknown:
-        raise unknown_name("phase", unknown[0], PHASES)
-    kinds = tuple(item.get("kind", "") for item in items)
-    if not all(isinstance(kind, str) for kind in kinds):
-        raise InputError("ops.kind: expected strings")
-    return {
-        "op_names": names,
-        "op_group": _integers(groups, "ops.group").astype(np.int32),
-        "op_phase": np.array([number[p] for p in phases], dtype=np.int8),
-        "time_s": _parse_times(rows, num_devices),
-        "temporary_bytes": _integers([item.get("temporary_bytes", 0) for item in items], "ops.temporary_bytes"),
-        "op_kind": kinds if any(kinds) else None,
-        "op_dims": {i: _parse_dims(item["dims"], i) for i, item in enumerate(items) if "dims" in item},
-    }
-
-
-def _parse_times(rows: list[Any], num_devices: int) -> NDArray[np.float64]:
-    flat: list[float] = []
-    for index, row in enumerate(rows):
-        values = row if isinstance(row, list) else [row] * num_devices
-        if len(values) != num_devices:
-            raise InputError(f"ops[{index}].time_s: expected {num_devices} values, found {len(values)}")
-        for value in values:
-            if value is None:
-                flat.append(np.nan)
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                flat.append(_number(value, f"ops[{index}].time_s"))
-            else:
-                raise InputError(f"ops[{index}].time_s: {show(value)} is not a number or null")
-    return np.array(flat, dtype=np.float64).reshape(len(rows), num_devices)
-
-
-def _parse_dims(item: Any, index: int) -> dict[str, int]:
-    if not isinstance(item, dict):
-        raise InputError(f"ops[{index}].dims: expected an object of sizes")
-    return {str(key): _integer(value, f"ops[{index}].dims.{key}") for key, value in item.items()}
-
-
-def _parse_tensors(items: list[Any], num_devices: int) -> dict[str, Any]:
-    for index, item in enumerate(items):
-        if not isinstance(item, dict) or not _TENSOR_KEYS.issuperset(item) or "bytes" not in item:
-            check_keys(item, {"bytes", "consumers"}, _TENSOR_KEYS, f"tensors[{index}]")
-        if not isinstance(item.get("consumers"), list):
-            raise InputError(f"tensors[{index}].consumers: expected a list of ops")
-    consumers = [item["consumers"] for item in items]
-    return {
-        "tensor_producer": _optional([item.get("producer") for item in items], "tensors.producer").astype(np.int32),
-        "tensor_owner": _optional([item.get("owner") for item in items], "tensors.owner").astype(np.int32),
-        "tensor_bytes": _integers([item["bytes"] for item in items], "tensors.bytes"),
-        "consumer_ptr": np.concatenate([[0], np.cumsum([len(c) for c in consumers], dtype=np.int64)]).astype(np.int64),
-        "consumers": _integers(list(chain.from_iterable(consumers)), "tensors.consumers").astype(np.int32),
-        "tensor_transfer_s": {
-            i: _matrix(item["transfer_s"], f"tensors[{i}].transfer_s") for i, item in enumerate(items) if "transfer_s" in item
+    return Problem(
+        name=entry.name,
+        samples_per_microbatch=entry.samples_per_microbatch,
+        devices=tuple(Device(**asdict(device)) for device in entry.devices),
+        links=Links(
+            bandwidth_bytes_per_s=_matrix(links.bandwidth_bytes_per_s, "links.bandwidth_bytes_per_s"),
+            latency_s=_matrix(links.latency_s, "links.latency_s"),
+            channels=links.channels,
+            fabrics=fabrics_from_list(links.fabrics, count),
+        ),
+        group_names=tuple(group.name for group in groups),
+        resident_bytes=_numbers([group.resident_bytes for group in groups]),
+        weight_bytes=_numbers([group.weight_bytes for group in groups]),
+        gradient_bytes=_numbers([group.gradient_bytes for group in groups]),
+        optimizer_bytes=_numbers([group.optimizer_bytes for group in groups]),
+        group_device=_numbers([group.device for group in groups]).astype(np.int32),
+        op_names=tuple(op.name for op in ops),
+        op_group=_numbers([op.group for op in ops]).astype(np.int32),
+        op_phase=np.array([number[op.phase] for op in ops], dtype=np.int8),
+        time_s=_times([op.time_s for op in ops], count),
+        temporary_bytes=_numbers([op.temporary_bytes for op in ops]),
+        tensor_producer=_numbers([tensor.producer for tensor in tensors]).astype(np.int32),
+        tensor_owner=_numbers([tensor.owner for tensor in tensors]).astype(np.int32),
+        tensor_bytes=_numbers([tensor.size_bytes for tensor in tensors]),
+        consumer_ptr=np.cumsum([0, *(len(tensor.consumers) for tensor in tensors)], dtype=np.int64),
+        consumers=_numbers(list(chain.from_iterable(tensor.consumers for tensor in tensors))).astype(np.int32),
+        op_kind=kinds if any(kinds) else None,
+        op_dims=dims,
+        tensor_transfer_s={
+            index: _matrix(tensor.transfer_s, f"tensors[{index}].transfer_s")
+            for index, tensor in enumerate(tensors)
+            if tensor.transfer_s is not None
         },
-    }
+        collectives=tuple(Collective(c.ops, c.channels) for c in entry.collectives),
+        sharding=None if entry.sharding is None else sharding_of(entry.sharding, dims, count),
+        source=entry.source,
+    )
 
 
-def _parse_collectives(items: Any) -> tuple[Collective, ...]:
-    if not isinstance(items, list):
-        raise InputError("problem: collectives: expected a list")
-    found = []
-    for index, item in enumerate(items):
-        where = f"collectives[{index}]"
-        check_keys(item, {"ops", "channels"}, set(), where)
-        if not isinstance(item["ops"], list) or not isinstance(item["channels"], list):
-            raise InputError(f"{where}: ops and channels must be lists of whole numbers")
-        ops = tuple(_integer(op, f"{where}.ops") for op in item["ops"])
-        found.append(Collective(ops, tuple(_integer(c, f"{where}.channels") for c in item["channels"])))
-    return tuple(found)
+def _numbers(values: list[int | None] | list[int]) -> NDArray[np.int64]:
+    """As an array, with -1 for what is null or left out."""
+    return np.array([-1 if value is None else value for value in values], dtype=np.int64)
 
 
-def _integer(value: Any, where: str) -> int:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not abs(value) < 1 << 63 or int(value) != value:  # the middle test is false for NaN as well
-        raise InputError(f"{where}: {show(value)} is not a whole number")
-    return int(value)
+def _times(rows: list[float | list[float | None] | None], num_devices: int) -> NDArray[np.float64]:
+    for index, row in enumerate(rows):
+        if isinstance(row, list) and len(row) != num_devices:
+            raise InputError(f"problem: ops[{index}].time_s: expected {num_devices} values, found {len(row)}")
+    full = [row if isinstance(row, list) else [row] * num_devices for row in rows]
+    return np.array(full, dtype=np.float64).reshape(len(rows), num_devices)  # None becomes NaN
 
 
-def _integers(values: Sequence[Any], where: str) -> NDArray[np.int64]:
-    """Whole numbers as int64; values beyond int32 range in index fields are caught by the range checks."""
-    if not all(type(value) is int for value in values):
-        values = [_integer(value, where) for value in values]
-    if values and not (-(1 << 31) < min(values) and max(values) < 1 << 62):
-        raise InputError(f"{where}: a value is out of range")
-    if not where.endswith("bytes") and values and max(values) >= 1 << 31:
-        raise InputError(f"{where}: a value is out of range")
-    return np.array(values, dtype=np.int64)
-
-
-def _optional(values: Sequence[Any], where: str) -> NDArray[np.int64]:
-    """Like `_integers`, with -1 for what is null or left out, so that -1 itself is refused."""
-    found = _integers([0 if value is None else value for value in values], where)
-    if (found < 0).any():
-        raise InputError(f"{where}: {int(found.min())} is negative; leave it out where there is none")
-    found[np.array([value is None for value in values], dtype=bool)] = -1
-    return found
-
-
-def _number(value: Any, where: str) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise InputError(f"{where}: a number is too large") from None
-
-
-def _matrix(value: Any, where: str) -> NDArray[np.float64]:
-    if not _is_nested(value, 2) or len({len(row) for row in value}) > 1:
-        raise InputError(f"{where}: expected a matrix (a list of equally long lists of numbers)")
-    if any(isinstance(x, bool) or not isinstance(x, (int, float)) for row in value for x in row):
-        raise InputError(f"{where}: expected numbers")
-    return np.array([[_number(x, where) for x in row] for row in value], dtype=np.float64)
-
-
-def _is_nested(value: Any, depth: int) -> bool:
-    if depth == 0:
-        return True
-    return isinstance(value, list) and all(_is_nested(item, depth - 1) for item in value)
+def _matrix(rows: _Matrix, where: str) -> NDArray[np.float64]:
+    if len({len(row) for row in rows}) > 1:
+        raise InputError(f"problem: {where}: expected a matrix (a list of equally long lists of numbers)")
+    return np.array(rows, dtype=np.float64)

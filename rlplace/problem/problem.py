@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,8 @@ from rlplace.problem.sharding import Sharding
 if TYPE_CHECKING:
     import networkx as nx
 
-PHASES = ("forward", "backward", "backward_weight", "update")
+Phase = Literal["forward", "backward", "backward_weight", "update"]
+PHASES: tuple[str, ...] = get_args(Phase)
 FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE = range(4)
 
 Channels = tuple[tuple[tuple[int, ...], ...], ...]

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
-from rlplace.files import check_keys, finite_number
+from rlplace.records import Number, Record
 
 if TYPE_CHECKING:
     from rlplace.problem.problem import Problem
@@ -184,90 +187,70 @@ def _names_to_dict(access: Mapping[int, Names]) -> dict[str, list[str]]:
     return {str(op): list(names) for op, names in sorted(access.items())}
 
 
-def sharding_from_dict(data: Any, dims: Mapping[int, Mapping[str, int]], devices: int) -> Sharding:
-    """Reads what `sharding_to_dict` wrote; ranges are checked with the problem.
+_Size = Annotated[int, Meta(ge=0, lt=1 << 60)]
+_Access = dict[_Size, Names]
+
+
+class _TensorEntry(Record, frozen=True):
+    """Axes of a tensor, and how ops access it."""
+
+    tensor: _Size
+    axes: tuple[_Size, ...]
+    access: _Access
+
+
+class _SumsEntry(Record, frozen=True):
+    """Statistics of an op."""
+
+    op: _Size
+    sums: tuple[tuple[Names, _Size], ...]
+
+
+class _HeldEntry(Record, frozen=True):
+    """A parameter, buffer or input."""
+
+    name: str
+    group: _Size
+    axes: tuple[_Size, ...]
+    access: _Access
+    weight_bytes: _Size
+    gradient_bytes: _Size
+    optimizer_bytes: _Size
+    update: _Size | None
+    is_input: bool = msgspec.field(name="input")
+
+
+class ShardingEntry(Record, frozen=True):
+    """The key ``sharding`` of a problem file."""
+
+    tensors: tuple[_TensorEntry, ...]
+    held: tuple[_HeldEntry, ...]
+    follows: tuple[tuple[_Size, _Size], ...]
+    statistics: tuple[_SumsEntry, ...] = ()
+    fixed_s: list[Number | list[Number]] | None = None
+
+
+def sharding_of(entry: ShardingEntry, dims: Mapping[int, Mapping[str, int]], devices: int) -> Sharding:
+    """What an entry describes; ranges are checked with the problem.
 
     Args:
-        data: The key ``sharding`` of a problem file.
+        entry: Of a problem file.
         dims: Dimensions by op, from the problem's ops.
         devices: Number of devices.
     """
-    check_keys(data, {"tensors", "held", "follows"}, {"statistics", "fixed_s"}, "sharding")
-    tensors = _rows(data["tensors"], {"tensor", "axes", "access"}, "sharding.tensors")
-    held = _rows(
-        data["held"],
-        {"name", "group", "axes", "access", "weight_bytes", "gradient_bytes", "optimizer_bytes", "update", "input"},
-        "sharding.held",
-    )
-    sums = _rows(data.get("statistics", []), {"op", "sums"}, "sharding.statistics")
-    pairs = data["follows"]
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise InputError("sharding.follows: expected [op, forward op] pairs")
     return Sharding(
         dims={op: dict(sizes) for op, sizes in dims.items()},
-        axes={_whole(row["tensor"], "tensor"): _sizes(row["axes"]) for row in tensors},
-        access={_whole(row["tensor"], "tensor"): _access(row["access"]) for row in tensors},
-        statistics={_whole(row["op"], "op"): _sums(row["sums"]) for row in sums},
-        follows={_whole(op, "follows"): _whole(forward, "follows") for op, forward in pairs},
-        held=tuple(
-            Held(
-                name=str(row["name"]),
-                group=_whole(row["group"], "group"),
-                weight_bytes=_whole(row["weight_bytes"], "weight_bytes"),
-                gradient_bytes=_whole(row["gradient_bytes"], "gradient_bytes"),
-                optimizer_bytes=_whole(row["optimizer_bytes"], "optimizer_bytes"),
-                axes=_sizes(row["axes"]),
-                access=_access(row["access"]),
-                update=-1 if row["update"] is None else _whole(row["update"], "update"),
-                is_input=row["input"] is True,
-            )
-            for row in held
-        ),
-        fixed_s=_fixed(data["fixed_s"], devices) if "fixed_s" in data else None,
+        axes={row.tensor: row.axes for row in entry.tensors},
+        access={row.tensor: row.access for row in entry.tensors},
+        statistics={row.op: row.sums for row in entry.statistics},
+        follows=dict(entry.follows),
+        held=tuple(Held(**asdict(row) | {"update": -1 if row.update is None else row.update}) for row in entry.held),
+        fixed_s=None if entry.fixed_s is None else _fixed(entry.fixed_s, devices),
     )
 
 
-def _fixed(value: Any, devices: int) -> NDArray[np.float64]:
-    rows = [row if isinstance(row, list) else [row] * devices for row in value] if isinstance(value, list) else [[]]
+def _fixed(values: list[float | list[float]], devices: int) -> NDArray[np.float64]:
+    rows = [row if isinstance(row, list) else [row] * devices for row in values]
     if any(len(row) != devices for row in rows):
         raise InputError(f"sharding.fixed_s: expected a number, or {devices} numbers, for every op")
-    seconds = [[finite_number(x, "sharding.fixed_s") for x in row] for row in rows]
-    return np.array(seconds, dtype=np.float64).reshape(len(rows), devices)
-
-
-def _rows(value: Any, keys: set[str], where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise InputError(f"{where}: expected a list")
-    for index, row in enumerate(value):
-        check_keys(row, keys, set(), f"{where}[{index}]")
-    return value
-
-
-def _whole(value: Any, where: str) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 60:
-        raise InputError(f"sharding: {where}: {show(value)} is not a whole number from 0 up")
-    return value
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise InputError("sharding: axes: expected a list of sizes")
-    return tuple(_whole(size, "axes") for size in value)
-
-
-def _names(value: Any) -> Names:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise InputError("sharding: expected a list of dimension names")
-    return tuple(value)
-
-
-def _access(value: Any) -> dict[int, Names]:
-    if not isinstance(value, dict) or not all(isinstance(op, str) and op.isdecimal() for op in value):
-        raise InputError("sharding: access: expected names by op number")
-    return {int(op): _names(names) for op, names in value.items()}
-
-
-def _sums(value: Any) -> tuple[tuple[Names, int], ...]:
-    if not isinstance(value, list) or not all(isinstance(item, list) and len(item) == 2 for item in value):
-        raise InputError("sharding: statistics: expected [names, bytes] pairs")
-    return tuple((_names(names), _whole(size, "statistics")) for names, size in value)
+    return np.array(rows, dtype=np.float64).reshape(len(rows), devices)

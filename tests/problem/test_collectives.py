@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -154,7 +155,7 @@ def test_across_fabrics_in_phases_or_pipelined():
     # without fabrics a single ring passes the slow links
     assert collective_s(Links(bandwidth, np.zeros((8, 8))), "all_reduce", range(8), size) == pytest.approx(1.75)
     # with a slow inside the pipelined ring hides the rails behind it
-    slow = [dataclasses.replace(f, curves=(Curve(4, (Piece(0, 0.0, 1e9),)),)) for f in host]
+    slow = [msgspec.structs.replace(f, curves=(Curve(4, (Piece(0, 0.0, 1e9),)),)) for f in host]
     wide = Links(np.full((8, 8), 50e9), np.zeros((8, 8)), None, tuple(slow))
     assert collective_s(wide, "all_gather", range(8), size) == pytest.approx(min(0.75 + 0.5 / 4 / 50, 7 / 8, 7 / 8 / 50))
 
@@ -204,7 +205,7 @@ def test_cube_mesh_bandwidth_depends_on_who_talks():
 def test_group_sizes_between_measured_ones():
     """The curve of four V100 from that of eight alone: 4 of 6 links; measured 85.5 GB/s."""
     links = Cluster.preset("v100:8").links
-    fabric = dataclasses.replace(links.fabrics[0], curves=tuple(c for c in links.fabrics[0].curves if c.group_size != 4))
+    fabric = msgspec.structs.replace(links.fabrics[0], curves=tuple(c for c in links.fabrics[0].curves if c.group_size != 4))
     assert 1.5 * 8 * GIB / collective_s(dataclasses.replace(links, fabrics=(fabric,)), "all_reduce", range(4), 8 * GIB) == (
         pytest.approx(85.5e9, rel=0.07)
     )

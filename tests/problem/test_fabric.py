@@ -10,8 +10,9 @@ from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 from rlplace.problem.collectives import collective_s
-from rlplace.problem.fabric import Fabric, fabric_to_dict, fabrics_from_list, joined_curve
+from rlplace.problem.fabric import Fabric, fabrics_from_list, joined_curve
 from rlplace.problem.generate import random_problem
+from rlplace.records import plain
 
 FABRIC = {
     "devices": [0, 1, 2],
@@ -73,38 +74,38 @@ def test_fabrics_of_a_cluster_file_replace_those_of_the_rules(tmp_path):
 def test_defaults_and_round_trip():
     (fabric,) = fabrics_from_list([FABRIC], 3)
     assert fabric.curves[1].kind == "all_reduce" and fabric.curves[1].algorithm == ""
-    assert fabrics_from_list([fabric_to_dict(fabric)], 3) == (fabric,)
+    assert fabrics_from_list([plain(fabric)], 3) == (fabric,)
 
 
 @pytest.mark.parametrize(
     "path, value, says",
     [
-        (["devices"], [0], "at least two distinct"),
-        (["devices"], [0, 0], "at least two distinct"),
+        (["devices"], [0], "devices: expected a list of 2 or more"),
+        (["devices"], [0, 0], "devices: needs distinct"),
         (["devices"], [0, 4], "must be in 0..3"),
         (["devices"], "01", "expected a list"),
         (["basis"], "guess", "unknown basis"),
-        (["source"], 3, "expected a string"),
-        (["curves"], [], "needs 1 to"),
+        (["source"], 3, "source: expected text, found 3"),
+        (["curves"], [], "curves: expected a list of 1 to 256"),
         (["curves", 1, "group_size"], 2, "two curves"),
-        (["curves", 1, "group_size"], 1, "from 2 up"),
+        (["curves", 1, "group_size"], 1, "group_size: expected a whole number in 2"),
         (["curves", 1, "group_size"], 2.5, "whole number"),
         (["curves", 0, "kind"], "allreduce", "did you mean 'all_reduce'"),
-        (["curves", 0, "kind"], ["all_reduce"], "unknown collective"),
-        (["curves", 0, "algorithm"], 3, "expected a string"),
-        (["curves", 0, "pieces"], [], "needs 1 to"),
-        (["curves", 0, "pieces", 0], [0, 1], "expected \\[from_bytes"),
+        (["curves", 0, "kind"], ["all_reduce"], "kind: expected one of all_gather"),
+        (["curves", 0, "algorithm"], 3, "algorithm: expected text, found 3"),
+        (["curves", 0, "pieces"], [], "pieces: expected a list of 1 to 64"),
+        (["curves", 0, "pieces", 0], [0, 1], "3 values: from_bytes, latency_s, bus_bytes_per_s, found"),
         (["curves", 0, "pieces", 0, 0], 5, "first piece starts at 0"),
         (["curves", 0, "pieces", 0, 1], -1e-5, "time falls"),
-        (["curves", 0, "pieces", 0, 2], 0, "positive"),
-        (["curves", 0, "pieces", 0, 2], float("nan"), "finite"),
+        (["curves", 0, "pieces", 0, 2], 0, "expected a number above 0"),
+        (["curves", 0, "pieces", 0, 2], float("nan"), "found nan"),
         (["curves", 0, "pieces", 0, 2], True, "expected a number"),
         (["curves", 0, "pieces", 0, 2], 10**400, "too large"),
         (["curves", 0, "pieces", 1, 1], -1e-3, "never takes less"),
         (["curves", 0, "pieces", 1, 0], 0, "later ones above"),
         (["links", 0], [0, 3, 1e9], "does not join"),
-        (["links", 0], [0, 1, -1e9], "does not join"),
-        (["links", 0], [0, 1], "expected \\[device"),
+        (["links", 0], [0, 1, -1e9], "links.*: expected a number above 0"),
+        (["links", 0], [0, 1], "links.*: expected a list of 3 values"),
         (["colour"], "red", "unknown key"),
     ],
 )

@@ -71,6 +71,8 @@ def build(kind: Any, data: Any, where: str, *, whole_floats: bool = False) -> An
         if whole_floats and "`int" in str(error) and "got `float`" in str(error):
             return build(kind, _without_floats(data), where)
         raise _explained(str(error), kind, data, where) from None
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: a text holds {show(error.object[error.start])}, which is no character") from None
 
 
 def plain(value: Any) -> Any:
@@ -233,7 +235,7 @@ class _Spot:
 def _fits(kind: Any, value: Any) -> bool:
     try:
         msgspec.convert(value, kind, strict=True, str_keys=True)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         return False
     return True
 

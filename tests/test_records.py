@@ -63,6 +63,7 @@ def one(**fields):
         (one(size_bytes=-1), "file: items[1].size_bytes: expected a whole number from 0 up, found -1"),
         (one(size_bytes=1.5), "file: items[1].size_bytes: expected a whole number from 0 up, found 1.5"),
         (one(phase="forwrd"), "file: items[1].phase: unknown phase 'forwrd'; did you mean 'forward'?"),
+        (one(phase="\ud800"), r"file: a text holds '\ud800', which is no character"),
         (one(phase=["x"]), "file: items[1].phase: expected one of backward, forward, found ['x']"),
         (one(pairs=[[1, 2], [1]]), "file: items[1].pairs[1]: expected a list of 2 values: first, second, found [1]"),
         (one(pairs=[[1, float("nan")]]), "file: items[1].pairs[0][1]: expected a finite number, found nan"),

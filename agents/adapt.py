@@ -76,7 +76,7 @@ def adapt(
             search = Search(instance, network, plan, seed=seed + number)
             search.run(deadline_s=time.monotonic() + left_s - learn_s)
             calls += search.calls
-            if search.best.rank < score.rank:
+            if search.best.objective_s < score.objective_s:
                 plan, score = search.best_plan, search.best
             if learn_s > 0.0:
                 calls += _learn(network, instance, plan, time.monotonic() + learn_s, seed + number)

@@ -16,9 +16,9 @@ from rlplace.envs.guide import analysis, draw, facts, features, pressure, view
 from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import draw_moves
 from rlplace.envs.guide.features import move_features
-from rlplace.planners.common import evaluate, movekernels
-from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
+from rlplace.planners.common import movekernels, objective
 from rlplace.planners.common.movekernels import Tables, draw_move, random
+from rlplace.planners.common.objective import descent_s, objective_s
 from rlplace.simulator import records as r
 from rlplace.simulator.fast import STAMP, simulate_plans
 
@@ -28,22 +28,7 @@ STEP, OVERFLOW, BEST_STEP, BEST_OVERFLOW = range(4)
 CALLS, LOOKS, TAKEN, STALLED, FRESH = range(5)
 
 
-@inner
-def _penalized(step_s, overflow):
-    """`Score.penalized_s`."""
-    if overflow == 0.0:
-        return step_s
-    return step_s * (1.0 + OVERFLOW_SLOPE * (overflow + OVERFLOW_BASE))
-
-
-@inner
-def _better(step_s, overflow, than_step_s, than_overflow):
-    """Whether one `Score.rank` is smaller than another."""
-    feasible = overflow == 0.0 and step_s != np.inf
-    than_feasible = than_overflow == 0.0 and than_step_s != np.inf
-    if feasible != than_feasible:
-        return feasible
-    return _penalized(step_s, overflow) < _penalized(than_step_s, than_overflow)
+_objective_s, _descent_s = inner(objective_s), inner(descent_s)
 
 
 @inner(fastmath=True)
@@ -156,7 +141,7 @@ def _compile(stamp):
                 used += 1
                 counts[FRESH] = 1
                 score[STEP], score[OVERFLOW] = step, overflow
-                if _better(step, overflow, score[BEST_STEP], score[BEST_OVERFLOW]):
+                if _objective_s(step, overflow) < _objective_s(score[BEST_STEP], score[BEST_OVERFLOW]):
                     best[:] = plan
                     score[BEST_STEP], score[BEST_OVERFLOW] = step, overflow
                 if step == np.inf:  # a link is missing: random changes until the step completes
@@ -212,17 +197,17 @@ def _compile(stamp):
                 step, overflow = simulate_plans(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s)
                 used += 1
                 tried += 1
-                if _better(step, overflow, score[BEST_STEP], score[BEST_OVERFLOW]):
+                if _objective_s(step, overflow) < _objective_s(score[BEST_STEP], score[BEST_OVERFLOW]):
                     best[:] = trial
                     score[BEST_STEP], score[BEST_OVERFLOW] = step, overflow
                     improved = True
-                now, before = _penalized(step, overflow), _penalized(score[STEP], score[OVERFLOW])
+                now, before = _descent_s(step, overflow), _descent_s(score[STEP], score[OVERFLOW])
                 taken = False
                 if now != np.inf:
                     taken = now < before
                     if not taken:
                         temperature = hot * cooling ** min(1.0, progress + slope * used)
-                        scale = temperature * _penalized(score[BEST_STEP], score[BEST_OVERFLOW])
+                        scale = temperature * _descent_s(score[BEST_STEP], score[BEST_OVERFLOW])
                         taken = scale > 0.0 and random(state) < np.exp((before - now) / scale)
                 if taken:
                     score[STEP], score[OVERFLOW] = step, overflow
@@ -263,4 +248,4 @@ def _compile(stamp):
     return search
 
 
-search = _compile(stamp_of(analysis, draw, facts, features, pressure, view, movekernels, evaluate) ^ STAMP)
+search = _compile(stamp_of(analysis, draw, facts, features, pressure, view, movekernels, objective) ^ STAMP)

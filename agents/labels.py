@@ -22,7 +22,8 @@ from rlplace.envs.instance import make_instance
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.planners.best import floor_answers
-from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE, Deadline, Evaluator
+from rlplace.planners.common.evaluate import Deadline, Evaluator
+from rlplace.planners.common.objective import descent_s
 from rlplace.planners.common.shortage import check_possible
 
 FILL = 1.15
@@ -40,7 +41,7 @@ class Labels:
 
     Attributes:
         features: float16 [S, K, F], see `rlplace.envs.guide.features`.
-        change: float32 [S, K], log of the penalised step time after the move over that before, at most that of a factor of
+        change: float32 [S, K], log of `descent_s` after the move over that before, at most that of a factor of
             1,000 (a step that cannot complete); NaN where there is no move.
         group: int32 [S, K], first group of each move, -1 where there is none.
         nodes, edges, edge_values: The group graph, see `rlplace.agents.bank.GraphTensors`.
@@ -104,7 +105,7 @@ def starting_plans(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
     except InfeasibleError:
         return []
     answers = [answer for _, answer in floor_answers(problem, Evaluator(problem, run), Deadline(None))]
-    answers = sorted((a for a in answers if a.score.step_time_s != np.inf), key=lambda answer: answer.score.rank)
+    answers = sorted((a for a in answers if a.score.step_time_s != np.inf), key=lambda answer: answer.score.objective_s)
     if not answers:
         return []
     starts = [answers[0].devices]
@@ -146,12 +147,12 @@ def walk(
     for _ in range(states):
         if guide.simulator.evaluate(plan)[0] == np.inf:
             break
-        before = float(penalized(*(np.array([value]) for value in guide.look(plan)))[0])
+        before = descent_s(*guide.look(plan))
         count = guide.draw(plan)
         which = np.flatnonzero(guide.table[:count, 12] <= FILL)
         if before == 0.0 or len(which) < 2:
             break
-        price = penalized(*guide.price(plan, which))
+        price = np.array([descent_s(*outcome) for outcome in zip(*guide.price(plan, which), strict=True)])
         change = np.log(np.clip(price, 1e-3 * before, 1e3 * before) / before)
         features = np.zeros((moves, NUM_FEATURES), dtype=np.float16)
         changes = np.full(moves, np.nan, dtype=np.float32)
@@ -171,9 +172,3 @@ def walk(
         part = slice(guide.ptr[move], guide.ptr[move + 1])
         plan[guide.groups[part]] = guide.targets[part]
     return rows
-
-
-def penalized(step_s: NDArray[np.float64], overflow: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`Score.penalized_s` of many plans."""
-    with np.errstate(invalid="ignore"):
-        return np.where(overflow > 0, step_s * (1.0 + OVERFLOW_SLOPE * (overflow + OVERFLOW_BASE)), step_s)

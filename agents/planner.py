@@ -121,7 +121,7 @@ class Agent:
                 runner.search()
             told.update(runner.told)
             Evaluator(problem, run).count(told["search_calls"])
-            if runner.best.rank < score.rank:
+            if runner.best.objective_s < score.objective_s:
                 best, score = runner.plan, runner.best
         priority = base.priority_of(best)
         timeline = simulate(problem, best, priority=priority, **run.arguments)
@@ -247,7 +247,7 @@ class _Placement:
                 self.told["search_calls"] = search.calls
             else:
                 found, score = self._construct(greedy=number == 0, number=number)
-            if score.rank < self.best.rank:
+            if score.objective_s < self.best.objective_s:
                 self.plan, self.best = found, score
             step_s = self.best.step_time_s if self.best.feasible else None
             self.told["samples_step_time_s"] = step_s
@@ -261,7 +261,7 @@ class _Placement:
         search = self._make_search()
         search.set_plan(self.plan if self.best.feasible else self.first)
         search.run(calls=None if self._calls is None else self._left(), deadline_s=self._deadline_s)
-        if search.best.rank < self.best.rank:
+        if search.best.objective_s < self.best.objective_s:
             self.plan, self.best = search.best_plan, search.best
         self.told["search_calls"] = search.calls
 

@@ -134,7 +134,7 @@ class Search:
                 score = Score(*guide.look(plan))
             except ValueError:  # it cannot complete
                 return
-            if score.rank < self.best.rank:
+            if score.objective_s < self.best.objective_s:
                 self._best[:], self._score[2:] = plan, (score.step_time_s, score.overflow)
             count = guide.draw(plan)
             legal = guide.table[:count, PINNED] <= 1.0

@@ -40,8 +40,8 @@ class PlacementEnv(PlacerEnv):
     ``observation="full"`` adds nodes, edges and edge_features of the graph.
 
     ## Rewards
-    0 until the last step, then log(step time of the best classical plan / step time), or -(1 + relative overflow) when the
-    plan does not fit even after the shared memory repair.
+    0 until the last step, then log(step time of the best classical plan / step time), or -(5 + log(1 + relative
+    overflow)) when the plan does not fit even after the shared memory repair.
 
     ## Starting state
     Nothing is placed.

@@ -48,10 +48,10 @@ class RefinementEnv(PlacerEnv):
     | context | float32 (8,) | devices, groups, memory pressure, steps left, score, best score, largest load |
 
     ## Rewards
-    How much the step lowered the best score so far, where score = log(step time / best classical plan), plus 1 + relative
-    overflow while the plan does not fit. The rewards of an episode add up to start score minus best score: a maximum over
-    the visited plans, so trying a move that turns out badly costs nothing but the step. An illegal action ends the episode
-    with -(1 + relative overflow).
+    How much the step lowered the best score so far, where score = log(step time / best classical plan), or 5 +
+    log(1 + relative overflow) while the plan does not fit. The rewards of an episode add up to start score minus best score:
+    a maximum over the visited plans, so trying a move that turns out badly costs nothing but the step. An illegal action
+    ends the episode with -(5 + log(1 + relative overflow)).
 
     ## Starting state
     ``start="best"``: the best classical plan. ``"greedy"``: placed for memory alone. ``"mixed"``: the best plan, or half of

@@ -86,7 +86,7 @@ def random_search(
         plans = np.stack(list(islice(draws, min(_BATCH, left))))
         left -= len(plans)
         for plan, found in zip(plans, evaluator.scores(plans), strict=True):
-            if found.rank < score.rank:
+            if found.objective_s < score.objective_s:
                 best, score = plan.copy(), found
     return finish(problem, Answer(best, score, np.zeros(0, dtype=np.int64)), run, planner="random", seed=seed)
 

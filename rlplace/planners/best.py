@@ -44,7 +44,7 @@ def warm_up() -> None:
 def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Answer | None:
     """What `best` would return, as an answer; the least bad infeasible one when nothing fits."""
     answers = [answer for _, answer in floor_answers(problem, evaluator, deadline)]
-    return min(answers, key=lambda a: a.score.rank, default=None)
+    return min(answers, key=lambda a: a.score.objective_s, default=None)
 
 
 def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Iterator[tuple[str, Answer]]:

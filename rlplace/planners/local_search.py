@@ -99,13 +99,13 @@ def run_local_search(search: Search, moves: MoveMaker, rng: Random, settings: Se
     explored: set[tuple[int, ...]] = set()
     while moves.movable and search.progress() < 1.0:
         _descend(search, moves, explored, settings)
-        if search.score.rank > search.best_score.rank:
+        if search.score.objective_s > search.best_score.objective_s:
             search.restart()
         for _ in range(rng.randint(1, settings.kick)):
             kick = moves.draw(search.assignment)
             if kick and search.progress() < 1.0:
                 score = search.evaluate(kick)
-                if score.penalized_s <= (1.0 + settings.kick_worse) * search.best_score.penalized_s:
+                if score.descent_s <= (1.0 + settings.kick_worse) * search.best_score.descent_s:
                     search.accept(kick, score)
 
 
@@ -127,10 +127,10 @@ def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]], s
             if not move:
                 continue
             score = search.evaluate(move)
-            if score.step_time_s == math.inf or score.penalized_s > search.score.penalized_s:
+            if score.step_time_s == math.inf or score.descent_s > search.score.descent_s:
                 continue
             # Random moves also drift sideways: much of a plan is off the critical chain and can move freely.
-            found = score.penalized_s < search.score.penalized_s
+            found = score.descent_s < search.score.descent_s
             if found or index >= len(guided):
                 search.accept(move, score)
             if found:

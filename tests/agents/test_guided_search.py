@@ -45,9 +45,9 @@ def test_the_best_plan_has_the_best_score(make_network, number, layers):
     for calls in (1, 7, 40, 100):
         search.run(calls=calls)
         assert search.best == Score(*simulator.evaluate(search.best_plan))
-        assert search.best.rank <= last.rank
+        assert search.best.objective_s <= last.objective_s
         last = search.best
-    assert search.calls == 149 and last.rank < first.rank
+    assert search.calls == 149 and last.objective_s < first.objective_s
     assert instance.allowed[np.arange(16), search.best_plan].all()
 
 
@@ -60,11 +60,11 @@ def test_rollouts_keep_the_best_plan_and_the_mask(make_network):
         search.roll_out(start_of(instance), 8, number)
         assert search.calls == search._guide.simulator.calls <= 8 * (number + 1)
         assert search.best == Score(*simulator.evaluate(search.best_plan))
-        bests.append(search.best.rank)
+        bests.append(search.best.objective_s)
     assert bests == sorted(bests, reverse=True)
     again = Search(instance, make_network(), start_of(instance), seed=7)
     again.roll_out(start_of(instance), 8, 0)
-    assert again.best.rank >= bests[0]
+    assert again.best.objective_s >= bests[0]
     before = search.calls
     search.roll_out(start_of(instance), 8, 3, deadline_s=0.0)
     assert search.calls == before
@@ -78,9 +78,9 @@ def test_another_plan_to_go_on_from(make_network):
     search.set_plan(start_of(instance))
     search.run(calls=1)
     other = Score(*Simulator(instance.problem).evaluate(start_of(instance)))
-    assert search.best.rank == min(alone.rank, other.rank)
+    assert search.best.objective_s == min(alone.objective_s, other.objective_s)
     search.run(calls=50)
-    assert search.best.rank < min(alone.rank, other.rank)
+    assert search.best.objective_s < min(alone.objective_s, other.objective_s)
 
 
 def test_equal_for_a_seed(make_network):
@@ -116,7 +116,7 @@ def test_it_ends_where_nothing_is_left_to_try(make_network, groups, devices):
     assert search.calls < 5_000
     everything = np.stack(np.meshgrid(*[np.arange(devices)] * groups), axis=-1).reshape(-1, groups).astype(np.int32)
     step, overflow = Simulator(instance.problem).evaluate_many(everything)
-    assert search.best.rank == min(Score(*pair).rank for pair in zip(step, overflow, strict=True))
+    assert search.best.objective_s == min(Score(*pair).objective_s for pair in zip(step, overflow, strict=True))
     search.run(calls=100_000, deadline_s=time.monotonic() + 600.0)
     assert search.calls < 10_000
 

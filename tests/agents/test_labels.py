@@ -10,14 +10,14 @@ from rlplace.agents.cases import Case
 from rlplace.agents.labels import Labels, collect_labels
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.guide.guide import Guide
-from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE, Execution
+from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.problem import Links
 from rlplace.simulator import simulate
 
 
-def penalised_s(problem, plan, run):
+def descent_s(problem, plan, run):
     """Step time of a plan, raised by memory overflow; from the timeline alone."""
     line = simulate(problem, plan, **run.arguments)
     if line.step_time_s is None:
@@ -27,7 +27,7 @@ def penalised_s(problem, plan, run):
         for peak, device in zip(line.peak_memory_bytes, problem.devices, strict=True)
         if device.memory_bytes is not None
     )
-    return line.step_time_s * (1.0 + OVERFLOW_SLOPE * (over + OVERFLOW_BASE) if over else 1.0)
+    return line.step_time_s * (1.0 + 3.0 * (over + 0.02) if over else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_every_label_is_what_the_move_does(problem, run, monkeypatch):
     assert labels is not None and 8 <= len(labels.change) == len(priced) <= 12
     assert len({plan.tobytes() for plan, _, _ in priced}) > 5
     for row, (plan, moves, table) in enumerate(priced):
-        before = penalised_s(problem, plan, run)
+        before = descent_s(problem, plan, run)
         assert np.isnan(labels.change[row, len(moves) :]).all() and (labels.group[row, len(moves) :] == -1).all()
         assert not labels.features[row, len(moves) :].any()
         np.testing.assert_array_equal(labels.features[row, : len(moves)], table.astype(np.float16))
@@ -64,7 +64,7 @@ def test_every_label_is_what_the_move_does(problem, run, monkeypatch):
             after = plan.copy()
             assert problem.group_allowed[groups, targets].all() and (plan[groups] != targets).all()
             after[groups] = targets
-            assert labels.change[row, k] == pytest.approx(np.log(penalised_s(problem, after, run) / before), abs=1e-6)
+            assert labels.change[row, k] == pytest.approx(np.log(descent_s(problem, after, run) / before), abs=1e-6)
             assert labels.group[row, k] == groups[0]
 
 

@@ -122,7 +122,7 @@ def test_illegal_device_ends_with_the_infeasible_reward():
     env.reset(seed=0)
     assert env.action_masks().tolist() == [True, True, False, False]
     _, reward, terminated, _, info = env.step(3)
-    assert terminated and info["illegal"] and reward == -2.0
+    assert terminated and info["illegal"] and reward == pytest.approx(-5.0 - np.log(2.0))
     with pytest.raises(RuntimeError, match="reset"):
         env.step(0)
 

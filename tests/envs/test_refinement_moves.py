@@ -85,7 +85,7 @@ def test_an_illegal_move_ends_the_episode():
     missing = [k for k in range(1, 64) if not len(env.move(k)[0])]
     over = float(env._table[illegal[0], PINNED]) - 1.0
     _, reward, done, _, info = env.step(illegal[0])
-    assert done and info["illegal"] and reward == pytest.approx(-1.0 - over) and over > 0
+    assert done and info["illegal"] and reward == pytest.approx(-5.0 - np.log1p(over)) and over > 0
     assert missing == []
 
 

@@ -18,7 +18,7 @@ from rlplace.problem.generate import random_problem
 
 SETTINGS = [
     {},
-    {"memory_factor": 1.2},  # the start below does not fit: the penalty is at work
+    {"memory_factor": 1.2},  # the start below does not fit
     {"unlike": True, "null_fraction": 0.3},
     {"hosts": 2, "shape": "branchy"},
 ]
@@ -35,10 +35,10 @@ def anneal_in_python(search, moves, calls, hot, chunk):
         if used % chunk % 16 == 0:
             temperature = hot * COOLING ** (used / calls)
         score = search.evaluate(move)
-        now, before = score.penalized_s, search.score.penalized_s
+        now, before = score.descent_s, search.score.descent_s
         if now == math.inf:
             continue
-        scale = temperature * search.best_score.penalized_s
+        scale = temperature * search.best_score.descent_s
         if now <= before:
             search.accept(move, score)
         elif scale > 0:

@@ -1,6 +1,6 @@
 """The compiled loop of `annealing`: moves, simulations and decisions without a step back to Python.
 
-Scores are those of `rlplace.planners.common.evaluate.Score`. The kernel holds the compiled simulator.
+What it minimises, and what it walks on, is `rlplace.planners.common.objective`. The kernel holds the compiled simulator.
 """
 
 # Compiled functions take their types from their arguments.
@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
-from rlplace.planners.common import evaluate, movekernels
-from rlplace.planners.common.evaluate import OVERFLOW_BASE, OVERFLOW_SLOPE
+from rlplace.planners.common import movekernels, objective
 from rlplace.planners.common.movekernels import Tables, draw_move, random
+from rlplace.planners.common.objective import descent_s, objective_s
 from rlplace.simulator.fast import STAMP, simulate_plans
 
 IDLE = 1000
@@ -21,22 +21,7 @@ IDLE = 1000
 _COOL_EVERY = 16  # simulations between two changes of the temperature
 
 
-@inner
-def _penalized(step_s, overflow):
-    """`Score.penalized_s`."""
-    if overflow == 0.0:
-        return step_s
-    return step_s * (1.0 + OVERFLOW_SLOPE * (overflow + OVERFLOW_BASE))
-
-
-@inner
-def _better(step_s, overflow, than_step_s, than_overflow):
-    """Whether one `Score.rank` is smaller than another."""
-    feasible = overflow == 0.0 and step_s != np.inf
-    than_feasible = than_overflow == 0.0 and than_step_s != np.inf
-    if feasible != than_feasible:
-        return feasible
-    return _penalized(step_s, overflow) < _penalized(than_step_s, than_overflow)
+_objective_s, _descent_s = inner(objective_s), inner(descent_s)
 
 
 def _compile(stamp):
@@ -76,14 +61,14 @@ def _compile(stamp):
                 trial[groups[i]] = targets[i]
             step, overflow = simulate_plans(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s)
             used += 1
-            if _better(step, overflow, score[2], score[3]):
+            if _objective_s(step, overflow) < _objective_s(score[2], score[3]):
                 best[:] = trial
                 score[2], score[3] = step, overflow
-            now, before = _penalized(step, overflow), _penalized(score[0], score[1])
+            now, before = _descent_s(step, overflow), _descent_s(score[0], score[1])
             taken = False
             if now != np.inf:
                 taken = now <= before
-                scale = temperature * _penalized(score[2], score[3])
+                scale = temperature * _descent_s(score[2], score[3])
                 if not taken and scale > 0.0:
                     taken = random(state) < np.exp((before - now) / scale)
             if taken:
@@ -98,4 +83,4 @@ def _compile(stamp):
     return anneal
 
 
-anneal = _compile(stamp_of(movekernels, evaluate) ^ STAMP)
+anneal = _compile(stamp_of(movekernels, objective) ^ STAMP)

@@ -1,9 +1,9 @@
 """Simulated annealing from the floor.
 
-Problem: step time of the executor itself, memory included: overflow multiplies the step time (see `Score.penalized_s`), so
-that a search can pass through assignments that do not fit. A random move (`rlplace.planners.common.moves`) is accepted when it
-improves, or with probability ``exp(-increase / temperature)``; the temperature falls geometrically, relative to the best step
-time, so that one setting serves all problems.
+Problem: step time of the executor itself, memory included: overflow multiplies it, so that a search can pass through
+assignments that do not fit; the best one is chosen by the objective (`rlplace.planners.common.objective`). A random move
+(`rlplace.planners.common.moves`) is accepted when it improves, or with probability ``exp(-increase / temperature)``; the
+temperature falls geometrically, relative to the best step time, so that one setting serves all problems.
 
 Paper: Kirkpatrick, Gelatt, Vecchi, "Optimization by simulated annealing", Science 220, 1983. FlexFlow (Jia, Zaharia, Aiken,
 2019) searches parallel strategies this way.

@@ -128,7 +128,7 @@ def warm_up() -> None:
 def evolve(problem: Problem, search: Search, rng: np.random.Generator, settings: Settings) -> None:
     """Spends the search's budget."""
     decoder = Decoder(problem, settings.bias)
-    known = {answer.devices.tobytes(): answer.score.penalized_s for answer in search.starts}
+    known = {answer.devices.tobytes(): answer.score.descent_s for answer in search.starts}
     size, shape = settings.population, (problem.num_groups, problem.num_devices + 1)
     num_elite, num_mutants = max(1, round(settings.elite * size)), round(settings.mutants * size)
     known_keys = np.stack([encode(answer.devices, problem.num_devices) for answer in search.starts[:size]])
@@ -172,7 +172,7 @@ def _evaluate(search: Search, known: dict[bytes, float], plans: NDArray[np.int32
     chosen = dict(list(new.items())[:left])
     if chosen:
         scores = search.evaluate_many(plans[list(chosen.values())])
-        known.update((text, score.penalized_s) for text, score in zip(chosen, scores, strict=True))
+        known.update((text, score.descent_s) for text, score in zip(chosen, scores, strict=True))
     if len(chosen) < len(new):
         return False
     value[:] = [known[plan.tobytes()] for plan in plans]

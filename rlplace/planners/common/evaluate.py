@@ -15,16 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
+from rlplace.planners.common.objective import descent_s, objective_s
 from rlplace.problem import Problem
 from rlplace.schedule import FREE_SCHEDULES, LIST, schedule_named
 from rlplace.simulator import Simulator, Timeline, simulate
 
 Assignment = NDArray[np.int32]
 """int32 [G], the device of every group."""
-
-
-OVERFLOW_SLOPE, OVERFLOW_BASE = 3.0, 0.02
-"""An assignment that does not fit costs 1 + slope * (overflow + base) times its step time."""
 
 
 class Deadline:
@@ -70,16 +67,14 @@ class Score:
         return self.overflow == 0.0 and self.step_time_s != float("inf")
 
     @property
-    def penalized_s(self) -> float:
-        """Step time, raised where memory overflows: the value that searches descend on."""
-        if self.overflow == 0.0:
-            return self.step_time_s
-        return self.step_time_s * (1.0 + OVERFLOW_SLOPE * (self.overflow + OVERFLOW_BASE))
+    def objective_s(self) -> float:
+        """What planners minimise; see `rlplace.planners.common.objective`."""
+        return objective_s(self.step_time_s, self.overflow)
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """Sort key: feasible before infeasible, then the penalised step time."""
-        return not self.feasible, self.penalized_s
+    def descent_s(self) -> float:
+        """What their moves are weighed by."""
+        return descent_s(self.step_time_s, self.overflow)
 
 
 class CallCounter:

@@ -49,17 +49,17 @@ def best_of(
             break
     if not answers:
         return None
-    answers.sort(key=lambda a: a.score.rank)
+    answers.sort(key=lambda a: a.score.objective_s)
     best = answers[0]
     # A repaired plan is rarely faster than it was before, so candidates that are already slower are not worth the calls.
     open_ = [a for a in answers if not a.score.feasible and a.score.step_time_s < _limit(best)]
-    open_.sort(key=lambda a: a.score.penalized_s)
+    open_.sort(key=lambda a: a.score.descent_s)
     for answer in open_[:repairs]:
         if deadline.passed():
             break
         repaired = repair_answer(problem, answer.devices, evaluator, deadline)
         deadline.secured |= repaired.score.feasible
-        if repaired.score.rank < best.score.rank:
+        if repaired.score.objective_s < best.score.objective_s:
             best = repaired
     return best
 

@@ -136,7 +136,7 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
         if moved == 0:
             return None
         answer = evaluator.answer(devices)
-        if answer.score.overflow < current.score.overflow and answer.score.step_time_s != np.inf:
+        if answer.score.objective_s < current.score.objective_s:
             return answer
     return None
 
@@ -155,7 +155,7 @@ def _try_moves(
         if evaluator.calls >= last_call or deadline.passed():
             return None
         answer = evaluator.answer(devices)
-        if answer.score.overflow < current.score.overflow and answer.score.step_time_s != np.inf:
+        if answer.score.objective_s < current.score.objective_s:
             return answer
     return None
 

@@ -65,7 +65,7 @@ class Search:
     def _start(self, problem: Problem, start: Start) -> list[Answer]:
         if start is None:  # the first candidate is always looked at
             answers = [answer for _, answer in floor_answers(problem, self.evaluator, self.deadline)]
-            return sorted(answers, key=lambda answer: answer.score.rank)
+            return sorted(answers, key=lambda answer: answer.score.objective_s)
         devices = start.device_of_group if isinstance(start, PlacementPlan) else np.asarray(start)
         if devices.shape != (problem.num_groups,):
             raise InputError(f"start has {devices.shape} entries, the problem {problem.num_groups} groups")
@@ -94,7 +94,7 @@ class Search:
         for group, device in move:
             self.assignment[group] = device
         score = self.evaluator.score(self.assignment)
-        if score.rank < self.best_score.rank:
+        if score.objective_s < self.best_score.objective_s:
             self.best_devices, self.best_score = self.assignment.copy(), score
         for group, _ in move:
             self.assignment[group] = self.devices[group]
@@ -104,7 +104,7 @@ class Search:
         """Scores the rows of an int32 [K, G]; nothing is kept but a new best answer."""
         scores = self.evaluator.scores(devices)
         for row, score in zip(devices, scores, strict=True):
-            if score.rank < self.best_score.rank:
+            if score.objective_s < self.best_score.objective_s:
                 self.best_devices, self.best_score = row.copy(), score
         return scores
 

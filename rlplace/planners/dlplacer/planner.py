@@ -109,7 +109,7 @@ def dlplacer(
             best = way if best is None or way.rank < best.rank else best
         if deadline.passed():
             break
-    if best is None or not best.line.feasible or (answer is not None and answer.score.rank <= best.rank):
+    if best is None or not best.line.feasible or (answer is not None and (False, answer.score.objective_s) <= best.rank):
         plan = finish(problem, answer, run, planner="dlplacer", seed=seed)
         return plan.with_predicted(plan.predicted.told(proof=facts))
     arguments = run.arguments | best.fields
@@ -132,7 +132,7 @@ def _hint(coarse: Problem, node_of_group: Any, floor: Answer | None, deadline: D
     known = [a for a in answers if a is not None and a.score.feasible]
     if not known:
         return None
-    return evaluator.timeline(min(known, key=lambda a: a.score.rank).devices)
+    return evaluator.timeline(min(known, key=lambda a: a.score.objective_s).devices)
 
 
 def _solve(

@@ -11,10 +11,10 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.papers.synthetic import transformer_graph
 from rlplace.cluster import Cluster
 from rlplace.cost import price
 from rlplace.graph.coarsen import coarsen
-from rlplace.graph.synthetic import transformer_graph
 
 FORWARD_TO_ALL = 49  # ops that a layer of the synthetic transformer adds
 

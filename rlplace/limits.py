@@ -27,9 +27,6 @@ FORMAT_BYTES = {
 CLUSTER_BYTES = 1 << 27
 """Of a cluster file: TOML is read by plain Python, a few megabytes a second; 1,024 devices with written-out links fit."""
 
-PROFILE_BYTES = 1 << 26
-"""Of a PipeDream profile."""
-
 BYTES_PER_VALUE = 16
 """A JSON text holds at most one value for so many bytes of the limit of its format: values take far more memory than text."""
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import rlplace
+from benchmarks.papers.synthetic import transformer_graph
 from rlplace import extensions
 from rlplace.cli.main import main
 from rlplace.cluster import device_kind, parse
 from rlplace.cost import ModelledCosts, device_times
 from rlplace.cost.foreign import own_costs
 from rlplace.errors import InfeasibleError, InputError, RlplaceError
-from rlplace.graph.synthetic import transformer_graph
 from rlplace.planners import get_planner, planner_names, run_planner, takes_microbatches
 from rlplace.problem.generate import random_problem
 

@@ -134,13 +134,6 @@ MEASUREMENT: dict[str, Any] = {
     "step": {"seconds": 0.0757, "min_s": 0.0731, "p10_s": 0.0739, "p90_s": 0.0785, "repeats": 25, "undisturbed": 25,
              "busy_s": 0.0757, "instrumented_s": 0.0782, "peak_memory_bytes": 1000},
 }  # fmt: skip
-PROFILE = (
-    "node1 -- Input -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=770.0, parameter_size=0.000\n"
-    "node7 -- LSTM(2048, 1024) -- forward_compute_time=3.190, backward_compute_time=5.348, "
-    "activation_size=[6291456.0; 131072.0], parameter_size=50364416.000 -- stage_id=0\n"
-    "node8 -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=64.0, parameter_size=10.0\n"
-    "\tnode1 -- node7\n\tnode7 -- node8\n"
-)
 CLUSTERS = ("a100-80g:4", "h100:2x8", "a100-80g:4+v100:4,pcie,eth=25g", "cpu:1+l4:2,ib=8x400g", "host")
 MODELS = ("zoo:mlp,width=8,depth=2", "zoo:dlrm", "zoo:nothing,x=1", "nowhere.module:function", "nowhere.py:function,x=1")
 RATES = ("1gbit", "0,50mbit;200mbit,0", "100 Mbit/s")
@@ -161,7 +154,7 @@ def make_seeds(folder: Path) -> None:
     _agent(folder, problem)
     _comparison(folder)
     _records(folder, problem)
-    for name, text in (("topology.toml", TOPOLOGY), ("rules.toml", RULES), ("profile.txt", PROFILE)):
+    for name, text in (("topology.toml", TOPOLOGY), ("rules.toml", RULES)):
         (folder / name).write_text(text)
     for kind, texts in (("cluster", CLUSTERS), ("model", MODELS), ("rates", RATES), ("cores", CORES)):
         for number, text in enumerate(texts):

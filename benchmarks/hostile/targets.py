@@ -257,14 +257,6 @@ def _labels(path: Path, seeds: Path) -> None:
     _check(found.features.ndim == 3 and found.change.shape == found.group.shape == found.features.shape[:2], "shapes")
 
 
-def _profile(path: Path, seeds: Path) -> None:
-    from rlplace.planners.bipartition.profile import profile_chain, read_profile
-
-    nodes = read_profile(path)
-    if nodes:
-        profile_chain(nodes)
-
-
 def _training(path: Path, seeds: Path) -> None:
     import torch
 
@@ -349,7 +341,6 @@ TARGETS: dict[str, Target] = {
     "resume config": Target(JSON, ("agent/config.json",), _resume),
     "resume state": Target(TENSORS, ("agent/optimizer.safetensors",), _resume),
     "labels": Target(BYTES, ("labels.npz",), _labels, 0.5),
-    "profile": Target(BYTES, ("profile.txt",), _profile),
     "training facts": Target(JSON, ("training/step-00000003/rlplace.json",), _training, 0.5),
     "training index": Target(BYTES, ("training/step-00000003/.metadata",), _training, 0.5),
     "training tensors": Target(BYTES, ("training/step-00000003/__0_0.distcp",), _training, 0.5),

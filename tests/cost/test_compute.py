@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.papers.synthetic import GraphBuilder, transformer_graph
 from rlplace.cluster import KINDS
 from rlplace.cost import CostTable, explain_times, op_times, price
 from rlplace.cost.calls import calls_of
@@ -15,7 +16,6 @@ from rlplace.cost.shipped import shipped_costs
 from rlplace.cost.table import BASES, DIRECTIONS, Curve, KindCosts, MeasuredShape, Residual
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import BACKWARD, OP_KINDS
-from rlplace.graph.synthetic import GraphBuilder, transformer_graph
 
 A100 = KINDS["a100-80g"]
 FITTED = [(kind, op) for kind, costs in shipped_costs().kinds.items() for op, _, _ in costs.curves]

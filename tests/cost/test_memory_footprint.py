@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.synthetic import random_graph, transformer_graph
 from rlplace.cluster import Cluster
 from rlplace.cost import price
 from rlplace.cost.allocator import AllocatorOptions
@@ -14,7 +15,6 @@ from rlplace.cost.footprint import PARTS, WORKSPACE_BYTES, MemoryOptions, footpr
 from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, holdings
 from rlplace.cost.lifetimes import lifetimes
 from rlplace.errors import InputError
-from rlplace.graph.synthetic import random_graph, transformer_graph
 from rlplace.plan import PlacementPlan
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Device, Links, Problem
 from rlplace.problem.build import TensorSpec, build_problem

@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.cluster import Cluster
 from rlplace.cost import device_times, price, split_backward
 from rlplace.errors import InputError
 from rlplace.graph.coarsen import coarsen
 from rlplace.graph.opgraph import GRADIENT, INPUT
-from rlplace.graph.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.simulator.reference import simulate_reference
 

@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.errors import InputError
 from rlplace.graph.atoms import op_anchors
 from rlplace.graph.coarsen import BALANCE, coarsen, merge_cyclic_tasks
 from rlplace.graph.contract import ContractionGraph, strong_components
 from rlplace.graph.opgraph import BACKWARD, FORWARD, GRADIENT, PARAMETER, UPDATE
-from rlplace.graph.synthetic import GraphBuilder, random_graph, transformer_graph
 
 graphs = st.builds(
     random_graph,

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.cluster import Cluster
 from rlplace.cost import device_times, price
 from rlplace.errors import InputError
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph
-from rlplace.graph.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.simulator.reference import simulate_reference
 from rlplace.zoo import load_model

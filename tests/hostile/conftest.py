@@ -1,15 +1,10 @@
-"""Seeds of every format, made once; the fuzzer is run from the root of the repository, it is no part of the package."""
+"""Seeds of every format, made once."""
 
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = str(Path(__file__).parents[2])
-if ROOT not in sys.path:
-    sys.path.append(ROOT)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ from rlplace.errors import InputError
 from rlplace.files import parse_json, read_json
 from rlplace.graph import OpGraph
 from rlplace.plan import PlacementPlan
-from rlplace.planners.bipartition import profile
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 
 
@@ -65,14 +64,6 @@ def test_cluster_files(seeds, tmp_path, monkeypatch):
     refused(lambda: Cluster.load(path), f"the limit is {size - 1}")
     refused(lambda: found.save(tmp_path / "d.toml"), "interconnect")
     assert not (tmp_path / "d.toml").exists()
-
-
-def test_profiles(seeds, monkeypatch):
-    size = (seeds / "profile.txt").stat().st_size
-    monkeypatch.setattr(profile, "PROFILE_BYTES", size)
-    assert len(profile.read_profile(seeds / "profile.txt")) == 3
-    monkeypatch.setattr(profile, "PROFILE_BYTES", size - 1)
-    refused(lambda: profile.read_profile(seeds / "profile.txt"), "the limit is")
 
 
 @pytest.mark.parametrize("name", ["OPS", "TENSORS", "EDGES", "OP_TIMES"])

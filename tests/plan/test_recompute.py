@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.synthetic import random_graph, transformer_graph
 from rlplace.cluster import Cluster
 from rlplace.cost import price
 from rlplace.errors import InputError
-from rlplace.graph.synthetic import random_graph, transformer_graph
 from rlplace.plan.recompute import recompute
 from rlplace.plan.segments import layer_segments
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Device, Links, Problem

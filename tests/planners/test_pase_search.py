@@ -13,7 +13,7 @@ from rlplace.planners.pase import dp
 from rlplace.planners.pase.configs import configurations
 from rlplace.planners.pase.costs import CostTables, cost_tables, strategy_cost
 from rlplace.planners.pase.layers import Dim, Layer, LayerEdge, LayerGraph, Machine
-from rlplace.planners.pase.order import breadth_first, dependent_sets, min_degree
+from rlplace.planners.pase.order import dependent_sets, min_degree
 
 MACHINE = Machine()
 
@@ -53,7 +53,7 @@ def random_case(draw: st.DrawFn) -> tuple[LayerGraph, CostTables, tuple[int, ...
 def test_search_equals_brute_force_in_any_order(case: tuple[LayerGraph, CostTables, tuple[int, ...]]) -> None:
     graph, tables, order = case
     best = brute_force(graph, tables)
-    for sequence in (min_degree(graph), breadth_first(graph), order):
+    for sequence in (min_degree(graph), order):
         chosen = dp.eliminate(graph, tables, sequence, dependent_sets(graph, sequence))
         assert tables.total(graph, chosen) == best
 
@@ -70,7 +70,7 @@ def test_pieces_give_the_same_choice(case: tuple[LayerGraph, CostTables, tuple[i
 
 def matmuls(widths: list[int]) -> LayerGraph:
     """A chain of products with its shortcut from the first to the last."""
-    from rlplace.planners.pase.kinds import gemm
+    from benchmarks.papers.pase.kinds import gemm
 
     layers = tuple(
         Layer(f"fc{i}", "gemm", (Dim("b", 8), Dim("n", n), Dim("k", k)), gemm("b", "n", "k"))

@@ -10,10 +10,10 @@ import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.bipartition.profile import profile_problem, read_profile
 from rlplace.errors import InputError
 from rlplace.planners import get_planner
 from rlplace.planners.bipartition.layers import layer_orders, make_layers
-from rlplace.planners.bipartition.profile import profile_problem, read_profile
 from rlplace.planners.gpipe import block_partition, gpipe
 from rlplace.planners.gpipe import candidates as gpipe_candidates
 from rlplace.planners.pipedream.planner import candidates, pipedream

@@ -1,4 +1,4 @@
-"""Compiler-driven partition of a training step, with run-time scheduling assistants.
+"""Compiler-driven partition of a training step.
 
 Paper: Tavarageri, Sridharan, Kaul, "Automatic Model Parallelism for Deep Neural Networks with Compiler and Hardware Support",
 arXiv 1906.08168, 2019. No implementation of it is public, and only its abstract was at hand. From the abstract: a compiler
@@ -12,10 +12,7 @@ Everything else is a reconstruction, not the paper's:
 * `coarsen`, `fm`: vertices of one device are fused step by step, and on the way back single moves and swaps lower the cut while
   loads stay within 1 + eps of their fair shares and footprints within memory (gain buckets, locked vertices, best prefix).
 * `staging`: the same with devices as stages of a pipeline, forward ops reading from earlier stages only.
-* `movable`: which groups the assistants may move, because moving them costs next to nothing, and a rehearsal of the assisted
-  step at planned times that decides how freely they may act.
 * `planner`: the planner `compiler`; candidates differ in devices, imbalance and bands, and the simulator picks.
 
-The assistants themselves are simulated in `rlplace.simulator.assist`. They observe running steps, so a plan does not hold their
-decisions; `predicted` of a plan is without them.
+The assistants decide while a step runs: no plan holds what they do and no engine runs them, so they are no part of the package.
 """

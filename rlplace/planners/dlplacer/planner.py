@@ -1,7 +1,7 @@
 """DLPlacer: an exact placement program on a coarsened graph.
 
 Problem: step time of one training step whose ops are spread over the devices of a replica (the model-parallel half of hybrid
-parallelism; the other half is `rlplace.planners.dlplacer.hybrid`), with memory limits, groups that stay together and links that
+parallelism), with memory limits, groups that stay together and links that
 carry one transfer at a time.
 
 Paper: Pal, Ebrahimi, Zulfiqar, Fu, Zhang, Migacz, Nellans, Gupta, "Optimizing multi-GPU parallelization strategies for deep

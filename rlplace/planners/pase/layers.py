@@ -3,7 +3,7 @@
 A layer has an iteration space: named dimensions with sizes. A *configuration* says into how many equal parts each dimension is
 cut; the product of the parts is the number of devices that work on the layer. What a configuration costs is a sum of *terms*
 over the dimensions (work of a device, all-reduces, halos, ...), so a layer of any kind, published or captured, is written in
-the same few words: `gemm`, `norm` and the like in `rlplace.planners.pase.kinds` build the terms of the paper's layers.
+the same few words: `gemm`, `norm` and the like in `benchmarks.papers.pase.kinds` build the terms of the paper's layers.
 
 An edge carries one tensor. Each side says how it holds the tensor: for every axis of the tensor the layer's dimensions that cut
 it (none: the axis is whole on every device; several: their parts multiply).

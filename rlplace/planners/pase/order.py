@@ -2,13 +2,10 @@
 
 Min-degree: the vertex with fewest neighbours goes next (the lower index on ties), its neighbours become neighbours of each
 other. A vertex's *dependent set*, which its table is indexed by, are its neighbours at that moment.
-
-The paper's baseline is a breadth-first order whose tables depend on all later neighbours of the whole prefix.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
@@ -43,23 +40,6 @@ def min_degree(graph: LayerGraph) -> tuple[int, ...]:
     return tuple(order)
 
 
-def breadth_first(graph: LayerGraph) -> tuple[int, ...]:
-    """Breadth-first from the first layer, component by component."""
-    near = neighbours(graph)
-    seen: set[int] = set()
-    order: list[int] = []
-    for root in range(len(near)):
-        queue = deque([root] if root not in seen else [])
-        seen.add(root)
-        while queue:
-            vertex = queue.popleft()
-            order.append(vertex)
-            fresh = sorted(near[vertex] - seen)
-            seen.update(fresh)
-            queue.extend(fresh)
-    return tuple(order)
-
-
 def dependent_sets(graph: LayerGraph, order: Sequence[int]) -> list[tuple[int, ...]]:
     """For each vertex of an order, in that order, its dependent set, ascending.
 
@@ -70,19 +50,6 @@ def dependent_sets(graph: LayerGraph, order: Sequence[int]) -> list[tuple[int, .
     if sorted(order) != list(range(len(near))):
         raise InputError(f"an elimination order must name each of the {len(near)} layers of {graph.name!r} once")
     return [_eliminate(near, vertex) for vertex in order]
-
-
-def prefix_sets(graph: LayerGraph, order: Sequence[int]) -> list[tuple[int, ...]]:
-    """The baseline's dependent sets: all later neighbours of the whole prefix."""
-    near = neighbours(graph)
-    done: set[int] = set()
-    border: set[int] = set()
-    sets = []
-    for vertex in order:
-        done.add(vertex)
-        border = (border | near[vertex]) - done
-        sets.append(tuple(sorted(border)))
-    return sets
 
 
 def _eliminate(near: list[set[int]], vertex: int) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""DLPlacer: the paper's algebra of replicas and their width."""

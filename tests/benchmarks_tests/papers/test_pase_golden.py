@@ -1,0 +1,160 @@
+"""PaSE on the paper's networks: costs and structure measured with the authors' public code at 10 TFLOPS and 16 GB/s."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.papers.pase.baselines import data_parallel
+from benchmarks.papers.pase.cnns import alexnet, resnet101
+from benchmarks.papers.pase.inception import inception_v3
+from benchmarks.papers.pase.orders import breadth_first, prefix_sets
+from benchmarks.papers.pase.rnnlm import rnnlm
+from benchmarks.papers.pase.transformer import transformer, transformer_large
+from rlplace.planners.pase.costs import strategy_cost
+from rlplace.planners.pase.dp import solve
+from rlplace.planners.pase.layers import LayerGraph, Machine
+from rlplace.planners.pase.order import neighbours
+
+OPTIMA = [
+    (alexnet, 4, 1.482157e11),
+    (alexnet, 8, 9.709830e10),
+    (alexnet, 16, 7.032071e10),
+    (alexnet, 32, 5.313635e10),
+    (rnnlm, 4, 6.866838e12),
+    (rnnlm, 8, 4.024963e12),
+    (rnnlm, 16, 2.476067e12),
+    (rnnlm, 32, 1.491938e12),
+    (rnnlm, 64, 9.358186e11),
+    (inception_v3, 4, 9.867570e11),
+    (inception_v3, 8, 7.821406e11),
+    (inception_v3, 16, 6.730459e11),
+    (transformer, 4, 2.189181e12),
+    (resnet101, 8, 1.425263e12),
+]
+
+DATA_PARALLEL = [
+    (alexnet, 4, 5.775569e11),
+    (alexnet, 8, 6.011088e11),
+    (alexnet, 16, 6.128848e11),
+    (alexnet, 32, 6.187728e11),
+    (rnnlm, 4, 9.435357e12),
+    (rnnlm, 8, 7.101223e12),
+    (rnnlm, 16, 5.934156e12),
+    (rnnlm, 32, 5.350622e12),
+    (rnnlm, 64, 5.058855e12),
+]
+
+LAST_DIMENSION_OF_BATCH_SIZE = [
+    (inception_v3, 4, 3.117273e12),
+    (inception_v3, 8, 3.244379e12),
+    (inception_v3, 16, 3.307932e12),
+    (transformer, 4, 2.273414e13),
+    (resnet101, 8, 1.352472e13),
+]
+"""Published beside the others as data parallelism, but made by cutting each layer's *last* dimension that is as long as the
+batch: channels of 128 or heads of 64 where there are such."""
+
+
+def seven_digits(value: float, golden: float) -> bool:
+    """Whether a number rounds to a golden one of seven digits."""
+    return f"{value:.6e}" == f"{golden:.6e}"
+
+
+@pytest.mark.parametrize(("network", "devices", "golden"), OPTIMA)
+def test_optimum(network: Callable[[], LayerGraph], devices: int, golden: float) -> None:
+    graph = network()
+    found = solve(graph, devices)
+    assert seven_digits(found.cost_flop, golden)
+    assert found.cost_flop == pytest.approx(strategy_cost(graph, found.configurations, Machine()), rel=1e-12)
+    assert all(math.prod(row) <= devices for row in found.configurations)
+
+
+@pytest.mark.parametrize(("network", "devices", "golden"), DATA_PARALLEL)
+def test_data_parallel(network: Callable[[], LayerGraph], devices: int, golden: float) -> None:
+    assert seven_digits(data_parallel(network(), devices).cost_flop, golden)
+
+
+@pytest.mark.parametrize(("network", "devices", "golden"), LAST_DIMENSION_OF_BATCH_SIZE)
+def test_what_the_other_data_parallel_figures_are(network: Callable[[], LayerGraph], devices: int, golden: float) -> None:
+    graph = network()
+    batch = graph.layers[0].dims[0].size
+    rows = []
+    for layer in graph.layers:
+        last = max((i for i, dim in enumerate(layer.dims) if dim.size == batch and dim.splittable), default=None)
+        rows.append(tuple(devices if i == last else 1 for i in range(len(layer.dims))))
+    assert seven_digits(strategy_cost(graph, tuple(rows), Machine()), golden)
+    assert golden > 2 * data_parallel(graph, devices).cost_flop
+
+
+@pytest.mark.parametrize(
+    ("network", "layers", "edges", "dependent", "prefix"),
+    [
+        (alexnet, 14, 13, 1, None),
+        (rnnlm, 4, 3, 1, None),
+        (inception_v3, 219, 253, 2, 11),
+        (transformer, 204, 256, 3, 37),
+        (transformer_large, 204, 256, 3, 37),
+        (resnet101, 245, 277, 2, None),
+    ],
+)
+def test_structure(network: Callable[[], LayerGraph], layers: int, edges: int, dependent: int, prefix: int | None) -> None:
+    graph = network()
+    assert (len(graph.layers), len(graph.edges)) == (layers, edges)
+    statistics = solve(graph, 4).statistics
+    assert statistics is not None and statistics.largest_dependent_set == dependent
+    if prefix is not None:
+        assert max(len(later) for later in prefix_sets(graph, breadth_first(graph))) == prefix
+
+
+@pytest.mark.parametrize(
+    ("network", "devices", "product"),
+    [(inception_v3, 8, 25_200), (transformer, 4, 10_000), (transformer, 8, 160_000), (resnet101, 8, 12_500)],
+)
+def test_largest_product(network: Callable[[], LayerGraph], devices: int, product: int) -> None:
+    statistics = solve(network(), devices).statistics
+    assert statistics is not None and statistics.largest_product == product == max(statistics.combinations)
+
+
+def test_inception_has_few_wide_layers_and_few_configurations() -> None:
+    graph = inception_v3()
+    statistics = solve(graph, 8).statistics
+    assert sum(len(near) >= 5 for near in neighbours(graph)) == 12
+    assert statistics is not None and statistics.largest_configurations == 30
+
+
+def test_alexnet_strategy() -> None:
+    graph = alexnet()
+    rows = {layer.name.split(".")[0]: row for layer, row in zip(graph.layers, solve(graph, 32).configurations, strict=True)}
+    assert [rows[i] for i in ("010", "011", "012", "013")] == [(1, 4, 8), (1, 8, 4), (1, 4, 8), (1, 4)]
+    assert [rows[i][:2] for i in ("000", "002", "004", "005", "006")] == [(32, 1), (32, 1), (32, 1), (16, 2), (16, 2)]
+    rows8 = solve(graph, 8).configurations
+    assert rows8[10:13] == ((1, 2, 4), (1, 4, 2), (1, 2, 4))
+
+
+def test_rnnlm_strategy() -> None:
+    embedding, lstm, projection, loss = solve(rnnlm(), 32).configurations
+    assert embedding == (1, 2, 1, 16)
+    assert lstm == (2, 1, 4, 2, 2)
+    assert projection == (4, 1, 8, 1)
+    assert loss == (4, 1, 8)
+
+
+def test_transformer_and_inception_strategies() -> None:
+    graph = transformer()
+    parts = solve(graph, 32).parts
+    assert all(parts[layer.name] == {"b": 16, "f": 2} for layer in graph.layers if layer.name.endswith(".ffn"))
+    heads = [parts[layer.name] == {"b": 16, "h": 2} for layer in graph.layers if layer.name.endswith(".scores")]
+    assert sum(heads) > len(heads) / 2
+    graph = inception_v3()
+    parts = solve(graph, 32).parts
+    convolutions = [parts[layer.name] == {"b": 32} for layer in graph.layers if layer.kind == "conv"]
+    assert all(convolutions[:60]) and sum(convolutions) == 77  # splitting channels pays in the last blocks only
+
+
+def test_any_order_gives_the_optimum_of_a_real_network() -> None:
+    graph = resnet101()
+    assert solve(graph, 2, order=breadth_first(graph)).cost_flop == pytest.approx(solve(graph, 2).cost_flop, rel=1e-12)
+    graph = alexnet()
+    backwards = tuple(reversed(range(len(graph.layers))))
+    assert seven_digits(solve(graph, 16, order=backwards).cost_flop, 7.032071e10)

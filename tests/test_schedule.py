@@ -22,9 +22,6 @@ HOME = {"rlplace/schedule.py", "rlplace/simulator/actions.py"}
 """What a schedule is made of; for a new kind of gate with `simulator/stages.py` and its compiled twin, four files."""
 OTHER_MEANINGS = {
     "list": {
-        "rlplace/simulator/assist.py",
-        "rlplace/simulator/assist_moves.py",
-        "rlplace/simulator/assist_rule.py",
         "rlplace/comparing/records.py",  # the executor's name
         "rlplace/graph/inputs.py",  # a kind of argument
         "rlplace/planners/pardnn/planner.py",  # the executor's name

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.graph.contract import components, strong_components
 from rlplace.graph.modules import ModuleTree
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
+from rlplace.problem.order import components, strong_components
 
 _BLOB = 0.05  # of all time: however many groups are wanted, smaller knots become one cluster
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +12,11 @@ from numpy.typing import NDArray
 from rlplace.graph.access import Access
 from rlplace.graph.assemble import Assembly, CyclicStepError, Key
 from rlplace.graph.composed import composed
-from rlplace.graph.contract import components
 from rlplace.graph.indices import Traced
 from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph, Parameter
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
 from rlplace.graph.tensors import TensorRow, Tensors
+from rlplace.problem.order import components, topological_order
 
 
 def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
@@ -131,25 +130,13 @@ def _execution_order(assembly: Assembly, tensors: Tensors) -> list[Key]:
     priority = {
         key: (0, key[1]) if key[0] == FORWARD_OF else (1, assembly.ops[key].events[0]) for key in keys
     }  # fmt: skip
-    successors: dict[Key, list[Key]] = {key: [] for key in keys}
-    missing = dict.fromkeys(keys, 0)
-    for source, target in set(tensors.edges()):
-        successors[source].append(target)
-        missing[target] += 1
-    ready = [(priority[key], key) for key in keys if not missing[key]]
-    heapq.heapify(ready)
-    order: list[Key] = []
-    while ready:
-        _, key = heapq.heappop(ready)
-        order.append(key)
-        for target in successors[key]:
-            missing[target] -= 1
-            if not missing[target]:
-                heapq.heappush(ready, (priority[target], target))
-    if len(order) < len(keys):
-        stuck = next(key for key in keys if missing[key] > 0)
-        raise CyclicStepError(f"op {assembly.recorder.labels[stuck[1]].name} waits on a cycle")
-    return order + sorted(key for key in assembly.ops if key[0] == UPDATE_OF)
+    keys.sort(key=lambda key: (priority[key], key))
+    number = {key: index for index, key in enumerate(keys)}
+    edges = np.array([(number[a], number[b]) for a, b in set(tensors.edges())], dtype=np.int64).reshape(-1, 2)
+    order, stuck = topological_order(edges[:, 0], edges[:, 1], len(keys), key=np.arange(len(keys)))
+    if stuck is not None:
+        raise CyclicStepError(f"op {assembly.recorder.labels[keys[stuck][1]].name} waits on a cycle")
+    return [keys[index] for index in order] + sorted(key for key in assembly.ops if key[0] == UPDATE_OF)
 
 
 def _colocation(assembly: Assembly, order: list[Key], number: dict[Key, int]) -> NDArray[np.int32]:

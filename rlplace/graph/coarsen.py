@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
 from rlplace.graph.atoms import anchor_graph, atoms, held_bytes, loose_views, op_anchors, parameter_ties
-from rlplace.graph.contract import ContractionGraph, components, strong_components
+from rlplace.graph.contract import ContractionGraph
 from rlplace.graph.modules import ModuleTree, unique_names
 from rlplace.graph.opgraph import FORWARD, OpGraph
+from rlplace.problem.order import UnionFind, components, strong_components
 
 DEFAULT_TARGET = 200
 BALANCE = 4.0
@@ -138,25 +139,22 @@ class _Contraction:
         group = components(
             len(values), np.concatenate([label[tied_a], label[knots[0]]]), np.concatenate([label[tied_b], label[knots[1]]])
         )
-        self.group_parent = group.tolist()
+        self.groups = UnionFind()
         # Per group: share of all time, share of all bytes, and the heaviest atom in either.
         self.time, self.held = [0.0] * len(values), [0.0] * len(values)
         self.peak_time, self.peak_held = [0.0] * len(values), [0.0] * len(values)
-        for node, root in enumerate(self.group_parent):
+        for node, root in enumerate(group.tolist()):
+            self.groups.union(root, node)
             t, h = float(time[node] / scale[0]), float(held[node] / scale[1])
             self.time[root] += t
             self.held[root] += h
             self.peak_time[root], self.peak_held[root] = max(self.peak_time[root], t), max(self.peak_held[root], h)
-        self.num_groups = len(set(self.group_parent))
+        self.num_groups = len(np.unique(group))
         self.loose_views = loose_views(graph, label)
         self.cap = 0.0
 
     def group(self, node: int) -> int:
-        parent = self.group_parent
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
+        return self.groups.find(node)
 
     def run(self) -> None:
         # Clusters of one group that can be one cluster are: they cannot be placed apart anyway.
@@ -225,7 +223,7 @@ class _Contraction:
         g, h = self.group(a), self.group(b)
         if g != h:
             g, h = min(g, h), max(g, h)
-            self.group_parent[h] = g
+            self.groups.union(g, h)
             self.time[g] += self.time[h]
             self.held[g] += self.held[h]
             self.peak_time[g] = max(self.peak_time[g], self.peak_time[h])

@@ -12,6 +12,7 @@ from math import prod
 
 from rlplace.graph.access import Access, Use
 from rlplace.graph.indices import Layouts
+from rlplace.problem.order import UnionFind
 from rlplace.problem.sharding import Names
 
 
@@ -66,20 +67,14 @@ def _agreed(classes: dict[tuple[int, str], str], access: dict[int, Names]) -> li
 
 def _classes(layouts: Layouts) -> dict[tuple[int, str], str]:
     """A common name for the dimensions of different ATen ops that run along the same axes."""
-    parent = {(part, piece): (part, piece) for part, pieces in layouts.dims.items() for piece in pieces}
-
-    def find(key: tuple[int, str]) -> tuple[int, str]:
-        while parent[key] != key:
-            key = parent[key]
-        return key
-
+    sets = UnionFind()
     for access in layouts.access.values():
         for axis in range(len(next(iter(access.values())))):
-            keys = [find((part, names[axis])) for part, names in access.items() if names[axis]]
+            keys = [(part, names[axis]) for part, names in access.items() if names[axis]]
             for key in keys[1:]:
-                if find(keys[0])[0] != find(key)[0]:  # two dimensions of one ATen op stay two
-                    first, second = sorted((find(keys[0]), find(key)))
-                    parent[second] = first
-    roots = sorted({find(key) for key in parent})
+                if sets.find(keys[0])[0] != sets.find(key)[0]:  # two dimensions of one ATen op stay two
+                    sets.union(*sorted((sets.find(keys[0]), sets.find(key))))
+    keys = [(part, piece) for part, pieces in layouts.dims.items() for piece in pieces]
+    roots = sorted({sets.find(key) for key in keys})
     name_of = {root: f"d{index}" for index, root in enumerate(roots)}
-    return {key: name_of[find(key)] for key in parent}
+    return {key: name_of[sets.find(key)] for key in keys}

@@ -11,36 +11,11 @@ import heapq
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from rlplace.problem.order import UnionFind, topological_order
 
 TWIN_DEGREE = 16
 """Twins are looked for among nodes with at most this many neighbours."""
-
-
-def strong_components(count: int, source: NDArray[np.int32], target: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Strongly connected components: int32 [count], a number per node; the numbers have no order.
-
-    Args:
-        count: Number of nodes.
-        source: int [E].
-        target: int [E].
-    """
-    return _component_numbers(count, source, target, "strong")
-
-
-def components(count: int, a: NDArray[np.int32], b: NDArray[np.int32]) -> NDArray[np.int32]:
-    """int32 [count], the smallest node that each node is joined with by the pairs (a, b)."""
-    _, first, number = np.unique(_component_numbers(count, a, b, "weak"), return_index=True, return_inverse=True)
-    return first[number].astype(np.int32)
-
-
-def _component_numbers(count: int, a: NDArray[np.int32], b: NDArray[np.int32], connection: str) -> NDArray[np.int32]:
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    edges = coo_array((np.ones(len(a), dtype=np.int8), (a, b)), shape=(count, count))
-    numbers: NDArray[np.int32] = connected_components(edges, connection=connection)[1]
-    return numbers
 
 
 class ContractionGraph:
@@ -56,20 +31,14 @@ class ContractionGraph:
     def __init__(self, count: int, source: Sequence[int], target: Sequence[int], size_bytes: Sequence[int]) -> None:
         self.successors: list[dict[int, int]] = [{} for _ in range(count)]
         self.predecessors: list[dict[int, int]] = [{} for _ in range(count)]
-        self._parent = list(range(count))
+        self._sets = UnionFind()
         for a, b, size in zip(source, target, size_bytes, strict=True):
             self.successors[a][b] = size
             self.predecessors[b][a] = size
 
     def find(self, node: int) -> int:
         """Representative of the set that a node is in."""
-        parent = self._parent
-        root = node
-        while parent[root] != root:
-            root = parent[root]
-        while parent[node] != root:
-            parent[node], node = root, parent[node]
-        return root
+        return self._sets.find(node)
 
     def edges(self) -> list[tuple[int, int]]:
         """All live edges, by source and order of first use."""
@@ -77,7 +46,7 @@ class ContractionGraph:
 
     def live(self) -> list[int]:
         """Representatives, in ascending order."""
-        return [node for node, parent in enumerate(self._parent) if node == parent]
+        return [node for node in range(len(self.successors)) if self.find(node) == node]
 
     def contractible(self, a: int, b: int) -> bool:
         """Whether contracting the edge from a to b is safe."""
@@ -90,7 +59,7 @@ class ContractionGraph:
             The representative and the edges that this may have made contractible.
         """
         keep, gone = (a, b) if self._degree(a) >= self._degree(b) else (b, a)
-        self._parent[gone] = keep
+        self._sets.union(keep, gone)
         fresh: list[tuple[int, int]] = []
         for forward, backward in ((self.successors, self.predecessors), (self.predecessors, self.successors)):
             forward[keep].pop(gone, None)
@@ -123,17 +92,9 @@ class ContractionGraph:
 
     def depth_first_order(self) -> list[int]:
         """A topological order of the live nodes that follows chains to their end before it turns to the next branch."""
-        missing = {node: len(self.predecessors[node]) for node in self.live()}
-        stack = [node for node in reversed(list(missing)) if missing[node] == 0]
-        order = []
-        while stack:
-            node = stack.pop()
-            order.append(node)
-            for successor in sorted(self.successors[node], reverse=True):
-                missing[successor] -= 1
-                if missing[successor] == 0:
-                    stack.append(successor)
-        return order
+        edges = np.array(self.edges(), dtype=np.int64).reshape(-1, 2)
+        order, _ = topological_order(edges[:, 0], edges[:, 1], len(self.successors), depth_first=True)
+        return [node for node in order if self.find(node) == node]
 
     def joined_by_path(self, a: int, b: int, budget: int) -> tuple[bool, int]:
         """Whether a path other than the direct edge leads from a to b; true as well when `budget` visits do not settle it.

@@ -1,7 +1,10 @@
-"""Walking directed graphs given as arrays of edges: successor lists and Kahn's algorithm."""
+"""Directed graphs given as arrays of edges: successor lists, topological orders, components, disjoint sets."""
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -20,23 +23,90 @@ def successor_lists(source: NDArray[Any], target: NDArray[Any], count: int) -> t
     return target[by_source].tolist(), np.searchsorted(source[by_source], np.arange(count + 1)).tolist()
 
 
-def topological_order(source: NDArray[Any], target: NDArray[Any], count: int) -> tuple[list[int], int | None]:
+def topological_order(
+    source: NDArray[Any], target: NDArray[Any], count: int, *, key: NDArray[Any] | None = None, depth_first: bool = False
+) -> tuple[list[int], int | None]:
     """Kahn's algorithm; ready nodes leave in order of discovery, so the result is deterministic.
 
     Args:
         source: Integer [E], where each edge starts.
         target: Integer [E], where it ends.
         count: Number of nodes.
+        key: [N]; the ready node with the least key leaves first instead, the lower number on ties.
+        depth_first: The node that became ready last leaves first instead; of those that become ready together, the lowest.
 
     Returns:
         The nodes that could be ordered, and the first node that waits on a cycle, or None.
     """
+    if depth_first:
+        descending = np.argsort(-target, kind="stable")
+        source, target = source[descending], target[descending]
+    elif key is not None:  # nodes in order of their keys, so that the least number leaves first
+        by_key = np.argsort(key, kind="stable")
+        rank = np.empty(count, dtype=np.int64)
+        rank[by_key] = np.arange(count)
+        source, target = rank[source], rank[target]
     following, starts = successor_lists(source, target, count)
     missing = np.bincount(target, minlength=count).tolist()
-    order = [node for node in range(count) if missing[node] == 0]
-    for node in order:  # grows while it is read
+    ready: Any = deque(node for node in range(count) if missing[node] == 0)
+    take, put = ready.popleft, ready.append
+    if depth_first:
+        ready.reverse()
+        take = ready.pop
+    elif key is not None:
+        ready = list(ready)
+        take, put = partial(heappop, ready), partial(heappush, ready)
+    order = []
+    while ready:
+        node = take()
+        order.append(node)
         for successor in following[starts[node] : starts[node + 1]]:
             missing[successor] -= 1
             if missing[successor] == 0:
-                order.append(successor)
-    return order, None if len(order) == count else next(node for node in range(count) if missing[node] > 0)
+                put(successor)
+    stuck = None if len(order) == count else next(node for node in range(count) if missing[node] > 0)
+    if key is None or depth_first:
+        return order, stuck
+    return by_key[order].tolist(), None if stuck is None else int(by_key[stuck])
+
+
+def strong_components(count: int, source: NDArray[Any], target: NDArray[Any]) -> NDArray[np.int32]:
+    """int32 [count], the smallest node of the strongly connected component of each node."""
+    return _smallest_members(count, source, target, "strong")
+
+
+def components(count: int, a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int32]:
+    """int32 [count], the smallest node that each node is joined with by the pairs (a, b)."""
+    return _smallest_members(count, a, b, "weak")
+
+
+def _smallest_members(count: int, a: NDArray[Any], b: NDArray[Any], connection: str) -> NDArray[np.int32]:
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    graph = coo_array((np.ones(len(a), dtype=np.int8), (a, b)), shape=(count, count))
+    _, label = connected_components(graph.tocsr(), connection=connection)
+    _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
+    return first[inverse].astype(np.int32)
+
+
+class UnionFind:
+    """Disjoint sets that are joined one pair at a time; a node that was never joined is a set of its own."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Any, Any] = {}
+
+    def find(self, node: Any) -> Any:
+        """The set's representative."""
+        parent = self._parent
+        root = node
+        while (above := parent.get(root, root)) != root:
+            root = above
+        while (above := parent.get(node, node)) != root:
+            parent[node] = root
+            node = above
+        return root
+
+    def union(self, kept: Any, gone: Any) -> None:
+        """Joins two sets; the representative of the first stands for both."""
+        self._parent[self.find(gone)] = self.find(kept)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rlplace.problem.order import UnionFind
+
 _RUNNING_STATS_WRITERS = {"aten::batch_norm", "aten::instance_norm"}
 """Ops that write to running_mean and running_var, arguments 3 and 4, without saying so in their schema."""
 
@@ -16,27 +18,6 @@ _IDENTITY_IN_EVAL = {"aten::dropout", "aten::feature_dropout", "aten::alpha_drop
 
 
 _VIEW_OR_COPY = {"aten::reshape", "aten::contiguous", "aten::flatten", "aten::ravel"}
-
-
-class UnionFind:
-    """Disjoint sets of nodes."""
-
-    def __init__(self) -> None:
-        self._parent: dict[fx.Node, fx.Node] = {}
-
-    def find(self, node: fx.Node) -> fx.Node:
-        """The set's representative."""
-        root = node
-        while (above := self._parent.get(root, root)) is not root:
-            root = above
-        while (above := self._parent.get(node, node)) is not root:
-            self._parent[node] = root
-            node = above
-        return root
-
-    def union(self, a: fx.Node, b: fx.Node) -> None:
-        """Joins the sets of two nodes."""
-        self._parent[self.find(b)] = self.find(a)
 
 
 def shared_memory(nodes: Iterable[fx.Node]) -> UnionFind:

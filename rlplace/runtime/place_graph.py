@@ -19,8 +19,9 @@ import torch
 from torch import fx
 
 from rlplace.errors import InputError
+from rlplace.problem.order import UnionFind
 from rlplace.runtime import aliases, streams
-from rlplace.runtime.aliases import UnionFind, is_tensor
+from rlplace.runtime.aliases import is_tensor
 from rlplace.runtime.held import hold_attributes, rewrite_devices
 
 

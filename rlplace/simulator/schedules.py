@@ -8,7 +8,6 @@ task is not ready, as torch does.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan.plan import check_order
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
-from rlplace.problem.order import successor_lists
+from rlplace.problem.order import topological_order
 from rlplace.schedule import LIST, ONE_F_ONE_B, SCHEDULES
 from rlplace.simulator.actions import stage_layout
 from rlplace.simulator.priority import default_priority
@@ -107,18 +106,9 @@ def _chain(problem: Problem, stage: NDArray[np.int32], schedule: str) -> list[in
         InputError: Forward ops of two stages feed each other, or a gradient flows forward.
     """
     links = forward_stage_links(problem, stage)
-    waits = links.sum(axis=0)
-    chain: list[int] = []
-    free = [int(s) for s in np.flatnonzero(waits == 0)]
-    while free:
-        at = heapq.heappop(free)
-        chain.append(at)
-        for following in np.flatnonzero(links[at]).tolist():
-            waits[following] -= 1
-            if waits[following] == 0:
-                heapq.heappush(free, following)
+    chain, stuck = topological_order(*np.nonzero(links), len(links), key=np.arange(len(links)))
     advice = f"use the schedule {LIST}, or cut the model into stages that follow one another"
-    if len(chain) < len(links):
+    if stuck is not None:
         raise InputError(f"schedule {schedule}: stages feed each other, so they are no chain; {advice}")
     position = np.argsort(chain)[stage[problem.op_group]]
     source, reader = problem.tensor_producer[problem.edge_tensor], problem.consumers
@@ -136,18 +126,5 @@ def _priority_order(problem: Problem, priority: NDArray[np.float64]) -> list[int
     """All ops, producers before consumers, of those that could come next the one of highest priority."""
     source = problem.tensor_producer[problem.edge_tensor]
     made = source >= 0
-    target = problem.consumers[made]
-    following, starts = successor_lists(source[made], target, problem.num_ops)
-    missing = np.bincount(target, minlength=problem.num_ops).tolist()
-    key = (-priority).tolist()
-    free = [(key[op], op) for op in range(problem.num_ops) if missing[op] == 0]
-    heapq.heapify(free)
-    order = []
-    while free:
-        _, op = heapq.heappop(free)
-        order.append(op)
-        for after in following[starts[op] : starts[op + 1]]:
-            missing[after] -= 1
-            if missing[after] == 0:
-                heapq.heappush(free, (key[after], after))
+    order, _ = topological_order(source[made], problem.consumers[made], problem.num_ops, key=-priority)
     return order

@@ -7,8 +7,9 @@ from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_
 from rlplace.errors import InputError
 from rlplace.graph.atoms import op_anchors
 from rlplace.graph.coarsen import BALANCE, coarsen, merge_cyclic_tasks
-from rlplace.graph.contract import ContractionGraph, strong_components
+from rlplace.graph.contract import ContractionGraph
 from rlplace.graph.opgraph import BACKWARD, FORWARD, GRADIENT, PARAMETER, UPDATE
+from rlplace.problem.order import strong_components
 
 graphs = st.builds(
     random_graph,

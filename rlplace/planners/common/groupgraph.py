@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, FORWARD, Problem
+from rlplace.problem.order import topological_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,18 +185,5 @@ def _depth_first(order: NDArray[np.int32], source: NDArray[np.int32], target: ND
     position = np.empty(groups, dtype=np.int64)
     position[order] = np.arange(groups)
     forward = position[source] < position[target]
-    source, target = source[forward], target[forward]
-    missing = np.bincount(target, minlength=groups).tolist()
-    by_source = np.lexsort((-position[target], source))
-    starts = np.searchsorted(source[by_source], np.arange(groups + 1)).tolist()
-    successors = target[by_source].tolist()
-    stack = [group for group in order[::-1].tolist() if missing[group] == 0]
-    result = []
-    while stack:
-        group = stack.pop()
-        result.append(group)
-        for successor in successors[starts[group] : starts[group + 1]]:
-            missing[successor] -= 1
-            if missing[successor] == 0:
-                stack.append(successor)
-    return np.array(result, dtype=np.int32)
+    ranked, _ = topological_order(position[source[forward]], position[target[forward]], groups, depth_first=True)
+    return order[ranked]

@@ -11,7 +11,7 @@ from rlplace.errors import InfeasibleError
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.compiler.nets import Level, forward_pairs
 from rlplace.problem import Problem
-from rlplace.problem.order import topological_order
+from rlplace.problem.order import strong_components, topological_order
 
 
 def staged_order(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -21,12 +21,9 @@ def staged_order(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32]
         int32 [G], vertex of every group, numbered so that forward ops read from vertices of lower number; and int32 [G], groups
         in order of their vertices.
     """
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
     groups, order = problem.num_groups, group_graph(problem).order
     a, b = forward_pairs(problem)
-    _, part = connected_components(coo_array((np.ones(len(a)), (a, b)), shape=(groups, groups)), connection="strong")
+    part = strong_components(groups, a, b)
     first = {circle: i for i, circle in enumerate(dict.fromkeys(part[order].tolist()))}  # by first member
     number = np.array([first[circle] for circle in part.tolist()], dtype=np.int64)
     apart = number[a] != number[b]

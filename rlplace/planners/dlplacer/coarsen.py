@@ -49,6 +49,7 @@ class _Graph:
             g: _Node([g], float(graph.mean_time_s[g]), float(graph.footprint_bytes[g]), problem.group_allowed[g])
             for g in range(problem.num_groups)
         }
+        self.num_groups = problem.num_groups
         self.after: dict[int, dict[int, float]] = {g: {} for g in self.nodes}
         self.before: dict[int, dict[int, float]] = {g: {} for g in self.nodes}
         source, target, seconds = _forward_edges(problem)
@@ -67,16 +68,18 @@ class _Graph:
 
     def levels(self) -> dict[int, int]:
         """Edges on the longest path to each node."""
-        missing = {u: len(self.before[u]) for u in self.nodes}
         level = dict.fromkeys(self.nodes, 0)
-        ready = [u for u in self.nodes if missing[u] == 0]
-        for u in ready:  # grows while it is read
+        for u in self.depth_first(np.arange(self.num_groups)):
             for v in self.after[u]:
                 level[v] = max(level[v], level[u] + 1)
-                missing[v] -= 1
-                if missing[v] == 0:
-                    ready.append(v)
         return level
+
+    def depth_first(self, rank: NDArray[np.int64]) -> list[int]:
+        """A topological order: the node that became ready last comes next, of several the one of least `rank` [G]."""
+        edges = np.array([(rank[u], rank[v]) for u, v, _ in self.edges()], dtype=np.int64).reshape(-1, 2)
+        order, _ = topological_order(edges[:, 0], edges[:, 1], self.num_groups, depth_first=True)
+        by_rank = np.argsort(rank)
+        return [u for u in by_rank[order].tolist() if u in self.nodes]
 
     def only_path(self, u: int, v: int, level: dict[int, int]) -> bool:
         """Whether the edge from u to v is the only way from u to v, so that joining them makes no cycle."""
@@ -161,18 +164,10 @@ def _presplit(graph: _Graph, problem: Problem) -> None:
 
 
 def _order(graph: _Graph, problem: Problem) -> list[int]:
-    """Depth first: the node that became ready last comes next."""
-    missing = {u: len(graph.before[u]) for u in graph.nodes}
-    stack = [g for g in group_graph(problem).order[::-1].tolist() if missing[g] == 0]
-    found = []
-    while stack:
-        u = stack.pop()
-        found.append(u)
-        for v in sorted(graph.after[u], reverse=True):
-            missing[v] -= 1
-            if missing[v] == 0:
-                stack.append(v)
-    return found
+    """Depth first; nodes that nothing comes before in the order of the group graph, the others by their numbers."""
+    position = np.argsort(group_graph(problem).order)
+    later = np.array([len(graph.before[u]) > 0 for u in range(problem.num_groups)])
+    return graph.depth_first(np.argsort(np.lexsort((np.where(later, np.arange(problem.num_groups), position), later))))
 
 
 def _join_tiny(graph: _Graph, count: int) -> None:

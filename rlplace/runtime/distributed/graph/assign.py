@@ -10,9 +10,9 @@ import numpy as np
 from torch import fx
 
 from rlplace.errors import InputError
-from rlplace.graph.contract import strong_components
 from rlplace.plan.device_map import LOSS_OP, plan_groups
 from rlplace.plan.plan import PlacementPlan
+from rlplace.problem.order import UnionFind, strong_components
 from rlplace.runtime import aliases
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 
@@ -156,7 +156,7 @@ def units(nodes: list[fx.Node]) -> dict[fx.Node, int]:
         for other in aliases.written_by(node):
             last_write[memory.find(other)] = index[node]
     outside = {memory.find(other) for node in nodes for other in node.all_input_nodes if other not in index}
-    together = aliases.UnionFind()
+    together = UnionFind()
     for node in nodes:
         for other in node.all_input_nodes:
             root = memory.find(other)

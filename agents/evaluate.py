@@ -24,7 +24,7 @@ _SEARCHES = ("annealing", "local_search", "brkga")
 
 
 @dataclass(frozen=True)
-class Row:
+class ClosingRow:
     """One planner's results.
 
     Attributes:
@@ -53,7 +53,7 @@ def compare_agent(
     planners: Sequence[str] = DEFAULT_PLANNERS,
     calls: int = 256,
     seeds: int = 3,
-) -> list[Row]:
+) -> list[ClosingRow]:
     """Runs every planner and the agent on every case; searches run once a seed and count with the geometric mean.
 
     Args:
@@ -83,7 +83,7 @@ def compare_agent(
     return rows
 
 
-def format_rows(rows: Sequence[Row], title: str) -> str:
+def format_rows(rows: Sequence[ClosingRow], title: str) -> str:
     """The table as text."""
     head = f"{'planner':28s} {'vs best':>8s} {'branchy':>8s} {'feasible':>9s} {'better':>7s} {'worse':>6s} {'seconds':>8s}"
     lines = [title, head]
@@ -130,13 +130,13 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(values)))) if values else math.nan
 
 
-def _row(name: str, runs: Sequence[Solved], floor: Sequence[Solved], cases: Sequence[Case]) -> Row:
+def _row(name: str, runs: Sequence[Solved], floor: Sequence[Solved], cases: Sequence[Case]) -> ClosingRow:
     ratios = [
         (run.step_s / best.step_s, case.branchy)
         for run, best, case in zip(runs, floor, cases, strict=True)
         if run.step_s is not None and best.step_s is not None
     ]
-    return Row(
+    return ClosingRow(
         planner=name,
         ratio=_mean([ratio for ratio, _ in ratios]),
         branchy=_mean([ratio for ratio, branchy in ratios if branchy]),

@@ -109,7 +109,7 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Attempt:
     """One run of a planner: a measured plan or a reason, and what it took."""
 
     measured: Measured | None
@@ -141,7 +141,7 @@ def warm_up(name: str, settings: Settings) -> None:
 def run_row(name: str, target: Target, settings: Settings, *, strict: bool = False) -> Row:
     """Runs a planner on a problem, once or once a seed; errors become the row's reason, bugs as well unless `strict`."""
     shuffled = is_random(name)
-    runs: list[Run] = []
+    runs: list[Attempt] = []
     for seed in range(settings.seeds if shuffled else 1):
         runs.append(_run(name, target, settings, seed, strict=strict))
         if runs[-1].status in (MISSING, FAILED):
@@ -165,7 +165,7 @@ def run_row(name: str, target: Target, settings: Settings, *, strict: bool = Fal
     return _with_plans(row, found, target) if found else row
 
 
-def _run(name: str, target: Target, settings: Settings, seed: int, *, strict: bool) -> Run:
+def _run(name: str, target: Target, settings: Settings, seed: int, *, strict: bool) -> Attempt:
     limit = None if settings.calls is not None and takes_calls(name) else settings.time_limit_s
     measured: Measured | None = None
     status, reason, extra, took = OK, None, 0, None
@@ -191,7 +191,7 @@ def _run(name: str, target: Target, settings: Settings, seed: int, *, strict: bo
                 raise
             status, reason = FAILED, f"{type(error).__name__}: {_one_line(error)}"
     seconds = (time.perf_counter() - begin if took is None else took) - (target.clock.seconds - priced_s)
-    return Run(measured, status, reason, counter.calls + extra, seconds)
+    return Attempt(measured, status, reason, counter.calls + extra, seconds)
 
 
 def _options(name: str, settings: Settings) -> dict[str, Any]:

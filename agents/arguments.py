@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners.common.search import Start
 from rlplace.problem import Problem
@@ -26,9 +26,8 @@ def check_limit(time_limit_s: Any) -> None:
 def check_counts(**counts: Any) -> None:
     """Refuses what is no whole number from 0 up; None stands for a default."""
     for name, value in counts.items():
-        number = isinstance(value, Integral) and not isinstance(value, bool)
-        if value is not None and (not number or value < 0):
-            raise InputError(f"agent: {name} must be a whole number from 0 up, found {show(value)}")
+        if value is not None:
+            whole_number(value, f"agent: {name}")
 
 
 def start_devices(problem: Problem, start: Start) -> NDArray[np.int32]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlplace.agents.config import ENVIRONMENTS, MAX_HIDDEN, MAX_LAYERS, features_of
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.errors import InputError, show, unknown_name
+from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
 
 FORMAT = "rlplace.checkpoint"
@@ -231,7 +231,5 @@ def _network_config(config: Mapping[str, Any], folder: Path) -> NetworkConfig:
     check_keys(config["network"], {"hidden", "second", "layers"}, set(), where)
     limits = {"hidden": (1, MAX_HIDDEN), "second": (1, MAX_HIDDEN), "layers": (0, MAX_LAYERS)}
     for name, (least, most) in limits.items():
-        value = config["network"][name]
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise InputError(f"{where}.{name}: {show(value)} is outside {least}..{most}")
+        whole_number(config["network"][name], f"{where}.{name}", least, most)
     return NetworkConfig(**config["network"])

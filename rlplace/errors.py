@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 _REPR = reprlib.Repr()
@@ -76,6 +77,24 @@ def show(value: Any, limit: int = 80) -> str:
     except Exception:
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def whole_number(value: Any, what: str, least: int = 0, most: int | None = None) -> int:
+    """A whole number of a range, numpy's too; truth values are none.
+
+    Args:
+        value: What was given.
+        what: What it is, for the message, for example ``"rescale: samples"``.
+        least: Smallest that is good.
+        most: Largest that is good; None: any.
+
+    Raises:
+        InputError: It is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least or (most is not None and value > most):
+        span = f"from {least} up" if most is None else f"from {least} to {most}"
+        raise InputError(f"{what} must be a whole number {span}, found {show(value)}")
+    return int(value)
 
 
 def unknown_name(what: str, name: Any, known: Iterable[str]) -> InputError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InfeasibleError, InputError, show
+from rlplace.errors import InfeasibleError, InputError, whole_number
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
@@ -272,8 +272,7 @@ def plan_priced(
 ) -> tuple[Problem, PlacementPlan]:
     """Runs a planner on what is priced; the problem at the micro-batch size that was chosen, and its plan. See `place`."""
     function = get_planner(planner)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed: expected a whole number from 0 up, found {show(seed)}")
+    whole_number(seed, "seed")
     priced = priced.prepared_for(planner)
     if global_batch is None and batch_curve is None:
         return priced.first, function(priced.first, seed=seed, time_limit_s=time_limit_s, **options)
@@ -283,10 +282,8 @@ def plan_priced(
     given = "a global batch" if batch_curve is None else "a batch curve"
     if batch_curve is not None and global_batch is not None:
         raise InputError("a batch curve chooses the global batch; leave global_batch out, or the curve")
-    if batch_curve is None and (
-        isinstance(global_batch, bool) or not isinstance(global_batch, int) or not 1 <= global_batch <= MAX_GLOBAL_BATCH
-    ):
-        raise InputError(f"global_batch: expected a whole number from 1 to {MAX_GLOBAL_BATCH}, found {show(global_batch)}")
+    if batch_curve is None:
+        whole_number(global_batch, "global_batch", 1, MAX_GLOBAL_BATCH)
     fixed = sorted({"microbatches", "schedule"} & set(options))
     if fixed:
         raise InputError(f"{given} chooses {' and '.join(fixed)} itself; leave one of them out")

@@ -37,5 +37,5 @@ def test_a_model_that_keeps_its_batch_is_refused_by_name():
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "8", 1 << 40])
 def test_global_batches_out_of_range_are_refused(value):
     problem = rlplace.price(capture_at(16), "t4:2")
-    with pytest.raises(InputError, match="global_batch: expected a whole number from 1 to 16777216"):
+    with pytest.raises(InputError, match="global_batch must be a whole number from 1 to 16777216"):
         rlplace.place(problem, planner="best", global_batch=value)

@@ -191,10 +191,11 @@ def _problems(folder: Path) -> Any:
 
 def _plans(folder: Path, problem: Any) -> None:
     from rlplace.plan.plan import make_plan
+    from rlplace.plan.prediction import Prediction
     from rlplace.problem import Problem
 
     half = [group % 2 for group in range(problem.num_groups)]
-    predicted = {"step_time_s": 1.0, "samples_per_s": 8.0, "peak_memory_bytes": [1, 2], "feasible": True, "executor": "list"}
+    predicted = Prediction(1.0, 8.0, (1, 2), feasible=True, executor="list")
     order = [[op for op in range(problem.num_ops) if half[problem.op_group[op]] == device] for device in range(2)]
     plans = {
         "stages": {"microbatches": 2, "schedule": "1f1b", "stage_of_group": half, "predicted": predicted},

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, whole_number
 from rlplace.graph.atoms import anchor_graph, atoms, held_bytes, loose_views, op_anchors, parameter_ties
 from rlplace.graph.contract import ContractionGraph
 from rlplace.graph.modules import ModuleTree, unique_names
@@ -87,8 +87,7 @@ def coarsen(graph: OpGraph, target: int = DEFAULT_TARGET, cost: NDArray[np.float
     Raises:
         InputError: `target` is not positive, or the graph has no forward op.
     """
-    if isinstance(target, bool) or not isinstance(target, int) or target < 1:
-        raise InputError(f"coarsen: target must be at least 1 group, found {show(target)}")
+    whole_number(target, "coarsen: target", 1)
     if not (graph.op_phase == FORWARD).any():
         raise InputError("coarsen: the graph has no forward op to group")
     seconds = _plain_cost(graph) if cost is None else np.asarray(cost, dtype=np.float64)

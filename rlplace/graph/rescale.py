@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 from rlplace.graph.check import MAX_BYTES
 from rlplace.graph.inputs import with_samples
 from rlplace.graph.opgraph import FORWARD, OpGraph
@@ -44,8 +44,7 @@ def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:
     Raises:
         InputError: The structures differ, both have the same batch, or a quantity would become negative.
     """
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise InputError(f"rescale: samples must be a whole number from 1 up, found {show(samples)}")
+    whole_number(samples, "rescale: samples", 1)
     if small.samples == large.samples:
         raise InputError(f"rescale: both graphs have {small.samples} samples; capture the model at two batch sizes")
     _check_structure(small, large)

@@ -27,10 +27,3 @@ def check_fingerprint(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
         raise InputError(f"{where}: {show(value)} is not a fingerprint")
     return value
-
-
-def whole(value: Any, low: int, high: int, where: str) -> int:
-    """A whole number in low..high."""
-    if type(value) is not int or not low <= value <= high:
-        raise InputError(f"{where}: {show(value)} is not a whole number in {low}..{high}")
-    return value

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, whole_number
 
 Z = 2.5
 """Standard errors of the bounds: a plan that is as fast as the best one is dropped in about one of a hundred comparisons."""
@@ -44,8 +44,7 @@ class Race:
     z: float = Z
 
     def __post_init__(self) -> None:
-        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
-            raise InputError(f"race: repeats must be a whole number from 1 up, found {self.repeats!r}")
+        whole_number(self.repeats, "race: repeats", 1)
         if not all(isinstance(value, (int, float)) for value in (self.best_s, self.noise, self.z)):
             raise InputError("race: best_s, noise and z must be numbers")
         if not self.best_s > 0 or not 0 <= self.noise < 10 or not 0 <= self.z < 100:

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from rlplace.cost.timings import MODES, PlaceTiming
-from rlplace.errors import InputError, show, unknown_name
+from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import canonical_json, finite_number, parse_json
-from rlplace.measured.checks import MAX_NAME, check_fingerprint, check_text, whole
+from rlplace.measured.checks import MAX_NAME, check_fingerprint, check_text
 from rlplace.measured.trial import STATUSES, Trial
 from rlplace.records import build, plain
 
@@ -90,7 +90,7 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
         problem=check_fingerprint(value["problem"], f"{where}.problem"),
         site=check_fingerprint(value["site"], f"{where}.site") if value["site"] != "" else "",
         device_of_group=_devices(value["device_of_group"], f"{where}.device_of_group"),
-        microbatches=whole(value["microbatches"], 1, MAX_MICROBATCHES, f"{where}.microbatches"),
+        microbatches=whole_number(value["microbatches"], f"{where}.microbatches", 1, MAX_MICROBATCHES),
         step_s=steps,
         places=_places(value["places"], f"{where}.places"),
         predicted_s=None if value["predicted_s"] is None else _seconds(value["predicted_s"], f"{where}.predicted_s"),
@@ -99,7 +99,7 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
         began_at=_seconds(value["began_at"], f"{where}.began_at"),
         engine=_one_line(check_text(value["engine"], f"{where}.engine"), MAX_NAME),
         reason=_one_line(check_text(value["reason"], f"{where}.reason", MAX_REASON), MAX_REASON),
-        anchor=bool(whole(value["anchor"], 0, 1, f"{where}.anchor")),
+        anchor=bool(whole_number(value["anchor"], f"{where}.anchor", 0, 1)),
         **texts,
     )
 

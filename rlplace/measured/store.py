@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 from rlplace.files import canonical_json, parse_json
-from rlplace.measured.checks import MAX_NAME, check_fingerprint, check_text, whole
+from rlplace.measured.checks import MAX_NAME, check_fingerprint, check_text
 from rlplace.measured.database import open_database, reported, writing
 from rlplace.measured.rows import (
     COLUMNS,
@@ -272,7 +272,7 @@ class TrialStore:
             raise InputError(f"{where}: problem {show(problem)} is not in the store; add it first")
         if site != "" and not database.execute("SELECT 1 FROM sites WHERE fingerprint = ?", (site,)).fetchone():
             raise InputError(f"{where}: cluster {show(site)} is not in the store; add it first")
-        devices, groups, ops = (whole(size, 0, 1 << 31, f"{where}: problem {show(problem)}") for size in sizes)
+        devices, groups, ops = (whole_number(size, f"{where}: a size of problem {show(problem)}", 0, 1 << 31) for size in sizes)
         return devices, groups, ops
 
     def _select(self, conditions: dict[str, Any], include_running: bool = False) -> Iterator[tuple[int, bytes, Trial]]:
@@ -291,7 +291,7 @@ class TrialStore:
                 _check_sizes(trial, known[place], at)
                 if key != plan_key(trial.key) or not isinstance(uid, bytes) or len(uid) != 16:
                     raise InputError(f"{at}: its key does not fit its plan; the row was changed")
-                if whole(number, 1, (1 << 63) - 1, f"{at}: id") <= last:
+                if whole_number(number, f"{at}: id", 1, (1 << 63) - 1) <= last:
                     raise InputError(f"{at}: not in order; the database is damaged")
                 last = number
                 yield number, uid, trial

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show, unknown_name
+from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import read_record, write_json
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import UPDATE, Problem
@@ -236,10 +236,7 @@ def check_shards(shards: Mapping[str, Mapping[str, int]], device_of_group: NDArr
             forward = problem.op_names[sharding.follows[op]]
             raise InputError(f"plan: shards of {name!r}: a backward op is cut like its forward op; give shards of {forward!r}")
         for dim, parts in dims.items():
-            if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-                raise InputError(
-                    f"plan: shards of {name!r}: parts of {dim!r} must be a whole number from 1 up, found {show(parts)}"
-                )
+            whole_number(parts, f"plan: shards of {name!r}: parts of {dim!r}", 1)
             if dim not in known and (parts != 1 or sharding is not None):
                 what = f"its dimensions are {', '.join(known)}" if known else "it cannot be cut"
                 raise InputError(f"plan: shards of {name!r}: there is no dimension {show(dim)}; {what}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, whole_number
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, Problem
 
 SUFFIX = ".recompute"
@@ -55,11 +55,7 @@ def _segment_of_group(problem: Problem, segments: Sequence[Iterable[int]]) -> ND
         if not groups:
             raise InputError(f"recompute: segments[{number}] is empty; list group numbers, or leave it out")
         for group in groups:
-            if isinstance(group, bool) or not isinstance(group, (int, np.integer)) or not 0 <= group < problem.num_groups:
-                raise InputError(
-                    f"recompute: segments[{number}]: {show(group)} is no group number; "
-                    f"they go from 0 to {problem.num_groups - 1}"
-                )
+            whole_number(group, f"recompute: segments[{number}]: a group", 0, problem.num_groups - 1)
             if result[group] >= 0:
                 raise InputError(
                     f"recompute: group {int(group)} ({problem.group_names[group][:80]}) is in segments "

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, whole_number
 from rlplace.problem import Problem
 
 
@@ -29,8 +29,8 @@ def layer_segments(problem: Problem, *, layers: int | None = 1, depth: int = 1) 
         InputError: No group lies in a numbered module, or an argument is no positive count.
     """
     for name, value in (("layers", layers), ("depth", depth)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InputError(f"layer_segments: {name} must be a whole number from 1 up, found {show(value)}")
+        if value is not None:
+            whole_number(value, f"layer_segments: {name}", 1)
     groups_of: dict[str, dict[str, list[int]]] = {}  # by list of modules, then by module
     for group in range(problem.num_groups):
         counts = Counter(_layer(path, depth) for path in _paths(problem, group))

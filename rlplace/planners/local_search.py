@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 from rlplace.plan import PlacementPlan
 from rlplace.planners.common.bottleneck import propose
 from rlplace.planners.common.evaluate import Execution
@@ -51,8 +51,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("tries", "random_tries", "kick"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"local_search: {name} must be a whole number from 1 up, found {show(value)}")
+            whole_number(value, f"local_search: {name}", 1)
         if not 0.0 <= self.kick_worse < math.inf:
             raise InputError(f"local_search: kick_worse must not be negative, found {show(self.kick_worse)}")
 

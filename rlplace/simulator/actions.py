@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlplace.errors import InputError, show, unknown_name
+from rlplace.errors import InputError, unknown_name, whole_number
 from rlplace.schedule import LIST, LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V, schedule_named
 from rlplace.text import either
 
@@ -86,8 +86,7 @@ def pipeline_actions(
     if layout not in LAYOUTS:
         raise unknown_name("stage layout", layout, LAYOUTS)
     for what, value in (("devices", num_devices), ("stages per device", stages_per_device), ("micro-batches", microbatches)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"schedule {schedule}: {what} must be a whole number from 1 up, found {show(value)}")
+        whole_number(value, f"schedule {schedule}: {what}", 1)
     if stages_per_device == 1:
         layout = LOOP
     elif LOOP not in layouts:

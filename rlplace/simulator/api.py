@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, whole_number
 from rlplace.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.schedule import FREE_SCHEDULES, LIST, SCHEDULES, schedule_named
@@ -200,8 +200,7 @@ def simulate_many(
     from rlplace.simulator import fast
 
     devices = check_devices(device_of_group, (-1, problem.num_groups), problem)
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise InputError(f"simulate_many: threads must be a whole number from 1 up, found {show(threads)}")
+    whole_number(threads, "simulate_many: threads", 1)
     count = len(devices)
     results = _results(count, problem.num_devices)
     runner = _Runner(problem, priority, microbatches, schedule)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, whole_number
 from rlplace.problem import UPDATE, Problem
 
 MAX_TASKS = 1 << 26
@@ -89,8 +89,7 @@ def task_graph(problem: Problem, microbatches: int = 1) -> TaskGraph:
     Raises:
         InputError: `microbatches` is not a positive whole number, or the step would have too many tasks.
     """
-    if isinstance(microbatches, bool) or not isinstance(microbatches, (int, np.integer)) or microbatches < 1:
-        raise InputError(f"microbatches: expected a positive whole number, found {microbatches!r}")
+    whole_number(microbatches, "microbatches", 1)
     if microbatches * (problem.num_ops + len(problem.consumers)) > MAX_TASKS:
         raise InputError(f"{microbatches} microbatches of {problem.num_ops} ops are more than a step may have ({MAX_TASKS})")
     kept = _CACHE.setdefault(problem, {})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlplace.errors import InputError, RlplaceError, show, unknown_name
+from rlplace.errors import InputError, RlplaceError, show, unknown_name, whole_number
 from rlplace.limits import MODULES
 from rlplace.zoo.options import parse_options, split_spec
 
@@ -83,8 +83,7 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
     from rlplace.graph.capture import DTYPES
 
     for name, size in (("batch", batch), ("seq", seq)):
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
-            raise InputError(f"{name}: expected a whole number from 1 to {MAX_SIZE}, found {show(size)}")
+        whole_number(size, name, 1, MAX_SIZE)
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if device not in DEVICES:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Execution, Score, uncounted
 from rlplace.planners.common.floor import finish
@@ -76,8 +76,7 @@ def annealing(
         raise InputError(f"annealing: start_temperature must not be negative, found {show(start_temperature)}")
     if not 0.0 < cooling <= 1.0:
         raise InputError(f"annealing: cooling must be above 0 and at most 1, found {show(cooling)}")
-    if isinstance(returns, bool) or not isinstance(returns, int) or returns < 0:
-        raise InputError(f"annealing: returns must be a whole number from 0 up, found {show(returns)}")
+    whole_number(returns, "annealing: returns")
     warm_up()
     search = Search(problem, "annealing", start, run, calls=calls, time_limit_s=time_limit_s)
     run_annealing(search, MoveMaker(problem, seed), start_temperature, cooling, returns)

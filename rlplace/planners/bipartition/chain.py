@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +150,7 @@ def make_workers(
     Raises:
         InputError: No worker, or a bandwidth that is not positive.
     """
-    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-        raise InputError(f"workers: expected a whole number from 1 up, found {show(count)}")
+    whole_number(count, "workers: count", 1)
     if bandwidth_bytes_per_s is not None and not bandwidth_bytes_per_s > 0:
         raise InputError(f"workers: bandwidth_bytes_per_s must be positive, found {show(bandwidth_bytes_per_s)}")
     inverse = 0.0 if bandwidth_bytes_per_s is None else 1.0 / bandwidth_bytes_per_s

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from rlplace.errors import InputError, show
+from rlplace.errors import whole_number
 from rlplace.plan import PlacementPlan
 from rlplace.planners.bipartition.chain import Cuts
 from rlplace.planners.bipartition.depth import deepen
@@ -84,8 +84,7 @@ def bipartition(
         InfeasibleError: No plan fits.
     """
     require_split(problem, "bipartition")
-    if isinstance(gap, bool) or not isinstance(gap, (int, np.integer)) or gap < 0:
-        raise InputError(f"bipartition: gap must be a whole number from 0 up, found {show(gap)}")
+    whole_number(gap, "bipartition: gap")
     run = pipeline_execution(problem, microbatches, schedule)
     deadline = Deadline(time_limit_s)
     deadline.secured = True  # what comes after the first plan stops in time

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 from rlplace.planners.bipartition import kernels
 from rlplace.planners.bipartition.chain import Chain, Cuts, Workers, make_workers
 
@@ -41,8 +41,8 @@ def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None, *
     Raises:
         InputError: A negative gap, a slack below 1, or times for another number of workers.
     """
-    if gap is not None and (isinstance(gap, bool) or not isinstance(gap, (int, np.integer)) or gap < 0):
-        raise InputError(f"bi_partition: gap must be a whole number from 0 up, or None, found {show(gap)}")
+    if gap is not None:
+        whole_number(gap, "bi_partition: gap")
     if not slack >= 1.0:
         raise InputError(f"bi_partition: slack must be at least 1, found {show(slack)}")
     bound = bottleneck_s(chain, workers, gap)

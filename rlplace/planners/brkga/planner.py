@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 from rlplace.plan import PlacementPlan
 from rlplace.planners.brkga import kernels as brkgakernels
 from rlplace.planners.common.evaluate import Assignment, Execution
@@ -65,8 +65,7 @@ class Settings:
     bias: float = 4.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.population, bool) or not isinstance(self.population, int) or self.population < 4:
-            raise InputError(f"brkga: population must be a whole number from 4 up, found {show(self.population)}")
+        whole_number(self.population, "brkga: population", 4)
         if not (0.0 < self.elite < 1.0 and 0.0 <= self.mutants < 1.0 and self.elite + self.mutants < 1.0):
             found = f"{show(self.elite)} and {show(self.mutants)}"
             raise InputError(f"brkga: elite must be above 0, mutants at least 0, both together below 1, found {found}")

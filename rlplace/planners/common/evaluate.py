@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import whole_number
 from rlplace.planners.common.objective import descent_s, objective_s
 from rlplace.problem import Problem
 from rlplace.schedule import FREE_SCHEDULES, LIST, schedule_named
@@ -140,8 +140,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         schedule_named(self.schedule, FREE_SCHEDULES)
-        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
-            raise InputError(f"microbatches: expected a whole number from 1 up, found {show(self.microbatches)}")
+        whole_number(self.microbatches, "microbatches", 1)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, whole_number
 from rlplace.plan import PlacementPlan
 from rlplace.planners.best import floor_answers, warm_up
 from rlplace.planners.common.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution, Score
@@ -46,8 +45,8 @@ class Search:
         calls: int | None,
         time_limit_s: float | None,
     ) -> None:
-        if calls is not None and (isinstance(calls, bool) or not isinstance(calls, Integral) or calls < 0):
-            raise InputError(f"{planner}: calls must be a whole number from 0 up, found {show(calls)}")
+        if calls is not None:
+            whole_number(calls, f"{planner}: calls")
         check_possible(problem)
         warm_up()
         self.deadline = Deadline(time_limit_s)

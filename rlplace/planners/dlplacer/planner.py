@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from rlplace.errors import InputError
+from rlplace.errors import whole_number
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
 from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, Execution
@@ -82,8 +82,7 @@ def dlplacer(
         InfeasibleError: Neither the floor nor the program led to a plan that fits.
         MissingError: OR-tools is not installed.
     """
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise InputError(f"dlplacer: groups: expected a whole number from 1 up, found {groups!r}")
+    whole_number(groups, "dlplacer: groups", 1)
     run = Execution(**execution)
     solver_library()
     check_possible(problem)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlplace.errors import InfeasibleError, InputError, show
+from rlplace.errors import InfeasibleError, InputError, whole_number
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.common.evaluate import Deadline, Evaluator, Execution
 from rlplace.planners.common.shortage import raise_infeasible
@@ -70,8 +70,7 @@ def pase(
     if Execution(**execution) != Execution():
         raise InputError("pase: cut ops exclude micro-batches and schedules; leave microbatches and schedule out")
     most = problem.num_devices if devices is None else devices
-    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= problem.num_devices:
-        raise InputError(f"pase: devices must be a whole number from 1 to {problem.num_devices}, found {show(devices)}")
+    whole_number(most, "pase: devices", 1, problem.num_devices)
     if (problem.group_device >= 0).any():
         raise InputError("pase: a problem with fixed groups cannot be cut; free the groups")
     deadline, evaluator = Deadline(time_limit_s), Evaluator(problem)

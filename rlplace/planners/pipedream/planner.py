@@ -29,7 +29,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InfeasibleError, InputError, show
+from rlplace.errors import InfeasibleError, InputError, whole_number
 from rlplace.plan import PlacementPlan
 from rlplace.planners.bipartition.layers import Layers, layer_orders, make_layers, make_pipeline, pipeline_execution
 from rlplace.planners.common.evaluate import Assignment, Deadline
@@ -68,9 +68,8 @@ def pipedream(
         InputError: The replicas do not share out the devices and micro-batches, or are no copies of each other.
         InfeasibleError: No plan fits.
     """
-    whole = isinstance(replicas, int) and not isinstance(replicas, bool)
-    if replicas is not None and (not whole or replicas < 1):
-        raise InputError(f"pipedream: replicas must be a whole number from 1 up, or None, found {show(replicas)}")
+    if replicas is not None:
+        whole_number(replicas, "pipedream: replicas", 1)
     deadline = Deadline(time_limit_s)
     counts = range(1, problem.num_devices + 1) if replicas is None else (replicas,)
     best: PlacementPlan | None = None

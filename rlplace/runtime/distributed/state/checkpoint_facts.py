@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 from rlplace.files import check_keys
 
 _KEYS = {"step", "torch", "random", "scheduler", "extra", "optimizers"}
@@ -111,5 +111,4 @@ def _number(value: Any) -> bool:
 
 
 def _count(value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-        raise InputError(f"{where}: expected a whole number from 0 up, found {show(value)}")
+    whole_number(value, where, 0, (1 << 63) - 1)

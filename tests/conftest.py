@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -23,3 +24,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("rlplace")
+
+
+@pytest.fixture(scope="session")
+def training_problem():
+    """Draws small training problems on which ties are the rule."""
+    import drawn
+
+    return drawn.training_problem

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drawn import renumbered
 
 from rlplace.agents.bank import graph_tensors
 from rlplace.agents.construct import construct
@@ -13,23 +14,6 @@ from rlplace.envs.guide.features import move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.generate import random_problem
-from rlplace.problem.problem import Links
-
-
-def renumbered(problem, new):
-    """The same problem with device i called ``new[i]``."""
-    old, links, channels = np.argsort(new), problem.links, problem.links.effective_channels
-    return replace(
-        problem,
-        devices=tuple(problem.devices[i] for i in old),
-        links=Links(
-            links.bandwidth_bytes_per_s[np.ix_(old, old)],
-            links.latency_s[np.ix_(old, old)],
-            tuple(tuple(channels[i][j] for j in old) for i in old),
-        ),
-        time_s=problem.time_s[:, old],
-        group_device=np.where(problem.group_device >= 0, new[problem.group_device], -1).astype(np.int32),
-    )
 
 
 def logits_of(network, guide, count):

@@ -1,8 +1,7 @@
 """Devices have no numbers that count: renumbering them renumbers the rows of an observation and changes nothing else."""
 
-from dataclasses import replace
-
 import numpy as np
+from drawn import renumbered
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -12,24 +11,6 @@ from rlplace.envs.guide.features import move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.generate import random_problem
-from rlplace.problem.problem import Links
-
-
-def renumbered(problem, new):
-    """The same problem with device i called ``new[i]``."""
-    old = np.argsort(new)
-    links, channels = problem.links, problem.links.effective_channels
-    return replace(
-        problem,
-        devices=tuple(problem.devices[i] for i in old),
-        links=Links(
-            links.bandwidth_bytes_per_s[np.ix_(old, old)],
-            links.latency_s[np.ix_(old, old)],
-            tuple(tuple(channels[i][j] for j in old) for i in old),
-        ),
-        time_s=problem.time_s[:, old],
-        group_device=np.where(problem.group_device >= 0, new[problem.group_device], -1).astype(np.int32),
-    )
 
 
 @st.composite

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.problem.build import TensorSpec, build_problem
-
-
-@pytest.fixture(scope="session")
-def training_problem():
-    """Draws small problems on which ties are the rule; the simulators' tests have them."""
-    path = Path(__file__).parents[1] / "simulator" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("simulator_problems", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module._training_problem
 
 
 @pytest.fixture

@@ -153,21 +153,6 @@ def test_filters():
                 store.trials(problem=wrong)
 
 
-def test_lookup_takes_the_latest_that_ended_and_is_no_anchor():
-    with new_store() as store:
-        assert store.lookup(*done().key) is None
-        store.begin(begun(0, began_at=9000.0))
-        store.add(done(0, anchor=True, began_at=8000.0))
-        assert store.lookup(*done().key) is None
-        newest = done(0, began_at=3000.0, step_s=(0.3,))
-        for trial in (done(0), newest, done(0, began_at=2000.0)):
-            store.add(trial)
-        assert store.lookup(*done().key) == newest
-        failed = done(0, began_at=3000.0, status="crashed", step_s=())  # as late, added later
-        store.add(failed)
-        assert store.lookup(*done().key) == failed
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -4,15 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pipeline_theory import bubble_s, in_flight
 from toys import pipeline_chain
 
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.problem.build import TensorSpec, build_problem
-from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 from rlplace.simulator.actions import pipeline_actions
 from rlplace.simulator.priority import default_priority
@@ -185,32 +182,6 @@ def test_stages_on_a_cycle_count_as_one():
     )
     line = simulate_reference(problem, [0, 1, 0, 2], microbatches=6, schedule="1f1b")
     assert line.peak_memory_bytes.tolist() == [4, 2, 1]  # device 0 hosts two of the four groups
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(["list", "gpipe", "1f1b"]))
-def test_every_task_runs_once_and_after_what_it_reads(seed, microbatches, schedule):
-    problem = random_problem(seed, 8, num_devices=3, shared_parameters=2, hosts=1 + seed % 2)
-    devices = np.random.default_rng(seed).integers(0, 3, problem.num_groups)
-    line = simulate_reference(problem, devices, microbatches=microbatches, schedule=schedule)
-    once = problem.op_phase == UPDATE
-    assert len(line.start_s) == microbatches * int((~once).sum()) + int(once.sum())
-    pairs = list(zip(line.task_op.tolist(), line.task_microbatch.tolist(), strict=True))
-    assert len(set(pairs)) == len(pairs)
-    start = dict(zip(pairs, line.start_s.tolist(), strict=True))
-    end = dict(zip(pairs, line.end_s.tolist(), strict=True))
-    for tensor, reader in zip(problem.edge_tensor.tolist(), problem.consumers.tolist(), strict=True):
-        maker = int(problem.tensor_producer[tensor])
-        if maker < 0:
-            continue
-        for m in range(microbatches):
-            if not once[reader]:
-                made = microbatches - 1 if once[maker] else m
-                assert end[maker, made] <= start[reader, m]
-            else:
-                assert end[maker, microbatches - 1 if once[maker] else m] <= start[reader, microbatches - 1]
-    total = sum(float(problem.time_s[op, line.device_of_op[op]]) for op in line.task_op.tolist())
-    assert line.busy_s.sum() == pytest.approx(total)
 
 
 def test_one_microbatch_of_any_schedule_is_a_plain_step_on_a_chain():

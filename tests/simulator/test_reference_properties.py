@@ -83,6 +83,8 @@ def test_devices_and_dependencies_are_respected(training_problem: Draw) -> None:
             row.sort()
             assert all(first[1] <= second[0] for first, second in itertools.pairwise(row)), seed
         last, once = options["microbatches"] - 1, problem.op_phase == UPDATE
+        # Every task runs, once.
+        assert len(task_of) == len(line.task_op) == options["microbatches"] * int((~once).sum()) + int(once.sum())
         for tensor, reader in zip(problem.edge_tensor.tolist(), problem.consumers.tolist(), strict=True):
             maker = int(problem.tensor_producer[tensor])
             if maker < 0:

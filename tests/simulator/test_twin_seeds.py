@@ -11,56 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.random import Generator
+from drawn import dense_problem
 
-from rlplace.problem import Links, Problem
-from rlplace.problem.build import TensorSpec, build_problem
-from rlplace.problem.problem import Device
 from rlplace.simulator import Timeline, simulate
 from rlplace.simulator.reference import STUCK_ORDER, simulate_reference
-
-
-def dense_problem(rng: Generator) -> Problem:
-    """Up to 14 ops and 15 tensors with costs of 0 to 3 on up to 5 devices that share up to 4 channels."""
-    devices, groups, ops = (int(rng.integers(1, most)) for most in (6, 9, 15))
-    tensors = []
-    for _ in range(rng.integers(0, 16)):
-        producer = None if rng.random() < 0.25 else int(rng.integers(ops))
-        later = rng.permutation(np.arange(0 if producer is None else producer + 1, ops))
-        readers = later[rng.random(len(later)) < 0.3].tolist()
-        owner = int(rng.integers(groups)) if producer is None else None
-        tensors.append(TensorSpec(producer, int(rng.integers(0, 4)), readers, owner))
-    times = rng.integers(0, 4, (ops, devices)).astype(np.float64)
-    if rng.random() < 0.2:
-        times[(rng.random(times.shape) < 0.1) & (np.arange(devices) > 0)] = np.nan
-    bandwidth = rng.integers(1, 3, (devices, devices)).astype(np.float64)
-    if rng.random() < 0.2:
-        bandwidth[rng.random(bandwidth.shape) < 0.1] = 0.0
-    most = int(rng.integers(0, 4))  # channels of one transfer; 0: every pair has its own
-    channels = None
-    if most:
-        channels = tuple(
-            tuple(tuple(rng.choice(4, rng.integers(0, most + 1), replace=False).tolist()) for _ in range(devices))
-            for _ in range(devices)
-        )
-    problem = build_problem(
-        "dense",
-        time_s=times,  # type: ignore[arg-type]
-        tensors=tensors,
-        memory_bytes=[None] * devices,
-        group=rng.integers(0, groups, ops).tolist(),
-        resident_bytes=rng.integers(0, 4, groups).tolist(),
-        temporary_bytes=rng.integers(0, 3, ops).tolist(),
-        links=Links(bandwidth, rng.integers(0, 2, bandwidth.shape).astype(np.float64), channels),
-        group_device=np.where(rng.random(groups) < 0.1, 0, -1).tolist(),
-    )
-    limits = [None if rng.random() < 0.5 else int(rng.integers(5, 30)) for _ in range(devices)]
-    tables = [tensor for tensor in range(len(tensors)) if rng.random() < 0.1]
-    return dataclasses.replace(
-        problem,
-        devices=tuple(Device(f"d{i}", limit, int(rng.integers(0, 3))) for i, limit in enumerate(limits)),
-        tensor_transfer_s={tensor: rng.integers(0, 3, (devices, devices)).astype(np.float64) for tensor in tables},
-    )
 
 
 def run_both(seed: int) -> tuple[Timeline, Timeline]:

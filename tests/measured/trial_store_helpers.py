@@ -66,7 +66,8 @@ def new_store(path: Path | None = None) -> TrialStore:
 
 def spawn(code: str, *arguments: object) -> subprocess.Popen[str]:
     """Starts a Python process that can import this module."""
-    start = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom trial_store_helpers import *\n"
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    start = f"import sys\nsys.path[:0] = {folders}\nfrom trial_store_helpers import *\n"
     return subprocess.Popen(
         [sys.executable, "-c", start + code, *map(str, arguments)],
         stdout=subprocess.PIPE,

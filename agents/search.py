@@ -206,7 +206,7 @@ class Search:
 def warm_up() -> None:
     """Compiles, or loads from the cache, what the search runs, so that time limits do not pay for it."""
     from rlplace.envs.instance import make_instance
-    from rlplace.planners.annealing.planner import warm_up as warm_up_searches
+    from rlplace.planners.annealing.annealing import warm_up as warm_up_searches
     from rlplace.problem.generate import random_problem
 
     warm_up_searches()

@@ -13,9 +13,9 @@ from rlplace.cost.split import split_backward
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import NEEDS_SPLIT, get_planner
+from rlplace.planners.bipartition.bipartition import bipartition
 from rlplace.planners.bipartition.chain import Cuts
 from rlplace.planners.bipartition.layers import feeds_back, is_split, layer_numbers, layer_orders, make_layers, make_pipeline
-from rlplace.planners.bipartition.planner import bipartition
 from rlplace.planners.bipartition.solve import cost_of
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -6,7 +6,7 @@ import toys
 
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner, run_planner
-from rlplace.planners.brkga.planner import BARRED, Decoder, encode, mix
+from rlplace.planners.brkga.brkga import BARRED, Decoder, encode, mix
 from rlplace.planners.common.repair import legalize
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

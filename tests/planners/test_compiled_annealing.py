@@ -8,7 +8,7 @@ import pytest
 
 from rlplace.planners import run_planner
 from rlplace.planners.annealing import planner
-from rlplace.planners.annealing.planner import COOLING, RETURNS, run_annealing
+from rlplace.planners.annealing.annealing import COOLING, RETURNS, run_annealing
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import Evaluator, Execution, count_calls
 from rlplace.planners.common.moves import MoveMaker

@@ -9,9 +9,9 @@ import toys
 from rlplace.errors import InputError
 from rlplace.planners import get_planner
 from rlplace.planners.common.groupgraph import group_graph, mean_link
+from rlplace.planners.compiler.compiler import family
 from rlplace.planners.compiler.nets import edge_nets, problem_nets
 from rlplace.planners.compiler.partition import OBJECTIVES, partition
-from rlplace.planners.compiler.planner import family
 from rlplace.planners.metis import partition as metis_partition
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

@@ -6,7 +6,7 @@ import pytest
 from rlplace.planners import get_planner
 from rlplace.planners.m_etf import earliest_task_first
 from rlplace.planners.m_sct.favorites import favorite_children
-from rlplace.planners.m_sct.planner import favorites, leading_edges, small_communication_first
+from rlplace.planners.m_sct.m_sct import favorites, leading_edges, small_communication_first
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate_many

@@ -14,7 +14,7 @@ from rlplace.planners.pardnn.emulator import fifo, listed
 from rlplace.planners.pardnn.mapping import LOAD, LOCALITY, map_clusters, spans
 from rlplace.planners.pardnn.memory import balance_residents, consumption, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import folded_graph, measures, op_graph
-from rlplace.planners.pardnn.planner import place_clusters
+from rlplace.planners.pardnn.pardnn import place_clusters
 from rlplace.planners.pardnn.slicing import bind_groups, cut_long_primary, node_levels, slice_graph
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

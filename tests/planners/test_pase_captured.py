@@ -18,7 +18,7 @@ from rlplace.planners.pase.captured import batch_dims, data_parallel, layer_grap
 from rlplace.planners.pase.costs import strategy_cost
 from rlplace.planners.pase.dp import solve
 from rlplace.planners.pase.layers import AllReduce
-from rlplace.planners.pase.planner import pase
+from rlplace.planners.pase.pase import pase
 from rlplace.problem import FORWARD, Device
 from rlplace.simulator import simulate
 from rlplace.zoo import load_model

@@ -29,9 +29,9 @@ from benchmarks.papers.compiler.assist import simulate_assisted
 from benchmarks.papers.compiler.movable import prepare_assistants
 from rlplace.planners import run_planner
 from rlplace.planners.common.groupgraph import group_graph, mean_link
+from rlplace.planners.compiler.compiler import compiler, family
 from rlplace.planners.compiler.nets import edge_nets, problem_nets
 from rlplace.planners.compiler.partition import OBJECTIVES, partition
-from rlplace.planners.compiler.planner import compiler, family
 from rlplace.planners.metis import partition as metis_partition
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate

@@ -26,7 +26,7 @@ from rlplace.planners.common.repair import repair
 from rlplace.planners.pardnn.emulator import fifo
 from rlplace.planners.pardnn.memory import consumption, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import measures, op_graph
-from rlplace.planners.pardnn.planner import place_clusters
+from rlplace.planners.pardnn.pardnn import place_clusters
 from rlplace.planners.pardnn.slicing import slice_graph
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem

@@ -12,7 +12,7 @@ Everything else is a reconstruction, not the paper's:
 * `coarsen`, `fm`: vertices of one device are fused step by step, and on the way back single moves and swaps lower the cut while
   loads stay within 1 + eps of their fair shares and footprints within memory (gain buckets, locked vertices, best prefix).
 * `staging`: the same with devices as stages of a pipeline, forward ops reading from earlier stages only.
-* `planner`: the planner `compiler`; candidates differ in devices, imbalance and bands, and the simulator picks.
+* `compiler`: the planner; candidates differ in devices, imbalance and bands, and the simulator picks.
 
 The assistants decide while a step runs: no plan holds what they do and no engine runs them, so they are no part of the package.
 """

@@ -40,7 +40,7 @@ from rlplace.planners.common.evaluate import Assignment, Deadline, Evaluator, Ex
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.subsets import device_order, device_subsets
-from rlplace.planners.pipedream.planner import candidates as straight_candidates
+from rlplace.planners.pipedream.pipedream import candidates as straight_candidates
 from rlplace.problem import Problem
 from rlplace.schedule import ONE_F_ONE_B, SCHEDULES
 

@@ -32,7 +32,7 @@ from rlplace.problem import Problem
 
 
 @dataclass(frozen=True)
-class Settings:
+class LocalSearchSettings:
     """Parameters of the search, tuned on the validation split; see docs/planners/local_search.md.
 
     Attributes:
@@ -63,10 +63,10 @@ def local_search(
     time_limit_s: float | None = None,
     calls: int | None = None,
     start: Start = None,
-    tries: int = Settings.tries,
-    random_tries: int = Settings.random_tries,
-    kick: int = Settings.kick,
-    kick_worse: float = Settings.kick_worse,
+    tries: int = LocalSearchSettings.tries,
+    random_tries: int = LocalSearchSettings.random_tries,
+    kick: int = LocalSearchSettings.kick,
+    kick_worse: float = LocalSearchSettings.kick_worse,
     **execution: Any,
 ) -> PlacementPlan:
     """Bottleneck-guided descent with kicks.
@@ -77,7 +77,7 @@ def local_search(
         time_limit_s: Seconds, floor included.
         calls: Simulator calls after the floor; default 4096 when there is no time limit.
         start: Plan or assignment to start from; default the floor, `best`.
-        tries: See `Settings`, and so the following.
+        tries: See `LocalSearchSettings`, and so the following.
         random_tries: Random moves.
         kick: Random moves.
         kick_worse: Relative increase of step time.
@@ -88,12 +88,12 @@ def local_search(
     """
     run = Execution(**execution)
     search = Search(problem, "local_search", start, run, calls=calls, time_limit_s=time_limit_s)
-    settings = Settings(tries, random_tries, kick, kick_worse)
+    settings = LocalSearchSettings(tries, random_tries, kick, kick_worse)
     run_local_search(search, MoveMaker(problem, seed), Random(seed), settings)
     return finish(problem, search.answer(), run, planner="local_search", seed=seed)
 
 
-def run_local_search(search: Search, moves: MoveMaker, rng: Random, settings: Settings) -> None:
+def run_local_search(search: Search, moves: MoveMaker, rng: Random, settings: LocalSearchSettings) -> None:
     """Spends the search's budget."""
     explored: set[tuple[int, ...]] = set()
     while moves.movable and search.progress() < 1.0:
@@ -108,7 +108,7 @@ def run_local_search(search: Search, moves: MoveMaker, rng: Random, settings: Se
                     search.accept(kick, score)
 
 
-def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]], settings: Settings) -> None:
+def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]], settings: LocalSearchSettings) -> None:
     """Improves until neither guided nor random moves do, or the budget is spent.
 
     Guided moves are the same whenever the search comes back to an assignment, so they are tried there only once.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlplace.planners import run_planner
-from rlplace.planners.annealing import planner
+from rlplace.planners.annealing import annealing as annealing_file
 from rlplace.planners.annealing.annealing import COOLING, RETURNS, run_annealing
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import Evaluator, Execution, count_calls
@@ -121,10 +121,10 @@ def test_a_time_limit_alone_ends_the_search():
 
 def test_with_a_time_limit_the_temperature_follows_the_calls_that_the_rate_promises(monkeypatch):
     promised = []
-    monkeypatch.setattr(planner, "default_temperature", lambda calls, groups: promised.append(calls) or 0.01)
+    monkeypatch.setattr(annealing_file, "default_temperature", lambda calls, groups: promised.append(calls) or 0.01)
     problem = random_problem(3, 40, 3)
     with count_calls() as counter:  # a clock that a simulation moves by a millisecond
-        for module in (planner, evaluate):
+        for module in (annealing_file, evaluate):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1e-3 * counter.calls))
         for calls, expected in ((None, 2_000), (500, 500), (9_000, 2_000)):
             search = Search(problem, "annealing", [0] * 40, calls=calls, time_limit_s=2.0)
@@ -136,10 +136,10 @@ def test_with_a_time_limit_the_temperature_follows_the_calls_that_the_rate_promi
 
 
 def test_the_start_temperature_grows_with_the_calls_up_to_a_limit():
-    temperatures = [planner.default_temperature(calls, 50) for calls in (0, 64, 256, 1024, 4096, 16_384, 10**6)]
+    temperatures = [annealing_file.default_temperature(calls, 50) for calls in (0, 64, 256, 1024, 4096, 16_384, 10**6)]
     assert temperatures == sorted(temperatures)
     assert temperatures[0] == 0.0 < temperatures[1] and temperatures[-2] == temperatures[-1]
-    assert planner.default_temperature(2048, 100) == temperatures[3] < planner.default_temperature(2048, 50)
+    assert annealing_file.default_temperature(2048, 100) == temperatures[3] < annealing_file.default_temperature(2048, 50)
 
 
 def test_returns_keep_a_hot_search_near_its_best_assignment():

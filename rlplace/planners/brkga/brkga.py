@@ -47,7 +47,7 @@ _IDLE = 30
 
 
 @dataclass(frozen=True)
-class Settings:
+class BrkgaSettings:
     """Parameters of the algorithm, tuned on generated problems; see docs/planners/brkga.md.
 
     Attributes:
@@ -83,10 +83,10 @@ def brkga(
     calls: int | None = None,
     start: Start = None,
     population: int | None = None,
-    elite: float = Settings.elite,
-    mutants: float = Settings.mutants,
-    rho: float = Settings.rho,
-    bias: float = Settings.bias,
+    elite: float = BrkgaSettings.elite,
+    mutants: float = BrkgaSettings.mutants,
+    rho: float = BrkgaSettings.rho,
+    bias: float = BrkgaSettings.bias,
     **execution: Any,
 ) -> PlacementPlan:
     """Biased random-key genetic algorithm.
@@ -97,7 +97,7 @@ def brkga(
         time_limit_s: Seconds, floor included.
         calls: Simulator calls after the floor; default 4096 when there is no time limit.
         start: Plan or assignment to put into the first generation; default the plans of the floor.
-        population: See `Settings`, and so the following; default a sixteenth of the calls, 16 to 64.
+        population: See `BrkgaSettings`, and so the following; default a sixteenth of the calls, 16 to 64.
         elite: Share of the population.
         mutants: Share of the population.
         rho: Probability.
@@ -109,8 +109,8 @@ def brkga(
     """
     run = Execution(**execution)
     if population is None:
-        population = Settings.population if calls is None else min(Settings.population, max(16, calls // 16))
-    settings = Settings(population, elite, mutants, rho, bias)
+        population = BrkgaSettings.population if calls is None else min(BrkgaSettings.population, max(16, calls // 16))
+    settings = BrkgaSettings(population, elite, mutants, rho, bias)
     warm_up()
     search = Search(problem, "brkga", start, run, calls=calls, time_limit_s=time_limit_s)
     evolve(problem, search, np.random.default_rng(seed), settings)
@@ -124,7 +124,7 @@ def warm_up() -> None:
     Decoder(problem, 1.0)(np.random.default_rng(0).random((1, 6, 4)))
 
 
-def evolve(problem: Problem, search: Search, rng: np.random.Generator, settings: Settings) -> None:
+def evolve(problem: Problem, search: Search, rng: np.random.Generator, settings: BrkgaSettings) -> None:
     """Spends the search's budget."""
     decoder = Decoder(problem, settings.bias)
     known = {answer.devices.tobytes(): answer.score.descent_s for answer in search.starts}

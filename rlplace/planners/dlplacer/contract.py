@@ -109,10 +109,10 @@ def _temporary(problem: Problem, part: NDArray[np.int64], count: int) -> NDArray
     return most
 
 
-Row = tuple[int, int, int, Sequence[int], "NDArray[Any] | None"]
+CoarseTensor = tuple[int, int, int, Sequence[int], "NDArray[Any] | None"]
 
 
-def _tensors(problem: Problem, node_of_group: NDArray[np.int32], part: NDArray[np.int64]) -> list[Row]:
+def _tensors(problem: Problem, node_of_group: NDArray[np.int32], part: NDArray[np.int64]) -> list[CoarseTensor]:
     """(producer, owner, bytes, consumers, transfer times) of what leaves its part; equal senders and readers are one tensor."""
     found: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
     for tensor in range(problem.num_tensors):
@@ -128,7 +128,7 @@ def _tensors(problem: Problem, node_of_group: NDArray[np.int32], part: NDArray[n
         if outside:
             found.setdefault((producer, owner, tuple(sorted(outside))), []).append(tensor)
     sent = transfer_seconds(problem)
-    rows: list[Row] = []
+    rows: list[CoarseTensor] = []
     for (producer, owner, outside_readers), tensors in found.items():
         table = None
         if len(tensors) > 1 or tensors[0] in problem.tensor_transfer_s:

@@ -35,7 +35,7 @@ from rlplace.planners.dlplacer.coarsen import coarsen
 from rlplace.planners.dlplacer.contract import contract
 from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
 from rlplace.planners.dlplacer.memory import limit_static
-from rlplace.planners.dlplacer.program import Program, build_program, solver_library
+from rlplace.planners.dlplacer.program import PlacementProgram, build_program, solver_library
 from rlplace.planners.dlplacer.realise import expand_solution, ranked_orders, realise
 from rlplace.planners.dlplacer.solve import Outcome, solve
 from rlplace.problem import Problem
@@ -136,7 +136,7 @@ def _hint(coarse: Problem, node_of_group: Any, floor: Answer | None, deadline: D
 
 def _solve(
     coarse: Problem, hint: Timeline | None, *, contention: bool | None, seed: int, effort: float, time_limit_s: float
-) -> tuple[Outcome, Program]:
+) -> tuple[Outcome, PlacementProgram]:
     """Solves the coarse program; when its estimate of memory leaves no solution, without it: the repair comes later."""
     horizon_s = safe_horizon_s(coarse) if hint is None else hint.step_time_s
     assert horizon_s is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
-from rlplace.planners.dlplacer.program import Program
+from rlplace.planners.dlplacer.program import PlacementProgram
 
 MAX_PAIRS = 4_000
 """With more pairs of transfers than this, the program lets them pass each other."""
@@ -22,7 +22,7 @@ MAX_REASONS = 20_000
 _Route = tuple[int, int, int]
 
 
-def keep_request_order(program: Program) -> bool:
+def keep_request_order(program: PlacementProgram) -> bool:
     """Of two transfers that want a channel, the one whose tensor was finished first goes first.
 
     Transfers of one tensor go by the numbers of the devices, where exchanging like devices cannot change that.
@@ -38,7 +38,7 @@ def keep_request_order(program: Program) -> bool:
     return True
 
 
-def start_at_once(program: Program) -> bool:
+def start_at_once(program: PlacementProgram) -> bool:
     """A task starts when an input arrives or its device becomes free, a transfer when its tensor is made or a channel is freed.
 
     Returns:
@@ -59,7 +59,7 @@ def start_at_once(program: Program) -> bool:
     return True
 
 
-def _sharing(program: Program) -> list[tuple[_Route, _Route]]:
+def _sharing(program: PlacementProgram) -> list[tuple[_Route, _Route]]:
     """Pairs of transfers that want a channel in common."""
     channels = program.instance.problem.links.effective_channels
     held: dict[int, list[_Route]] = {}
@@ -69,7 +69,7 @@ def _sharing(program: Program) -> list[tuple[_Route, _Route]]:
     return sorted({pair for routes in held.values() for pair in combinations(sorted(routes), 2)})
 
 
-def _named_in_order(program: Program, first: int, second: int) -> bool:
+def _named_in_order(program: PlacementProgram, first: int, second: int) -> bool:
     """Whether the first device has the lower number under every name that symmetry breaking may give the two.
 
     A tensor goes to the device with the lower number first. The program stands for all plans that differ in the names of like
@@ -80,11 +80,11 @@ def _named_in_order(program: Program, first: int, second: int) -> bool:
     return max(near) < min(far)
 
 
-def _slack(program: Program) -> int:
+def _slack(program: PlacementProgram) -> int:
     return 0 if program.instance.ticks.exact else 1
 
 
-def _order_pair(program: Program, first: _Route, second: _Route) -> None:
+def _order_pair(program: PlacementProgram, first: _Route, second: _Route) -> None:
     """Of two transfers, `first` being that of the lower tensor, or of the same one to the lower device."""
     instance, model = program.instance, program.model
     both = [program.carried[first], program.carried[second]]
@@ -111,7 +111,7 @@ def _order_pair(program: Program, first: _Route, second: _Route) -> None:
     model.add(program.end(other) <= program.end(one) + late).only_enforce_if([*both, ~ahead])
 
 
-def _start_task(program: Program, task: int) -> None:
+def _start_task(program: PlacementProgram, task: int) -> None:
     instance, model, slack = program.instance, program.model, _slack(program)
     group = int(instance.group[task])
     reasons = []
@@ -136,7 +136,7 @@ def _start_task(program: Program, task: int) -> None:
     model.add_bool_or(reasons)
 
 
-def _start_transfer(program: Program, key: tuple[int, int], rivals: list[_Route]) -> None:
+def _start_transfer(program: PlacementProgram, key: tuple[int, int], rivals: list[_Route]) -> None:
     instance, model, slack = program.instance, program.model, _slack(program)
     sent, makers = program.sent[key], instance.producers[key[0]]
     reasons = [_reason(program, sent, program.end(maker), slack, f"made_{key}_{maker}") for maker in makers]
@@ -152,7 +152,7 @@ def _start_transfer(program: Program, key: tuple[int, int], rivals: list[_Route]
     model.add_bool_or([*reasons, ~program.needed[key]])
 
 
-def _reason(program: Program, start: Any, end: Any, slack: int, name: str) -> Any:
+def _reason(program: PlacementProgram, start: Any, end: Any, slack: int, name: str) -> Any:
     """A literal that `start` comes right after `end`."""
     literal = program.model.new_bool_var(name)
     program.model.add(start >= end).only_enforce_if(literal)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.planners.common.groupgraph import group_graph, kept_for_backward
-from rlplace.planners.dlplacer.program import Program
+from rlplace.planners.dlplacer.program import PlacementProgram
 from rlplace.problem import Problem
 
 _MAX_UNITS = 1 << 24
@@ -31,7 +31,7 @@ def limited_devices(problem: Problem) -> list[int]:
     return [device for device, limit in enumerate(problem.memory_limit_bytes.tolist()) if limit < tasks]
 
 
-def limit_timeline(program: Program) -> None:
+def limit_timeline(program: PlacementProgram) -> None:
     """Adds the executor's memory account; the program must have been built with contention."""
     instance, model = program.instance, program.model
     problem = instance.problem
@@ -80,7 +80,7 @@ def limit_timeline(program: Program) -> None:
         model.add_cumulative(intervals, demands, room)
 
 
-def _freed_at_home(program: Program, value: int) -> tuple[Any, Any, Any]:
+def _freed_at_home(program: PlacementProgram, value: int) -> tuple[Any, Any, Any]:
     """When a value takes memory where it is made, when it is freed there, and the ticks between."""
     instance, model = program.instance, program.model
     top = instance.horizon
@@ -108,7 +108,7 @@ def _freed_at_home(program: Program, value: int) -> tuple[Any, Any, Any]:
     return born, end, length
 
 
-def _copy(program: Program, value: int, device: int) -> Any:
+def _copy(program: PlacementProgram, value: int, device: int) -> Any:
     instance, model = program.instance, program.model
     end = model.new_int_var(0, instance.horizon, f"dropped_{value}_{device}")
     length = model.new_int_var(0, instance.horizon, f"held_{value}_{device}")
@@ -120,7 +120,7 @@ def _copy(program: Program, value: int, device: int) -> Any:
     return model.new_optional_interval_var(program.sent[value, device], length, end, needed, f"copy_{value}_{device}")
 
 
-def limit_static(program: Program) -> None:
+def limit_static(program: PlacementProgram) -> None:
     """Adds the estimate of the peak that needs no times."""
     instance, model = program.instance, program.model
     problem = instance.problem

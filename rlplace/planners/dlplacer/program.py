@@ -43,7 +43,7 @@ def solver_library() -> Any:
 
 
 @dataclass(eq=False)
-class Program:
+class PlacementProgram:
     """The model and its variables.
 
     Attributes:
@@ -115,7 +115,7 @@ class Program:
         return self.apart[key]
 
 
-def build_program(instance: Instance, *, contention: bool) -> Program:
+def build_program(instance: Instance, *, contention: bool) -> PlacementProgram:
     """Builds the program without memory limits.
 
     Args:
@@ -135,7 +135,7 @@ def build_program(instance: Instance, *, contention: bool) -> Program:
     start, duration = _starts(instance, model, place)
     least = max((h + int(t) + q for h, t, q in zip(instance.heads, instance.shortest, instance.tails, strict=True)), default=0)
     makespan = model.new_int_var(min(least, instance.horizon), instance.horizon, "makespan")
-    program = Program(instance, model, place, start, duration, makespan, interchangeable(instance.problem))
+    program = PlacementProgram(instance, model, place, start, duration, makespan, interchangeable(instance.problem))
     for task in range(instance.num_tasks):
         model.add(makespan >= program.end(task) + instance.tails[task])
     _one_task_at_a_time(program)
@@ -162,7 +162,7 @@ def _starts(instance: Instance, model: Any, place: list[dict[int, Any]]) -> tupl
     return start, duration
 
 
-def _one_task_at_a_time(program: Program) -> None:
+def _one_task_at_a_time(program: PlacementProgram) -> None:
     instance, model = program.instance, program.model
     for device in range(instance.problem.num_devices):
         intervals, load, first, last = [], [], [], []
@@ -185,7 +185,7 @@ def _one_task_at_a_time(program: Program) -> None:
             model.add(program.start[task] == program.start[together[0]])
 
 
-def _inputs(program: Program) -> None:
+def _inputs(program: PlacementProgram) -> None:
     """A task starts when its inputs are there, transfers at their shortest."""
     instance, model = program.instance, program.model
     ordered: set[tuple[int, int]] = set()
@@ -216,13 +216,13 @@ def _inputs(program: Program) -> None:
                         model.add(program.start[reader] >= ticks).only_enforce_if(there)
 
 
-def _pairs(program: Program, value: int, home: int, group: int) -> dict[tuple[int, int], int]:
+def _pairs(program: PlacementProgram, value: int, home: int, group: int) -> dict[tuple[int, int], int]:
     """Ticks of a value by sender and receiver, for all pairs of different devices that two groups may sit on."""
     table = program.instance.transfer[value]
     return {(s, d): int(table[s, d]) for s in program.place[home] for d in program.place[group] if s != d}
 
 
-def _channels(program: Program) -> None:
+def _channels(program: PlacementProgram) -> None:
     """Transfers are intervals; a channel carries one at a time."""
     instance, model = program.instance, program.model
     channels = instance.problem.links.effective_channels
@@ -262,7 +262,7 @@ def _channels(program: Program) -> None:
         model.add_no_overlap(held[channel])
 
 
-def _symmetry(program: Program) -> None:
+def _symmetry(program: PlacementProgram) -> None:
     """Of devices that may be permuted, a later one is used only after the one before it, in the order of the groups."""
     order = group_graph(program.instance.problem).order.tolist()
     for members in program.classes:
@@ -276,7 +276,7 @@ def _symmetry(program: Program) -> None:
                     before.append(literals[earlier])
 
 
-def relabel(program: Program, device_of_group: NDArray[np.int32]) -> NDArray[np.int32]:
+def relabel(program: PlacementProgram, device_of_group: NDArray[np.int32]) -> NDArray[np.int32]:
     """int32 [D], new name of every device under which an assignment obeys the symmetry breaking."""
     order = group_graph(program.instance.problem).order
     names = np.arange(program.instance.problem.num_devices, dtype=np.int32)

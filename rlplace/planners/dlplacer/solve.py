@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.dlplacer.program import Program, relabel, solver_library
+from rlplace.planners.dlplacer.program import PlacementProgram, relabel, solver_library
 from rlplace.simulator import Timeline
 
 _STAGES = ((False, 0.4), (True, 0.6))
@@ -65,7 +65,7 @@ class Outcome:
         return max(0.0, 1.0 - self.bound_s / self.objective_s) if self.objective_s > 0 else 0.0
 
 
-def solve(program: Program, *, hint: Timeline | None, seed: int, effort: float, time_limit_s: float) -> Outcome:
+def solve(program: PlacementProgram, *, hint: Timeline | None, seed: int, effort: float, time_limit_s: float) -> Outcome:
     """Solves a program.
 
     Args:
@@ -135,13 +135,13 @@ def _hint_solution(model: Any, solver: Any) -> None:
         model.add_hint(model.get_int_var_from_proto_index(index), values[index])
 
 
-def _read(program: Program, value: Any, boolean: Any) -> Solution:
+def _read(program: PlacementProgram, value: Any, boolean: Any) -> Solution:
     devices = [next(d for d, literal in literals.items() if boolean(literal)) for literals in program.place]
     start = np.array([value(start) for start in program.start], dtype=np.int64)
     return Solution(np.array(devices, dtype=np.int32), start, int(value(program.makespan)))
 
 
-def add_hint(program: Program, line: Timeline) -> None:
+def add_hint(program: PlacementProgram, line: Timeline) -> None:
     """Tells the solver of a simulated step, with devices renamed so that it obeys the symmetry breaking."""
     instance, model = program.instance, program.model
     model.clear_hints()
@@ -170,7 +170,7 @@ def add_hint(program: Program, line: Timeline) -> None:
             model.add_hint(literal, (value, device) in moved and moved[value, device][1] == source)
 
 
-def _moved(program: Program, line: Timeline, names: NDArray[np.int32]) -> dict[tuple[int, int], tuple[int, int]]:
+def _moved(program: PlacementProgram, line: Timeline, names: NDArray[np.int32]) -> dict[tuple[int, int], tuple[int, int]]:
     """Start in ticks and source of every transfer, by value and renamed destination."""
     tasks = program.instance.tasks
     number = {key: v for v, key in enumerate(zip(tasks.tensor.tolist(), tasks.value_microbatch.tolist(), strict=True))}

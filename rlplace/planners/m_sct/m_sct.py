@@ -29,10 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
+from rlplace.planners.common.earliest import schedule_earliest
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import mean_link
-from rlplace.planners.common.oparrays import op_arrays, upward_rank
+from rlplace.planners.common.oparrays import op_arrays
 from rlplace.planners.common.subsets import device_subsets
 from rlplace.planners.m_sct import kernels as sctkernels
 from rlplace.planners.m_sct.favorites import favorite_children
@@ -145,27 +146,9 @@ def small_communication_first(
     Returns:
         int32 [G] devices; m-SCT's own start and finish times, float64 [N] seconds; how often a device waited for a favorite.
     """
-    arrays = op_arrays(problem)
-    mask = np.zeros(problem.num_devices, dtype=bool)
-    mask[list(subset)] = True
-    devices = np.full(problem.num_groups, -1, dtype=np.int32)
-    room = problem.memory_limit_bytes * share
-    priority = upward_rank(problem, communication=False)
-    ops, tensors, count = problem.num_ops, problem.num_tensors, problem.num_devices
-    start, finish, arrival = np.zeros(ops), np.zeros(ops), np.full((tensors, count), -1.0)
-    missing, offered, fresh = arrays.num_made_inputs.copy(), np.zeros(ops, dtype=np.int64), np.zeros(ops, dtype=np.int64)
-    ready = arrays.order[missing[arrays.order] == 0]
-    fresh[: len(ready)] = ready
-    later, now = (
-        (np.empty((count, ops)), np.empty((count, ops), dtype=np.int64), np.zeros(count, dtype=np.int64)) for _ in range(2)
+    ops, count = problem.num_ops, problem.num_devices
+    waiting = np.full((ops, count), np.inf), np.zeros(ops), np.full(count, -1, dtype=np.int64)
+    devices, start, finish, waits = schedule_earliest(
+        problem, subset, share, lambda state, graph: sctkernels.favorite_child_first(favorite, *state, *waiting, *graph)
     )
-    waits = sctkernels.favorite_child_first(
-        favorite, priority, mask, devices, room, start, finish, arrival, np.zeros(arrays.num_channels), np.zeros(count),
-        missing, np.zeros(ops, dtype=np.bool_), offered, fresh, *later, *now, np.full((ops, count), np.inf), np.zeros(ops),
-        np.full(count, -1, dtype=np.int64), arrays.output_ptr, arrays.outputs, arrays.consumer_ptr, arrays.consumers,
-        arrays.time_s, arrays.op_group, arrays.footprint, *arrays.links(), len(ready),
-    )  # fmt: skip
-    for group in np.flatnonzero(devices < 0):  # groups without ops
-        devices[group] = int(np.where(problem.group_allowed[group], room, -np.inf).argmax())
-        room[devices[group]] -= float(arrays.footprint[group])
     return devices, start, finish, int(waits)

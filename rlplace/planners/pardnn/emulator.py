@@ -19,7 +19,7 @@ from rlplace.simulator import Timeline
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class ExecutedStep:
     """One executed step.
 
     Axes: N ops, X transfers.
@@ -43,7 +43,7 @@ class Run:
         return float(self.end_s.max(initial=0.0))
 
 
-def fifo(problem: Problem, devices: Assignment) -> Run:
+def fifo(problem: Problem, devices: Assignment) -> ExecutedStep:
     """Emulates the FIFO executor; missing links are priced as `rlplace.planners.common.groupgraph.finite_links` prices them.
 
     Args:
@@ -63,11 +63,11 @@ def fifo(problem: Problem, devices: Assignment) -> Run:
     )  # fmt: skip
     tensor, destination = np.nonzero(arrival >= 0.0)
     sent = np.where(a.producer[tensor] >= 0, end[np.maximum(a.producer[tensor], 0)], 0.0)
-    return Run(start, end, tensor.astype(np.int32), destination.astype(np.int32), sent, arrival[tensor, destination])
+    return ExecutedStep(start, end, tensor.astype(np.int32), destination.astype(np.int32), sent, arrival[tensor, destination])
 
 
-def listed(line: Timeline) -> Run:
+def listed(line: Timeline) -> ExecutedStep:
     """The run of a simulated plan with one micro-batch."""
-    return Run(
+    return ExecutedStep(
         line.start_s, line.end_s, line.transfer_tensor, line.transfer_destination, line.transfer_start_s, line.transfer_end_s
     )

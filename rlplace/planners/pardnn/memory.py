@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.planners.common.oparrays import op_arrays
-from rlplace.planners.pardnn.emulator import Run, fifo
+from rlplace.planners.pardnn.emulator import ExecutedStep, fifo
 from rlplace.problem import Problem
 
 RESERVE = 0.1
@@ -80,7 +80,7 @@ def limits(problem: Problem, reserve: float = RESERVE) -> NDArray[np.float64]:
     return (1.0 - reserve) * total - np.array([d.reserved_bytes for d in problem.devices], dtype=np.float64)
 
 
-def consumption(problem: Problem, devices: Assignment, run: Run, reserve: float = RESERVE) -> Consumption:
+def consumption(problem: Problem, devices: Assignment, run: ExecutedStep, reserve: float = RESERVE) -> Consumption:
     """Mcons of a run: its peaks and how far they pass the limits."""
     limit = limits(problem, reserve)
     _, peak, _ = _sweep(problem, devices.copy(), run, limit, 0)
@@ -90,7 +90,7 @@ def consumption(problem: Problem, devices: Assignment, run: Run, reserve: float 
 def reduce_peaks(
     problem: Problem,
     devices: Assignment,
-    run_of: Callable[[Assignment], Run] | None = None,
+    run_of: Callable[[Assignment], ExecutedStep] | None = None,
     *,
     reserve: float = RESERVE,
     rounds: int = ROUNDS,
@@ -180,7 +180,7 @@ def balance_residents(problem: Problem, devices: Assignment, tolerance: float = 
 def _sweep(
     problem: Problem,
     devices: Assignment,
-    run: Run,
+    run: ExecutedStep,
     limit: NDArray[np.float64],
     moves: int,
     *,
@@ -227,7 +227,7 @@ def _sweep(
     return int(made), state.peak, state.over
 
 
-def _events(run: Run) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
+def _events(run: ExecutedStep) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
     """Kind, op or tensor, and device (-1 for ops) of all events, in order."""
     from rlplace.planners.pardnn import sweep_kernel as kernels
 

@@ -33,7 +33,7 @@ from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.subsets import LARGE_OPS, device_subsets, map_parts
 from rlplace.planners.pardnn.colocation import group_devices
-from rlplace.planners.pardnn.emulator import Run, fifo, listed
+from rlplace.planners.pardnn.emulator import ExecutedStep, fifo, listed
 from rlplace.planners.pardnn.mapping import map_clusters
 from rlplace.planners.pardnn.memory import RESERVE, balance_residents, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import NodeGraph, folded_graph, op_graph
@@ -169,7 +169,7 @@ def _relieved(
 ) -> Iterator[Assignment]:
     """An assignment after the memory step."""
 
-    def run_of(found: Assignment) -> Run:
+    def run_of(found: Assignment) -> ExecutedStep:
         return fifo(problem, found) if executor == "fifo" else listed(evaluator.timeline(found))
 
     if memory in ("h1", "both"):

@@ -70,7 +70,7 @@ def compare_skills(
         except InfeasibleError:
             progress(done)
             continue
-        rows.append([plan.predicted.step_time_s / floor.predicted.step_time_s for plan in plans])
+        rows.append([plan.predicted.step_s / floor.predicted.step_s for plan in plans])
         progress(done)
     table = np.array(rows).reshape(-1, 2)
     ratio = table[:, 1] / table[:, 0]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlplace.errors import InputError
-from rlplace.problem.fabric import Curve, bus_factor, joined_curve
+from rlplace.problem.fabric import CollectiveKind, Curve, bus_factor, joined_curve
 
 _MIN_SECONDS_PER_BYTE = 1e-15  # a flat stretch still has a finite rate
 _MAX_SECONDS_PER_BYTE = 1e6
@@ -18,7 +18,7 @@ def fit_collective_curve(
     size_bytes: ArrayLike,
     seconds: ArrayLike,
     *,
-    kind: str,
+    kind: CollectiveKind,
     group_size: int,
     breaks: Sequence[float] = (0,),
     algorithm: str = "",

@@ -106,7 +106,8 @@ def _chain(problem: Problem, stage: NDArray[np.int32], schedule: str) -> list[in
         InputError: Forward ops of two stages feed each other, or a gradient flows forward.
     """
     links = forward_stage_links(problem, stage)
-    chain, stuck = topological_order(*np.nonzero(links), len(links), key=np.arange(len(links)))
+    earlier, later = np.nonzero(links)
+    chain, stuck = topological_order(earlier, later, len(links), key=np.arange(len(links)))
     advice = f"use the schedule {LIST}, or cut the model into stages that follow one another"
     if stuck is not None:
         raise InputError(f"schedule {schedule}: stages feed each other, so they are no chain; {advice}")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from command import run
 
 from rlplace.agents.checkpoint import save_checkpoint
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
@@ -33,12 +34,6 @@ def problem_file(tmp_path):
     path = tmp_path / "toy.problem.json"
     random_problem(0, num_groups=10, num_devices=2).save(path)
     return str(path)
-
-
-def run(capsys, *arguments):
-    code = main(list(arguments))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def last_line(text):

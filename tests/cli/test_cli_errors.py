@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from rlplace.cli.main import main
+from command import run
 
 MODELS = """
 import sys
@@ -48,15 +47,6 @@ def models(tmp_path: Path) -> str:
     path = tmp_path / "models.py"
     path.write_text(MODELS)
     return str(path)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = main(list(arguments))
-    except SystemExit as error:  # argparse
-        code = int(error.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize(

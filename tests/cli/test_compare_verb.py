@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 
+import command
 import pytest
 
-from rlplace.cli.main import main
 from rlplace.problem.generate import random_problem
 
 QUICK = ["--planners", "single,heft,annealing", "--calls", "16"]
@@ -30,9 +30,7 @@ def problems(tmp_path_factory):
 
 
 def run(capsys, *arguments):
-    code = main(["compare", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.run(capsys, "compare", *arguments)
 
 
 def test_json_holds_rows_problems_and_summaries(capsys, problems):

@@ -3,20 +3,14 @@
 import json
 
 import pytest
+from command import run
 from toys import memory_tight_chain
 
-from rlplace.cli.main import main
 from rlplace.cluster import Cluster
 from rlplace.plan import make_plan
 from rlplace.problem.generate import random_problem
 
 TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
-
-
-def run(capsys, *arguments):
-    code = main(list(arguments))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture

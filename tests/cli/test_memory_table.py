@@ -3,19 +3,13 @@
 import json
 
 import pytest
+from command import run
 
-from rlplace.cli.main import main
 from rlplace.cost.footprint import PARTS
 from rlplace.plan import PlacementPlan
 
 TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
 PLACE = ("place", TINY, "--cluster", "a100-80g:2", "--planner", "balanced", "--batch", "4", "--seq", "32")
-
-
-def run(capsys, *arguments):
-    code = main(list(arguments))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def memory(capsys, *arguments):

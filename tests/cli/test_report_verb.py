@@ -3,10 +3,10 @@
 import dataclasses
 import json
 
+import command
 import numpy as np
 import pytest
 
-from rlplace.cli.main import main
 from rlplace.cost.timings import PlanTiming, PlanTimings
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import Trial
@@ -24,9 +24,11 @@ def made(tmp_path):
 
 
 def run(capsys, *arguments):
-    code = main(["report", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.run(capsys, "report", *arguments)
+
+
+def page(capsys, folder, *options):
+    return run(capsys, folder / "x.plan.json", "--problem", folder / "x.problem.json", "--out", folder / "r.html", *options)
 
 
 def test_page_trace_and_json(capsys, made):
@@ -44,9 +46,7 @@ def test_page_trace_and_json(capsys, made):
 
 def test_without_planners(capsys, made):
     _, _, folder = made
-    code, out, _ = run(
-        capsys, folder / "x.plan.json", "--problem", folder / "x.problem.json", "--out", folder / "r.html", "--planners", "none"
-    )
+    code, out, _ = page(capsys, folder, "--planners", "none")
     assert code == 0 and 'id="planners"' not in (folder / "r.html").read_text()
     assert out.splitlines()[0] == f"wrote {folder / 'r.html'}" and out.splitlines()[1].endswith("feasible")
 
@@ -65,10 +65,8 @@ def test_measurements_of_both_kinds(capsys, made):
             trial, status="out_of_memory", step_s=(), reason="gpu0 was full", device_of_group=(0,) * 12
         )
         store.add(failed)
-    code, _, _ = run(
-        capsys, folder / "x.plan.json", "--problem", folder / "x.problem.json", "--out", folder / "r.html",
-        "--planners", "none", "--measurements", folder / "x.timings.json", "--measurements", folder / "trials.db",
-    )  # fmt: skip
+    measured = ("--measurements", folder / "x.timings.json", "--measurements", folder / "trials.db")
+    code, _, _ = page(capsys, folder, "--planners", "none", *measured)
     text = (folder / "r.html").read_text()
     assert code == 0
     assert "timed" in text and "trial 1" in text and "out of memory. gpu0 was full" in text
@@ -81,16 +79,7 @@ def test_infeasible_plans_are_reported(capsys, made):
     tight = dataclasses.replace(problem, devices=small)
     tight.save(folder / "x.problem.json")
     make_plan(tight, np.zeros(12), planner="hand").save(folder / "x.plan.json")
-    code, out, _ = run(
-        capsys,
-        folder / "x.plan.json",
-        "--problem",
-        folder / "x.problem.json",
-        "--out",
-        folder / "r.html",
-        "--planners",
-        "single",
-    )
+    code, out, _ = page(capsys, folder, "--planners", "single")
     assert code == 0 and "infeasible: gpu0 needs" in out and "no plan: " in (folder / "r.html").read_text()
 
 
@@ -123,15 +112,6 @@ def test_pictures_without_matplotlib(capsys, made, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     _, _, folder = made
-    code, _, err = run(
-        capsys,
-        folder / "x.plan.json",
-        "--problem",
-        folder / "x.problem.json",
-        "--out",
-        folder / "r.html",
-        "--pictures",
-        folder / "p",
-    )
+    code, _, err = page(capsys, folder, "--pictures", folder / "p")
     assert code == 4 and "pip install 'rlplace[plots]'" in err
     assert not (folder / "r.html").exists() and not (folder / "p").exists()

@@ -4,8 +4,8 @@ import dataclasses
 import json
 
 import pytest
+from command import run
 
-from rlplace.cli.main import main
 from rlplace.cli.strategies import best_of_kinds, explain
 from rlplace.cluster.parse import parse
 from rlplace.graph.capture import capture
@@ -14,12 +14,6 @@ from rlplace.planners.strategy.efficiency import BatchCurve
 from rlplace.zoo import load_model
 
 GPT2 = "hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=1024"
-
-
-def run(capsys, *arguments):
-    code = main(list(arguments))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def gpt2(samples):

@@ -91,10 +91,11 @@ def whole_number(value: Any, what: str, least: int = 0, most: int | None = None)
     Raises:
         InputError: It is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least or (most is not None and value > most):
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or number < least or (most is not None and number > most):
         span = f"from {least} up" if most is None else f"from {least} to {most}"
         raise InputError(f"{what} must be a whole number {span}, found {show(value)}")
-    return int(value)
+    return number
 
 
 def unknown_name(what: str, name: Any, known: Iterable[str]) -> InputError:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
-from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, read_record, write_json
-from rlplace.graph.opgraph import PHASES, TENSOR_ROLES, OpGraph, Parameter
+from rlplace.errors import InputError
+from rlplace.files import check_header, read_record, write_json
+from rlplace.graph.opgraph import PHASES, TENSOR_ROLES, OpGraph, OpKind, Parameter, Phase, TensorRole
+from rlplace.records import Record, Whole, build, plain
 
 if TYPE_CHECKING:
     import networkx as nx
 
 FORMAT = "rlplace.graph"
 VERSION = 1
-
-_OP_KEYS = ("name", "target", "kind", "module", "phase", "forward", "parameter", "dtype", "flops", "bytes", "temporary_bytes", "colocate")  # fmt: skip  # noqa: E501
-_TENSOR_KEYS = ("role", "parameter", "producer", "bytes", "consumers")
-_PARAMETER_KEYS = tuple(item.name for item in dataclasses.fields(Parameter))
 
 
 def save_graph(graph: OpGraph, path: str | Path) -> None:
@@ -75,9 +73,7 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
         "name": graph.name,
         "samples": int(graph.samples),
         "ops": ops,
-        "parameters": [
-            {**dataclasses.asdict(p), "aliases": list(p.aliases), "shape": [int(s) for s in p.shape]} for p in graph.parameters
-        ],
+        "parameters": plain(graph.parameters),
         "tensors": tensors,
     }
     if graph.op_dims:
@@ -98,7 +94,7 @@ def graph_to_networkx(graph: OpGraph) -> nx.DiGraph:
     import networkx as nx
 
     result: nx.DiGraph = nx.DiGraph(
-        name=graph.name, samples=graph.samples, parameters=[dataclasses.asdict(p) for p in graph.parameters]
+        name=graph.name, samples=graph.samples, parameters=[msgspec.structs.asdict(p) for p in graph.parameters]
     )
     for index, name in enumerate(graph.op_names):
         parameter = int(graph.op_parameter[index])
@@ -130,125 +126,88 @@ def graph_to_networkx(graph: OpGraph) -> nx.DiGraph:
     return result
 
 
+_Index = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+_Size = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+
+
+class _Ops(Record, frozen=True):
+    """Ops of a graph file, by column."""
+
+    name: tuple[str, ...]
+    target: tuple[str, ...]
+    kind: tuple[OpKind, ...]
+    module: tuple[str, ...]
+    phase: list[Phase]
+    forward: list[_Index]
+    parameter: list[_Index]
+    dtype: tuple[str, ...]
+    flops: list[float]
+    size_bytes: list[_Size] = msgspec.field(name="bytes")
+    temporary_bytes: list[_Size]
+    colocate: list[_Index]
+    launches: list[_Index] | None = None
+
+
+class _Tensors(Record, frozen=True):
+    """Tensors of a graph file, by column."""
+
+    role: list[TensorRole]
+    parameter: list[_Index]
+    producer: list[_Index]
+    size_bytes: list[_Size] = msgspec.field(name="bytes")
+    consumers: list[list[_Index]]
+
+
+class _Graph(Record, frozen=True):
+    """What a graph file holds."""
+
+    ops: _Ops
+    parameters: tuple[Parameter, ...]
+    tensors: _Tensors
+    name: str = "graph"
+    samples: _Size = 1
+    op_dims: dict[Whole, dict[str, _Size]] = msgspec.field(default_factory=dict)
+    capture: dict[str, Any] = msgspec.field(default_factory=dict)
+    source: dict[str, Any] | None = None
+
+
 def _parse(data: dict[str, Any]) -> OpGraph:
-    check_keys(data, {"ops", "parameters", "tensors"}, {"name", "samples", "op_dims", "capture", "source"}, "graph")
-    ops, tensors = _columns(data["ops"], _OP_KEYS, "ops", ("launches",)), _columns(data["tensors"], _TENSOR_KEYS, "tensors")
-    for key in ("op_dims", "capture", "source"):
-        if not isinstance(data.get(key, {}), dict):
-            raise InputError(f"graph: {key}: expected an object")
-    name = data.get("name", "graph")
-    if not isinstance(name, str):
-        raise InputError("graph: name: expected a string")
-    if not isinstance(data["parameters"], list):
-        raise InputError("graph: parameters: expected a list")
-    consumers = tensors["consumers"]
-    if not all(isinstance(row, list) for row in consumers):
-        raise InputError("graph: tensors.consumers: expected lists of ops")
-    lengths = [len(row) for row in consumers]
+    graph = build(_Graph, data, "graph")
+    ops, tensors = graph.ops, graph.tensors
+    _check_lengths(ops, "ops")
+    _check_lengths(tensors, "tensors")
     return OpGraph(
-        name=name,
-        samples=_whole(data.get("samples", 1), "samples"),
-        op_names=_strings(ops["name"], "ops.name"),
-        op_target=_strings(ops["target"], "ops.target"),
-        op_kind=_strings(ops["kind"], "ops.kind"),
-        op_module=_strings(ops["module"], "ops.module"),
-        op_phase=_named(ops["phase"], PHASES, "phase"),
-        op_forward=_whole_numbers(ops["forward"], "ops.forward", np.int32),
-        op_parameter=_whole_numbers(ops["parameter"], "ops.parameter", np.int32),
-        op_dtype=_strings(ops["dtype"], "ops.dtype"),
-        op_flops=_numbers(ops["flops"], "ops.flops"),
-        op_bytes=_whole_numbers(ops["bytes"], "ops.bytes", np.int64),
-        op_temporary_bytes=_whole_numbers(ops["temporary_bytes"], "ops.temporary_bytes", np.int64),
-        op_colocate=_whole_numbers(ops["colocate"], "ops.colocate", np.int32),
-        parameters=tuple(_parse_parameter(item, i) for i, item in enumerate(data["parameters"])),
-        tensor_role=_named(tensors["role"], TENSOR_ROLES, "tensor role"),
-        tensor_parameter=_whole_numbers(tensors["parameter"], "tensors.parameter", np.int32),
-        tensor_producer=_whole_numbers(tensors["producer"], "tensors.producer", np.int32),
-        tensor_bytes=_whole_numbers(tensors["bytes"], "tensors.bytes", np.int64),
-        consumer_ptr=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-        consumers=_whole_numbers([op for row in consumers for op in row], "tensors.consumers", np.int32),
-        capture=data.get("capture", {}),
-        source=data.get("source"),
-        op_dims=_parse_dims(data.get("op_dims", {})),
-        op_launches=_whole_numbers(ops["launches"], "ops.launches", np.int32) if "launches" in ops else None,
+        name=graph.name,
+        samples=graph.samples,
+        op_names=ops.name,
+        op_target=ops.target,
+        op_kind=ops.kind,
+        op_module=ops.module,
+        op_phase=np.array([PHASES.index(phase) for phase in ops.phase], dtype=np.int8),
+        op_forward=np.array(ops.forward, dtype=np.int32),
+        op_parameter=np.array(ops.parameter, dtype=np.int32),
+        op_dtype=ops.dtype,
+        op_flops=np.array(ops.flops, dtype=np.float64),
+        op_bytes=np.array(ops.size_bytes, dtype=np.int64),
+        op_temporary_bytes=np.array(ops.temporary_bytes, dtype=np.int64),
+        op_colocate=np.array(ops.colocate, dtype=np.int32),
+        parameters=graph.parameters,
+        tensor_role=np.array([TENSOR_ROLES.index(role) for role in tensors.role], dtype=np.int8),
+        tensor_parameter=np.array(tensors.parameter, dtype=np.int32),
+        tensor_producer=np.array(tensors.producer, dtype=np.int32),
+        tensor_bytes=np.array(tensors.size_bytes, dtype=np.int64),
+        consumer_ptr=np.cumsum([0, *map(len, tensors.consumers)], dtype=np.int64),
+        consumers=np.array(list(chain.from_iterable(tensors.consumers)), dtype=np.int32),
+        capture=graph.capture,
+        source=graph.source,
+        op_dims=graph.op_dims,
+        op_launches=None if ops.launches is None else np.array(ops.launches, dtype=np.int32),
     )
 
 
-def _columns(item: Any, keys: tuple[str, ...], where: str, optional: tuple[str, ...] = ()) -> dict[str, list[Any]]:
-    check_keys(item, keys, optional, f"graph: {where}")
-    for key in item:
-        if not isinstance(item[key], list) or len(item[key]) != len(item[keys[0]]):
-            raise InputError(f"graph: {where}.{key}: expected a list as long as {where}.{keys[0]}")
-    return dict(item)
-
-
-def _parse_parameter(item: Any, index: int) -> Parameter:
-    where = f"graph: parameters[{index}]"
-    check_keys(item, _PARAMETER_KEYS, (), where)
-    for key in ("trainable", "is_buffer"):
-        if not isinstance(item[key], bool):
-            raise InputError(f"{where}.{key}: expected true or false")
-    for key in ("aliases", "shape"):
-        if not isinstance(item[key], list):
-            raise InputError(f"{where}.{key}: expected a list")
-    return Parameter(
-        name=_strings([item["name"]], f"{where}.name")[0],
-        aliases=_strings(item["aliases"], f"{where}.aliases"),
-        shape=tuple(_whole(size, f"{where}.shape") for size in item["shape"]),
-        dtype=_strings([item["dtype"]], f"{where}.dtype")[0],
-        size_bytes=_whole(item["size_bytes"], f"{where}.size_bytes"),
-        trainable=item["trainable"],
-        gradient_bytes=_whole(item["gradient_bytes"], f"{where}.gradient_bytes"),
-        optimizer_bytes=_whole(item["optimizer_bytes"], f"{where}.optimizer_bytes"),
-        is_buffer=item["is_buffer"],
-    )
-
-
-def _parse_dims(item: Mapping[str, Any]) -> dict[int, dict[str, int]]:
-    result: dict[int, dict[str, int]] = {}
-    for key, dims in item.items():
-        if not key.isdecimal() or not isinstance(dims, dict):
-            raise InputError(f"graph: op_dims[{key[:40]!r}]: expected an op number and an object of sizes")
-        result[int(key)] = {name: _whole(size, f"op_dims[{key}].{name}") for name, size in dims.items()}
-    return result
-
-
-def _whole(value: Any, where: str) -> int:
-    if type(value) is not int or abs(value) > 1 << 62:
-        raise InputError(f"graph: {where}: {show(value)} is not a whole number")
-    return value
-
-
-def _whole_numbers(values: list[Any], where: str, dtype: type[np.integer[Any]]) -> Any:
-    if not all(type(value) is int for value in values):
-        bad = next(value for value in values if type(value) is not int)
-        raise InputError(f"graph: {where}: {show(bad)} is not a whole number")
-    limit = np.iinfo(dtype)
-    if values and not (limit.min <= min(values) and max(values) <= limit.max):
-        raise InputError(f"graph: {where}: a value is out of range")
-    return np.array(values, dtype=dtype)
-
-
-def _numbers(values: list[Any], where: str) -> Any:
-    if not all(type(value) in (int, float) for value in values):
-        bad = next(value for value in values if type(value) not in (int, float))
-        raise InputError(f"graph: {where}: {show(bad)} is not a number")
-    convert: Callable[[Any], float] = float
-    try:
-        return np.array([convert(value) for value in values], dtype=np.float64)
-    except OverflowError:
-        raise InputError(f"graph: {where}: a number is too large") from None
-
-
-def _strings(values: list[Any], where: str) -> tuple[str, ...]:
-    if not all(type(value) is str for value in values):
-        raise InputError(f"graph: {where}: expected strings")
-    return tuple(values)
-
-
-def _named(values: list[Any], names: tuple[str, ...], what: str) -> Any:
-    number = {name: index for index, name in enumerate(names)}
-    unknown = [value for value in values if not isinstance(value, str) or value not in number]
-    if unknown:
-        raise unknown_name(what, unknown[0], names)
-    return np.array([number[value] for value in values], dtype=np.int8)
+def _check_lengths(columns: _Ops | _Tensors, where: str) -> None:
+    first, *others = msgspec.structs.fields(columns)
+    for field in others:
+        column = getattr(columns, field.name)
+        if column is not None and len(column) != len(getattr(columns, first.name)):
+            raise InputError(f"graph: {where}.{field.encode_name}: expected a list as long as {where}.{first.encode_name}")

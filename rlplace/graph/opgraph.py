@@ -13,23 +13,26 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.files import fingerprint
+from rlplace.records import Bytes, Record
 
 if TYPE_CHECKING:
     import networkx as nx
 
     from rlplace.graph.indices import Traced
 
-PHASES = ("forward", "backward", "backward_weight", "update")
+Phase = Literal["forward", "backward", "backward_weight", "update"]
+PHASES: tuple[str, ...] = get_args(Phase)
 FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE = range(4)
 
 ACTIVATION, PARAMETER, BUFFER, INPUT, GRADIENT = range(5)
-TENSOR_ROLES = ("activation", "parameter", "buffer", "input", "gradient")
+TensorRole = Literal["activation", "parameter", "buffer", "input", "gradient"]
+TENSOR_ROLES: tuple[str, ...] = get_args(TensorRole)
 
 OpKind = Literal[
     "gemm", "bmm", "attention", "conv", "recurrent", "scan", "elementwise", "reduction", "norm", "softmax", "embedding",
@@ -39,8 +42,7 @@ OpKind = Literal[
 OP_KINDS: tuple[str, ...] = get_args(OpKind)
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(Record, frozen=True):
     """A parameter or buffer of the model.
 
     Attributes:
@@ -55,14 +57,16 @@ class Parameter:
         is_buffer: True for buffers.
     """
 
+    written: ClassVar[tuple[str, ...]] = ("is_buffer",)
+
     name: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
-    size_bytes: int
+    size_bytes: Bytes
     trainable: bool
-    gradient_bytes: int
-    optimizer_bytes: int
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
     is_buffer: bool = False
 
 

@@ -49,7 +49,7 @@ def shared_with(node: fx.Node) -> Iterator[fx.Node]:
         yield from _nodes(node.args[0])
     if not any(result.alias_info is not None for result in schema.returns):
         return
-    for argument, value in _arguments(node, schema):
+    for argument, value in arguments(node):
         if argument.alias_info is not None:
             # A cast makes a new tensor although the schema allows for the same one.
             yield from (other for other in _nodes(value) if argument.alias_info.is_write or _dtype(other) == _dtype(node))
@@ -74,7 +74,7 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
     if schema is None:
         yield from sub_graph_writes(node)
         return
-    for position, (argument, value) in enumerate(_arguments(node, schema)):
+    for position, (argument, value) in enumerate(arguments(node)):
         implicit = schema.name in _RUNNING_STATS_WRITERS and position in (3, 4)
         if implicit or (argument.alias_info is not None and argument.alias_info.is_write):
             yield from _nodes(value)
@@ -113,14 +113,11 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _arguments(node: fx.Node, schema: Any) -> Iterator[tuple[Any, Any]]:
-    for position, argument in enumerate(schema.arguments):
-        if position < len(node.args):
-            yield argument, node.args[position]
-        elif argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]
-        else:
-            yield argument, None
+def arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """The arguments of a node's op with their values, defaults filled in."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        given = position < len(node.args)
+        yield argument, node.args[position] if given else node.kwargs.get(argument.name, argument.default_value)
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -43,6 +44,10 @@ class Ranks:
     def twins(self, place: int) -> tuple[int, ...]:
         """The ranks that are one device of the plan, replica by replica."""
         return tuple(row[place] for row in self.replicas)
+
+    def holders(self, places: Iterable[int]) -> tuple[int, ...]:
+        """The ranks of all replicas that hold what some devices of the plan hold."""
+        return tuple(sorted(rank for place in places for rank in self.twins(place)))
 
     def rank_of(self, place: int) -> int:
         """The rank that is a device of the plan in this rank's replica (in the first one for a rank outside the plan)."""

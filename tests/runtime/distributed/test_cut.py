@@ -117,9 +117,9 @@ def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name,
         assert all(m.source == place for turn in turns for m in turn.sends)
         started, freed = set(), set()
         for turn in turns:
-            segment = cut.segments[turn.step.segment]
-            used = {(value, turn.step.microbatch) for value in (*segment.makes, *segment.reads)}
-            assert not freed & used or turn.step.backward
+            segment = cut.segments[turn.run.segment]
+            used = {(value, turn.run.microbatch) for value in (*segment.makes, *segment.reads)}
+            assert not freed & used or turn.run.backward
             assert not any(cut.graph.layout[value].requires_grad for value, _ in turn.frees)
             freed.update(turn.frees)
             started.update(turn.posts)
@@ -138,7 +138,7 @@ def test_without_a_backward_only_outputs_are_kept(graphs):
     order = step_order(cut, 2, "list", training=False)
     for place in range(2):
         turns = turns_of(cut, order, place)
-        here = [cut.segments[turn.step.segment] for turn in turns]
+        here = [cut.segments[turn.run.segment] for turn in turns]
         touched = {value for segment in here for value in (*segment.makes, *segment.reads)}
         freed = {value for turn in turns for value, _ in turn.frees}
         assert touched - freed == touched & {*filter(lambda item: isinstance(item, str), cut.graph.outputs), cut.graph.loss}

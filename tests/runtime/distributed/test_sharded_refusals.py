@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 from rlplace.runtime.distributed.sharded.program import make_program
-from rlplace.runtime.distributed.sharded.refuse import devices_of, nearest_plan, why_not
+from rlplace.runtime.distributed.sharded.refuse import devices_of, why_not
 from rlplace.runtime.distributed.sharded.spec import WHOLE, whole
 
 
@@ -62,10 +62,10 @@ def test_no_mesh(graph):
     up, down = ops(graph)["up"], ops(graph)["down"]
     plan = worker.plan_of({up: {"n": 2}, down: {"m1": 3}}, graph.op_of_node.values())
     assert devices_of(plan) == 3
-    assert f"{up!r} is cut into 2 n, which are no axes of a mesh of 3 devices" in why_not(plan, graph, 3)
-    near = nearest_plan(plan)
-    assert near.shards == {down: {"m1": 3}}
-    assert why_not(near, graph, 3) is None
+    reason = why_not(plan, graph, 3)
+    assert f"{up!r} is cut into 2 n, which are no axes of a mesh of 3 devices" in reason
+    assert reason.endswith("the nearest parts that are: 1 n")
+    assert why_not(worker.plan_of({up: {"n": 1}, down: {"m1": 3}}, graph.op_of_node.values()), graph, 3) is None
 
 
 def test_ops_that_cannot_be_cut_run_whole_and_say_so():

@@ -34,7 +34,7 @@ class StepOptions:
     """How an engine is to run its steps.
 
     Attributes:
-        schedule: Of the plan.
+        schedule: The plan's schedule.
         expected: Times of the priced problem, by which passes are ordered; None: by the sizes of their values.
         recompute: Number of the plan's recompute segment by node name, see `recompute_sets`.
         optimizer_sharding: Whether replicas share the optimizer's work.
@@ -86,3 +86,8 @@ class Engine(ABC):
 def zero_loss(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
     """Where the loss of a step adds up: in double precision for a loss in double precision, else in single."""
     return torch.zeros((), device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def to_device(leaf: Any, device: torch.device) -> Any:
+    """An input where it is needed; what is no tensor stays as it is."""
+    return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf

@@ -13,11 +13,6 @@ from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.ranks import Ranks
 
 
-def holders(ranks: Ranks, places: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of all replicas that hold what some devices of the plan hold."""
-    return tuple(sorted(rank for place in places for rank in ranks.twins(place)))
-
-
 def sum_gradients(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, tuple[int, ...]], ranks: Ranks) -> None:
     """Adds up the gradients of every parameter over all processes that hold it, coalesced by holders.
 
@@ -25,7 +20,7 @@ def sum_gradients(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, t
     """
     groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        who = holders(ranks, owners[name])
+        who = ranks.holders(owners[name])
         if parameter.requires_grad and len(who) > 1:
             groups.setdefault(who, []).append(parameter)
     for who, shared in sorted(groups.items()):

@@ -24,29 +24,33 @@ def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | N
 
 def make(setup: Setup) -> Made:
     """The stage-graph engine of a plan."""
-    return make_segments(setup, "stage_graph", StageGraphEngine)
+    return make_segments(setup, "stage_graph", "group", StageGraphEngine)
 
 
-def make_segments(setup: Setup, name: str, kind: Callable[[Cut, Ranks, Own, StepOptions], Engine]) -> Made:
-    """An engine that runs segments of the forward, cut by groups.
+MakeEngine = Callable[[Cut, Ranks, Own, StepOptions], Engine]
+
+
+def make_segments(setup: Setup, name: str, grain: str, make_engine: MakeEngine) -> Made:
+    """An engine that runs segments of the forward.
 
     Args:
         setup: What it is for.
-        name: Of the engine.
-        kind: Makes it for a cut.
+        name: The engine's name.
+        grain: How coarse the segments are, see `cut_graph`.
+        make_engine: Makes it for a cut.
     """
     plan, ranks, source = setup.plan, setup.ranks, setup.graph
     planned, groups = planned_spots(plan), planned_groups(plan)
     assigned = assign(source, planned, None, groups)
-    first = cut_graph(source, assigned, "group", plan.recompute)
+    first = cut_graph(source, assigned, grain, plan.recompute)
     own = own_tensors(setup.model, first.owners, source.constants, ranks.place, ranks.device)
     places = {name: who[0] for name, who in own.owners.items()}
     expected = None if setup.problem is None else expected_of(setup.problem)
 
     def engine_for(graph: ForwardGraph) -> Engine:
         assignment = assigned if graph is source else assign(graph, planned, places, groups)
-        cut = first if graph is source else cut_graph(graph, assignment, "group", plan.recompute)
+        cut = first if graph is source else cut_graph(graph, assignment, grain, plan.recompute)
         options = StepOptions(plan.schedule, expected, recompute_sets(plan.recompute, assignment), plan.optimizer_sharding)
-        return kind(cut, ranks, own.holding(graph.constants, ranks.device), options)
+        return make_engine(cut, ranks, own.holding(graph.constants, ranks.device), options)
 
     return Made(name, own, engine_for)

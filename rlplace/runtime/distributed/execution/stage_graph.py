@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, StepOptions, zero_loss
+from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, StepOptions, to_device, zero_loss
 from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.runtime.distributed.execution.messages import Message, StepState, Turn
 from rlplace.runtime.distributed.execution.outputs import output_names
 from rlplace.runtime.distributed.execution.replicas import GradientReducer
-from rlplace.runtime.distributed.execution.turns import Message, Turn, turns_of
+from rlplace.runtime.distributed.execution.turns import turns_of
 from rlplace.runtime.distributed.execution.wire import Wire
 from rlplace.runtime.distributed.graph.cut import Cut, Segment
 from rlplace.runtime.distributed.graph.order import Step, step_order
@@ -31,10 +32,10 @@ from rlplace.runtime.distributed.state.tensors import Own
 
 
 @dataclass(frozen=True, eq=False)
-class _Program:
+class StageProgram:
     """Steps of one kind, worked out: see `turns_of`; `completes` names per turn the parameters whose gradients it completes."""
 
-    turns: list[Turn]
+    turns: list[Turn[Step]]
     completes: list[list[str]]
 
 
@@ -57,7 +58,7 @@ class StageGraphEngine(Engine):
         self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
         again = options.recompute
         self._code = {index: segment_module(cut, segment, ranks.device, again) for index, segment in self._mine.items()}
-        self._programs: dict[tuple[int, bool], _Program] = {}
+        self._programs: dict[tuple[int, bool], StageProgram] = {}
         latest = dict.fromkeys(name for index in sorted(self._mine, reverse=True) for name in reversed(self._mine[index].held))
         last_first = [name for name in latest if name in own.parameters]
         self._reducer = GradientReducer(own.parameters, own.owners, ranks, last_first, sharded=options.optimizer_sharding)
@@ -81,12 +82,12 @@ class StageGraphEngine(Engine):
         names = output_names(self.cut.graph)
         return [[self._share(state, name, number) for name in names] for number in range(len(microbatches))]
 
-    def _share(self, state: _State, name: Any, microbatch: int) -> Any:
+    def _share(self, state: StepState, name: Any, microbatch: int) -> Any:
         graph = self.cut.graph
         if not isinstance(name, str):
             return name
         if name in graph.inputs:
-            return self._here(state.microbatches[microbatch].leaves[graph.inputs.index(name)])
+            return to_device(state.microbatches[microbatch].leaves[graph.inputs.index(name)], self.ranks.device)
         # A parameter or buffer that is returned as it is.
         held = None if name in self.cut.maker else graph.held_of_node[name]
         source = self.cut.segments[self.cut.maker[name]].spot.place if held is None else self.owners.get(held, (0,))[0]
@@ -100,9 +101,11 @@ class StageGraphEngine(Engine):
             dist.broadcast(value, row[source], group=group_of(row))
         return value
 
-    def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> _State:
+    def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> StepState:
         place = self.ranks.place
-        state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), self._zero_loss())
+        state = StepState(
+            microbatches, Wire(self.ranks.rank, self.ranks.device), zero_loss(self.cut.graph.loss_dtype, self.ranks.device)
+        )
         if place is None:
             return state
         key = (len(microbatches), training)
@@ -114,12 +117,12 @@ class StageGraphEngine(Engine):
         program = self._programs[key]
         for turn, complete in zip(program.turns, program.completes, strict=True):
             self._post(state, turn.posts)
-            segment, number = self._mine[turn.step.segment], turn.step.microbatch
+            segment, number = self._mine[turn.run.segment], turn.run.microbatch
             if turn.needs:
                 with self.recorder.interval("wait", segment.index, number):
                     for message in turn.needs:
                         self._arrive(state, message)
-            if turn.step.backward:
+            if turn.run.backward:
                 with self.recorder.interval("backward", segment.index, number), self._reducer.completing(complete):
                     self._backward(state, segment, number)
             else:
@@ -135,31 +138,27 @@ class StageGraphEngine(Engine):
             state.wire.finish()
         return state
 
-    def _program(self, order: Sequence[Step], place: int) -> _Program:
+    def _program(self, order: Sequence[Step], place: int) -> StageProgram:
         turns = turns_of(self.cut, order, place)
         completes: list[list[str]] = []
         seen: set[str] = set()
         for turn in reversed(turns):
-            held = self._mine[turn.step.segment].held if turn.step.backward else ()
+            held = self._mine[turn.run.segment].held if turn.run.backward else ()
             completes.append([name for name in held if name in self.parameters and name not in seen])
             seen.update(held)
-        return _Program(turns, completes[::-1])
+        return StageProgram(turns, completes[::-1])
 
-    def _directions(self, program: _Program) -> list[tuple[int, int]]:
+    def _directions(self, program: StageProgram) -> list[tuple[int, int]]:
         """Ranks that send and receive in a program, this one being one of them."""
         messages = [m for turn in program.turns for m in (*turn.posts, *turn.sends)]
         return [(self.ranks.rank_of(message.source), self.ranks.rank_of(message.destination)) for message in messages]
 
-    def _zero_loss(self) -> torch.Tensor:
-        layout = self.cut.graph.layout.get(self.cut.graph.loss or "")
-        return zero_loss(None if layout is None else layout.dtype, self.ranks.device)
-
-    def _post(self, state: _State, messages: Sequence[Message]) -> None:
+    def _post(self, state: StepState, messages: Sequence[Message]) -> None:
         for message in messages:
             layout = self.cut.graph.layout[message.value]
             state.pending[message] = state.wire.receive(layout, self.ranks.rank_of(message.source), message.tag, message)
 
-    def _arrive(self, state: _State, message: Message) -> None:
+    def _arrive(self, state: StepState, message: Message) -> None:
         work, value = state.pending.pop(message)
         work.wait()
         key = (message.value, message.microbatch)
@@ -168,7 +167,7 @@ class StageGraphEngine(Engine):
         else:
             state.gradients[key] = state.gradients[key] + value if key in state.gradients else value
 
-    def _send(self, state: _State, message: Message) -> None:
+    def _send(self, state: StepState, message: Message) -> None:
         key = (message.value, message.microbatch)
         layout = self.cut.graph.layout[message.value]
         if message.gradient:
@@ -179,11 +178,11 @@ class StageGraphEngine(Engine):
             value = state.values[key]
         state.wire.send(value, layout, self.ranks.rank_of(message.destination), message.tag)
 
-    def _forward(self, state: _State, segment: Segment, number: int, training: bool) -> None:
+    def _forward(self, state: StepState, segment: Segment, number: int, training: bool) -> None:
         graph = self.cut.graph
         held = [self.parameters[n] if n in self.parameters else self.buffers[n] for n in segment.held]
         leaves = state.microbatches[number].leaves
-        inputs = [self._here(leaves[index]) for index in segment.inputs]
+        inputs = [to_device(leaves[index], self.ranks.device) for index in segment.inputs]
         reads = []
         for name in segment.reads:
             key = (name, number)
@@ -199,7 +198,7 @@ class StageGraphEngine(Engine):
         if training and graph.loss in segment.makes:
             state.loss += state.values[graph.loss, number].detach().reshape(()) * state.microbatches[number].weight
 
-    def _backward(self, state: _State, segment: Segment, number: int) -> None:
+    def _backward(self, state: StepState, segment: Segment, number: int) -> None:
         graph = self.cut.graph
         tensors, gradients = [], []
         for name in segment.makes:
@@ -220,19 +219,3 @@ class StageGraphEngine(Engine):
         with torch.autocast(self.ranks.device.type, enabled=False):
             if tensors:
                 torch.autograd.backward(tensors, gradients)
-
-    def _here(self, leaf: Any) -> Any:
-        return leaf.to(self.ranks.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-
-
-class _State:
-    """What one step keeps between its turns."""
-
-    def __init__(self, microbatches: Sequence[Microbatch], wire: Wire, loss: torch.Tensor) -> None:
-        self.microbatches = microbatches
-        self.wire = wire
-        self.values: dict[tuple[str, int], torch.Tensor] = {}
-        self.leaves: dict[tuple[str, int], torch.Tensor] = {}
-        self.gradients: dict[tuple[str, int], torch.Tensor] = {}
-        self.pending: dict[Message, tuple[Any, torch.Tensor]] = {}
-        self.loss = loss

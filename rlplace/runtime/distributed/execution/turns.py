@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 
-from rlplace.runtime.distributed.execution.receives import posts_of
+from rlplace.runtime.distributed.execution.messages import Message, Turn, posts_of
 from rlplace.runtime.distributed.graph.cut import Cut
 from rlplace.runtime.distributed.graph.order import Step
 
@@ -14,49 +13,7 @@ AHEAD = 2
 """Receives are posted for this turn and the next."""
 
 
-@dataclass(frozen=True)
-class Message:
-    """A value or its gradient on its way between two processes.
-
-    Attributes:
-        value: Node name.
-        microbatch: Number in the step.
-        gradient: The gradient of the value, else the value.
-        source, destination: Places.
-        tag: Unique in the step.
-    """
-
-    value: str
-    microbatch: int
-    gradient: bool
-    source: int
-    destination: int
-    tag: int
-
-    def __str__(self) -> str:
-        return f"{'the gradient of ' if self.gradient else ''}{self.value!r} of micro-batch {self.microbatch}"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What this process does at one point of a step.
-
-    Attributes:
-        step: The pass to run.
-        posts: Receives to start before anything else: what the next turn needs, and what is sent before that.
-        needs: Messages that must have arrived before the pass runs.
-        sends: Messages to send afterwards.
-        frees: Values that nobody here needs afterwards, by name and micro-batch; others go with their backward.
-    """
-
-    step: Step
-    posts: tuple[Message, ...]
-    needs: tuple[Message, ...]
-    sends: tuple[Message, ...]
-    frees: tuple[tuple[str, int], ...]
-
-
-def turns_of(cut: Cut, order: Sequence[Step], place: int) -> list[Turn]:
+def turns_of(cut: Cut, order: Sequence[Step], place: int) -> list[Turn[Step]]:
     """The part of one process in a step.
 
     Args:
@@ -70,7 +27,7 @@ def turns_of(cut: Cut, order: Sequence[Step], place: int) -> list[Turn]:
     tags = count(1)
 
     def message(value: str, step: Step, gradient: bool, source: int, destination: int) -> Message:
-        return Message(value, step.microbatch, gradient, source, destination, next(tags))
+        return Message(value, step.microbatch, source, destination, next(tags), gradient)
 
     # By value, micro-batch and place the index of the last backward pass that reads it.
     last_reader: dict[tuple[str, int, int], int] = {}

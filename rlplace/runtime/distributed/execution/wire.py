@@ -89,11 +89,7 @@ class Wire:
 
     def send(self, value: torch.Tensor, layout: Layout, destination: int, tag: int) -> None:
         """Starts to send; the value is kept until it has gone."""
-        if tuple(value.shape) != layout.shape or value.dtype != layout.dtype:
-            raise RlplaceError(
-                f"rank {self.rank}: a value to be sent to rank {destination} is {value.dtype}{list(value.shape)}, but tracing "
-                f"promised {layout.dtype}{list(layout.shape)}; the model depends on values that tracing cannot see"
-            )
+        layout.check(value, f"rank {self.rank}: a value to be sent to rank {destination}")
         flat = value.detach().contiguous()
         self._sent = [item for item in self._sent if not item[0].is_completed()]
         try:

@@ -13,12 +13,13 @@ simulator runs a plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from rlplace.errors import InputError
+from rlplace.runtime.distributed.graph.acyclic import contract, detour, join, reaches, topological
 from rlplace.runtime.distributed.graph.assign import Assignment, Spot
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 
@@ -166,7 +167,7 @@ def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str, joint: M
     group = {number: joint.get(name, name) if grain == "group" else 0 for number, name in named.items()}
     kind = {number: (spot[number], group[number]) for number in inputs}
     level: dict[int, int] = {}
-    for number in _topological(inputs):
+    for number in topological(inputs):
         above = [level[other] + (kind[other] != kind[number]) for other in inputs[number] if other != number]
         level[number] = max(above, default=0)
     classes: dict[tuple[tuple[Spot, int], int], int] = {}
@@ -179,45 +180,15 @@ def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str, joint: M
         for other in before:
             if class_of[other] != class_of[number]:
                 edges[class_of[other]].add(class_of[number])
-    merged = _merge(edges, kinds)
+    merged = join(edges, kinds)
     if grain == "group":
         merged = _merge_rows(edges, kinds, merged)
     joined = {number: merged[class_of[number]] for number in inputs}
     before_of: dict[int, set[int]] = {index: set() for index in set(joined.values())}
     for number, before in inputs.items():
         before_of[joined[number]].update(joined[other] for other in before)
-    rank = {index: number for number, index in enumerate(_topological(before_of))}
+    rank = {index: number for number, index in enumerate(topological(before_of))}
     return {node: rank[joined[unit[node]]] for node in nodes}
-
-
-def _topological(inputs: Mapping[int, set[int]]) -> list[int]:
-    """Keys in an order in which each comes after its inputs; self-references do not count."""
-    waiting = {number: len(before - {number}) for number, before in inputs.items()}
-    after: dict[int, list[int]] = {}
-    for number, before in inputs.items():
-        for other in before - {number}:
-            after.setdefault(other, []).append(number)
-    order = [number for number, count in waiting.items() if count == 0]
-    for number in order:
-        for other in after.get(number, ()):
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                order.append(other)
-    return order
-
-
-def _merge(edges: dict[int, set[int]], kinds: Mapping[int, Hashable]) -> dict[int, int]:
-    """Joins classes of one kind, lower levels first, wherever the graph of classes stays acyclic."""
-    into = {index: index for index in kinds}
-    open_of: dict[Hashable, int] = {}
-    for index, kind in kinds.items():  # ascending levels
-        earlier = open_of.get(kind)
-        if earlier is None or _detour(edges, earlier, index):
-            open_of[kind] = index
-        else:
-            into[index] = earlier
-            contract(edges, earlier, index)
-    return into
 
 
 def _merge_rows(edges: dict[int, set[int]], kinds: Mapping[int, tuple[Spot, int]], into: dict[int, int]) -> dict[int, int]:
@@ -235,7 +206,7 @@ def _merge_rows(edges: dict[int, set[int]], kinds: Mapping[int, tuple[Spot, int]
             continue
         earlier = last[0]
         elsewhere = [other for other in edges[earlier] if kinds[other][0].place != kinds[earlier][0].place]
-        if all(_leads(edges, index, other) for other in elsewhere) and not _detour(edges, earlier, index):
+        if all(_leads(edges, index, other) for other in elsewhere) and not detour(edges, earlier, index):
             row[index] = earlier
             contract(edges, earlier, index)
 
@@ -247,34 +218,5 @@ def _merge_rows(edges: dict[int, set[int]], kinds: Mapping[int, tuple[Spot, int]
     return {index: root(first) for index, first in into.items()}
 
 
-def contract(edges: dict[int, set[int]], kept: int, gone: int) -> None:
-    """Makes one class of a graph of classes part of another."""
-    edges[kept] = (edges[kept] | edges.pop(gone)) - {kept, gone}
-    for targets in edges.values():
-        if gone in targets:
-            targets.remove(gone)
-            targets.add(kept)
-    edges[kept].discard(kept)
-
-
 def _leads(edges: Mapping[int, set[int]], start: int, end: int) -> bool:
     return end in edges[start] or reaches(edges, start, end)
-
-
-def _detour(edges: Mapping[int, set[int]], start: int, end: int) -> bool:
-    """Whether a path leads from `start` to `end`, or back, through a third class."""
-    return reaches(edges, start, end) or reaches(edges, end, start)
-
-
-def reaches(edges: Mapping[int, set[int]], start: int, end: int) -> bool:
-    """Whether a path leads from `start` to `end` through a third class."""
-    waiting = [other for other in edges[start] if other != end]
-    seen = set(waiting)
-    while waiting:
-        for other in edges[waiting.pop()]:
-            if other == end:
-                return True
-            if other not in seen:
-                seen.add(other)
-                waiting.append(other)
-    return False

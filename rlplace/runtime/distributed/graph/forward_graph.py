@@ -69,10 +69,15 @@ class ForwardGraph:
         """First name of a held tensor by the name of its placeholder."""
         return dict(zip((n.name for n in self.module.graph.nodes if n.op == "placeholder"), self.held, strict=False))
 
+    @property
+    def loss_dtype(self) -> torch.dtype | None:
+        """The dtype of the loss; None where there is none."""
+        return None if self.loss is None else self.layout[self.loss].dtype
+
     def node(self, name: str) -> fx.Node:
         """The node of that name."""
-        found: fx.Node = self._nodes[name]
-        return found
+        node: fx.Node = self._nodes[name]
+        return node
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_nodes", {node.name: node for node in self.module.graph.nodes})

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlplace.errors import RlplaceError
 from rlplace.graph.autocast import autocast_region
 from rlplace.graph.fake import any_dtype_grouped_mm, fake_inputs
 
@@ -42,6 +43,18 @@ class Layout:
     def empty(self, device: torch.device) -> torch.Tensor:
         """A contiguous tensor of this layout, values undefined."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def check(self, value: torch.Tensor, what: str) -> None:
+        """Refuses a tensor of another shape or dtype; `what` says what it is.
+
+        Raises:
+            RlplaceError: It is.
+        """
+        if tuple(value.shape) != self.shape or value.dtype != self.dtype:
+            raise RlplaceError(
+                f"{what} is {value.dtype}{list(value.shape)}, but tracing promised {self.dtype}{list(self.shape)}; "
+                "the model depends on values that tracing cannot see"
+            )
 
 
 class _Recorder(fx.Interpreter):

@@ -7,13 +7,12 @@ set and layer is a piece, and pieces of one set are joined, lower layers first, 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from rlplace.runtime.distributed.graph.cut import contract, reaches
+from rlplace.runtime.distributed.graph.acyclic import join, topological
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +48,7 @@ def convex_pieces(nodes: Sequence[fx.Node], unit: Mapping[fx.Node, int], label: 
         label_of.setdefault(number, label.get(node))
         inputs.setdefault(number, set()).update(unit[other] for other in node.all_input_nodes if other in unit)
     level: dict[int, int] = {}
-    for number in _topological(inputs, first):
+    for number in topological(inputs, first):
         before = [level[other] + (label_of[other] != label_of[number]) for other in inputs[number] if other != number]
         level[number] = max(before, default=0)
     # A class is named by one of its units.
@@ -63,7 +62,7 @@ def convex_pieces(nodes: Sequence[fx.Node], unit: Mapping[fx.Node, int], label: 
         for other in before_it:
             if member[other] != member[number]:
                 edges[member[other]].add(member[number])
-    into = _join([(key[0], index) for key, index in sorted(of_set.items(), key=lambda item: item[0][::-1])], edges)
+    into = join(edges, {index: key[0] for key, index in sorted(of_set.items(), key=lambda item: item[0][::-1])})
     member = {number: into.get(index, index) for number, index in member.items()}
     between: dict[int, set[int]] = {index: set() for index in edges}
     start: dict[int, int] = {}
@@ -73,39 +72,4 @@ def convex_pieces(nodes: Sequence[fx.Node], unit: Mapping[fx.Node, int], label: 
         start[member[number]] = min(start.get(member[number], len(nodes)), first[number])
     for node in nodes:
         inside.setdefault(member[unit[node]], []).append(node)
-    return [Piece(label_of[index], tuple(inside[index])) for index in _topological(between, start)]
-
-
-def _topological(inputs: Mapping[int, set[int]], position: Mapping[int, int]) -> list[int]:
-    """Keys in an order in which each comes after its inputs, otherwise by position."""
-    waiting = {number: len(before - {number}) for number, before in inputs.items()}
-    after: dict[int, list[int]] = {}
-    for number, before in inputs.items():
-        for other in before - {number}:
-            after.setdefault(other, []).append(number)
-    ready = [(position[number], number) for number, count in waiting.items() if count == 0]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, number = heapq.heappop(ready)
-        order.append(number)
-        for other in after.get(number, ()):
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                heapq.heappush(ready, (position[other], other))
-    return order
-
-
-def _join(classes: Sequence[tuple[int, int]], edges: dict[int, set[int]]) -> dict[int, int]:
-    """Joins classes of one set, given as (set, class) with lower layers first; returns the class that each went into."""
-    into: dict[int, int] = {}
-    open_of: dict[int, int] = {}
-    for label, index in classes:
-        earlier = open_of.get(label)
-        into[index] = index
-        if earlier is None or reaches(edges, earlier, index) or reaches(edges, index, earlier):
-            open_of[label] = index
-            continue
-        into[index] = earlier
-        contract(edges, earlier, index)
-    return into
+    return [Piece(label_of[index], tuple(inside[index])) for index in topological(between, start)]

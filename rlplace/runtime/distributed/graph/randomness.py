@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rlplace.runtime import aliases
+
 _key: tuple[int, int, int] | None = None  # seed, step, micro-batch of what runs now in this process
 
 
@@ -24,7 +26,7 @@ def random_key(seed: int, step: int, microbatch: int) -> Iterator[None]:
     """Names the pass over the model that random ops inside belong to.
 
     Args:
-        seed: Of the run.
+        seed: The run's seed.
         step: Number of the training step.
         microbatch: Number of the micro-batch in the global batch, over all replicas.
     """
@@ -70,18 +72,10 @@ def is_random(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return False
-    named = {argument.name: value for argument, value in _named(node)}
+    named = {argument.name: value for argument, value in aliases.arguments(node)}
     return not (
         named.get("train") is False or named.get("dropout_p") == 0.0 or named.get("p") == 0.0 or named.get("dropout") == 0.0
     )
-
-
-def _named(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(node.args):
-            yield argument, node.args[position]
-        else:
-            yield argument, node.kwargs.get(argument.name, argument.default_value)
 
 
 def seed_random_ops(graph: fx.Graph) -> int:

@@ -20,18 +20,17 @@ from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, zero_loss
 from rlplace.runtime.distributed.execution.events import Recorder
 from rlplace.runtime.distributed.execution.gradients import sum_gradients
+from rlplace.runtime.distributed.execution.messages import Message, StepState, Turn
 from rlplace.runtime.distributed.execution.wire import Wire
 from rlplace.runtime.distributed.graph.randomness import random_key, seeded
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.joint.assign import JointPlaces
 from rlplace.runtime.distributed.joint.order import Task, forward_nodes, joint_order
-from rlplace.runtime.distributed.joint.program import Message, Program, Turn, calls_of, lay_out, layout_of, program_of, value_of
+from rlplace.runtime.distributed.joint.program import JointProgram, calls_of, lay_out, layout_of, program_of, value_of
 from rlplace.runtime.distributed.joint.views import base_of
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own
 from rlplace.schedule import LIST
-
-Key = tuple[fx.Node, int]
 
 
 class JointEngine(Engine):
@@ -58,7 +57,7 @@ class JointEngine(Engine):
         self.owners = own.owners
         self.schedule = schedule
         self.recorder = Recorder(ranks.device)
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: dict[tuple[int, bool], JointProgram] = {}
         self._nodes = {node.name: node for node in places.joint.graph.nodes}
         self._calls = calls_of([node for node, place in places.place.items() if place == ranks.place], ranks.device)
         self._carried = {places.joint.held[name]: node for name, node in places.joint.writes.items()}
@@ -89,7 +88,7 @@ class JointEngine(Engine):
             outputs.append(joint.loss)
         return [[self._share(state, item, number) for item in outputs] for number in range(len(microbatches))]
 
-    def _share(self, state: _State, item: Any, number: int) -> Any:
+    def _share(self, state: StepState, item: Any, number: int) -> Any:
         """An output on every rank of the replica."""
         if not isinstance(item, fx.Node):
             return item
@@ -112,7 +111,7 @@ class JointEngine(Engine):
                 return self.places.owners[name][0]
         return self.places.place.get(base)
 
-    def _program(self, count: int, training: bool) -> Program:
+    def _program(self, count: int, training: bool) -> JointProgram:
         key = (count, training)
         if key not in self._programs:
             joint = self.places.joint
@@ -142,10 +141,10 @@ class JointEngine(Engine):
         moving = {(self.ranks.rank_of(a), self.ranks.rank_of(b)) for a, b in pairs if a != b}
         Wire(self.ranks.rank, self.ranks.device).connect(pair for pair in moving if self.ranks.rank in pair)
 
-    def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> _State:
+    def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> StepState:
         loss = self.places.joint.loss
         total = zero_loss(None if loss is None else loss.meta["val"].dtype, self.ranks.device)
-        state = _State(microbatches, Wire(self.ranks.rank, self.ranks.device), total)
+        state = StepState(microbatches, Wire(self.ranks.rank, self.ranks.device), total)
         if self.ranks.place is None or not microbatches:
             return state
         with torch.no_grad(), torch.autocast(self.ranks.device.type, enabled=False):  # casts are nodes of the graph
@@ -162,7 +161,7 @@ class JointEngine(Engine):
             self._write(state, len(microbatches) - 1)
         return state
 
-    def _load(self, state: _State) -> None:
+    def _load(self, state: StepState) -> None:
         for name, node in self.places.joint.held.items():
             tensor = self.parameters.get(name, self.buffers.get(name))
             if tensor is not None:
@@ -172,22 +171,22 @@ class JointEngine(Engine):
                 if given is not None:
                     state.values[given, number] = leaf.to(self.ranks.device, non_blocking=True)
 
-    def _look_up(self, state: _State, node: fx.Node, number: int) -> Any:
+    def _look_up(self, state: StepState, node: fx.Node, number: int) -> Any:
         carried = self._carried.get(node)
         if carried is not None and number > 0:
             return state.values[carried, number - 1]
         value = state.values.get((node, number))
         return state.values[node, -1] if value is None else value
 
-    def _turn(self, state: _State, turn: Turn, training: bool, seed: int, step: int) -> None:
+    def _turn(self, state: StepState, turn: Turn[Task], training: bool, seed: int, step: int) -> None:
         for message in turn.posts:
-            source, layout = self.ranks.rank_of(message.source), layout_of(self._nodes[message.node])
+            source, layout = self.ranks.rank_of(message.source), layout_of(self._nodes[message.value])
             state.pending[message] = state.wire.receive(layout, source, message.tag, message)
         if turn.needs:
             with self.recorder.interval("wait"):
                 for message in turn.needs:
                     self._arrive(state, message)
-        node, number = turn.task
+        node, number = turn.run
         kind = "backward" if node.meta["backward"] else "forward"
         with self.recorder.interval(kind, microbatch=number) if self.recorder.on else contextlib.nullcontext():
             activity.doing("op {} (micro-batch {})", node, number)
@@ -208,13 +207,13 @@ class JointEngine(Engine):
         for key in turn.frees:
             del state.values[key]
 
-    def _arrive(self, state: _State, message: Message) -> None:
+    def _arrive(self, state: StepState, message: Message) -> None:
         work, value = state.pending.pop(message)
         work.wait()
-        node = self._nodes[message.node]
+        node = self._nodes[message.value]
         state.values[node, message.microbatch] = lay_out(value, node)
 
-    def _collect(self, state: _State, node: fx.Node, number: int, training: bool) -> None:
+    def _collect(self, state: StepState, node: fx.Node, number: int, training: bool) -> None:
         """Adds a loss or gradient that was just made to that of the step."""
         joint = self.places.joint
         if not training:
@@ -229,7 +228,7 @@ class JointEngine(Engine):
             else:
                 state.gradients[name, part] = value * weight
 
-    def _deliver(self, state: _State) -> None:
+    def _deliver(self, state: StepState) -> None:
         """Brings the parts of every gradient to the parameter's owner."""
         place = self.ranks.place
         tag = 1 << 24  # beyond those of the messages
@@ -255,12 +254,12 @@ class JointEngine(Engine):
                 parameter = self.parameters[name]
                 parameter.grad = lay_out_like(first, parameter)
 
-    def _send(self, state: _State, message: Message) -> None:
-        node = self._nodes[message.node]
+    def _send(self, state: StepState, message: Message) -> None:
+        node = self._nodes[message.value]
         destination = self.ranks.rank_of(message.destination)
         state.wire.send(state.values[node, message.microbatch], layout_of(node), destination, message.tag)
 
-    def _write(self, state: _State, last: int) -> None:
+    def _write(self, state: StepState, last: int) -> None:
         """Puts the new values of what the forward writes into the buffers of their owners."""
         tag = 1 << 25
         for name, node in self.places.joint.writes.items():
@@ -276,18 +275,6 @@ class JointEngine(Engine):
                 elif owner == self.ranks.place:
                     self.buffers[name].copy_(state.values[node, last])
         state.wire.finish()
-
-
-class _State:
-    """What one step keeps between its turns."""
-
-    def __init__(self, microbatches: Sequence[Microbatch], wire: Wire, loss: torch.Tensor) -> None:
-        self.microbatches = microbatches
-        self.wire = wire
-        self.values: dict[Key, Any] = {}
-        self.gradients: dict[tuple[str, fx.Node], torch.Tensor] = {}
-        self.pending: dict[Message, tuple[Any, torch.Tensor]] = {}
-        self.loss = loss
 
 
 def lay_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

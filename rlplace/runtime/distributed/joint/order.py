@@ -5,9 +5,8 @@ Every process computes the same order, in which producers come before consumers,
 
 from __future__ import annotations
 
-import heapq
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD
+from rlplace.runtime.distributed.graph.acyclic import topological
 from rlplace.runtime.distributed.joint.assign import JointPlaces
 from rlplace.runtime.distributed.joint.views import base_of
 from rlplace.simulator import simulate
@@ -83,50 +83,20 @@ def joint_order(places: JointPlaces, nodes: Iterable[fx.Node], microbatches: int
         (op, number): (begin, number, op)
         for op, number, begin in zip(line.task_op.tolist(), line.task_microbatch.tolist(), line.start_s.tolist(), strict=True)
     }
-    return _topological(places, tasks, index, readers, start, microbatches)
-
-
-def _topological(
-    places: JointPlaces,
-    tasks: list[fx.Node],
-    index: Mapping[fx.Node, int],
-    readers: Mapping[fx.Node, Mapping[int, None]],
-    start: Mapping[tuple[int, int], tuple[float, int, int]],
-    microbatches: int,
-) -> list[Task]:
-    """By start time, producers first; a buffer's new value comes before the next micro-batch reads it."""
-    after: dict[int, set[int]] = {}
+    before: dict[tuple[int, int], set[tuple[int, int]]] = {run: set() for run in start}
     for value, found in readers.items():
-        after.setdefault(index[_maker(value)], set()).update(found)
-    carried: dict[int, set[int]] = {}
+        for number in range(microbatches):
+            for op in found:
+                before[op, number].add((index[_maker(value)], number))
+    # A buffer's new value comes before the next micro-batch reads it.
     for name, node in places.joint.writes.items():
         maker = base_of(node)
         if maker in places.place and _maker(maker) in index:
-            reading = {index[n] for n in tasks if places.joint.held[name] in places.reads[n]}
-            carried.setdefault(index[_maker(maker)], set()).update(reading)
-    waits: dict[tuple[int, int], int] = dict.fromkeys(start, 0)
-    for number in range(microbatches):
-        for targets in after.values():
-            for target in targets:
-                waits[target, number] += 1
-        if number:
-            for targets in carried.values():
-                for target in targets:
-                    waits[target, number] += 1
-    ready = [start[key] for key, count in waits.items() if count == 0]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, number, op = heapq.heappop(ready)
-        order.append(Task(tasks[op], number))
-        following = [(target, number) for target in after.get(op, ())]
-        if number + 1 < microbatches:
-            following += [(target, number + 1) for target in carried.get(op, ())]
-        for key in following:
-            waits[key] -= 1
-            if waits[key] == 0:
-                heapq.heappush(ready, start[key])
-    return order
+            reading = [index[n] for n in tasks if places.joint.held[name] in places.reads[n]]
+            for number in range(1, microbatches):
+                for op in reading:
+                    before[op, number].add((index[_maker(maker)], number - 1))
+    return [Task(tasks[op], number) for op, number in topological(before, start)]
 
 
 def _maker(value: fx.Node) -> fx.Node:

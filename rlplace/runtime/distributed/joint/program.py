@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from rlplace.runtime.distributed.execution.receives import posts_of
+from rlplace.runtime.distributed.execution.messages import Message, Turn, posts_of
 from rlplace.runtime.distributed.graph.layouts import Layout
 from rlplace.runtime.distributed.joint.assign import JointPlaces
 from rlplace.runtime.distributed.joint.order import Task
@@ -21,48 +22,8 @@ AHEAD = 32
 """Receives are posted this many turns before their values are needed."""
 
 
-@dataclass(frozen=True, order=True)
-class Message:
-    """A value on its way from one device of the plan to another.
-
-    Attributes:
-        tag: Unique in the step; ascending in the order in which the sender makes its values.
-        source, destination: Places.
-        node: Name of the node that makes the value.
-        microbatch: Number in the step; -1: a held tensor, once per step.
-    """
-
-    tag: int
-    source: int
-    destination: int
-    node: str
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.node!r}" + (f" of micro-batch {self.microbatch}" if self.microbatch >= 0 else "")
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One run of a node on this process.
-
-    Attributes:
-        task: What runs.
-        posts: Receives to start before it.
-        needs: Messages that must have arrived.
-        sends: Messages to send afterwards.
-        frees: Values that nobody here reads afterwards.
-    """
-
-    task: Task
-    posts: tuple[Message, ...]
-    needs: tuple[Message, ...]
-    sends: tuple[Message, ...]
-    frees: tuple[tuple[fx.Node, int], ...]
-
-
 @dataclass(frozen=True, eq=False)
-class Program:
+class JointProgram:
     """One process's part of a step.
 
     Attributes:
@@ -71,7 +32,7 @@ class Program:
     """
 
     first: tuple[Message, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[Turn[Task], ...]
 
 
 def layout_of(node: fx.Node) -> Layout:
@@ -80,7 +41,7 @@ def layout_of(node: fx.Node) -> Layout:
     return Layout(tuple(value.shape), value.dtype, False)
 
 
-def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Collection[fx.Node]) -> Program:
+def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Collection[fx.Node]) -> JointProgram:
     """The part of one place.
 
     Args:
@@ -91,7 +52,7 @@ def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Col
     """
     held = {node: name for name, node in places.joint.held.items()}
     written = {places.joint.held[name]: base_of(node) for name, node in places.joint.writes.items()}
-    messages: list[Message] = []
+    tags = count()
     sent: dict[tuple[fx.Node, int, int], Message] = {}  # value, micro-batch, destination
     needs: list[list[Message]] = [[] for _ in order]
     sends: dict[tuple[fx.Node, int], list[tuple[fx.Node, int, int]]] = {}
@@ -115,7 +76,7 @@ def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Col
         if source == here:
             return
         if (*key, here) not in sent:
-            sent[*key, here] = Message(0, source, here, key[0].name, key[1])
+            sent[*key, here] = Message(key[0].name, key[1], source, here, 0)
             sends.setdefault(key, []).append((*key, here))
             needs[index].append((*key, here))  # type: ignore[arg-type]
 
@@ -129,9 +90,7 @@ def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Col
         made += [(node, task.microbatch) for node in results_of(task.node) if (node, task.microbatch) in sends]
     for key in made:
         for full in sends[key]:
-            old = sent[full]
-            sent[full] = Message(len(messages), old.source, old.destination, old.node, old.microbatch)
-            messages.append(sent[full])
+            sent[full] = replace(sent[full], tag=next(tags))
     mine = [index for index, task in enumerate(order) if places.place[task.node] == place]
     arriving = [tuple(sent[full] for full in needs[index]) for index in mine]  # type: ignore[index]
     posts = posts_of(arriving, AHEAD)
@@ -142,7 +101,7 @@ def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Col
         out = [sent[f] for node in results_of(task.node) for f in sends.get((node, task.microbatch), ())]
         turns.append(Turn(task, posts[at], arriving[at], tuple(out), frees[at]))
     first = tuple(sent[full] for key in made if key[1] < 0 for full in sends[key] if sent[full].source == place)
-    return Program(first, tuple(turns))
+    return JointProgram(first, tuple(turns))
 
 
 def results_of(node: fx.Node) -> list[fx.Node]:

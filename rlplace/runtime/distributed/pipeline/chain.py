@@ -8,11 +8,11 @@ the stage that makes them to each process that reads them.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlplace.errors import InputError
+from rlplace.runtime.distributed.graph.acyclic import topological
 from rlplace.runtime.distributed.graph.cut import Cut, Segment
 
 
@@ -63,7 +63,9 @@ def chain_of(cut: Cut) -> Chain:
             f"pipeline: stage {apart[0]} {reason}, because other stages lie between; give those ops a stage of their own "
             "(stage_of_group), or use the schedule list, which the stage-graph engine runs"
         )
-    order = _in_a_row(cut)
+    waits = {segment.index: cut.predecessors(segment) for segment in cut.segments}
+    numbers = topological(waits, {segment.index: (segment.spot.stage, segment.index) for segment in cut.segments})
+    order = [cut.segments[number] for number in numbers]
     position = {segment.index: number for number, segment in enumerate(order)}
     carried: list[list[str]] = [[] for _ in order]
     aside: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -87,19 +89,3 @@ def chain_of(cut: Cut) -> Chain:
         carried=tuple(tuple(names) for names in carried),
         aside=aside,
     )
-
-
-def _in_a_row(cut: Cut) -> list[Segment]:
-    waits = {segment.index: cut.predecessors(segment) for segment in cut.segments}
-    free = [(segment.spot.stage, segment.index) for segment in cut.segments if not waits[segment.index]]
-    heapq.heapify(free)
-    order = []
-    while free:
-        _, index = heapq.heappop(free)
-        order.append(cut.segments[index])
-        for other in cut.segments:
-            if index in waits[other.index]:
-                waits[other.index].discard(index)
-                if not waits[other.index]:
-                    heapq.heappush(free, (other.spot.stage, other.index))
-    return order

@@ -4,55 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rlplace.runtime.distributed.execution.engine import Microbatch
 from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.runtime.distributed.execution.messages import Message
 from rlplace.runtime.distributed.execution.replicas import GradientReducer
 from rlplace.runtime.distributed.execution.wire import Arrival, Wire
 from rlplace.runtime.distributed.pipeline.chain import Chain
 from rlplace.runtime.distributed.ranks import Ranks
 
 
-@dataclass(frozen=True)
-class Aside:
-    """A value without a gradient on its way between two places; as text it says so.
-
-    Attributes:
-        value: Node name.
-        microbatch: Number in the step.
-        source, destination: Places.
-        tag: Unique in the step.
-    """
-
-    value: str
-    microbatch: int
-    source: int
-    destination: int
-    tag: int
-
-    def __str__(self) -> str:
-        return f"{self.value} of micro-batch {self.microbatch}"
-
-
-def asides_of(chain: Chain, forwards: Mapping[int, Sequence[tuple[int, int]]]) -> list[Aside]:
+def asides_of(chain: Chain, forwards: Mapping[int, Sequence[tuple[int, int]]]) -> list[Message]:
     """All messages of a step that go past the pipeline, those of one source in the order in which it sends them.
 
     Args:
         chain: The stages.
         forwards: By place the (stage, micro-batch) of its forward passes in order.
     """
-    found: list[Aside] = []
+    messages: list[Message] = []
     for place, passes in sorted(forwards.items()):
         for stage, microbatch in passes:
             for value, (maker, readers) in chain.aside.items():
                 if maker == stage:
                     for there in sorted({chain.places[reader] for reader in readers} - {place}):
-                        found.append(Aside(value, microbatch, place, there, len(found) + 1))
-    return found
+                        messages.append(Message(value, microbatch, place, there, len(messages) + 1))
+    return messages
 
 
 class Current:
@@ -72,7 +51,7 @@ class Current:
         ranks: Ranks,
         microbatches: Sequence[Microbatch],
         random: tuple[int, int],
-        asides: Sequence[Aside],
+        asides: Sequence[Message],
         recorder: Recorder,
         reducer: GradientReducer,
     ) -> None:
@@ -103,7 +82,7 @@ class Current:
         self._readers_here = {value: len({*own} & {*readers}) for value, (_, readers) in chain.aside.items()}
         self._here: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
         self._coming: dict[tuple[str, int], tuple[Arrival, torch.Tensor]] = {}
-        self._leaving: dict[tuple[str, int], list[Aside]] = {}
+        self._leaving: dict[tuple[str, int], list[Message]] = {}
         moving = [m for m in asides if ranks.place in (m.source, m.destination)]
         self._wire.connect((ranks.rank_of(m.source), ranks.rank_of(m.destination)) for m in moving)
         for message in moving:

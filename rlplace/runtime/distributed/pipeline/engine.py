@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, StepOptions, zero_loss
 from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.runtime.distributed.execution.messages import Message
 from rlplace.runtime.distributed.execution.replicas import GradientReducer
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.cut import Cut
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.pipeline.chain import chain_of
-from rlplace.runtime.distributed.pipeline.current import Aside, Current, asides_of
+from rlplace.runtime.distributed.pipeline.current import Current, asides_of
 from rlplace.runtime.distributed.pipeline.order import pipeline_order, torch_layout
 from rlplace.runtime.distributed.pipeline.stage import StageModule
 from rlplace.runtime.distributed.pipeline.torch_schedules import Stage, make_schedule
@@ -30,7 +31,7 @@ from rlplace.schedule import LIST
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class PipelineProgram:
     """A step of a certain number of micro-batches.
 
     Attributes:
@@ -39,7 +40,7 @@ class Program:
     """
 
     schedule: Any
-    asides: Sequence[Aside]
+    asides: Sequence[Message]
 
 
 class PipelineEngine(Engine):
@@ -66,7 +67,7 @@ class PipelineEngine(Engine):
             for number, place in enumerate(self.chain.places)
             if place == ranks.place
         ]
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, PipelineProgram] = {}
         self._forward_only: StageGraphEngine | None = None
         latest = dict.fromkeys(name for module in reversed(self._modules) for name in reversed(module.segment.held))
         order = [name for name in latest if name in own.parameters]
@@ -75,7 +76,7 @@ class PipelineEngine(Engine):
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
         """See `Engine.train`."""
         self._reducer.begin()
-        total = self._zero_loss()
+        total = zero_loss(self.cut.graph.loss_dtype, self.ranks.device)
         if microbatches and self._modules:
             total += self._run(microbatches, seed, step)
         with self.recorder.interval("reduce"):
@@ -112,13 +113,13 @@ class PipelineEngine(Engine):
             for module in self._modules:
                 module.current = None
         self.most_in_flight, self.most_held = current.most_in_flight, current.most_held
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero_loss()
+        return (
+            torch.stack([loss.detach() for loss in losses]).sum()
+            if losses
+            else zero_loss(self.cut.graph.loss_dtype, self.ranks.device)
+        )
 
-    def _zero_loss(self) -> torch.Tensor:
-        layout = self.cut.graph.layout.get(self.cut.graph.loss or "")
-        return zero_loss(None if layout is None else layout.dtype, self.ranks.device)
-
-    def _program(self, count: int) -> Program:
+    def _program(self, count: int) -> PipelineProgram:
         chain = self.chain
         ranks = sorted({self.ranks.rank_of(place) for place in chain.places})
         group_rank = {place: ranks.index(self.ranks.rank_of(place)) for place in set(chain.places)}
@@ -136,4 +137,4 @@ class PipelineEngine(Engine):
             torch_layout(chain, self.options.schedule, count),
             {group_rank[place]: row for place, row in actions.items()},
         )
-        return Program(schedule, asides_of(chain, forwards))
+        return PipelineProgram(schedule, asides_of(chain, forwards))

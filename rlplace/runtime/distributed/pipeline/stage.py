@@ -10,6 +10,7 @@ from torch import nn
 
 from rlplace.errors import RlplaceError
 from rlplace.runtime.distributed.execution import activity
+from rlplace.runtime.distributed.execution.engine import to_device
 from rlplace.runtime.distributed.graph.layouts import Layout
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.graph.segment import segment_module
@@ -86,7 +87,7 @@ class StageModule(nn.Module):
         reads = [values[n] if n in values else current.take(n, at, self.segment.index) for n in self.segment.reads]
         microbatch = current.microbatches[at]
         held = [self._tensors[name] for name in self.segment.held]
-        inputs = [self._local(microbatch.leaves[index]) for index in self.segment.inputs]
+        inputs = [to_device(microbatch.leaves[index], self._device) for index in self.segment.inputs]
         with current.recorder.interval("forward", self.segment.index, at):
             activity.doing("the forward of stage {} (micro-batch {})", self.index, at)
             with random_key(current.seed, current.step, microbatch.number):
@@ -101,13 +102,5 @@ class StageModule(nn.Module):
         return tuple(self._checked(name, values[name]) for name in self.given)
 
     def _checked(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        layout = self._layout[name]
-        if tuple(value.shape) != layout.shape or value.dtype != layout.dtype:
-            raise RlplaceError(
-                f"pipeline: stage {self.index} makes {value.dtype}{list(value.shape)} where tracing promised "
-                f"{layout.dtype}{list(layout.shape)}; the model depends on values that tracing cannot see"
-            )
+        self._layout[name].check(value, f"pipeline: what stage {self.index} makes for the next one")
         return value.contiguous()
-
-    def _local(self, leaf: Any) -> Any:
-        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf

@@ -92,7 +92,7 @@ class ShardedEngine(Engine):
                 "distribute: the model makes no loss; give a loss function, or call it in training mode with labels"
             )
         held = self._working_copies(self._loss_steps)
-        total = zero_loss(self.graph.layout[self.graph.loss].dtype, self.device)
+        total = zero_loss(self.graph.loss_dtype, self.device)
         for microbatch in microbatches:
             with random_key(seed, step, microbatch.number):
                 with self.recorder.interval("forward", 0, microbatch.number), torch.enable_grad():

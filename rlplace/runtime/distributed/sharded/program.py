@@ -27,7 +27,7 @@ from rlplace.runtime.distributed.sharded.local_ops import LOCAL_OPS, PLAIN, Loca
 from rlplace.runtime.distributed.sharded.mesh import assignments
 from rlplace.runtime.distributed.sharded.spaces import OpSpace, Spaces, TensorShape, in_loss, spaces_of
 from rlplace.runtime.distributed.sharded.spec import WHOLE, Factor, Spec, moved_elements, normal, whole
-from rlplace.runtime.distributed.sharded.steps import Demand, Program, Step, storable, writes_of, written_families
+from rlplace.runtime.distributed.sharded.steps import Demand, ShardedProgram, Step, storable, writes_of, written_families
 from rlplace.runtime.distributed.sharded.views import is_view, view
 
 Factors = Mapping[str, tuple[Factor, ...]]
@@ -44,7 +44,7 @@ def make_program(
     mesh_shape: tuple[int, ...],
     home: Mapping[str, Spec] | None = None,
     spaces: Spaces | None = None,
-) -> Program:
+) -> ShardedProgram:
     """Works out all layouts.
 
     Args:
@@ -74,7 +74,7 @@ class _Maker:
         self.held = graph.held_of_node
         self.family = written_families(graph.module.graph)
 
-    def run(self) -> Program:
+    def run(self) -> ShardedProgram:
         steps = []
         for node in self.graph.module.graph.nodes:
             if node.op == "placeholder":
@@ -87,7 +87,7 @@ class _Maker:
             found = self.spaces.values[node_name]
             self.home.setdefault(name, whole(found.shape))
             self.specs[node_name] = self.home[name]
-        return Program(self.mesh_shape, tuple(steps), self.specs, self.home, self.report, self.family)
+        return ShardedProgram(self.mesh_shape, tuple(steps), self.specs, self.home, self.report, self.family)
 
     def _placeholder(self, node: fx.Node) -> None:
         value: Any = self.spaces.values.get(node.name)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.prediction import Prediction
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.ranks import devices_of
-from rlplace.runtime.distributed.sharded.mesh import factor_mesh, nearest_shards
+from rlplace.runtime.distributed.sharded.mesh import factor_mesh
 from rlplace.runtime.distributed.sharded.spaces import check_names, spaces_of
 from rlplace.schedule import LIST
 
@@ -44,10 +41,3 @@ def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | N
     except InputError as error:
         return str(error).removeprefix("distribute: ")
     return None
-
-
-def nearest_plan(plan: PlacementPlan) -> PlacementPlan:
-    """The plan with each op's parts reduced to the nearest that are axes of a mesh of the plan's devices."""
-    nearest = nearest_shards(plan.shards or {}, devices_of(plan))
-    shards = {op: {dim: parts for dim, parts in dims.items() if parts > 1} for op, dims in nearest.items()}
-    return replace(plan, shards={op: dims for op, dims in shards.items() if dims} or None, predicted=Prediction())

@@ -46,7 +46,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class ShardedProgram:
     """What every device runs.
 
     Attributes:

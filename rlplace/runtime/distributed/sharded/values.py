@@ -12,12 +12,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime import aliases
+from rlplace.runtime.distributed.execution.engine import to_device
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.randomness import seeded
 from rlplace.runtime.distributed.sharded.exchange import Meshes, exchange, exchanged
 from rlplace.runtime.distributed.sharded.local_ops import bound, dropped_attention
 from rlplace.runtime.distributed.sharded.spec import Spec, whole
-from rlplace.runtime.distributed.sharded.steps import Demand, Program, Step
+from rlplace.runtime.distributed.sharded.steps import Demand, ShardedProgram, Step
 from rlplace.runtime.held import is_check, rewrite_devices
 
 Key = tuple[str, Spec, frozenset[int]]
@@ -38,7 +39,7 @@ class Setting:
     """
 
     graph: ForwardGraph
-    program: Program
+    program: ShardedProgram
     mesh: Meshes
     device: torch.device
     buffers: Mapping[str, torch.Tensor]
@@ -78,7 +79,7 @@ class Values:
         for (node, spec, summed), local in held.items():
             self.read_as.setdefault(node, {})[spec, summed] = local
         for node, leaf in zip(setting.graph.inputs, leaves, strict=True):
-            self.values[node] = leaf.to(setting.device) if isinstance(leaf, torch.Tensor) else leaf
+            self.values[node] = to_device(leaf, setting.device)
 
     def run(self, steps: Sequence[Step]) -> None:
         """Runs steps in order; values are dropped after their last reader."""

@@ -111,7 +111,7 @@ def agree(own: Own, ranks: Ranks) -> None:
     holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for name, tensor in [*own.parameters.items(), *own.buffers.items()]:
         if name in own.owners and not isinstance(tensor, DTensor):
-            who = tuple(sorted(rank for place in own.owners[name] for rank in ranks.twins(place)))
+            who = ranks.holders(own.owners[name])
             if len(who) > 1:
                 holders.setdefault(who, []).append(tensor.detach())
     for who, tensors in sorted(holders.items()):

@@ -7,6 +7,7 @@ from loops import Pair, case, check
 
 from rlplace.runtime.distributed.execution import replicas
 from rlplace.runtime.distributed.execution.replicas import GradientReducer
+from rlplace.runtime.distributed.state import shares
 from rlplace.runtime.distributed.state.shares import share_of
 
 
@@ -69,7 +70,7 @@ def test_a_replica_without_samples_takes_part():
 
 def overlap(sharded):
     """Buckets that were on their way before the last backward pass ended, and all buckets."""
-    replicas.FIRST_BUCKET_BYTES = replicas.BUCKET_BYTES = 1 << 12
+    replicas.FIRST_BUCKET_BYTES = shares.BUCKET_BYTES = 1 << 12
     pair = Pair("gpt2", 1, 2, microbatches=2, optimizer_sharding=sharded)
     begun = []
     finish = GradientReducer.finish

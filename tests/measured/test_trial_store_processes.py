@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import sqlite3
+import time
 
 import pytest
 from trial_store_helpers import PROBLEM, begun, done, new_store, output, spawn
@@ -49,6 +51,23 @@ with new_store(sys.argv[1]) as store:
         store.finish(number, crashed)
         assert store.interrupted("first") == []
         assert store.trials() == [done(0), crashed]
+
+
+def test_kills_at_any_moment(tmp_path):
+    draw = random.Random(7)
+    writers = [(tmp_path / f"{index}.sqlite", spawn(WRITE, tmp_path / f"{index}.sqlite", 0, 10**6)) for index in range(3)]
+    for path, writer in writers:
+        writer.stdout.readline()
+        time.sleep(draw.uniform(0.0, 0.15))
+        writer.kill()
+        told = [0, *(int(line) for line in writer.stdout.read().split("\n")[:-1])]
+        writer.communicate()
+        with TrialStore(path) as store:
+            kept = store.trials()
+            assert kept == [done(number, run="0") for number in range(len(kept))]
+            assert len(kept) in (len(told), len(told) + 1)  # it may have been killed before it told of the last
+            assert len(store.interrupted("0")) <= 1
+            store.add(done(0))
 
 
 def test_a_transaction_cut_in_two_is_undone(tmp_path):
@@ -109,6 +128,32 @@ finally:
     assert all("t.sqlite: the file or its folder is read-only" in line for line in lines[:4])
     assert "is read-only" in lines[4]
     assert lines[5] == "1"
+
+
+def test_a_limit_on_the_size_of_files(tmp_path):
+    code = """
+import os, resource
+from rlplace.errors import InputError
+path = Path(sys.argv[1])
+with new_store(path) as store:
+    store.add(done(0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, resource.RLIM_INFINITY))
+    added = 1
+    try:
+        while True:
+            store.add(done(added, reason="x" * 4000))
+            added += 1
+    except InputError as error:
+        print(error)
+    assert [trial.began_at for trial in store.trials()] == [1000.0 + number for number in range(added)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    store.add(done(added))
+    print(added)
+"""
+    message, added = output(spawn(code, tmp_path / "t.sqlite")).splitlines()
+    assert message.startswith(f"{tmp_path / 't.sqlite'}: the disk ")
+    with TrialStore(tmp_path / "t.sqlite") as store:
+        assert len(store.trials()) == int(added) + 1
 
 
 def test_a_full_disk(tmp_path):

@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlplace.comparing import Case, Comparison, Row, Settings, Store, compare, gather
-from rlplace.comparing.records import MAKESPAN, OK, OPS, REFERENCE, TASKS
+from rlplace.comparing import Case, Comparison, ComparisonRow, Settings, Store, compare, gather
+from rlplace.comparing.records import MAKESPAN, OPS, REFERENCE, TASKS
 from rlplace.comparing.run import VIEW_OF
-from rlplace.comparing.summary import geometric_mean
 from rlplace.cost.price import price
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
+from rlplace.means import geometric_mean
 from rlplace.placing import Priced
 from rlplace.planners import PLANNERS, takes_microbatches
+from rlplace.planners.attempt import OK
 from rlplace.problem import Problem
 from rlplace.zoo import load_model
 
@@ -193,7 +194,7 @@ def problem_table(comparison: Comparison) -> list[str]:
     return rows
 
 
-def cell(rows: Sequence[Row], least: int | None) -> str:
+def cell(rows: Sequence[ComparisonRow], least: int | None) -> str:
     best = next((row for row in rows if row.planner == REFERENCE), None)
     forced = "" if least in (None, 1) else f", {least} devices"
     if not rows:

@@ -17,10 +17,10 @@ import numpy as np
 
 import rlplace
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.evaluate import compare_agent, format_rows
 from rlplace.agents.planner import load_agent
 from rlplace.agents.problems import cases_of
 from rlplace.agents.train import train
+from rlplace.comparing.closing import compare_agent, format_rows
 
 TRAIN, TEST = 12, 4
 

@@ -14,10 +14,11 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from benchmarks.agent.means import Mean, families, log_steps, mean_ratio, slices
-from benchmarks.agent.records import ADAPT, AGENT, RIVAL, Row
+from benchmarks.agent.means import families, log_steps, mean_ratio, slices
+from benchmarks.agent.records import ADAPT, AGENT, RIVAL, BenchmarkRow
 from benchmarks.agent.store import Store
 from benchmarks.agent.tables import faults, show_mean
+from rlplace.means import Mean
 
 NOT_WORSE = 1.002
 BETTER_BY = 0.97
@@ -165,7 +166,7 @@ def _adapted(store: Store) -> list[Finding]:
 
 
 def _show(mean: Mean | None) -> str:
-    return "-" if mean is None else f"{show_mean(mean)} ({mean.cases} cases)"
+    return "-" if mean is None else f"{show_mean(mean)} ({mean.count} cases)"
 
 
 def _upper(mean: Mean | None, most: float) -> bool | None:
@@ -185,7 +186,7 @@ def adapt_rows(store: Store) -> list[list[str]]:
     return lines
 
 
-def unsound(store: Store) -> list[Row]:
+def unsound(store: Store) -> list[BenchmarkRow]:
     """The rows of agents that (a) counts."""
     names = {*_names(store, AGENT), *_names(store, ADAPT)}
     return [row for row in store.rows.values() if row.method in names and any(faults([row], store))]

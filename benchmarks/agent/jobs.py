@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.agent.measure import Job, workers
 from benchmarks.agent.methods import learned, rival
-from benchmarks.agent.records import ABLATION, ADAPT, AGENT, CURVE, Budget, CaseInfo, Method, Row
+from benchmarks.agent.records import ABLATION, ADAPT, AGENT, CURVE, BenchmarkRow, Budget, CaseInfo, Method
 from benchmarks.agent.sets import describe
 from benchmarks.agent.store import Store
 from rlplace.agents.cases import Case
@@ -131,7 +131,7 @@ def measure(store: Store, asked: Sequence[Ask], *, cases_in_set: int, processes:
         jobs = [Job(store.cases[case.name], method, budget, seed) for case, method, budget, seed in open_]
         begin = told = time.monotonic()
         for number, row in enumerate(run(jobs), start=1):
-            assert isinstance(row, Row)
+            assert isinstance(row, BenchmarkRow)
             store.add_row(row)
             if row.violation is not None and store.cases[row.case].floor_s is not None:
                 tell(f"{row.method} on {row.case} with {row.budget}: {row.violation}")

@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.agent.records import CaseInfo, Row
-from rlplace.comparing.summary import interval
+from benchmarks.agent.records import BenchmarkRow, CaseInfo
+from rlplace.means import Mean, mean_of
 
 RESAMPLES = 10_000
 
 FLOOR = "floor"
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A geometric mean of ratios.
-
-    Attributes:
-        ratio: The mean; below 1 is faster.
-        low, high: 95 % interval over cases; None below three cases.
-        cases: Cases behind it.
-    """
-
-    ratio: float
-    low: float | None
-    high: float | None
-    cases: int
-
-
-def log_steps(rows: Iterable[Row], methods: Collection[str], budget: str) -> dict[str, float]:
+def log_steps(rows: Iterable[BenchmarkRow], methods: Collection[str], budget: str) -> dict[str, float]:
     """Case to the mean log step time over seeds, and over methods where several are one (training seeds).
 
     Runs without a valid plan are left out here and counted among the violations.
@@ -58,11 +41,8 @@ def mean_ratio(ours: Mapping[str, float], theirs: Mapping[str, float], cases: Co
         cases: Names to look at.
         seed: Of the resampling.
     """
-    logs = np.array([ours[name] - theirs[name] for name in sorted(cases) if name in ours and name in theirs])
-    if len(logs) == 0:
-        return None
-    low, high = interval(logs, resamples=RESAMPLES, seed=seed)
-    return Mean(math.exp(float(logs.mean())), low, high, len(logs))
+    logs = [ours[name] - theirs[name] for name in sorted(cases) if name in ours and name in theirs]
+    return mean_of(logs, resamples=RESAMPLES, seed=seed)
 
 
 def slices(cases: Mapping[str, CaseInfo]) -> dict[str, list[str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,15 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from benchmarks.agent.methods import place_of
-from benchmarks.agent.records import FAILED, INFEASIBLE, OK, Budget, CaseInfo, Method, Row
+from benchmarks.agent.records import BenchmarkRow, Budget, CaseInfo, Method
 from rlplace.agents.cases import Case
-from rlplace.errors import InfeasibleError
 from rlplace.plan import PlacementPlan
-from rlplace.planners import run_planner
-from rlplace.planners.common.evaluate import Execution, count_calls
+from rlplace.plan.prediction import Prediction
+from rlplace.planners import get_planner, run_planner
+from rlplace.planners.attempt import INFEASIBLE, attempt
+from rlplace.planners.common.evaluate import Execution
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
@@ -60,57 +62,56 @@ def floor_of(info: CaseInfo, problem: Problem) -> CaseInfo:
     """The case with the plan of `best`."""
     execution = _execution(info)
     _warm_floor(execution)
-    begin = time.perf_counter()
-    with count_calls() as counter:
-        try:
-            plan = run_planner("best", problem, **execution.arguments).plan
-        except InfeasibleError:
-            return replace(info, floor_seconds=time.perf_counter() - begin, floor_calls=counter.calls)
-    seconds = time.perf_counter() - begin
-    step_s, violation = check(problem, plan, execution)
+    run = attempt(get_planner("best"), problem, execution=execution, judge=lambda plan: check(problem, plan, execution))
+    info = replace(info, floor_seconds=run.seconds, floor_calls=run.simulator_calls)
+    if run.answer is None:
+        return info
+    step_s, violation = run.judged
     if violation is not None or step_s is None:
         raise RuntimeError(f"{info.name}: the floor is wrong: {violation}")
-    return replace(info, floor_s=step_s, floor=plan.device_of_group.tolist(), floor_seconds=seconds, floor_calls=counter.calls)
+    return replace(info, floor_s=step_s, floor=run.answer.device_of_group.tolist())
 
 
-def run_row(job: Job, problem: Problem) -> Row:
+def run_row(job: Job, problem: Problem) -> BenchmarkRow:
     """Makes a row; whatever goes wrong in a method is a fact about it and stands in the row."""
     assert job.method is not None and job.budget is not None
     execution = _execution(job.info)
     start = None if job.info.floor is None else np.array(job.info.floor, dtype=np.int32)
     place = _warm(job.method, execution)
     problem = after_floor(problem, start, execution)
-    found: dict[str, Any] = {"status": OK, "step_time_s": None, "violation": None, "stated_s": None, "stages": {}}
-    told = 0
-    begin = time.perf_counter()
-    with count_calls() as counter:
-        try:
-            plan = place(problem, seed=job.seed, start=start, **job.budget.arguments, **execution.arguments)
-        except InfeasibleError as error:
-            plan, found["status"], found["violation"] = None, INFEASIBLE, f"no plan: {error}"
-        except Exception as error:
-            plan, found["status"], found["violation"] = None, FAILED, f"{type(error).__name__}: {error}"
-    seconds = time.perf_counter() - begin
-    if plan is not None:
-        found["step_time_s"], found["violation"] = check(problem, plan, execution)
-        stated = plan.predicted.step_time_s
-        found["stated_s"] = None if stated is None else float(stated)
-        ending = "_step_time_s"
-        found["stages"] = {
-            key.removesuffix(ending): float(value)
-            for key, value in plan.predicted.to_dict().items()
-            if key.endswith(ending) and isinstance(value, (int, float))
-        }
-        told = plan.predicted.search_calls or 0
-    return Row(
+    run = attempt(
+        place,
+        problem,
+        execution=execution,
+        seed=job.seed,
+        judge=lambda plan: (*check(problem, plan, execution), plan.predicted),
+        catch=(Exception,),
+        start=start,
+        **job.budget.arguments,
+    )
+    step_s, violation, predicted = run.judged or (
+        None,
+        f"no plan: {run.reason}" if run.status == INFEASIBLE else run.reason,
+        Prediction(),
+    )
+    ending = "_step_time_s"
+    return BenchmarkRow(
         case=job.info.name,
         method=job.method.name,
         budget=str(job.budget),
         seed=job.seed,
-        calls=max(told, counter.calls),
-        seconds=seconds,
+        status=run.status,
+        step_time_s=step_s,
+        violation=violation,
+        stated_s=None if predicted.step_time_s is None else float(predicted.step_time_s),
+        calls=run.simulator_calls,
+        seconds=run.seconds,
         load=os.getloadavg()[0],
-        **found,
+        stages={
+            key.removesuffix(ending): float(value)
+            for key, value in predicted.to_dict().items()
+            if key.endswith(ending) and isinstance(value, (int, float))
+        },
     )
 
 
@@ -119,7 +120,7 @@ def after_floor(problem: Problem, start: NDArray[np.int32] | None, execution: Ex
 
     Every row has a copy of its own, so that no method profits from what an earlier row has derived.
     """
-    copy = replace(problem)
+    copy = dataclasses.replace(problem)
     vars(copy)["fingerprint"] = problem.fingerprint
     group_graph(copy)
     op_arrays(copy)
@@ -142,7 +143,7 @@ def check(problem: Problem, plan: PlacementPlan, execution: Execution) -> tuple[
 
 
 @contextmanager
-def workers(cases: Sequence[Case], processes: int) -> Iterator[Callable[[Iterable[Job]], Iterator[Row | CaseInfo]]]:
+def workers(cases: Sequence[Case], processes: int) -> Iterator[Callable[[Iterable[Job]], Iterator[BenchmarkRow | CaseInfo]]]:
     """Runs jobs in so many processes, each with one thread; yields a function from jobs to their results as they come."""
     torch.set_num_threads(1)
     problems = {case.name: case.problem for case in cases}
@@ -160,9 +161,11 @@ def workers(cases: Sequence[Case], processes: int) -> Iterator[Callable[[Iterabl
             pool.shutdown(cancel_futures=True)
 
 
-def _spread(pool: ProcessPoolExecutor, jobs: Iterable[Job], paths: dict[str, Path], most: int) -> Iterator[Row | CaseInfo]:
+def _spread(
+    pool: ProcessPoolExecutor, jobs: Iterable[Job], paths: dict[str, Path], most: int
+) -> Iterator[BenchmarkRow | CaseInfo]:
     """Few jobs are on their way at a time, so that an interruption waits for few."""
-    queue, running = iter(jobs), set[Future[Row | CaseInfo]]()
+    queue, running = iter(jobs), set[Future[BenchmarkRow | CaseInfo]]()
     while True:
         for job in queue:
             running.add(pool.submit(_remote, job, str(paths[job.info.name])))
@@ -175,7 +178,7 @@ def _spread(pool: ProcessPoolExecutor, jobs: Iterable[Job], paths: dict[str, Pat
             yield future.result()
 
 
-def _remote(job: Job, path: str) -> Row | CaseInfo:
+def _remote(job: Job, path: str) -> BenchmarkRow | CaseInfo:
     return _result(job, _problem(path, job.info.fingerprint))
 
 
@@ -187,7 +190,7 @@ def _problem(path: str, fingerprint: str) -> Problem:
     return problem
 
 
-def _result(job: Job, problem: Problem) -> Row | CaseInfo:
+def _result(job: Job, problem: Problem) -> BenchmarkRow | CaseInfo:
     return floor_of(job.info, problem) if job.method is None else run_row(job, problem)
 
 

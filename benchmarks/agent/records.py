@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from rlplace.comparing.records import FAILED, INFEASIBLE, OK
+from msgspec import field
+
 from rlplace.errors import InputError, show
+from rlplace.planners.attempt import FAILED, INFEASIBLE, OK
+from rlplace.records import Count, Record, Whole
 
 RIVAL, AGENT, ABLATION, ADAPT, CURVE = "rival", "agent", "ablation", "adapt", "curve"
 ROLES = (RIVAL, AGENT, ABLATION, ADAPT, CURVE)
-__all__ = ["FAILED", "INFEASIBLE", "OK", "Budget", "CaseInfo", "Method", "Row"]
+__all__ = ["FAILED", "INFEASIBLE", "OK", "Budget", "BenchmarkRow", "CaseInfo", "Method"]
 
 
 @dataclass(frozen=True, order=True)
@@ -51,8 +54,7 @@ class Budget:
         return Budget(kind, value)
 
 
-@dataclass(frozen=True)
-class CaseInfo:
+class CaseInfo(Record, frozen=True):
     """A case and the floor that every method starts from.
 
     Attributes:
@@ -71,21 +73,20 @@ class CaseInfo:
     name: str
     family: str
     fingerprint: str
-    groups: int
-    ops: int
-    devices: int
-    microbatches: int
+    groups: Count
+    ops: Count
+    devices: Count
+    microbatches: Count
     schedule: str
     branchy: bool
     unseen: bool
     floor_s: float | None
     floor: list[int] | None
     floor_seconds: float
-    floor_calls: int
+    floor_calls: Whole
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(Record, frozen=True):
     """Something that places.
 
     Attributes:
@@ -105,8 +106,7 @@ class Method:
     code: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
+class BenchmarkRow(Record, frozen=True):
     """One run.
 
     Attributes:
@@ -126,12 +126,12 @@ class Row:
     case: str
     method: str
     budget: str
-    seed: int
+    seed: Whole
     status: str
     step_time_s: float | None
     violation: str | None
     stated_s: float | None
-    calls: int
+    calls: Whole
     seconds: float
     load: float
     stages: dict[str, float] = field(default_factory=dict)

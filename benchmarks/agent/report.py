@@ -12,12 +12,12 @@ from benchmarks.agent.tables import (
     budgets_of,
     count_table,
     family_table,
-    markdown,
     ratio_tables,
     run_table,
     show_mean,
     stage_table,
 )
+from rlplace.text import markdown
 
 
 def report(store: Store) -> str:

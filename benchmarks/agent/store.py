@@ -10,10 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agent.records import INFEASIBLE, OK, CaseInfo, Method, Row
-from rlplace.comparing.records import as_dict, from_dict
+from msgspec.structs import asdict
+
+from benchmarks.agent.records import INFEASIBLE, OK, BenchmarkRow, CaseInfo, Method
 from rlplace.comparing.rowfile import RowFile
 from rlplace.errors import InputError, show
+from rlplace.records import build
 
 FORMAT, VERSION = "rlplace.agent_benchmark", 1
 KINDS = ("case", "method", "row", "run")
@@ -41,7 +43,7 @@ class Store:
         self.settings = dict(settings)
         self.cases: dict[str, CaseInfo] = {}
         self.methods: dict[str, Method] = {}
-        self.rows: dict[tuple[str, str, str, int], Row] = {}
+        self.rows: dict[tuple[str, str, str, int], BenchmarkRow] = {}
         self.runs: list[dict[str, Any]] = []
         self.path = None if path is None else Path(path)
         self._file: RowFile | None = None
@@ -65,7 +67,7 @@ class Store:
         known = self.cases.get(info.name)
         if known is None:
             self.cases[info.name] = info
-            self._write("case", as_dict(info))
+            self._write("case", asdict(info))
         else:
             self.check_case(info.name, info.fingerprint)
             if known.floor != info.floor:
@@ -88,7 +90,7 @@ class Store:
         known = self.methods.get(method.name)
         if known is None:
             self.methods[method.name] = method
-            self._write("method", as_dict(method))
+            self._write("method", asdict(method))
             return
         for key in ("role", "fingerprint", "options", "code"):
             before, now = getattr(known, key), getattr(method, key)
@@ -98,10 +100,10 @@ class Store:
                     f"--drop {method.name} removes them, or use another --out"
                 )
 
-    def add_row(self, row: Row) -> None:
+    def add_row(self, row: BenchmarkRow) -> None:
         """Adds a finished row; one that failed before gives way."""
         self.rows[row.key] = row
-        self._write("row", as_dict(row))
+        self._write("row", asdict(row))
 
     def add_run(self, run: Mapping[str, Any]) -> None:
         """Notes how the rows that follow are made."""
@@ -141,7 +143,7 @@ class Store:
     def _rewrite(self) -> None:
         if self._file is not None:
             records = (("case", self.cases), ("method", self.methods), ("row", self.rows))
-            entries = [(kind, as_dict(record)) for kind, held in records for record in held.values()]  # type: ignore[attr-defined]
+            entries = [(kind, asdict(record)) for kind, held in records for record in held.values()]  # type: ignore[attr-defined]
             self._file.rewrite(self.settings, [*entries, *(("run", run) for run in self.runs)])
 
     def _write(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -158,13 +160,13 @@ class Store:
         self.settings = known
         for kind, data, where in entries:
             if kind == "case":
-                info = from_dict(CaseInfo, data, where)
+                info = build(CaseInfo, data, where)
                 self.cases[info.name] = info
             elif kind == "method":
-                method = from_dict(Method, data, where)
+                method = build(Method, data, where)
                 self.methods[method.name] = method
             elif kind == "row":
-                row = from_dict(Row, data, where)
+                row = build(BenchmarkRow, data, where)
                 if row.case not in self.cases or row.method not in self.methods:
                     raise InputError(f"{where}: its case {row.case!r} or method {row.method!r} is not in the file")
                 self.rows[row.key] = row

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.agent.means import FLOOR, Mean, families, log_floors, log_steps, mean_ratio, slices
-from benchmarks.agent.records import ABLATION, AGENT, OK, RIVAL, Budget, Row
+from benchmarks.agent.means import FLOOR, families, log_floors, log_steps, mean_ratio, slices
+from benchmarks.agent.records import ABLATION, AGENT, OK, RIVAL, BenchmarkRow, Budget
 from benchmarks.agent.store import Store
+from rlplace.means import Mean, wins_ties_losses
+from rlplace.text import markdown
 
 WORSE = 1e-9
 """Relative amount above the floor from which a plan is worse than it."""
-
-TIE = 1e-3
-"""Relative difference up to which two step times are level."""
 
 _AGENTS = "agent"
 """Label of all training seeds together."""
@@ -32,12 +32,12 @@ def lines_of(store: Store) -> dict[str, list[str]]:
     return lines
 
 
-def budgets_of(rows: Sequence[Row]) -> list[str]:
+def budgets_of(rows: Sequence[BenchmarkRow]) -> list[str]:
     """Texts of the budgets that there are rows of, calls first, small ones first."""
     return [str(budget) for budget in sorted({Budget.parse(row.budget) for row in rows})]
 
 
-def _budgets(store: Store, rows: Sequence[Row]) -> list[str]:
+def _budgets(store: Store, rows: Sequence[BenchmarkRow]) -> list[str]:
     """Those of the agents; what only classical searches were run for, such as rivals of adapting, has tables of its own."""
     learned = [row for row in rows if store.methods[row.method].role != RIVAL]
     return budgets_of(learned or rows)
@@ -52,8 +52,8 @@ def ratio_tables(store: Store) -> list[str]:
 
     def partly(mean: Mean | None, keys: Collection[str]) -> str:
         """A mean over fewer cases than there are says so."""
-        missing = mean is not None and mean.cases < sum(key in floors for key in keys)
-        return show_mean(mean) + (f" ({mean.cases})" if mean is not None and missing else "")
+        missing = mean is not None and mean.count < sum(key in floors for key in keys)
+        return show_mean(mean) + (f" ({mean.count})" if mean is not None and missing else "")
 
     def table(title: str, keys: Collection[str], against: Mapping[str, Mapping[str, float]]) -> str:
         body = [
@@ -85,7 +85,7 @@ def run_table(store: Store) -> str:
     return markdown(["method", "runs", "no valid plan", f"worse than the {FLOOR}", *budgets], body)
 
 
-def _rows(store: Store) -> list[Row]:
+def _rows(store: Store) -> list[BenchmarkRow]:
     return [row for row in store.rows.values() if store.methods[row.method].role in (RIVAL, AGENT, ABLATION)]
 
 
@@ -107,7 +107,7 @@ def family_table(store: Store) -> str:
 
 
 def count_table(store: Store) -> str:
-    """Cases where the agent is faster, as fast (within `TIE`) and slower than each classical search, a column a budget."""
+    """Where the agent is faster, as fast (see `rlplace.means.TIE`) and slower than each classical search, a column a budget."""
     rows = _rows(store)
     names = [method.name for method in store.methods.values() if method.role == AGENT]
     budgets = budgets_of([row for row in rows if row.method in names])
@@ -118,9 +118,8 @@ def count_table(store: Store) -> str:
         cells = [rival]
         for budget in budgets:
             ours, theirs = log_steps(rows, names, budget), log_steps(rows, [rival], budget)
-            gaps = [ours[case] - theirs[case] for case in ours if case in theirs]
-            faster, slower = sum(gap < -TIE for gap in gaps), sum(gap > TIE for gap in gaps)
-            cells.append(f"{faster} / {len(gaps) - faster - slower} / {slower}" if gaps else "")
+            ratios = [math.exp(ours[case] - theirs[case]) for case in ours if case in theirs]
+            cells.append(" / ".join(map(str, wins_ties_losses(ratios))) if ratios else "")
         body.append(cells)
     return markdown(["cases where the agent is faster / level / slower", *budgets], body)
 
@@ -142,7 +141,7 @@ def stage_table(store: Store) -> str:
     return markdown(["method", "stage (the floor counts in)", f"over the {FLOOR}"], body) if body else ""
 
 
-def faults(rows: Collection[Row], store: Store) -> tuple[int, int]:
+def faults(rows: Collection[BenchmarkRow], store: Store) -> tuple[int, int]:
     """Rows without a valid plan although the floor has one, and rows whose plan is worse than the floor."""
     bad = worse = 0
     for row in rows:
@@ -161,9 +160,3 @@ def show_mean(mean: Mean | None) -> str:
     if mean.low is None or mean.high is None:
         return f"{mean.ratio:.4f}"
     return f"{mean.ratio:.4f} [{mean.low:.4f}, {mean.high:.4f}]"
-
-
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    rows = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"

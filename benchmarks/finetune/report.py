@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlplace.comparing.summary import interval
+from rlplace.means import interval
 
 _DRAWS = 4000
 

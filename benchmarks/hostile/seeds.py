@@ -322,11 +322,11 @@ def _training(folder: Path) -> None:
 
 def _comparison(folder: Path) -> None:
     from rlplace.comparing import Settings, Store
-    from rlplace.comparing.records import ProblemInfo, Row
+    from rlplace.comparing.records import ComparisonRow, ProblemInfo
 
     for name in ("rows.jsonl", "rows.json"):
         store = Store(Settings(calls=4), folder / name)
-        problem, row = _filled(ProblemInfo), _filled(Row)
+        problem, row = _filled(ProblemInfo), _filled(ComparisonRow)
         store.add_problem(problem)
         store.add_row(row)
         store.finish((), complete=False)
@@ -349,7 +349,6 @@ def _records(folder: Path, problem: Any) -> None:
 
 def _filled(kind: type[Any]) -> Any:
     """A record of a comparison with a value of the right type in every field."""
-    plain = {"str": "toy", "int": 2, "float": 0.5, "bool": False}
+    plain = {"str": "toy", "Count": 2, "Whole": 2, "bool": False}
     chosen = {"status": "ok", "view": "tasks", "metric": "makespan of one step"}
-    fields = dataclasses.fields(kind)
-    return kind(**{f.name: chosen.get(f.name, plain.get(str(f.type).split(" | ")[0])) for f in fields})
+    return kind(**{f: chosen.get(f, plain.get(name.split(" | ")[0], 0.5)) for f, name in kind.__annotations__.items()})

@@ -12,14 +12,15 @@ from rlplace.files import canonical_json
 from rlplace.text import ms, percent
 
 if TYPE_CHECKING:
-    from rlplace.comparing import Comparison, ProblemInfo, Row, Summary
+    from rlplace.comparing import Comparison, ComparisonRow, ProblemInfo, Summary
 
 _BOUNDS = ("critical_path_s", "work_s", "largest_group_s", "memory_forced_s", "least_devices")
 
 
 def show(found: Comparison) -> None:
     """Prints problems, rows and summaries."""
-    from rlplace.comparing.records import REFERENCE, TIE
+    from rlplace.comparing.records import REFERENCE
+    from rlplace.means import TIE
 
     if not found.rows:
         print("no rows")
@@ -71,15 +72,15 @@ def legend(found: Comparison, reference: str, tie: float) -> str:
 
 def to_csv(found: Comparison) -> str:
     """One line a row, with the bounds of its problem; empty where there is no value."""
-    from rlplace.comparing.records import as_dict
+    from msgspec.structs import asdict
 
     problems = {info.key: info for info in found.problems}
     stream = io.StringIO()
     writer: csv.DictWriter[str] | None = None
     for row in found.rows:
         info = problems[row.model, row.cluster, row.view]
-        data = {**as_dict(row), "feasible": row.feasible, "fingerprint": info.fingerprint}
-        data |= {name: getattr(info, name) for name in _BOUNDS} | {"settings": canonical_json(as_dict(found.settings))}
+        data = {**asdict(row), "feasible": row.feasible, "fingerprint": info.fingerprint}
+        data |= {name: getattr(info, name) for name in _BOUNDS} | {"settings": canonical_json(asdict(found.settings))}
         if writer is None:
             writer = csv.DictWriter(stream, list(data), lineterminator="\n")
             writer.writeheader()
@@ -104,7 +105,7 @@ def _problem_cells(info: ProblemInfo) -> list[str]:
     ]  # fmt: skip
 
 
-def _row_cells(rows: Sequence[Row]) -> list[list[str]]:
+def _row_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
     table, last = [], ""
     for row in rows:
         name = place_of(row.model, row.cluster, row.view)
@@ -133,7 +134,7 @@ def _row_cells(rows: Sequence[Row]) -> list[list[str]]:
     return table
 
 
-def _short(row: Row) -> str:
+def _short(row: ComparisonRow) -> str:
     """The metric in one word; with the samples a step where there are several micro-batches or replicas."""
     from rlplace.comparing.records import MAKESPAN
 

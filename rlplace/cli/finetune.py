@@ -15,8 +15,8 @@ from rlplace.text import either
 
 if TYPE_CHECKING:
     from rlplace.agents.checkpoint import Checkpoint
-    from rlplace.agents.tuning.forgetting import Skills
     from rlplace.agents.tuning.offline import Measurements
+    from rlplace.comparing.closing import Skills
 
 HELP = "learn from measured step times"
 EXAMPLE = (
@@ -150,7 +150,7 @@ def compare(before: Checkpoint, after: Checkpoint, count: int) -> Skills | None:
     if not count:
         return None
     from rlplace.agents.problems.splits import test_cases
-    from rlplace.agents.tuning.forgetting import compare_skills
+    from rlplace.comparing.closing import compare_skills
 
     cases = test_cases(progress=say)
     step = max(1, len(cases) // count)
@@ -171,7 +171,7 @@ def show(out: str, facts: dict[str, Any]) -> None:
     errors = ", ".join(f"{100 * before:.1f} % -> {100 * after:.1f} %" for before, after in pairs)
     print(f"error of predicted step times, before and after calibration: {errors}")
     skills = facts.get("skills")
-    if skills:
+    if skills and skills["cases"]:
         print(
             f"old skills, {skills['cases']} unseen cases at {skills['calls']} calls, step time over best: "
             f"{skills['before']:.4f} before, {skills['after']:.4f} after; {skills['worse']} worse and "

@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
-    from rlplace.agents.evaluate import compare_agent, format_rows
     from rlplace.agents.planner import load_agent
     from rlplace.agents.problems import cases_of, closing_cases
     from rlplace.agents.train import train
+    from rlplace.comparing.closing import compare_agent, format_rows
 
     _check_device(options.device)
     if options.resume and options.out and Path(options.out) != Path(options.resume):
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     tested = list(tests) if tests is not None else closing_cases(progress=say)
     rows = compare_agent(load_agent(out), tested, calls=options.calls)
     if options.json:
-        table = [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows]
+        table = [asdict(row) for row in rows]
         print_json({"out": str(out), "steps": done, "metric": "step time over best", "rows": table})
     else:
         print(format_rows(rows, f"{len(tested)} cases"))

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from rlplace.comparing.records import FAILED, INFEASIBLE, MAKESPAN, MISSING, OK, RATE, VIEWS, Row, Settings
-from rlplace.errors import InfeasibleError, MissingError, RlplaceError
+from msgspec.structs import replace
+
+from rlplace.comparing.records import MAKESPAN, RATE, VIEWS, ComparisonRow, Settings
+from rlplace.errors import InfeasibleError, RlplaceError
 from rlplace.placing import Priced, plan_priced
 from rlplace.plan import PlacementPlan
 from rlplace.planners import PLANNERS, get_planner, takes_microbatches
-from rlplace.planners.common.evaluate import count_calls
+from rlplace.planners.attempt import FAILED, MISSING, OK, Attempt, attempt
 from rlplace.planners.common.execution_bound import execution_bound
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
@@ -95,7 +97,7 @@ class Measured:
         problem: What it solves.
         samples: Of a step.
         step_time_s: Of the simulation.
-        memory_share: See `Row`.
+        memory_share: See `ComparisonRow`.
         remark: The planner's own prediction, where it differs.
     """
 
@@ -106,17 +108,6 @@ class Measured:
     step_time_s: float
     memory_share: float | None
     remark: str | None
-
-
-@dataclass(frozen=True, eq=False)
-class Attempt:
-    """One run of a planner: a measured plan or a reason, and what it took."""
-
-    measured: Measured | None
-    status: str
-    reason: str | None
-    simulator_calls: int
-    seconds: float
 
 
 def takes_calls(name: str) -> bool:
@@ -131,14 +122,14 @@ def is_random(name: str) -> bool:
 
 def warm_up(name: str, settings: Settings) -> None:
     """Plans a small problem, so that imports and compilation are on nobody's clock; what goes wrong shows in the rows."""
+    options = _options(name, replace(settings, calls=4))
     try:
-        options = _options(name, dataclasses.replace(settings, calls=4))
         get_planner(name)(random_problem(0, 6, 2), seed=0, time_limit_s=1.0, **options)
     except Exception:
         return
 
 
-def run_row(name: str, target: Target, settings: Settings, *, strict: bool = False) -> Row:
+def run_row(name: str, target: Target, settings: Settings, *, strict: bool = False) -> ComparisonRow:
     """Runs a planner on a problem, once or once a seed; errors become the row's reason, bugs as well unless `strict`."""
     shuffled = is_random(name)
     runs: list[Attempt] = []
@@ -146,52 +137,45 @@ def run_row(name: str, target: Target, settings: Settings, *, strict: bool = Fal
         runs.append(_run(name, target, settings, seed, strict=strict))
         if runs[-1].status in (MISSING, FAILED):
             break
+    measured = [run.judged for run in runs if run.status == OK]
     bad = next((run for run in runs if run.status != OK), None)
-    row = Row(
+    row = ComparisonRow(
         model=target.model,
         cluster=target.cluster,
         view=target.view,
         planner=name,
         metric=_asked_metric(name, settings) + VIEWS[target.view],
         status=OK if bad is None else bad.status,
-        reason=next((run.reason for run in runs if run.reason), None) if bad is None else bad.reason,
+        reason=next((item.remark for item in measured if item.remark), None) if bad is None else bad.reason,
         random=shuffled,
         seeds=len(runs),
-        feasible_seeds=sum(run.status == OK for run in runs),
+        feasible_seeds=len(measured),
         simulator_calls=sum(run.simulator_calls for run in runs) / len(runs),
         seconds=sum(run.seconds for run in runs) / len(runs),
     )
-    found = [run.measured for run in runs if run.measured is not None]
-    return _with_plans(row, found, target) if found else row
+    return _with_plans(row, measured, target) if measured else row
 
 
 def _run(name: str, target: Target, settings: Settings, seed: int, *, strict: bool) -> Attempt:
+    solved: list[Problem] = []
+
+    def place(problem: Problem, **options: Any) -> PlacementPlan:
+        problem, plan = plan_priced(target.priced, planner=name, global_batch=settings.global_batch, **options)
+        solved.append(problem)
+        return plan
+
     limit = None if settings.calls is not None and takes_calls(name) else settings.time_limit_s
-    measured: Measured | None = None
-    status, reason, extra, took = OK, None, 0, None
-    priced_s, begin = target.clock.seconds, time.perf_counter()
-    with count_calls() as counter:
-        try:
-            problem, plan = plan_priced(
-                target.priced, planner=name, seed=seed, time_limit_s=limit, global_batch=settings.global_batch,
-                **_options(name, settings),
-            )  # fmt: skip
-            took = time.perf_counter() - begin
-            extra = plan.predicted.search_calls or 0  # the agent simulates in an environment of its own
-            measured = measure(plan, problem, settings, view=target.view)
-            reason = measured.remark
-        except InfeasibleError as error:
-            status, reason = INFEASIBLE, _one_line(error)
-        except MissingError as error:
-            status, reason = MISSING, _one_line(error)
-        except RlplaceError as error:
-            status, reason = FAILED, _one_line(error)
-        except Exception as error:  # a planner's bug is that planner's row, not the end of the comparison
-            if strict:
-                raise
-            status, reason = FAILED, f"{type(error).__name__}: {_one_line(error)}"
-    seconds = (time.perf_counter() - begin if took is None else took) - (target.clock.seconds - priced_s)
-    return Attempt(measured, status, reason, counter.calls + extra, seconds)
+    priced_s = target.clock.seconds
+    run = attempt(
+        place,
+        target.priced.first,
+        seed=seed,
+        judge=lambda plan: measure(plan, solved[-1], settings, view=target.view),
+        catch=(RlplaceError,) if strict else (Exception,),  # a planner's bug is that planner's row, not the comparison's end
+        time_limit_s=limit,
+        **_options(name, settings),
+    )
+    return dataclasses.replace(run, seconds=run.seconds - (target.clock.seconds - priced_s))
 
 
 def _options(name: str, settings: Settings) -> dict[str, Any]:
@@ -236,11 +220,11 @@ def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, view: 
     return Measured(metric, plan, problem, samples, line.step_time_s, max(shares, default=None), remark)
 
 
-def _with_plans(row: Row, found: Sequence[Measured], target: Target) -> Row:
+def _with_plans(row: ComparisonRow, found: Sequence[Measured], target: Target) -> ComparisonRow:
     """The row with the figures of its plans, which must be of one kind."""
     kinds = {(item.metric, item.samples) for item in found}
     if len(kinds) > 1:
-        return dataclasses.replace(row, status=FAILED, reason="plans of different seeds are of different kinds; run one seed")
+        return replace(row, status=FAILED, reason="plans of different seeds are of different kinds; run one seed")
     metric, samples = kinds.pop()
     steps = [item.step_time_s for item in found]
     best = min(found, key=lambda item: item.step_time_s)
@@ -249,7 +233,7 @@ def _with_plans(row: Row, found: Sequence[Measured], target: Target) -> Row:
     bound, binding = target.bound(best.problem, best.plan.microbatches, replicas)
     whole = not best.plan.optimizer_sharding and not best.plan.shards  # bounds count every op at its full time
     shares = [item.memory_share for item in found if item.memory_share is not None]
-    return dataclasses.replace(
+    return replace(
         row,
         metric=metric,
         samples=samples,
@@ -264,7 +248,3 @@ def _with_plans(row: Row, found: Sequence[Measured], target: Target) -> Row:
         binding=binding if whole else None,
         gap=mean / bound - 1.0 if whole and bound > 0 else None,
     )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from msgspec import Meta
+from msgspec.structs import asdict
 
 from rlplace import __version__
-from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_keys
+from rlplace.errors import unknown_name
+from rlplace.means import TIE
+from rlplace.planners.attempt import FAILED, INFEASIBLE, MISSING, OK
+from rlplace.records import Count, Record, Whole
 
 FORMAT = "rlplace.comparison"
 VERSION = 1
@@ -27,19 +30,37 @@ VIEWS = {TASKS: "", SPLIT: ", backward in groups of its own", OPS: ", op by op"}
 (`rlplace.cost.split`). ``ops``: every captured op, with the dimensions along which it can be cut.
 """
 
-OK, INFEASIBLE, MISSING, FAILED = "ok", "infeasible", "missing", "failed"
-
 REFERENCE = "best"
 """The planner that the others are measured against; it is always run."""
 
-TIE = 1e-3
-"""Step times nearer than this, relative to the reference, are a tie."""
+_MOST = 1e18
+Amount = Annotated[float, Meta(ge=0.0, lt=_MOST)]
+Duration = Annotated[float, Meta(ge=1e-18, lt=_MOST)]
+Ratio = Annotated[float, Meta(ge=1e-12, lt=_MOST)]
+Gap = Annotated[float, Meta(gt=-1.0, lt=_MOST)]
 
-Record = TypeVar("Record")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "status": (OK, INFEASIBLE, MISSING, FAILED),
+    "view": tuple(VIEWS),
+    "metric": tuple(metric + view for metric in METRICS for view in VIEWS.values()),
+}
 
 
-@dataclass(frozen=True)
-class Settings:
+class Chosen(Record, frozen=True):
+    """A record some of whose fields name one of a few things."""
+
+    def __post_init__(self) -> None:
+        """Checks the names.
+
+        Raises:
+            InputError: One is unknown.
+        """
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name, choices[0])) not in choices:
+                raise unknown_name(name, value, choices)
+
+
+class Settings(Record, frozen=True):
     """What every planner of a comparison is given; rows made under other settings do not belong beside each other.
 
     Attributes:
@@ -53,18 +74,17 @@ class Settings:
         version: Of rlplace.
     """
 
-    calls: int | None = None
-    time_limit_s: float = 5.0
-    seeds: int = 1
-    global_batch: int | None = None
-    microbatches: int = 1
+    calls: Count | None = None
+    time_limit_s: Amount = 5.0
+    seeds: Count = 1
+    global_batch: Count | None = None
+    microbatches: Count = 1
     schedule: str | None = None
     agent: str = "default"
     version: str = __version__
 
 
-@dataclass(frozen=True)
-class ProblemInfo:
+class ProblemInfo(Chosen, frozen=True):
     """A problem of the comparison and what no plan can beat there.
 
     Attributes:
@@ -83,15 +103,15 @@ class ProblemInfo:
     cluster: str
     view: str
     fingerprint: str
-    samples: int
-    groups: int
-    ops: int
-    devices: int
-    critical_path_s: float
-    work_s: float
-    largest_group_s: float
-    memory_forced_s: float
-    least_devices: int | None
+    samples: Count
+    groups: Whole
+    ops: Whole
+    devices: Whole
+    critical_path_s: Amount
+    work_s: Amount
+    largest_group_s: Amount
+    memory_forced_s: Amount
+    least_devices: Whole | None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -99,8 +119,7 @@ class ProblemInfo:
         return self.model, self.cluster, self.view
 
 
-@dataclass(frozen=True)
-class Row:
+class ComparisonRow(Chosen, frozen=True):
     """One planner on one problem.
 
     Attributes:
@@ -137,22 +156,22 @@ class Row:
     status: str
     reason: str | None
     random: bool
-    seeds: int
-    feasible_seeds: int
-    step_time_s: float | None = None
-    spread_s: float | None = None
-    samples: int | None = None
-    samples_per_s: float | None = None
-    replicas: int | None = None
-    microbatches: int | None = None
+    seeds: Count
+    feasible_seeds: Whole
+    step_time_s: Duration | None = None
+    spread_s: Amount | None = None
+    samples: Count | None = None
+    samples_per_s: Amount | None = None
+    replicas: Count | None = None
+    microbatches: Count | None = None
     schedule: str | None = None
-    memory_share: float | None = None
-    simulator_calls: float = 0.0
-    seconds: float = 0.0
-    bound_s: float | None = None
+    memory_share: Amount | None = None
+    simulator_calls: Amount = 0.0
+    seconds: Amount = 0.0
+    bound_s: Amount | None = None
     binding: str | None = None
-    gap: float | None = None
-    ratio: float | None = None
+    gap: Gap | None = None
+    ratio: Ratio | None = None
     reference: bool = False
 
     @property
@@ -167,8 +186,7 @@ class Row:
         return self.model, self.cluster, self.view, self.planner, self.reference, *extra
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(Record, frozen=True):
     """One planner over all problems, in one metric.
 
     Attributes:
@@ -179,7 +197,7 @@ class Summary:
         compared: Of these where the reference has a plan too; the figures below are over them.
         ratio: Geometric mean of the step time over that of the reference, below 1 is faster; None without problems.
         low, high: 95 % bootstrap interval of `ratio` over problems; None below three problems.
-        wins, ties, losses: Faster, as fast (within `TIE`), slower than the reference.
+        wins, ties, losses: Faster, as fast (within `rlplace.means.TIE`), slower than the reference.
         only_it, only_reference: Problems where one of the two alone has a plan.
         gap: Geometric mean of ``1 + gap``, minus 1, over feasible problems.
         simulator_calls, seconds: Mean of a run over all its problems.
@@ -187,24 +205,23 @@ class Summary:
 
     metric: str
     planner: str
-    problems: int
-    feasible: int
-    compared: int
-    ratio: float | None
-    low: float | None
-    high: float | None
-    wins: int
-    ties: int
-    losses: int
-    only_it: int
-    only_reference: int
-    gap: float | None
-    simulator_calls: float
-    seconds: float
+    problems: Whole
+    feasible: Whole
+    compared: Whole
+    ratio: Ratio | None
+    low: Amount | None
+    high: Amount | None
+    wins: Whole
+    ties: Whole
+    losses: Whole
+    only_it: Whole
+    only_reference: Whole
+    gap: Gap | None
+    simulator_calls: Amount
+    seconds: Amount
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Record, frozen=True):
     """A comparison, complete or interrupted.
 
     Attributes:
@@ -217,7 +234,7 @@ class Comparison:
 
     settings: Settings
     problems: tuple[ProblemInfo, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     summaries: tuple[Summary, ...]
     complete: bool
 
@@ -229,7 +246,7 @@ class Comparison:
 def document(
     settings: Settings,
     problems: Iterable[ProblemInfo],
-    rows: Iterable[Row],
+    rows: Iterable[ComparisonRow],
     summaries: Iterable[Summary],
     *,
     complete: bool,
@@ -241,59 +258,8 @@ def document(
         "executor": "list",
         "tie": TIE,
         "complete": complete,
-        "settings": as_dict(settings),
-        "problems": [as_dict(problem) for problem in problems],
-        "rows": [{**as_dict(row), "feasible": row.feasible} for row in rows],
-        "summaries": [as_dict(summary) for summary in summaries],
+        "settings": asdict(settings),
+        "problems": [asdict(problem) for problem in problems],
+        "rows": [{**asdict(row), "feasible": row.feasible} for row in rows],
+        "summaries": [asdict(summary) for summary in summaries],
     }
-
-
-def as_dict(record: Any) -> dict[str, Any]:
-    """The fields of a record."""
-    return {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
-
-
-def from_dict(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
-    """Builds a record from its fields.
-
-    Raises:
-        InputError: A key is missing or unknown, or a value is of another type.
-    """
-    items = dataclasses.fields(kind)  # type: ignore[arg-type]
-    required = [i.name for i in items if i.default is dataclasses.MISSING]
-    check_keys(data, required, [i.name for i in items], where)
-    for item in items:
-        if item.name in data and not _fits(data[item.name], str(item.type)):
-            raise InputError(f"{where}: {item.name} must be {item.type}, found {show(data[item.name])}")
-        value = data.get(item.name)
-        least = _LEAST.get(item.name, 0.0)
-        if isinstance(value, (int, float)) and not least <= value < _MOST:
-            raise InputError(f"{where}: {item.name} must be a finite number from {least:g} up, found {show(value)}")
-        if item.name in _CHOICES and value not in _CHOICES[item.name]:
-            raise InputError(f"{where}: {unknown_name(item.name, value, _CHOICES[item.name])}")
-    return kind(**data)
-
-
-_MOST = 1e18
-_LEAST = {"gap": -1.0 + 1e-9, "ratio": 1e-12, "step_time_s": 1e-18, "seeds": 1.0, "samples": 1.0}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "status": (OK, INFEASIBLE, MISSING, FAILED),
-    "view": tuple(VIEWS),
-    "metric": tuple(metric + view for metric in METRICS for view in VIEWS.values()),
-}
-
-
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
-
-
-def _fits(value: Any, annotation: str) -> bool:
-    kinds = annotation.split(" | ")
-    if value is None:
-        return "None" in kinds
-    if isinstance(value, list):
-        return "list[int]" in kinds and all(isinstance(entry, int) for entry in value)
-    if isinstance(value, dict):
-        return kinds[0].startswith("dict")
-    return any(
-        isinstance(value, _TYPES[kind]) and (kind == "bool" or not isinstance(value, bool)) for kind in kinds if kind in _TYPES
-    )

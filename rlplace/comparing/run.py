@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from rlplace.comparing.bounds import problem_info
 from rlplace.comparing.measure import Target, run_row, warm_up
-from rlplace.comparing.records import OK, OPS, RATE, REFERENCE, SPLIT, TASKS, Comparison, Row
+from rlplace.comparing.records import OPS, RATE, REFERENCE, SPLIT, TASKS, Comparison, ComparisonRow
 from rlplace.comparing.store import Store
 from rlplace.comparing.summary import References, summarize
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError, RlplaceError
 from rlplace.placing import Priced
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
+from rlplace.planners.attempt import OK
 from rlplace.problem import Problem
 
 VIEW_OF = {**dict.fromkeys(NEEDS_SPLIT, SPLIT), **dict.fromkeys(NEEDS_SHARDING, OPS)}
@@ -137,22 +139,22 @@ def _given(case: Case, priced: Priced, view: str) -> Priced:
     return Priced.problem(split_backward(priced.first)) if view == SPLIT else priced
 
 
-def _finish(row: Row, target: Target, store: Store) -> None:
+def _finish(row: ComparisonRow, target: Target, store: Store) -> None:
     """Stores a row with its ratio, after the row that it is measured against."""
     other = row if row.planner == REFERENCE else References(store.rows.values()).of(row)
     if other is None and row.status == OK and row.samples is not None:
         batch = row.samples if row.metric.startswith(RATE) else None
-        settings = dataclasses.replace(store.settings, global_batch=batch, microbatches=1, schedule=None)
+        settings = replace(store.settings, global_batch=batch, microbatches=1, schedule=None)
         made = run_row(REFERENCE, target, settings)
         # Even without a plan it is the row for this metric and this many samples, so that it is not tried again.
-        other = dataclasses.replace(made, reference=True, metric=row.metric, samples=row.samples)
+        other = replace(made, reference=True, metric=row.metric, samples=row.samples)
         if other.key not in store.rows:
-            store.add_row(other if other.status != OK else dataclasses.replace(other, ratio=1.0))
+            store.add_row(other if other.status != OK else replace(other, ratio=1.0))
     ratio = None
     if row.status == OK and other is not None and other.status == OK:
         assert row.step_time_s is not None and other.step_time_s is not None
         ratio = row.step_time_s / other.step_time_s
-    store.add_row(dataclasses.replace(row, ratio=ratio))
+    store.add_row(replace(row, ratio=ratio))
 
 
 def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], views: Collection[str] = ()) -> Comparison:

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlplace.comparing.records import FORMAT, VERSION, ProblemInfo, Row, Settings, Summary, as_dict, document, from_dict
+from msgspec.structs import asdict
+
+from rlplace.comparing.records import FORMAT, VERSION, ComparisonRow, ProblemInfo, Settings, Summary, document
 from rlplace.comparing.rowfile import Entry, RowFile
 from rlplace.errors import InputError, show
 from rlplace.files import check_keys, check_output, read_json, write_json
+from rlplace.records import build
 
 
 class Store:
@@ -38,7 +41,7 @@ class Store:
         """
         self.settings = settings
         self.problems: dict[tuple[str, str, str], ProblemInfo] = {}
-        self.rows: dict[Any, Row] = {}
+        self.rows: dict[Any, ComparisonRow] = {}
         self.path = None if path is None else Path(path)
         if self.path is None:
             return
@@ -51,7 +54,7 @@ class Store:
                 raise InputError(f"{path}: exists; --resume goes on with it, or choose another name")
             self._load()
         elif self._lines is not None:
-            self._lines.rewrite(as_dict(settings))
+            self._lines.rewrite(asdict(settings))
 
     def finish(self, summaries: Sequence[Summary], *, complete: bool) -> None:
         """Writes the summaries, which only a ``*.json`` file has a place for."""
@@ -76,28 +79,28 @@ class Store:
                 f"({known.fingerprint[:12]}, now {info.fingerprint[:12]}); use the options it was made with, or another --out"
             )
 
-    def add_row(self, row: Row) -> None:
+    def add_row(self, row: ComparisonRow) -> None:
         """Adds a finished row."""
         self.rows[row.key] = row
         self._write("row", row)
 
-    def _write(self, kind: str, record: ProblemInfo | Row) -> None:
+    def _write(self, kind: str, record: ProblemInfo | ComparisonRow) -> None:
         if self.path is None:
             return
         if self._lines is None:
             self.finish((), complete=False)
         else:
-            self._lines.append(kind, as_dict(record))
+            self._lines.append(kind, asdict(record))
 
     def _load(self) -> None:
         settings, entries = self._read_object() if self._lines is None else self._lines.read()
         self._check_settings(settings)
         for kind, data, where in entries:
             if kind == "problem":
-                info = from_dict(ProblemInfo, data, where)
+                info = build(ProblemInfo, data, where)
                 self.problems[info.key] = info
                 continue
-            row = from_dict(Row, data, where)
+            row = build(ComparisonRow, data, where)
             if (row.model, row.cluster, row.view) not in self.problems:
                 raise InputError(f"{where}: its problem {row.model!r} is not in the file; start another file")
             self.rows[row.key] = row
@@ -115,9 +118,9 @@ class Store:
         ]
 
     def _check_settings(self, data: Any) -> None:
-        check_keys(data, as_dict(self.settings), (), f"{self.path}: settings")
-        known = as_dict(from_dict(Settings, data, f"{self.path}: settings"))
-        for key, value in as_dict(self.settings).items():
+        check_keys(data, asdict(self.settings), (), f"{self.path}: settings")
+        known = asdict(build(Settings, data, f"{self.path}: settings"))
+        for key, value in asdict(self.settings).items():
             if known[key] != value:
                 raise InputError(
                     f"{self.path}: made with {key} {_told(known[key])}, now {_told(value)}; rows under other settings do not "

@@ -6,19 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rlplace.comparing.records import OK, REFERENCE, TIE, VIEWS, Row, Summary
-
-RESAMPLES = 2000
-"""Bootstrap samples."""
-
-LEAST = 3
-"""Problems below which an interval would say nothing."""
+from rlplace.comparing.records import REFERENCE, VIEWS, ComparisonRow, Summary
+from rlplace.means import geometric_mean, interval, wins_ties_losses
+from rlplace.planners.attempt import OK
 
 
-def summarize(rows: Sequence[Row], planners: Sequence[str]) -> tuple[Summary, ...]:
+def summarize(rows: Sequence[ComparisonRow], planners: Sequence[str]) -> tuple[Summary, ...]:
     """One summary per metric and planner; metrics are never mixed.
 
     A row without a plan counts for the metric in which its planner has most of its plans, as nobody knows what its plan
@@ -36,7 +29,7 @@ def summarize(rows: Sequence[Row], planners: Sequence[str]) -> tuple[Summary, ..
             if counts:
                 usual[name, view] = counts.most_common(1)[0][0]
     kept = [row for row in rows if not row.reference]
-    by_line: dict[tuple[str, str], list[Row]] = {}
+    by_line: dict[tuple[str, str], list[ComparisonRow]] = {}
     for row in kept:
         metric = row.metric if row.status == OK else usual.get((row.planner, row.view), row.metric)
         by_line.setdefault((metric, row.planner), []).append(row)
@@ -53,13 +46,13 @@ def _rank(metric: str) -> tuple[bool, str]:
 class References:
     """The rows of `REFERENCE`, to look up what another row is measured against."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows: dict[tuple[str, str, str, str], list[Row]] = {}
+    def __init__(self, rows: Iterable[ComparisonRow]) -> None:
+        self._rows: dict[tuple[str, str, str, str], list[ComparisonRow]] = {}
         for row in rows:
             if row.planner == REFERENCE:
                 self._rows.setdefault((row.model, row.cluster, row.view, row.metric), []).append(row)
 
-    def of(self, row: Row) -> Row | None:
+    def of(self, row: ComparisonRow) -> ComparisonRow | None:
         """The reference on the same problem, in the same metric, with the same samples a step."""
         for other in self._rows.get((row.model, row.cluster, row.view, row.metric), ()):
             if other.samples == row.samples or row.samples is None or other.samples is None:
@@ -67,12 +60,13 @@ class References:
         return None
 
 
-def _line(metric: str, name: str, mine: Sequence[Row], against: References) -> Summary:
+def _line(metric: str, name: str, mine: Sequence[ComparisonRow], against: References) -> Summary:
     # What a row without a plan would have been measured against is unknown where its planner is usually in another metric.
     references = [against.of(row) if row.metric == metric else None for row in mine]
     ratios = [row.ratio for row in mine if row.status == OK and row.ratio is not None]
     gaps = [row.gap for row in mine if row.status == OK and row.gap is not None]
     low, high = interval([math.log(ratio) for ratio in ratios])
+    wins, ties, losses = wins_ties_losses(ratios)
     has = [(row.status == OK, other is not None and other.status == OK) for row, other in zip(mine, references, strict=True)]
     return Summary(
         metric=metric,
@@ -83,29 +77,12 @@ def _line(metric: str, name: str, mine: Sequence[Row], against: References) -> S
         ratio=geometric_mean(ratios),
         low=low,
         high=high,
-        wins=sum(ratio < 1 - TIE for ratio in ratios),
-        ties=sum(1 - TIE <= ratio <= 1 + TIE for ratio in ratios),
-        losses=sum(ratio > 1 + TIE for ratio in ratios),
+        wins=wins,
+        ties=ties,
+        losses=losses,
         only_it=sum(own and not other for own, other in has),
         only_reference=sum(other and not own for own, other in has),
         gap=None if not gaps else math.exp(sum(math.log1p(gap) for gap in gaps) / len(gaps)) - 1.0,
         simulator_calls=sum(row.simulator_calls for row in mine) / len(mine),
         seconds=sum(row.seconds for row in mine) / len(mine),
     )
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    """None without values."""
-    return math.exp(sum(math.log(value) for value in values) / len(values)) if values else None
-
-
-def interval(
-    logs: Sequence[float] | NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0, least: int = LEAST
-) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of a geometric mean, by resampling the logs of its values; None below `least` of them."""
-    values = np.asarray(logs, dtype=np.float64)
-    if len(values) < least:
-        return None, None
-    draws = np.random.default_rng(seed).integers(0, len(values), (resamples, len(values)))
-    low, high = np.exp(np.percentile(values[draws].mean(axis=1), [2.5, 97.5]))
-    return float(low), float(high)

@@ -6,9 +6,7 @@ The table holds strings, so that listing planners imports none of them and lower
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +15,7 @@ from rlplace.errors import unknown_name
 
 if TYPE_CHECKING:
     from rlplace.plan import PlacementPlan
+    from rlplace.planners.attempt import Attempt
     from rlplace.problem import Problem
 
 PLANNERS: dict[str, str] = {
@@ -62,21 +61,6 @@ NEEDS_SHARDING = frozenset({"pase"})
 Planner = Callable[..., "PlacementPlan"]
 
 
-@dataclass(frozen=True, eq=False)
-class PlannerRun:
-    """A plan and what it took.
-
-    Attributes:
-        plan: The answer.
-        seconds: Wall-clock time of the planner.
-        simulator_calls: Simulations that it made.
-    """
-
-    plan: PlacementPlan
-    seconds: float
-    simulator_calls: int
-
-
 def get_planner(name: str) -> Planner:
     """The function of a planner: a built-in one, or one of an installed package, whose plans are checked (docs/plugins.md).
 
@@ -106,18 +90,14 @@ def takes_microbatches(name: str) -> bool:
     return any(p.name == "microbatches" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
-def run_planner(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlannerRun:
-    """Runs a planner by name and measures it; arguments as in the planner contract."""
-    from rlplace.planners.common.evaluate import count_calls
+def run_planner(name: str, problem: Problem, **options: Any) -> Attempt:
+    """Runs a planner by name and measures it; arguments as of `rlplace.planners.attempt.attempt`, errors are raised."""
+    from rlplace.planners.attempt import attempt
 
-    planner = get_planner(name)
-    start_s = time.perf_counter()
-    with count_calls() as counter:
-        plan = planner(problem, seed=seed, time_limit_s=time_limit_s, **options)
-    return PlannerRun(plan, time.perf_counter() - start_s, counter.calls)
+    return attempt(get_planner(name), problem, catch=(), **options)
 
 
 __all__ = [
-    "NEEDS_SHARDING", "NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "PlannerRun", "get_planner", "planner_names",
+    "NEEDS_SHARDING", "NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "get_planner", "planner_names",
     "run_planner", "takes_microbatches",
 ]  # fmt: skip

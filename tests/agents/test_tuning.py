@@ -18,7 +18,6 @@ from rlplace.agents.planner import load_agent
 from rlplace.agents.tuning.belief import believe
 from rlplace.agents.tuning.design import first_plans
 from rlplace.agents.tuning.direct import LogModel, log_rows
-from rlplace.agents.tuning.forgetting import compare_skills
 from rlplace.agents.tuning.learn import fit_moves, lesson_of, price_moves
 from rlplace.agents.tuning.offline import METHODS, finetune_offline, measurements_of
 from rlplace.agents.tuning.pool import Pool
@@ -26,6 +25,7 @@ from rlplace.agents.tuning.proposer import AgentProposer
 from rlplace.agents.tuning.residual import Residual
 from rlplace.agents.tuning.save import save_tuned, weights_sha256
 from rlplace.agents.tuning.tune import tune
+from rlplace.comparing.closing import compare_skills
 from rlplace.cost.timings import rank_correlation
 from rlplace.envs import MeasuredBackend, RefinementEnv
 from rlplace.envs.instance import make_instance
@@ -487,7 +487,7 @@ def test_an_agent_is_as_skilled_as_itself(agents):
     )
     assert (skills.before, skills.worse, skills.better, skills.worst) == (skills.after, 0, 0, 1.0)
     assert skills.cases == 3 and done == [1, 2, 3, 4] and 0.0 < skills.after <= 1.0 and skills.calls == 40
-    assert math.isnan(compare_skills(checkpoint, checkpoint, []).after)
+    assert compare_skills(checkpoint, checkpoint, []).after is None
 
 
 # Environments on measured times

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.agent.claims import best_known, findings, verdicts
-from benchmarks.agent.records import ADAPT, AGENT, RIVAL, CaseInfo, Method, Row
+from benchmarks.agent.records import ADAPT, AGENT, RIVAL, BenchmarkRow, CaseInfo, Method
 from benchmarks.agent.report import report
 from benchmarks.agent.store import Store
 
@@ -31,14 +31,14 @@ def build(agent: dict[str, float] | float = 0.96, **change: Any) -> Store:
         for budget in BUDGETS:
             ratio = agent if isinstance(agent, float) else agent.get(f"{family} {budget}", agent.get(budget, 0.96))
             for method, step in (("annealing", 0.9), ("seed0", 0.9 * ratio * (1 + noise[number])), ("seed1", 0.9 * ratio)):
-                store.add_row(Row(name, method, budget, 0, "ok", step, None, step, 64, 1.0, 0.5))
+                store.add_row(BenchmarkRow(name, method, budget, 0, "ok", step, None, step, 64, 1.0, 0.5))
     for key, value in change.items():
         setattr(store, key, value)
     return store
 
 
 def put(store: Store, case: str, method: str, budget: str, step: float | None, violation: str | None = None) -> None:
-    store.add_row(Row(case, method, budget, 0, "ok" if step else "infeasible", step, violation, step, 64, 1.0, 0.5))
+    store.add_row(BenchmarkRow(case, method, budget, 0, "ok" if step else "infeasible", step, violation, step, 64, 1.0, 0.5))
 
 
 def test_everything_holds_where_the_agent_is_four_per_cent_ahead() -> None:
@@ -159,6 +159,6 @@ def test_one_rollout_counts_with_the_floor() -> None:
     store = build()
     for number, stage in ((0, 0.81), (1, 2.0), (2, 0.9)):
         row = store.rows[f"case{number}", "seed0", "64 calls", 0]
-        store.add_row(dataclasses.replace(row, stages={"single_rollout": stage, "floor": 1.0}))
+        store.add_row(replace(row, stages={"single_rollout": stage, "floor": 1.0}))
     mean = (0.81 * 1.0 * 0.9) ** (1 / 3)
     assert f"| agent | single rollout | {mean:.4f} [" in report(store)

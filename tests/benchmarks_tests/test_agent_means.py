@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.agent import means
-from benchmarks.agent.records import CaseInfo, Row
-from rlplace.comparing.summary import interval
+from benchmarks.agent.records import BenchmarkRow, CaseInfo
+from rlplace.means import interval
 
 
 def info(
@@ -35,8 +35,8 @@ def info(
 
 def row(
     case: str, method: str, seed: int, step: float | None, *, budget: str = "64 calls", violation: str | None = None
-) -> Row:
-    return Row(case, method, budget, seed, "ok" if step else "infeasible", step, violation, step, 64, 0.1, 0.5)
+) -> BenchmarkRow:
+    return BenchmarkRow(case, method, budget, seed, "ok" if step else "infeasible", step, violation, step, 64, 0.1, 0.5)
 
 
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:
@@ -59,7 +59,7 @@ def test_mean_ratio_is_over_the_cases_that_both_have() -> None:
     ours = {"a": math.log(2.0), "b": math.log(3.0), "c": math.log(5.0)}
     theirs = {"a": math.log(1.0), "b": math.log(6.0), "d": 0.0}
     mean = means.mean_ratio(ours, theirs, ["a", "b", "c", "d"])
-    assert mean is not None and mean.cases == 2 and mean.low is None
+    assert mean is not None and mean.count == 2 and mean.low is None
     assert mean.ratio == pytest.approx(1.0)
     assert means.mean_ratio(ours, theirs, ["c"]) is None
 

@@ -1,20 +1,21 @@
 """The file of a comparison: complete lines or nothing, and no rows of another comparison beside each other."""
 
-import dataclasses
 import json
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from rlplace.cli.compare_table import to_csv
-from rlplace.comparing import Case, ProblemInfo, Row, Settings, Store, gather
-from rlplace.comparing.records import MAKESPAN, as_dict, from_dict
+from rlplace.comparing import Case, ComparisonRow, ProblemInfo, Settings, Store, gather
+from rlplace.comparing.records import MAKESPAN
 from rlplace.errors import InputError
+from rlplace.records import build
 
 INFO = ProblemInfo("m", "c", "tasks", "f" * 64, 8, 10, 30, 2, 0.1, 0.2, 0.05, 0.2, 1)
 
 
 def row(planner, step=0.5, **changes):
-    return Row("m", "c", "tasks", planner, MAKESPAN, "ok", None, False, 1, 1, step_time_s=step, samples=8, **changes)
+    return ComparisonRow("m", "c", "tasks", planner, MAKESPAN, "ok", None, False, 1, 1, step_time_s=step, samples=8, **changes)
 
 
 @pytest.fixture(params=["rows.json", "rows.jsonl"])
@@ -54,7 +55,7 @@ def test_an_existing_file_is_not_overwritten(path):
 def test_other_settings_are_refused(path, field, value):
     filled(path)
     with pytest.raises(InputError, match=f"made with {field} "):
-        Store(dataclasses.replace(Settings(calls=5), **{field: value}), path, resume=True)
+        Store(replace(Settings(calls=5), **{field: value}), path, resume=True)
 
 
 def test_another_problem_of_the_same_name_is_refused(path):
@@ -62,7 +63,7 @@ def test_another_problem_of_the_same_name_is_refused(path):
     store = Store(Settings(calls=5), path, resume=True)
     store.add_problem(INFO)
     with pytest.raises(InputError, match="was another problem"):
-        store.add_problem(dataclasses.replace(INFO, fingerprint="0" * 64))
+        store.add_problem(replace(INFO, fingerprint="0" * 64))
 
 
 def test_a_line_that_was_cut_off_is_dropped(tmp_path):
@@ -86,7 +87,7 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
         (lambda lines: [*lines, '{"rows": {}}'], "line 5: expected one of problem, row"),
         (lambda lines: [*lines, '{"row": {}}'], "is missing"),
         (lambda lines: [*lines[:3], lines[3].replace('"planner"', '"plannner"')], "did you mean 'planner'"),
-        (lambda lines: [*lines[:3], lines[3].replace("0.6", '"0.6"')], "step_time_s must be"),
+        (lambda lines: [*lines[:3], lines[3].replace("0.6", '"0.6"')], "step_time_s: expected a number"),
         (lambda lines: [lines[0].replace('"version": 1', '"version": 2', 1), *lines[1:]], "upgrade rlplace"),
     ],
 )
@@ -116,9 +117,9 @@ def test_other_names_and_folders_are_refused(tmp_path):
 
 def test_records_survive_json():
     for record in (INFO, row("best", ratio=1.0, gap=None, reference=True), Settings(calls=None)):
-        assert from_dict(type(record), json.loads(json.dumps(as_dict(record))), "x") == record
-    with pytest.raises(InputError, match="seeds must be int"):
-        from_dict(Settings, {"seeds": True}, "x")
+        assert build(type(record), json.loads(json.dumps(asdict(record))), "x") == record
+    with pytest.raises(InputError, match="seeds: expected a whole number"):
+        build(Settings, {"seeds": True}, "x")
 
 
 BAD = (None, True, -1, 0, 1e300, 10**400, float("nan"), "x", [], {}, "best")

@@ -5,18 +5,21 @@ import math
 import numpy as np
 import pytest
 
-from rlplace.comparing import Row
+from rlplace.comparing import ComparisonRow
 from rlplace.comparing.records import MAKESPAN, RATE, SPLIT, VIEWS
-from rlplace.comparing.summary import References, interval, summarize
+from rlplace.comparing.summary import References, summarize
+from rlplace.means import interval
 
 
 def row(problem, planner, step, *, metric=MAKESPAN, base=None, **changes):
     fields = {"samples": 8, "simulator_calls": 10.0, "seconds": 0.5, "gap": None, **changes}
     if step is None:
-        return Row(problem, "c", "tasks", planner, metric, "infeasible", "full", False, 1, 0, **{**fields, "samples": None})
+        return ComparisonRow(
+            problem, "c", "tasks", planner, metric, "infeasible", "full", False, 1, 0, **{**fields, "samples": None}
+        )
     ratio = None if base is None else step / base
     view = fields.pop("view", "tasks")
-    return Row(problem, "c", view, planner, metric, "ok", None, False, 1, 1, step_time_s=step, ratio=ratio, **fields)
+    return ComparisonRow(problem, "c", view, planner, metric, "ok", None, False, 1, 1, step_time_s=step, ratio=ratio, **fields)
 
 
 def table(steps):

@@ -1,0 +1,94 @@
+"""One attempt of a planner: what it gave, or why it gave nothing, and what it took. Whatever times planners does it here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlplace.errors import InfeasibleError, MissingError, RlplaceError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.planners.common.evaluate import PLAIN, Execution, count_calls
+from rlplace.problem import Problem
+
+OK, INFEASIBLE, MISSING, FAILED = "ok", "infeasible", "missing", "failed"
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """A plan or an error, and what it took.
+
+    Attributes:
+        answer: The plan; None where there is none.
+        judged: What `judge` found out about the plan.
+        error: Why there is no plan, or none that the judge admits.
+        seconds: Wall-clock time of the planner.
+        simulator_calls: Simulations that it made.
+    """
+
+    answer: PlacementPlan | None
+    judged: Any
+    error: Exception | None
+    seconds: float
+    simulator_calls: int
+
+    @property
+    def plan(self) -> PlacementPlan:
+        """The plan; where there is none, the error is raised."""
+        if self.answer is None:
+            assert self.error is not None
+            raise self.error
+        return self.answer
+
+    @property
+    def status(self) -> str:
+        """One of `OK`, `INFEASIBLE`, `MISSING` (an extra) and `FAILED`."""
+        if self.error is None:
+            return OK
+        kinds = {InfeasibleError: INFEASIBLE, MissingError: MISSING}
+        return next((status for kind, status in kinds.items() if isinstance(self.error, kind)), FAILED)
+
+    @property
+    def reason(self) -> str | None:
+        """The error in one line, of a bug with its type; None without one."""
+        if self.error is None:
+            return None
+        text = " ".join(str(self.error).split()) or type(self.error).__name__
+        return text if isinstance(self.error, RlplaceError) else f"{type(self.error).__name__}: {text}"
+
+
+def attempt(
+    planner: Callable[..., PlacementPlan],
+    problem: Problem,
+    *,
+    execution: Execution = PLAIN,
+    seed: int = 0,
+    judge: Callable[[PlacementPlan], Any] | None = None,
+    catch: tuple[type[Exception], ...] = (InfeasibleError,),
+    **options: Any,
+) -> Attempt:
+    """Runs a planner, and measures it.
+
+    Args:
+        planner: A planner, or a function that is called like one.
+        problem: What to place.
+        execution: Micro-batches and schedule of the step.
+        seed: Of everything random.
+        judge: Looks at the plan when the clock has stopped; what it raises is held against the planner.
+        catch: Errors that end in the record; others are raised.
+        **options: Budget (`calls`, `time_limit_s`), `start` and what else the planner takes.
+    """
+    answer, judged, caught = None, None, None
+    took_s, told = None, 0
+    begin_s = time.perf_counter()
+    with count_calls() as counter:
+        try:
+            answer = planner(problem, seed=seed, **options, **execution.arguments)
+            took_s = time.perf_counter() - begin_s
+            told = answer.predicted.search_calls or 0  # of a planner that simulates without an `Evaluator`
+            judged = None if judge is None else judge(answer)
+        except catch as error:
+            caught = error
+    took_s = time.perf_counter() - begin_s if took_s is None else took_s
+    return Attempt(answer, judged, caught, took_s, max(told, counter.calls))

@@ -16,7 +16,7 @@ from rlplace.planners import NEEDS_SPLIT, get_planner
 from rlplace.planners.bipartition.bipartition import bipartition
 from rlplace.planners.bipartition.chain import Cuts
 from rlplace.planners.bipartition.layers import feeds_back, is_split, layer_numbers, layer_orders, make_layers, make_pipeline
-from rlplace.planners.bipartition.solve import cost_of
+from rlplace.planners.bipartition.solve import kernel_arrays, price_cuts
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
@@ -131,12 +131,12 @@ def test_layers_of_a_split_chain_are_those_of_the_profile():
     # Two layers read the output of node32, and each sends a gradient back.
     np.testing.assert_array_equal(layers.chain.gradient_bytes[:30], chain.activation_bytes[:30])
     np.testing.assert_array_equal(layers.chain.weight_bytes, chain.weight_bytes)
-    cuts = cost_of(chain, make_pipeline(split, [0, 1, 2, 3]), (0, 3, 6, 13, 40), (0, 3, 7, 14, 40))
+    cuts = price_cuts((0, 3, 6, 13, 40), (0, 3, 7, 14, 40), kernel_arrays(chain, make_pipeline(split, [0, 1, 2, 3])))
     devices = layers.assign(split, cuts)
-    place = {name: i for i, name in enumerate(chain.names)}
+    layer_named = {name: i for i, name in enumerate(chain.names)}
     for group, name in enumerate(split.group_names):
         cut = cuts.backward if name.endswith(".backward") else cuts.forward
-        assert cut[devices[group]] <= place[name.removesuffix(".backward")] < cut[devices[group] + 1]
+        assert cut[devices[group]] <= layer_named[name.removesuffix(".backward")] < cut[devices[group] + 1]
 
 
 def test_backward_groups_of_any_name_find_their_layer():

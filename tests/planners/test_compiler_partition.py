@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import toys
 
+from benchmarks.papers.compiler.objectives import OBJECTIVES, edge_nets, partitions
 from rlplace.errors import InputError
 from rlplace.planners import get_planner
 from rlplace.planners.common.groupgraph import group_graph, mean_link
-from rlplace.planners.compiler.compiler import family
-from rlplace.planners.compiler.nets import edge_nets, problem_nets
-from rlplace.planners.compiler.partition import OBJECTIVES, partition
+from rlplace.planners.compiler.nets import problem_nets
+from rlplace.planners.compiler.partition import partition
 from rlplace.planners.metis import partition as metis_partition
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -128,7 +128,7 @@ def test_combined_objective_beats_cut_and_balance_alone(compiler_graphs, microba
         step = {
             objective: min(
                 simulate(problem, devices, microbatches=microbatches).step_time_s
-                for devices in family(problem, range(4), objective=objective)
+                for devices in partitions(problem, range(4), objective)
             )
             for objective in OBJECTIVES
         }
@@ -181,7 +181,7 @@ def test_faster_devices_get_more():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"objective": "cuts"}, "did you mean 'cut'"), ({"devices": [0, 0]}, "distinct"), ({"devices": [7]}, "0..3"),
+        ({"devices": [0, 0]}, "distinct"), ({"devices": [7]}, "0..3"),
         ({"eps": 0.0}, "eps must be above 0"), ({"bands": 0}, "bands at least 1"), ({"bands": 2, "stages": True}, "stages"),
     ],
 )  # fmt: skip

@@ -21,7 +21,7 @@ from rlplace.cost.split import split_backward
 from rlplace.planners import NEEDS_SPLIT, run_planner
 from rlplace.planners.bipartition.chain import Cuts
 from rlplace.planners.bipartition.layers import layer_orders, make_layers
-from rlplace.planners.bipartition.solve import bi_partition, bisect_compute, layer_wise
+from rlplace.planners.bipartition.solve import bi_partition, layer_wise
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -57,9 +57,9 @@ def optima(files: list[Path]) -> None:
         ratio = float(chain.backward_s.sum() / chain.forward_s.sum())
         gains = []
         for workers in (2, 3, 4, 8):
-            plain = layer_wise(chain, workers)
-            assert plain is not None
-            gains.append(plain.bottleneck_s / bisect_compute(chain, workers).bottleneck_s)
+            plain, apart = layer_wise(chain, workers), bi_partition(chain, workers)
+            assert plain is not None and apart is not None
+            gains.append(plain.bottleneck_s / apart.bottleneck_s)
         print(f"{path.stem:10s} {chain.num_layers:6d} {ratio:6.2f}  " + "  ".join(f"{gain:.3f}" for gain in gains))
         by_gap = [bi_partition(chain, 4, gap) for gap in GAPS]
         print(

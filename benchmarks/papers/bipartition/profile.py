@@ -21,8 +21,9 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
+from benchmarks.papers.bipartition.chains import make_chain
 from rlplace.errors import InputError, show
-from rlplace.planners.bipartition.chain import Chain, make_chain
+from rlplace.planners.bipartition.chain import Chain
 from rlplace.problem import BACKWARD, FORWARD, Device, Links, Problem
 
 _NODE = re.compile(

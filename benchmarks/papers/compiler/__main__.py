@@ -27,11 +27,12 @@ import torch
 import rlplace
 from benchmarks.papers.compiler.assist import simulate_assisted
 from benchmarks.papers.compiler.movable import prepare_assistants
+from benchmarks.papers.compiler.objectives import OBJECTIVES, edge_nets, partitions
 from rlplace.planners import run_planner
 from rlplace.planners.common.groupgraph import group_graph, mean_link
-from rlplace.planners.compiler.compiler import compiler, family
-from rlplace.planners.compiler.nets import edge_nets, problem_nets
-from rlplace.planners.compiler.partition import OBJECTIVES, partition
+from rlplace.planners.compiler.compiler import compiler
+from rlplace.planners.compiler.nets import problem_nets
+from rlplace.planners.compiler.partition import partition
 from rlplace.planners.metis import partition as metis_partition
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate
@@ -82,7 +83,7 @@ def objectives(problems) -> None:
             step = [
                 min(
                     simulate(problem, devices, microbatches=count).step_time_s
-                    for devices in family(problem, range(problem.num_devices), objective=objective)
+                    for devices in partitions(problem, range(problem.num_devices), objective)
                 )
                 for objective in OBJECTIVES
             ]

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.papers.compiler.assist import simulate_assisted
 from rlplace.planners.common.groupgraph import finite_links
-from rlplace.planners.compiler import fm
-from rlplace.planners.compiler.nets import finest_level, problem_nets
+from rlplace.planners.compiler.nets import problem_nets
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
@@ -111,12 +110,18 @@ def prepare_assistants(
 
 def move_costs(problem: Problem, device_of_group: NDArray[np.int32]) -> NDArray[np.float64]:
     """float64 [G, D], seconds of transfers that moving each group alone to each device adds; inf where it may not sit."""
-    level = finest_level(
-        problem, range(problem.num_devices), problem_nets(problem), np.zeros(problem.num_groups, dtype=np.int32), stages=False
-    )
-    gains = np.zeros((problem.num_groups, problem.num_devices))
-    fm.all_gains(
-        device_of_group, *level.nets, level.source_ptr, level.source_nets, level.reader_ptr, level.reader_nets,
-        *finite_links(problem), gains,
-    )  # fmt: skip
-    return np.where(problem.group_allowed, -gains, np.inf)
+    nets, (latency, inverse) = problem_nets(problem), finite_links(problem)
+    shape = (len(nets.source), problem.num_devices)
+    net, pin = np.repeat(np.arange(shape[0]), np.diff(nets.pin_ptr)), nets.pins
+    readers = np.zeros(shape, dtype=np.int64)
+    np.add.at(readers, (net, device_of_group[pin]), 1)
+    seconds = nets.tensors[:, None, None] * latency + nets.size_bytes[:, None, None] * inverse + nets.fixed_s[:, None, None]
+    seconds[:, np.arange(shape[1]), np.arange(shape[1])] = 0.0
+    added = np.zeros((problem.num_groups, shape[1]))
+    sent = (seconds * (readers > 0)[:, None, :]).sum(axis=2)  # what a net costs from each device
+    np.add.at(added, nets.source, sent - sent[np.arange(shape[0]), device_of_group[nets.source]][:, None])
+    sender, reader = device_of_group[nets.source[net]], device_of_group[pin]
+    np.add.at(added, pin, seconds[net, sender] * (readers[net] == 0))
+    np.add.at(added, pin, -(seconds[net, sender, reader] * (readers[net, reader] == 1))[:, None])
+    added[np.arange(problem.num_groups), device_of_group] = 0.0
+    return np.where(problem.group_allowed, added, np.inf)

@@ -42,7 +42,7 @@ from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.subsets import device_order, device_subsets
 from rlplace.planners.pipedream.pipedream import candidates as straight_candidates
 from rlplace.problem import Problem
-from rlplace.schedule import ONE_F_ONE_B, SCHEDULES
+from rlplace.schedule import SCHEDULES
 
 GAP = 8
 """Layers that a forward cut and its backward cut may be apart unless told otherwise."""
@@ -73,7 +73,7 @@ def bipartition(
         seed: Unused: nothing is random.
         time_limit_s: Wall time.
         gap: Layers that a forward cut and its backward cut may be apart; 0: the layer-wise pipeline.
-        microbatches: Of a step.
+        microbatches: Micro-batches of a step.
         schedule: Default `1f1b` when there are several micro-batches and stages form no cycle, else `list`.
 
     Returns:
@@ -88,28 +88,18 @@ def bipartition(
     run = pipeline_execution(problem, microbatches, schedule)
     deadline = Deadline(time_limit_s)
     deadline.secured = True  # what comes after the first plan stops in time
-    tried: list[tuple[float, Layers, Assignment]] = []
+    pipelines: list[tuple[float, Layers, Assignment]] = []
 
-    def chosen(problem: Problem, seed: int) -> Iterator[Assignment]:
+    def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
         for layers, cuts in _pipelines(problem, int(gap), **run):
-            tried.append((cuts.bottleneck_s, layers, layers.assign(problem, cuts)))
-            yield tried[-1][2]
+            pipelines.append((cuts.bottleneck_s, layers, layers.assign(problem, cuts)))
+            yield pipelines[-1][2]
         yield from straight_candidates(problem, seed, **run)
 
-    plan = one_shot(problem, "bipartition", chosen, seed=seed, time_limit_s=time_limit_s, **run)
+    plan = one_shot(problem, "bipartition", candidates, seed=seed, time_limit_s=time_limit_s, **run)
     if SCHEDULES[plan.schedule].limits_in_flight and problem.num_devices > 1:
-        plan = deepen(problem, plan, tried, Evaluator(problem, Execution(**run)), deadline)
+        plan = deepen(problem, plan, pipelines, Evaluator(problem, Execution(**run)), deadline)
     return plan.with_predicted(plan.predicted.told(bipartition=chain_gain(problem, int(gap), microbatches)))
-
-
-def candidates(
-    problem: Problem, seed: int, *, gap: int = GAP, microbatches: int = 1, schedule: str = ONE_F_ONE_B
-) -> Iterator[Assignment]:
-    """Pipelines over 1 to D devices, for both topological orders, gaps up to `gap`, and all `CHOICES`; PipeDream's last."""
-    require_split(problem, "bipartition")
-    for layers, cuts in _pipelines(problem, gap, microbatches, schedule):
-        yield layers.assign(problem, cuts)
-    yield from straight_candidates(problem, seed, microbatches=microbatches, schedule=schedule)
 
 
 def _pipelines(problem: Problem, gap: int, microbatches: int, schedule: str) -> Iterator[tuple[Layers, Cuts]]:

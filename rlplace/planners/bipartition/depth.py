@@ -52,8 +52,8 @@ def deepen(
         deadline: Ends the search.
     """
     seen: set[bytes] = set()
-    for _, layers, found in sorted(pipelines, key=lambda item: item[0]):
-        devices = legalize(problem, found)
+    for _, layers, assignment in sorted(pipelines, key=lambda item: item[0]):
+        devices = legalize(problem, assignment)
         if devices.tobytes() in seen:
             continue
         if len(seen) == MOST:

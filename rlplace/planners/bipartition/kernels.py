@@ -1,4 +1,4 @@
-"""Compiled parts of bi-partition: the cost of a worker, the dynamic programmes over pairs of cuts, and the Pareto sweep.
+"""Compiled parts of bi-partition: the cost of a worker, and the dynamic programmes over pairs of cuts.
 
 Every array that goes by worker is [W, ...] in pipeline order; prefix arrays have L + 1 entries. `ahead` and `back` [W, L + 1]
 are prefix seconds of the two passes; `cut_a` and `cut_g` [L + 1] the bytes that cross each cut, 0 at both ends; `stash`,
@@ -16,7 +16,7 @@ from rlplace.compiled import entry, inner
 
 @inner
 def _worker(
-    i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions, overlap,
+    i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share,
 ):  # fmt: skip
     """Cost of worker i with forward layers p0..p and backward layers q0..q, and its traffic in seconds.
 
@@ -33,7 +33,7 @@ def _worker(
         weight_f -= weight[high] - weight[low]
         weight_b -= weight[high] - weight[low]
     if limit[i] < np.inf:
-        held = resident[q] - resident[q0] + (versions - 1) * (weight[q] - weight[q0]) + versions * weight_f
+        held = resident[q] - resident[q0] + weight_f
         if held + flight[i] * (stash[p] - stash[p0] + stash_b) > limit[i]:
             return np.inf, 0.0
     sent, received = stash_f + share * weight_b, stash_b + share * weight_f
@@ -45,26 +45,26 @@ def _worker(
         received += cut_g[q]
     load = ahead[i, p] - ahead[i, p0] + (back[i, q] - back[i, q0])
     traffic = max(sent, received) * inverse[i]
-    return (max(load, traffic) if overlap else load + traffic), traffic
+    return max(load, traffic), traffic
 
 
 @entry
 def worker_costs(
-    forward, backward, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions, overlap,
+    forward, backward, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share,
     cost,
 ):  # fmt: skip
     """Fills `cost` [W] for given cuts."""
     for i in range(len(cost)):
         cost[i] = _worker(
             i, forward[i], forward[i + 1], backward[i], backward[i + 1], ahead, back, cut_a, cut_g, stash, weight, resident,
-            inverse, limit, flight, share, versions, overlap,
+            inverse, limit, flight, share,
         )[0]  # fmt: skip
 
 
 @entry
 def partition(
-    gap, bound, objective, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, versions,
-    overlap, left_ahead, left_back, best, origin,
+    gap, bound, objective, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, left_ahead,
+    left_back, best, origin,
 ):  # fmt: skip
     """Fills `best` and `origin` [W + 1, L + 1, 2 gap + 1] for pairs of cuts (p, q) with |p - q| <= gap, at [i, p, q - p + gap].
 
@@ -99,7 +99,7 @@ def partition(
                             break
                         cost, traffic = _worker(
                             i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight,
-                            share, versions, overlap,
+                            share,
                         )  # fmt: skip
                         if cost > bound:
                             continue
@@ -114,32 +114,3 @@ def partition(
                         if value < best[i + 1, p, d]:
                             best[i + 1, p, d] = value
                             origin[i + 1, p, d] = p0 * (layers + 1) + q0
-
-
-@entry
-def reach(bound, ahead, back, farthest, origin):
-    """Fills `farthest` and `origin` [W + 1, L + 1]: compute only, no gap, no worker above `bound`.
-
-    ``farthest[i, p]``: the most backward layers that the first i workers can run beside the first p forward layers, -1 where
-    they cannot run those. More of both is never worse, so that only pairs that no other pair exceeds in both are extended.
-    """
-    workers, layers = ahead.shape[0], ahead.shape[1] - 1
-    farthest[:] = -1
-    farthest[0, 0] = 0
-    for i in range(workers):
-        beyond = -1
-        for p0 in range(layers, -1, -1):
-            q0 = farthest[i, p0]
-            if q0 <= beyond:
-                continue
-            beyond = q0
-            q = layers
-            for p in range(p0, layers + 1):
-                seconds = ahead[i, p] - ahead[i, p0]
-                while q >= q0 and seconds + (back[i, q] - back[i, q0]) > bound:
-                    q -= 1
-                if q < q0:
-                    break
-                if q > farthest[i + 1, p]:
-                    farthest[i + 1, p] = q
-                    origin[i + 1, p] = p0

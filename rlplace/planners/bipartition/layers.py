@@ -48,9 +48,9 @@ class Layers:
     def assign(self, problem: Problem, cuts: Cuts) -> NDArray[np.int32]:
         """int32 [G], the device of every group under the cuts; parts of unlike devices are swapped where that helps."""
         count = len(self.devices)
-        ahead = np.repeat(np.arange(count, dtype=np.int32), np.diff(cuts.forward))
-        back = np.repeat(np.arange(count, dtype=np.int32), np.diff(cuts.backward))
-        part = np.where(self.follows_backward, back[self.layer_of_group], ahead[self.layer_of_group])
+        forward = np.repeat(np.arange(count, dtype=np.int32), np.diff(cuts.forward))
+        backward = np.repeat(np.arange(count, dtype=np.int32), np.diff(cuts.backward))
+        part = np.where(self.follows_backward, backward[self.layer_of_group], forward[self.layer_of_group])
         return map_parts(problem, part.astype(np.int32), self.devices)
 
 
@@ -87,21 +87,20 @@ def layer_numbers(problem: Problem, order: NDArray[np.int32]) -> tuple[NDArray[n
         int64 [G] and bool [G].
     """
     forward = problem.op_phase == FORWARD
-    ahead = np.zeros(problem.num_groups, dtype=bool)
-    ahead[problem.op_group[forward]] = True
-    if not ahead.any():
-        ahead[:] = True
+    has_forward = np.zeros(problem.num_groups, dtype=bool)
+    has_forward[problem.op_group[forward]] = True
+    if not has_forward.any():
+        has_forward[:] = True
     layer = np.full(problem.num_groups, -1, dtype=np.int64)
-    chosen = order[ahead[order]]
-    layer[chosen] = np.arange(len(chosen))
-    place = {name: group for group, name in enumerate(problem.group_names) if ahead[group]}
-    for group in np.flatnonzero(~ahead).tolist():
+    layer[order[has_forward[order]]] = np.arange(has_forward.sum())
+    group_named = {name: group for group, name in enumerate(problem.group_names) if has_forward[group]}
+    for group in np.flatnonzero(~has_forward).tolist():
         name = problem.group_names[group]
-        if name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in place:
-            layer[group] = layer[place[name.removesuffix(SUFFIX)]]
+        if name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in group_named:
+            layer[group] = layer[group_named[name.removesuffix(SUFFIX)]]
     if (layer < 0).any():
         _attach(problem, layer)
-    return layer, ~ahead
+    return layer, ~has_forward
 
 
 def _attach(problem: Problem, layer: NDArray[np.int64]) -> None:
@@ -111,23 +110,23 @@ def _attach(problem: Problem, layer: NDArray[np.int64]) -> None:
     np.maximum.at(before, target, layer[source])
     layer[:] = np.where(layer < 0, before, layer)
     while (layer < 0).any():
-        open_ = layer < 0
-        found = np.full(len(layer), np.iinfo(np.int64).max)
+        unknown = layer < 0
+        nearest = np.full(len(layer), np.iinfo(np.int64).max)
         for a, b in ((source, target), (target, source)):
             known = layer[a] >= 0
-            np.minimum.at(found, b[known], layer[a][known])
-        new = open_ & (found < np.iinfo(np.int64).max)
-        if not new.any():
-            layer[open_] = max(int(layer.max()), 0)
+            np.minimum.at(nearest, b[known], layer[a][known])
+        attached = unknown & (nearest < np.iinfo(np.int64).max)
+        if not attached.any():
+            layer[unknown] = max(int(layer.max()), 0)
             return
-        layer[new] = found[new]
+        layer[attached] = nearest[attached]
 
 
 def _group_edges(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     tensor = problem.edge_tensor
-    made = problem.tensor_producer[tensor] >= 0
-    source = problem.op_group[problem.tensor_producer[tensor[made]]].astype(np.int64)
-    return source, problem.op_group[problem.consumers[made]].astype(np.int64)
+    produced = problem.tensor_producer[tensor] >= 0
+    source = problem.op_group[problem.tensor_producer[tensor[produced]]].astype(np.int64)
+    return source, problem.op_group[problem.consumers[produced]].astype(np.int64)
 
 
 def make_layers(
@@ -144,7 +143,7 @@ def make_layers(
         problem: The problem; groups with forward and other ops in one follow the forward cuts as a whole.
         order: int32 [G], a topological order of the groups.
         devices: The workers, in pipeline order.
-        microbatches: Of a step; update ops count for a micro-batch with their share.
+        microbatches: Micro-batches of a step; an update op counts for each with its share.
         max_layers: More layers than this are merged.
     """
     fine, follows = layer_numbers(problem, order)
@@ -202,11 +201,11 @@ def _merge(weight_s: NDArray[np.float64], most: int) -> NDArray[np.int64]:
 def _crossing(problem: Problem, of_op: NDArray[np.int64], count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """float64 [L] each: bytes of forward and of backward tensors that cross the cut behind each layer."""
     tensor, reader, phase = problem.edge_tensor, problem.consumers, problem.op_phase
-    made = problem.tensor_producer[tensor]
+    producer = problem.tensor_producer[tensor]
     backward = (phase == BACKWARD) | (phase == BACKWARD_WEIGHT)
     rows = []
     for same in (phase == FORWARD, backward):
-        kept = (made >= 0) & same[reader] & same[np.maximum(made, 0)]
+        kept = (producer >= 0) & same[reader] & same[np.maximum(producer, 0)]
         low = np.where(problem.tensor_producer >= 0, of_op[np.maximum(problem.tensor_producer, 0)], 0)
         high = low.copy()
         np.minimum.at(low, tensor[kept], of_op[reader[kept]])
@@ -221,8 +220,10 @@ def _crossing(problem: Problem, of_op: NDArray[np.int64], count: int) -> tuple[N
 def _stash(problem: Problem, of_op: NDArray[np.int64], count: int) -> NDArray[np.float64]:
     """float64 [L], what backward ops of a layer read of the forward pass; layers that read the same tensor share its bytes."""
     tensor, reader, phase = problem.edge_tensor, problem.consumers, problem.op_phase
-    made = problem.tensor_producer[tensor]
-    kept = (made >= 0) & (phase[np.maximum(made, 0)] == FORWARD) & (phase[reader] != FORWARD) & (phase[reader] != UPDATE)
+    producer = problem.tensor_producer[tensor]
+    kept = (
+        (producer >= 0) & (phase[np.maximum(producer, 0)] == FORWARD) & (phase[reader] != FORWARD) & (phase[reader] != UPDATE)
+    )
     pairs = np.unique(tensor[kept].astype(np.int64) * count + of_op[reader[kept]])
     which, layer = pairs // count, pairs % count
     readers = np.bincount(which, minlength=problem.num_tensors)
@@ -237,7 +238,7 @@ def make_pipeline(
     Args:
         problem: The problem.
         devices: In pipeline order.
-        microbatches: Of a step.
+        microbatches: Micro-batches of a step.
         schedule: Says how many micro-batches are in flight.
         limited: False: without memory limits.
     """
@@ -279,7 +280,7 @@ def feeds_back(problem: Problem) -> bool:
     seconds = np.where(np.isfinite(seconds), seconds, 0.0)
     of_op = layer[problem.op_group]
     done = np.cumsum(np.bincount(of_op, weights=seconds))
-    made = problem.tensor_producer[problem.edge_tensor]
-    kept = (made >= 0) & forward[problem.consumers] & forward[np.maximum(made, 0)]
-    span = done[of_op[made[kept]]] - done[of_op[problem.consumers[kept]]]
+    producer = problem.tensor_producer[problem.edge_tensor]
+    kept = (producer >= 0) & forward[problem.consumers] & forward[np.maximum(producer, 0)]
+    span = done[of_op[producer[kept]]] - done[of_op[problem.consumers[kept]]]
     return bool((span > done[-1] / problem.num_devices).any())

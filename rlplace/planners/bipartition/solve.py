@@ -1,12 +1,10 @@
-"""Bi-partition of a chain: the exact dynamic programmes and the compute-only bisection.
+"""Bi-partition of a chain: the exact dynamic programme.
 
 Problem: cut the forward pass of L layers and, elsewhere, the backward pass into one run of layers for each of W workers, so
 that the most loaded worker is as little loaded as possible.
 
-* `bi_partition`: ``T[i][p][q] = min over p' <= p, q' <= q of max(T[i-1][p'][q'], cost(p'..p; q'..q))``, O(W L^4), or
-  O(W L^2 g^2) where forward and backward cuts may be at most g layers apart. g = 0 is the layer-wise partition.
-* `bisect_compute`: without communication, memory and gap, a bisection on the bottleneck; for a bound, each worker extends the
-  Pareto frontier of (forward layers, most backward layers) greedily. About O(W L^2) a probe.
+``T[i][p][q] = min over p' <= p, q' <= q of max(T[i-1][p'][q'], cost(p'..p; q'..q))`` takes O(W L^4), or O(W L^2 g^2) where
+forward and backward cuts may be at most g layers apart. g = 0 is the layer-wise partition.
 
 Among cuts with the smallest bottleneck the ones with the least traffic are returned, and of those the ones that displace the
 fewest layers. PipeDream's layer-wise plan is the special case of equal cuts, so that the optimum is never worse than that.
@@ -14,59 +12,55 @@ fewest layers. PipeDream's layer-wise plan is the special case of equal cuts, so
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show, whole_number
+from rlplace.errors import InputError, whole_number
 from rlplace.planners.bipartition import kernels
-from rlplace.planners.bipartition.chain import Chain, Cuts, Workers, make_workers
+from rlplace.planners.bipartition.chain import Chain, Cuts, Workers, free_workers
 
 _BOTTLENECK, _TRAFFIC, _EVEN = 0, 1, 2
 
 
-def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None, *, slack: float = 1.0) -> Cuts | None:
+def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None) -> Cuts | None:
     """The exact optimum with separate forward and backward cuts.
 
     Args:
         chain: The layers.
         workers: The pipeline, or a number of workers without communication costs and memory limits.
         gap: Layers that a forward cut and its backward cut may be apart; None: any number.
-        slack: Workers may cost this many times the optimum, and traffic is then as small as it can be.
 
     Returns:
         The cuts, or None when none respect the memory limits.
 
     Raises:
-        InputError: A negative gap, a slack below 1, or times for another number of workers.
+        InputError: A negative gap, or times for another number of workers.
     """
     if gap is not None:
         whole_number(gap, "bi_partition: gap")
-    if not slack >= 1.0:
-        raise InputError(f"bi_partition: slack must be at least 1, found {show(slack)}")
     bound = bottleneck_s(chain, workers, gap)
-    return None if bound == np.inf else least_traffic(chain, workers, bound * slack, gap)
+    return None if bound == np.inf else least_traffic(chain, workers, bound, gap)
 
 
 def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None, *, known_s: float = np.inf) -> float:
     """The smallest largest cost of a worker; inf where memory limits leave no cuts.
 
     Args:
-        chain: As for `bi_partition`.
-        workers: Likewise.
-        gap: Likewise.
-        known_s: That of a smaller gap, if known: saves work.
+        chain, workers, gap: As for `bi_partition`.
+        known_s: The result for a smaller gap, if known: saves work.
     """
-    pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
-    arrays = _arrays(chain, pipeline)
+    pipeline = workers if isinstance(workers, Workers) else free_workers(workers)
+    arrays = kernel_arrays(chain, pipeline)
     bound = known_s
     if bound == np.inf:
         # Any cuts bound the layer-wise optimum, and that bounds everything else, which prunes most pairs of cuts.
-        bound = min(_cuts(cuts, cuts, arrays).bottleneck_s for cuts in _quick_cuts(chain, arrays[0] + arrays[1]))
-        bound, _ = _run(chain, pipeline, arrays, 0, bound, _BOTTLENECK)
+        bound = min(price_cuts(cuts, cuts, arrays).bottleneck_s for cuts in _quick_cuts(chain, arrays[0] + arrays[1]))
+        bound, _ = _fill(chain, pipeline, arrays, 0, bound, _BOTTLENECK)
     reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
-    return _run(chain, pipeline, arrays, reach, bound, _BOTTLENECK)[0] if reach else bound
+    return _fill(chain, pipeline, arrays, reach, bound, _BOTTLENECK)[0] if reach else bound
 
 
 def least_traffic(
@@ -75,17 +69,15 @@ def least_traffic(
     """The cuts with the least traffic among those where no worker costs more than `bound_s`; None when there are none.
 
     Args:
-        chain: As for `bi_partition`.
-        workers: Likewise.
+        chain, workers, gap: As for `bi_partition`.
         bound_s: At least the smallest bottleneck.
-        gap: Likewise.
-        even: Not the least traffic, but the smallest sum of squared costs: the others as even as the slowest allows.
+        even: Asks for the smallest sum of squared costs in place of the least traffic.
     """
-    pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
-    arrays = _arrays(chain, pipeline)
+    pipeline = workers if isinstance(workers, Workers) else free_workers(workers)
+    arrays = kernel_arrays(chain, pipeline)
     reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
-    value, origin = _run(chain, pipeline, arrays, reach, bound_s, _EVEN if even else _TRAFFIC)
-    return None if value == np.inf else _cuts(*_trace(origin, reach, chain.num_layers), arrays)
+    value, origin = _fill(chain, pipeline, arrays, reach, bound_s, _EVEN if even else _TRAFFIC)
+    return None if value == np.inf else price_cuts(*_trace(origin, reach, chain.num_layers), arrays)
 
 
 def layer_wise(chain: Chain, workers: Workers | int) -> Cuts | None:
@@ -93,46 +85,11 @@ def layer_wise(chain: Chain, workers: Workers | int) -> Cuts | None:
     return bi_partition(chain, workers, 0)
 
 
-def bisect_compute(chain: Chain, workers: Workers | int) -> Cuts:
-    """The optimum without communication and memory, for chains too long for `bi_partition` without a gap."""
-    pipeline = make_workers(workers) if not isinstance(workers, Workers) else workers
-    ahead, back = _prefix(chain.forward_s, pipeline.count), _prefix(chain.backward_s, pipeline.count)
-    shape = (pipeline.count + 1, chain.num_layers + 1)
-    farthest, origin = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    low, high = 0.0, np.inf
-    found: tuple[list[int], list[int]] | None = None
-    while found is None or low < high:
-        bound = high if found is None else 0.5 * (low + high)
-        if found is not None and not low < bound < high:
-            break
-        kernels.reach(bound, ahead, back, farthest, origin)
-        if farthest[-1, -1] < chain.num_layers:
-            low = bound
-            continue
-        forward, backward = [chain.num_layers], [chain.num_layers]
-        for i in range(pipeline.count, 0, -1):
-            forward.append(int(origin[i, forward[-1]]))
-            backward.append(int(farthest[i - 1, forward[-1]]))
-        found = forward[::-1], backward[::-1]
-        load = np.diff(np.take_along_axis(ahead, _rows(found[0]), 1)) + np.diff(np.take_along_axis(back, _rows(found[1]), 1))
-        high = min(bound, float(np.diagonal(load).max()))
-    return _cuts(*found, _arrays(chain, make_workers(pipeline.count)))
-
-
-def _rows(cuts: list[int]) -> NDArray[np.int64]:
-    return np.tile(np.array(cuts), (len(cuts) - 1, 1))
-
-
-def cost_of(chain: Chain, workers: Workers, forward: Any, backward: Any) -> Cuts:
-    """The cuts that are given, with what each worker costs (inf where its memory does not suffice)."""
-    return _cuts(list(forward), list(backward), _arrays(chain, workers))
-
-
 def _quick_cuts(chain: Chain, prefix: NDArray[np.float64]) -> list[list[int]]:
     """Layer-wise cuts: everything on the quickest worker, and equal loads without communication."""
     workers, layers = len(prefix), chain.num_layers
     quickest = int(prefix[:, -1].argmin())
-    found = [[0] * (quickest + 1) + [layers] * (workers - quickest)]
+    candidates = [[0] * (quickest + 1) + [layers] * (workers - quickest)]
     low, high = 0.0, float(prefix[quickest, -1])
     for _ in range(30):
         middle = 0.5 * (low + high)
@@ -141,11 +98,11 @@ def _quick_cuts(chain: Chain, prefix: NDArray[np.float64]) -> list[list[int]]:
             cuts.append(int(np.searchsorted(row, row[cuts[-1]] + middle, side="right")) - 1)
         low, high = (low, middle) if cuts[-1] == layers else (middle, high)
         if cuts[-1] == layers:
-            found[1:] = [cuts]
-    return found
+            candidates[1:] = [cuts]
+    return candidates
 
 
-def _run(
+def _fill(
     chain: Chain, workers: Workers, arrays: tuple[Any, ...], gap: int, bound: float, objective: int
 ) -> tuple[float, NDArray[np.int64]]:
     """The value of the whole chain, inf when the bound leaves no cuts, and the table to trace."""
@@ -168,7 +125,8 @@ def _trace(origin: NDArray[np.int64], gap: int, layers: int) -> tuple[list[int],
     return forward[::-1], backward[::-1]
 
 
-def _cuts(forward: list[int], backward: list[int], arrays: tuple[Any, ...]) -> Cuts:
+def price_cuts(forward: Sequence[int], backward: Sequence[int], arrays: tuple[Any, ...]) -> Cuts:
+    """Cuts with what each worker costs under them, inf where its memory does not suffice; see `kernel_arrays`."""
     cost = np.empty(len(forward) - 1)
     kernels.worker_costs(np.array(forward), np.array(backward), *arrays, cost)
     return Cuts(tuple(forward), tuple(backward), float(cost.max()), tuple(cost.tolist()))
@@ -183,7 +141,7 @@ def _prefix(seconds: NDArray[np.float64], workers: int) -> NDArray[np.float64]:
     return prefix
 
 
-def _arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:
+def kernel_arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:
     """The arguments of the kernels that describe the chain and the workers."""
 
     def prefix(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -197,5 +155,5 @@ def _arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:
         crossing(chain.activation_bytes), crossing(chain.gradient_bytes),
         prefix(chain.stash_bytes), prefix(chain.weight_bytes), prefix(chain.resident_bytes),
         workers.seconds_per_byte.astype(np.float64), workers.memory_bytes.astype(np.float64),
-        workers.in_flight.astype(np.int64), float(workers.weight_share), int(workers.weight_versions), bool(workers.overlap),
+        workers.in_flight.astype(np.int64), float(workers.weight_share),
     )  # fmt: skip

@@ -52,7 +52,7 @@ def _match(
     for v in order:
         if partner[v] >= 0:
             continue
-        found = 0
+        count = 0
         for i in range(s_ptr[v], s_ptr[v + 1]):
             net = s_nets[i]
             readers = pin_ptr[net + 1] - pin_ptr[net]
@@ -60,8 +60,8 @@ def _match(
                 continue
             for j in range(pin_ptr[net], pin_ptr[net + 1]):
                 if weight[pins[j]] == 0.0:
-                    near[found] = pins[j]
-                    found += 1
+                    near[count] = pins[j]
+                    count += 1
                 weight[pins[j]] += (seconds[net] + 1e-30) / readers
         for i in range(r_ptr[v], r_ptr[v + 1]):
             net = r_nets[i]
@@ -69,11 +69,11 @@ def _match(
             if readers > WIDE:
                 continue
             if weight[source[net]] == 0.0:
-                near[found] = source[net]
-                found += 1
+                near[count] = source[net]
+                count += 1
             weight[source[net]] += (seconds[net] + 1e-30) / readers
         best, heaviest = -1, 0.0
-        for i in range(found):
+        for i in range(count):
             u = near[i]
             if partner[u] < 0 and u != v and part[u] == part[v] and band[u] == band[v] and weight[u] > heaviest:
                 same = True  # a pair may sit wherever its members may

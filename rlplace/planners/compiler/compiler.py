@@ -27,7 +27,7 @@ def compiler(
 
     Args:
         problem: The priced graph.
-        seed: Of the order in which groups are fused.
+        seed: Decides the order in which groups are fused.
         time_limit_s: When to stop building candidates.
         stages: Devices form a pipeline: forward ops read from earlier stages only. The shared memory repair, which runs only
             where no partition fits, does not know stages.
@@ -51,19 +51,14 @@ def candidates(problem: Problem, seed: int, *, stages: bool = False) -> Iterator
         yield from family(problem, subset, seed=seed, stages=stages)
 
 
-def family(
-    problem: Problem, devices: Sequence[int], *, objective: str = "combined", stages: bool = False, seed: int = 0
-) -> Iterator[Assignment]:
+def family(problem: Problem, devices: Sequence[int], *, stages: bool = False, seed: int = 0) -> Iterator[Assignment]:
     """Partitions on given devices that differ in bands and allowed imbalance; arguments as those of `partition`."""
-    large = problem.num_groups > LARGE_GROUPS
+    starts = 0 if problem.num_groups > LARGE_GROUPS else 2
     for bands, eps in ((1, 0.05), (1, 0.3)) if stages else balances(problem.num_groups, len(devices)):
         try:
-            found = partition(
-                problem, devices, eps=eps, bands=bands, objective=objective, stages=stages, seed=seed, starts=0 if large else 2
-            )
+            yield partition(problem, devices, eps=eps, bands=bands, stages=stages, seed=seed, starts=starts).device_of_group
         except InfeasibleError:  # these devices cannot be stages in this order; others may
             return
-        yield found.device_of_group
         if len(devices) == 1:
             return
 

@@ -263,15 +263,3 @@ def _better(excess, cut, load, than_excess, than_cut, than_load):
     if abs(cut - than_cut) > 1e-9 * max(abs(cut), abs(than_cut)):
         return cut < than_cut
     return load < than_load * (1 - 1e-9)
-
-
-@entry
-def all_gains(part, source, pin_ptr, pins, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets, latency, inverse, gains):
-    """Fills `gains` [G, K]: seconds of transfers that moving one vertex to each device saves."""
-    held = np.zeros((len(source), len(latency)), dtype=np.int32)
-    near = np.zeros(len(latency), dtype=np.bool_)
-    for net in range(len(source)):
-        for i in range(pin_ptr[net], pin_ptr[net + 1]):
-            held[net, part[pins[i]]] += 1
-    for v in range(len(part)):
-        _gains(v, part, held, source, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets, latency, inverse, gains[v], near)

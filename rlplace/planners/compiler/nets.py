@@ -84,18 +84,6 @@ def problem_nets(problem: Problem) -> Nets:
     return _joined(holder, tensor, reader, size, count, fixed)
 
 
-def edge_nets(problem: Problem, link: tuple[float, float]) -> Nets:
-    """One net for every edge of the group graph, worth its seconds on a link: the cut as METIS counts it.
-
-    Args:
-        problem: The problem.
-        link: Latency in seconds and seconds per byte.
-    """
-    graph = group_graph(problem)
-    seconds, zero = graph.edge_s(*link), np.zeros(len(graph.source))
-    return Nets(graph.source, np.arange(len(zero) + 1, dtype=np.int64), graph.target, zero, zero.copy(), seconds)
-
-
 def _joined(
     holder: NDArray[np.int64],
     tensor: NDArray[np.int64],

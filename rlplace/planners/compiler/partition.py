@@ -8,16 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import InputError
 from rlplace.planners.common.groupgraph import finite_links, group_graph, mean_link
 from rlplace.planners.compiler import fm, seeds
 from rlplace.planners.compiler.coarsen import match
 from rlplace.planners.compiler.nets import Level, Nets, contract, finest_level, problem_nets
 from rlplace.planners.compiler.staging import in_order, staged_order
 from rlplace.problem import Problem
-
-OBJECTIVES = ("combined", "cut", "balance")
-"""Least traffic under balance; least traffic whatever the loads; equal loads whatever the traffic."""
 
 PASSES = 10
 """Refinement passes at each level, at most."""
@@ -56,7 +53,6 @@ def partition(
     *,
     eps: float = 0.05,
     bands: int = 1,
-    objective: str = "combined",
     stages: bool = False,
     seed: int = 0,
     nets: Nets | None = None,
@@ -70,9 +66,8 @@ def partition(
         eps: Allowed imbalance: the load of a device may be 1 + `eps` times its fair share (more where single groups are
             larger than that).
         bands: Parts of the step in each of which loads are balanced; 1 balances totals only.
-        objective: One of `OBJECTIVES`.
         stages: Forward ops of a device read from earlier devices of the row only, so that devices form a pipeline.
-        seed: Of the order in which groups are fused.
+        seed: Decides the order in which groups are fused.
         nets: Traffic between groups, default `problem_nets`.
         starts: Starts grown from the coarsest level; with 0 there are only those that follow an order, one of each kind.
 
@@ -80,43 +75,29 @@ def partition(
         InputError: An argument is out of range.
     """
     row = list(range(problem.num_devices)) if devices is None else [int(d) for d in devices]
-    if objective not in OBJECTIVES:
-        raise unknown_name("objective", objective, OBJECTIVES)
     if not row or len(set(row)) < len(row) or not all(0 <= d < problem.num_devices for d in row):
         raise InputError(f"partition: devices must be distinct numbers in 0..{problem.num_devices - 1}, found {row}")
     if not np.isfinite(eps) or eps <= 0 or bands < 1 or (stages and bands > 1):
         raise InputError("partition: eps must be above 0, bands at least 1, and 1 where stages are asked for")
-    if nets is None:
-        nets = problem_nets(problem)
-    run = _Run(problem, row, eps, bands, objective, stages, nets, starts)
-    rng = np.random.default_rng(seed)
-    best: tuple[tuple[float, float, float], NDArray[np.int32]] | None = None
-    for start in run.starts(rng):
-        part = start if objective == "balance" else run.improve(start, rng)
-        score = run.score(part)
-        if best is None or score < best[0]:
-            best = score, part
-    assert best is not None
-    score, part = best
-    return Partition(np.array(row, dtype=np.int32)[part[run.cluster]], score[1], score[2])
+    return Partitioner(problem, row, eps, bands, stages=stages, nets=nets, grown=starts).best(np.random.default_rng(seed))
 
 
 def warm_up(problem: Problem) -> None:
     """Compiles what partitions of small problems do without: bands, and levels that fuse vertices."""
-    run = _Run(problem, list(range(problem.num_devices)), 0.3, 2, "combined", False, problem_nets(problem), 0)
-    size = len(run.level.band)
-    match(run.level, np.zeros(size, dtype=np.int32), np.arange(size), run.link, np.inf)
+    bands = Partitioner(problem, list(range(problem.num_devices)), 0.3, 2)
+    size = len(bands.level.band)
+    match(bands.level, np.zeros(size, dtype=np.int32), np.arange(size), bands.link, np.inf)
 
 
-class _Run:
-    """One call of `partition`."""
+class Partitioner:
+    """One call of `partition`: the graph on a row of devices, and the limits of its cells and devices."""
 
     def __init__(
-        self, problem: Problem, row: list[int], eps: float, bands: int, objective: str, stages: bool, nets: Nets,
-        grown: int,
+        self, problem: Problem, row: list[int], eps: float, bands: int, *, stages: bool = False, nets: Nets | None = None,
+        grown: int = 0,
     ) -> None:  # fmt: skip
-        self.problem, self.row, self.eps, self.stages, self.objective, self.grown = problem, row, eps, stages, objective, grown
-        self.level = finest_level(problem, row, nets, seeds.bands(problem, bands), stages=stages)
+        self.problem, self.row, self.eps, self.stages, self.grown = problem, row, eps, stages, grown
+        self.level = finest_level(problem, row, nets or problem_nets(problem), seeds.bands(problem, bands), stages=stages)
         self.cluster = np.arange(problem.num_groups, dtype=np.int32)  # vertex of every group
         self.orders = [group_graph(problem).order, group_graph(problem).depth_first_order]
         self.crossings = [seeds.crossing_seconds(problem, order, mean_link(problem)) for order in self.orders]
@@ -138,31 +119,35 @@ class _Run:
         shortest = np.where(np.isfinite(self.level.time_s), self.level.time_s, np.inf).min(axis=1)
         np.maximum.at(largest, self.level.band, np.where(np.isfinite(shortest), shortest, 0.0))
         bound = np.maximum(self.fair * (1 + eps), largest * (1 + 1e-9))
-        if objective == "cut":
-            bound = np.full(bands, np.inf)
         # A copy, since a broadcast array is read-only, for which the kernels would be compiled once more.
         self.limit = np.broadcast_to(np.maximum(bound, 1e-30), (len(row), bands)).copy()
+
+    def best(self, rng: np.random.Generator) -> Partition:
+        """The best of the improved starts."""
+        return self.partition_of(min((self.improve(start, rng) for start in self.starts(rng)), key=self.score))
+
+    def partition_of(self, part: NDArray[np.int32]) -> Partition:
+        """A part of the row for every vertex as a partition of the groups."""
+        _, cut_s, imbalance = self.score(part)
+        return Partition(np.array(self.row, dtype=np.int32)[part[self.cluster]], cut_s, imbalance)
 
     def starts(self, rng: np.random.Generator) -> Iterator[NDArray[np.int32]]:
         """Seeds, at least one."""
         level = self.level
-        if self.objective == "balance":
-            yield self._legal(seeds.balanced_loads(level, self.limit, self.room))
-            return
         finite = np.isfinite(level.time_s)
         time = np.where(finite, level.time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
         if self.limit.shape[1] == 1:
             speed = 1.0 / np.maximum(np.where(finite, level.time_s, time[:, None]).sum(axis=0), 1e-30)
             for order, crossing in zip(self.orders, self.crossings, strict=True):
                 for slack in SLACKS if self.grown else SLACKS[:1]:
-                    yield self._legal(seeds.contiguous(time, order, crossing, speed, slack * self.eps))
+                    yield self.legal(seeds.contiguous(time, order, crossing, speed, slack * self.eps))
         for order in () if self.stages else self.orders:
-            yield self._legal(seeds.streamed(level, order, self.limit, self.room, self.link))
+            yield self.legal(seeds.streamed(level, order, self.limit, self.room, self.link))
         if not self.stages and len(level.band) > 1:
             for _ in range(self.grown):
                 yield self.grow(rng)
 
-    def _legal(self, part: NDArray[np.int32], level: Level | None = None) -> NDArray[np.int32]:
+    def legal(self, part: NDArray[np.int32], level: Level | None = None) -> NDArray[np.int32]:
         """Vertices that may not sit where a seed put them go to the device of the row with the least time for them."""
         if self.stages:
             return in_order(self.level, part, [self.problem.devices[d].name for d in self.row])
@@ -192,13 +177,13 @@ class _Run:
         """A start that no order biases: fuse everything that trades much, then place the coarsest vertices in random orders."""
         levels, clusters = self._fuse(None, rng)
         coarsest = levels[-1]
-        found: list[tuple[tuple[float, float, float], int, NDArray[np.int32]]] = []
+        grown: list[tuple[tuple[float, float, float], int, NDArray[np.int32]]] = []
         for _ in range(GROWTHS):
             order = rng.permutation(len(coarsest.band)).astype(np.int32)
-            part = self._legal(seeds.streamed(coarsest, order, self.limit, self.room, self.link), coarsest)
+            part = self.legal(seeds.streamed(coarsest, order, self.limit, self.room, self.link), coarsest)
             self._refine(coarsest, part)
-            found.append((self.score(part, coarsest), len(found), part))
-        return self._unfold(min(found)[2], levels, clusters)
+            grown.append((self.score(part, coarsest), len(grown), part))
+        return self._unfold(min(grown)[2], levels, clusters)
 
     def _fuse(self, part: NDArray[np.int32] | None, rng: np.random.Generator) -> tuple[list[Level], list[NDArray[np.int32]]]:
         """Levels from fine to coarse, and the cluster of each vertex of all but the last; with `part` only within its parts."""

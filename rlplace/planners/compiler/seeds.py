@@ -1,4 +1,4 @@
-"""Where refinement starts: contiguous pieces of a topological order, streamed bands, or plain balance.
+"""Where refinement starts: contiguous pieces of a topological order, or streamed bands.
 
 Bands cut the step into parts of equal work by when groups can start: with W bands, every device gets its share of each, so
 that all have work at all times. One band asks for equal totals only, which a row of stages satisfies although its devices take
@@ -151,17 +151,3 @@ def _stream(
         part[v] = max(best, 0)
         load[part[v], band[v]] += time_s[v, part[v]] if best >= 0 else 0.0
         used[part[v]] += footprint[v]
-
-
-def balanced_loads(level: Level, limit: NDArray[np.float64], room: NDArray[np.float64]) -> NDArray[np.int32]:
-    """int32 [G]: longest first, each vertex on the device that then has the smallest load in its band; traffic is ignored."""
-    zero = np.zeros((0,))
-    mean = np.where(np.isfinite(level.time_s), level.time_s, 0.0).sum(axis=1)
-    order = np.argsort(-mean, kind="stable").astype(np.int32)
-    part = np.full(len(order), -1, dtype=np.int32)
-    ptr, none = np.zeros(len(order) + 1, dtype=np.int64), np.zeros(0, dtype=np.int32)
-    _stream(
-        order, part, level.time_s, level.footprint_bytes, level.band, zero, none, ptr[:1], none, ptr, none, ptr, none,
-        limit * 1e9, room,
-    )  # fmt: skip
-    return part

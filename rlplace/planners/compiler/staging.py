@@ -28,9 +28,9 @@ def staged_order(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32]
     number = np.array([first[circle] for circle in part.tolist()], dtype=np.int64)
     apart = number[a] != number[b]
     ranked, _ = topological_order(number[a][apart], number[b][apart], len(first))
-    place = np.empty(len(first), dtype=np.int32)
-    place[ranked] = np.arange(len(first))
-    vertex = place[number]
+    rank = np.empty(len(first), dtype=np.int32)
+    rank[ranked] = np.arange(len(first))
+    vertex = rank[number]
     return vertex, order[np.argsort(vertex[order], kind="stable")]
 
 
@@ -40,7 +40,7 @@ def in_order(level: Level, part: NDArray[np.int32], names: Sequence[str]) -> NDA
     Args:
         level: The graph, vertices in topological order.
         part: int32 [G], stages wished for.
-        names: Of the devices of the stages.
+        names: Names of the devices, in order of the stages.
 
     Raises:
         InfeasibleError: A vertex must sit on an earlier stage than one that feeds it.
@@ -58,10 +58,10 @@ def in_order(level: Level, part: NDArray[np.int32], names: Sequence[str]) -> NDA
                 "devices differently, or leave stages out"
             )
         latest[v] = possible[-1]
-    found = part.copy()
+    stage = part.copy()
     for v in range(count):
         before = level.before[level.before_ptr[v] : level.before_ptr[v + 1]]
-        low = int(found[before].max(initial=0))
+        low = int(stage[before].max(initial=0))
         possible = low + np.flatnonzero(allowed[v, low : latest[v] + 1])
-        found[v] = possible[np.abs(possible - part[v]).argmin()]
-    return found
+        stage[v] = possible[np.abs(possible - part[v]).argmin()]
+    return stage

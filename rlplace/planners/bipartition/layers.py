@@ -221,9 +221,8 @@ def _stash(problem: Problem, of_op: NDArray[np.int64], count: int) -> NDArray[np
     """float64 [L], what backward ops of a layer read of the forward pass; layers that read the same tensor share its bytes."""
     tensor, reader, phase = problem.edge_tensor, problem.consumers, problem.op_phase
     producer = problem.tensor_producer[tensor]
-    kept = (
-        (producer >= 0) & (phase[np.maximum(producer, 0)] == FORWARD) & (phase[reader] != FORWARD) & (phase[reader] != UPDATE)
-    )
+    read_later = (phase[reader] != FORWARD) & (phase[reader] != UPDATE)
+    kept = (producer >= 0) & (phase[np.maximum(producer, 0)] == FORWARD) & read_later
     pairs = np.unique(tensor[kept].astype(np.int64) * count + of_op[reader[kept]])
     which, layer = pairs // count, pairs % count
     readers = np.bincount(which, minlength=problem.num_tensors)

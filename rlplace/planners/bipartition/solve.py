@@ -49,7 +49,9 @@ def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None, *
     """The smallest largest cost of a worker; inf where memory limits leave no cuts.
 
     Args:
-        chain, workers, gap: As for `bi_partition`.
+        chain: The layers.
+        workers: As for `bi_partition`.
+        gap: As for `bi_partition`.
         known_s: The result for a smaller gap, if known: saves work.
     """
     pipeline = workers if isinstance(workers, Workers) else free_workers(workers)
@@ -69,8 +71,10 @@ def least_traffic(
     """The cuts with the least traffic among those where no worker costs more than `bound_s`; None when there are none.
 
     Args:
-        chain, workers, gap: As for `bi_partition`.
+        chain: The layers.
+        workers: As for `bi_partition`.
         bound_s: At least the smallest bottleneck.
+        gap: As for `bi_partition`.
         even: Asks for the smallest sum of squared costs in place of the least traffic.
     """
     pipeline = workers if isinstance(workers, Workers) else free_workers(workers)

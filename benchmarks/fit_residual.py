@@ -53,7 +53,7 @@ def fit_residual(
         hidden: Hidden units; 0 makes the correction linear in the features.
         bound: Largest factor; None: the class's.
         decay: Weight of the parameters against the log error of one row; None: the class's.
-        seed: Of the first parameters.
+        seed: Seed of the initial parameters.
 
     Returns:
         The curve with its residual, or without one when the class has no features.

@@ -56,7 +56,7 @@ class Emulated:
     """One cluster.
 
     Attributes:
-        name: Of the cluster.
+        name: The cluster's name.
         spec: Its hosts as they really are.
         believed_spec: As they are described.
         host_factor: True over believed op times by host.
@@ -132,8 +132,8 @@ class Model:
         text: MODEL.
         batch: Samples of a micro-batch.
         seq: Sequence length.
-        microbatches: Of a step.
-        schedule: Of a step.
+        microbatches: Number of them in a step.
+        schedule: Schedule of the step.
         groups: To place.
     """
 

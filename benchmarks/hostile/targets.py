@@ -23,7 +23,7 @@ class Target:
         kind: How its files are damaged.
         files: Seeds, of which each input damages one.
         use: Loads the damaged file, given its path and the folder of all seeds, and does the next step with it.
-        share: Of the inputs, relative to the others.
+        share: Its share of the inputs, relative to the others.
     """
 
     kind: str

@@ -113,7 +113,7 @@ def work(seeds: Path, scratch: Path, plan: list[tuple[str, int, int]], seed: int
         seeds: Folder of seeds.
         scratch: New folder to work in.
         plan: What to run.
-        seed: Of the damage.
+        seed: Seed of the damage.
         progress: File that always names the input at hand.
         keep: Where inputs that fail go.
     """

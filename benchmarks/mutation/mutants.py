@@ -21,7 +21,7 @@ class Mutant:
     """One change.
 
     Attributes:
-        number: Of the change in its file.
+        number: Number of the change in its file.
         line: Where.
         what: The change in words.
     """

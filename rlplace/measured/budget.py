@@ -18,7 +18,7 @@ class Budget:
     Attributes:
         plans: Plans measured, failures included; timing a known plan again is not counted.
         steps: Timed steps, repeated timings included.
-        minutes: Of measuring: set-up and steps, as the trials say; of a plan that failed all that it took.
+        minutes: Time spent measuring: set-up and steps, as the trials say; for a plan that failed, all the time that it took.
     """
 
     plans: int | None = 60
@@ -42,6 +42,6 @@ class Spent:
     minutes: float = 0.0
 
     def share(self, budget: Budget) -> float:
-        """Of the limit that is nearest, from 0 to 1."""
+        """The share that is spent of the limit that is nearest, from 0 to 1."""
         pairs = ((getattr(self, name), getattr(budget, name)) for name in ("plans", "steps", "minutes"))
         return min(1.0, max((done / limit for done, limit in pairs if limit is not None), default=0.0))

@@ -90,7 +90,7 @@ def fit_correction(
 
     Args:
         problem: As it was priced.
-        trials: Of this problem on one cluster; those without times are left out.
+        trials: Trials of this problem on one cluster; those without times are left out.
         execution: Micro-batches and schedule of the step.
         seconds: Step time of every trial, where it is known better than by the trial's own median.
         start: An earlier fit on the same cluster to begin the search at, which is quicker; None looks for the place to begin.
@@ -98,8 +98,8 @@ def fit_correction(
     Raises:
         InputError: No trial has times, or one is of another problem.
     """
-    given = [t.median_s for t in trials] if seconds is None else list(seconds)
-    used = [(trial, value) for trial, value in zip(trials, given, strict=True) if trial.timed]
+    step_s = [t.median_s for t in trials] if seconds is None else list(seconds)
+    used = [(trial, value) for trial, value in zip(trials, step_s, strict=True) if trial.timed]
     if not used:
         raise InputError("calibrate: no trial has step times; measure plans first")
     for trial, _ in used:
@@ -203,8 +203,8 @@ def _fit_links(
         return np.stack(columns, axis=1)
 
     begins = [first] if start else [first, _scan(residuals, first)]
-    found = [least_squares(residuals, begin, slopes, x_scale=spread, max_nfev=_ROUNDS, ftol=1e-4) for begin in begins]
-    values = min(found, key=lambda result: result.cost).x
+    fits = [least_squares(residuals, begin, slopes, x_scale=spread, max_nfev=_ROUNDS, ftol=1e-4) for begin in begins]
+    values = min(fits, key=lambda result: result.cost).x
     return shape.unpack(values, base), dict(zip(shape.names, values.tolist(), strict=True))
 
 

@@ -121,7 +121,7 @@ class Campaign:
 
     @property
     def share(self) -> float:
-        """Of the budget that is spent."""
+        """Share of the budget that is spent."""
         return self.spent.share(self.budget)
 
     @property
@@ -271,16 +271,16 @@ class Campaign:
         return max(0.0, time.time() - trial.began_at)
 
     def _from_store(self, plain: tuple[int, ...]) -> Trial | None:
-        found = self._store.lookup(
+        trial = self._store.lookup(
             problem=self.problem.fingerprint, site=self._site, device_of_group=plain, mode=self.mode,
             microbatches=self.execution.microbatches, schedule=self.execution.schedule, priority=None,
         )  # fmt: skip
-        if found is None:
+        if trial is None:
             return None
-        found = dataclasses.replace(found, run=self.run)
-        self._store.add(found)
-        self._note(found)
-        return found
+        trial = dataclasses.replace(trial, run=self.run)
+        self._store.add(trial)
+        self._note(trial)
+        return trial
 
     def _note(self, trial: Trial) -> None:
         self.trials.append(trial)

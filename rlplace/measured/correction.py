@@ -137,10 +137,10 @@ def time_factor(problem: Problem, correction: Correction) -> NDArray[np.float64]
 
 def _array(value: Any, name: str) -> NDArray[np.float64]:
     try:
-        given = np.array(value)
-        if given.dtype.kind not in "iuf":
+        raw = np.array(value)
+        if raw.dtype.kind not in "iuf":
             raise ValueError
-        array = given.astype(np.float64)
+        array = raw.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"correction.{name}: expected numbers") from None
     low, high = (0.0, 1e3) if name == "latency_s" else _RANGE

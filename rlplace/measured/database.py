@@ -20,7 +20,7 @@ MAX_VALUE_BYTES = 1 << 27
 """Longer texts and blobs are refused by SQLite itself, before they are read."""
 
 _LEAST_BYTES = 512
-"""Of a database: its smallest page."""
+"""The smallest page of a database, and so the smallest database."""
 
 # `plan_key` is a digest of `Trial.key`. `uid` is drawn when a trial is first written: the same trial in two files has the same.
 SCHEMA = (
@@ -129,7 +129,7 @@ def _name(path: str | Path | None) -> str:
 
 def _uri(path: Path, create: bool) -> str:
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         if not create:
             raise InputError(f"{path}: there is no such file") from None
@@ -137,11 +137,11 @@ def _uri(path: Path, create: bool) -> str:
     except ValueError as error:  # a null character in the path
         raise InputError(f"{show(str(path))}: cannot be opened: {error}") from None
     else:
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             raise InputError(f"{path}: is a folder; name a file such as {path / 'trials.sqlite'}")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path}: is not a regular file")
-        if 0 < found.st_size < _LEAST_BYTES:  # SQLite takes a file of one byte for an empty one, and writes over it
+        if 0 < status.st_size < _LEAST_BYTES:  # SQLite takes a file of one byte for an empty one, and writes over it
             raise InputError(f"{path}: not a SQLite database")
     return f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
 
@@ -172,8 +172,8 @@ def _check(connection: sqlite3.Connection, where: str) -> None:
     own = (
         "type = 'table' AND name IN ('sqlite_sequence', 'sqlite_stat1', 'sqlite_stat4') AND sql LIKE 'CREATE TABLE sqlite_%(%'"
     )
-    found = connection.execute(f"SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND NOT ({own})")
-    if version < 1 or sorted(str(sql) for (sql,) in found) != sorted(SCHEMA):
+    statements = connection.execute(f"SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND NOT ({own})")
+    if version < 1 or sorted(str(sql) for (sql,) in statements) != sorted(SCHEMA):
         raise InputError(f"{where}: its tables are not those of a store of trials")
     # The whole check, indexes included: with one that has lost an entry a known plan would be measured again, unnoticed.
     faults = connection.execute("PRAGMA integrity_check(1)").fetchone()

@@ -24,30 +24,30 @@ def pace_levels(trials: Iterable[Trial], by_plan: Mapping[tuple[int, ...], Trial
     The first time of a plan is doubted more: it is timed again because that time was good, some of which was luck.
 
     Args:
-        trials: Of the campaign.
+        trials: All trials of the campaign.
         by_plan: The first trial of every plan.
         noise: Relative standard deviation of single steps.
     """
     luck = math.sqrt(2.0 * math.log(max(2, len(by_plan))))  # of the luckiest of so many, in standard deviations
-    found: Levels = []
+    levels: Levels = []
     earlier: dict[tuple[int, ...], list[Trial]] = {}
     for anchor in sorted((t for t in trials if t.anchor and t.timed), key=lambda t: t.began_at):
         first = by_plan.get(anchor.device_of_group)
         if first is None or not first.timed or first.began_at >= anchor.began_at:
             continue
-        if not settled(found, first.began_at, noise):
+        if not settled(levels, first.began_at, noise):
             continue
-        if not found:
-            found.append((first.began_at, 0.0))
+        if not levels:
+            levels.append((first.began_at, 0.0))
         before = earlier.setdefault(anchor.device_of_group, [first])
-        steps = [math.log(step) - level_at(found, trial.began_at) for trial in before for step in trial.step_s]
+        steps = [math.log(step) - level_at(levels, trial.began_at) for trial in before for step in trial.step_s]
         value = math.log(anchor.median_s) - float(np.median(steps))
         doubt = MEDIAN_LOSS * noise * Z * math.sqrt(1 / len(anchor.step_s) + 1 / len(steps))
         lucky = MEDIAN_LOSS * noise * luck * math.sqrt(len(first.step_s)) / len(steps)
-        near = min((level for _, level in found), key=lambda level: abs(value - level))
-        found.append((anchor.began_at, near if -doubt <= value - near <= doubt + lucky else value))
+        near = min((level for _, level in levels), key=lambda level: abs(value - level))
+        levels.append((anchor.began_at, near if -doubt <= value - near <= doubt + lucky else value))
         before.append(anchor)
-    return found
+    return levels
 
 
 def level_at(levels: Levels, moment: float) -> float:

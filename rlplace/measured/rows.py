@@ -20,7 +20,7 @@ COLUMNS = (
     "problem", "site", "run", "anchor", "status", "microbatches", "schedule", "mode", "engine", "began_at", "setup_s",
     "predicted_s", "device_of_group", "priority", "step_s", "places", "reason",
 )  # fmt: skip
-"""Of the table `trials`, in the order of the values of `trial_to_row`."""
+"""Columns of the table `trials`, in the order of the values of `trial_to_row`."""
 
 MAX_GROUPS = 1 << 20
 MAX_OPS = 1 << 21
@@ -133,8 +133,8 @@ def _flat(text: Any, limit: int, where: str) -> list[Any]:
         raise InputError(f"{where}: expected a list of numbers as JSON text")
     if text.count(",") >= limit:
         raise InputError(f"{where}: more than {limit} numbers")
-    found: list[Any] = parse_json(text, where)
-    return found
+    values: list[Any] = parse_json(text, where)
+    return values
 
 
 def _places(text: Any, where: str) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ VERSION = 1
 MAX_FACTS = 256
 MAX_TEXT = 1 << 16
 MAX_FACTS_TEXT = 1 << 20
-"""Of all facts as JSON."""
+"""Limit for all facts as JSON."""
 MAX_RANKS = 4096
 
 Fact = str | float | int

@@ -105,7 +105,7 @@ class TrialStore:
         """Names of all problems by fingerprint, in the order in which they were added."""
         rows = self._rows("SELECT fingerprint, name FROM problems ORDER BY rowid")
         where = f"{self._where}: problems"
-        return {check_fingerprint(found, where): check_text(name, where) for found, name in rows}
+        return {check_fingerprint(key, where): check_text(name, where) for key, name in rows}
 
     def problem(self, fingerprint: str) -> Problem:
         """A problem by its fingerprint."""
@@ -131,10 +131,10 @@ class TrialStore:
         """Replaces a running trial by what came of it; the plan and its conditions must be the same."""
         row, trial = _checked(trial, running=False)
         with self._writing() as database:
-            found = database.execute("SELECT plan_key, status FROM trials WHERE id = ?", (number,)).fetchone()
-            if found is None or found[1] != "running":
-                raise InputError(f"{self._where}: trial {show(number)} is {'not known' if found is None else show(found[1])}")
-            if found[0] != plan_key(trial.key):
+            stored = database.execute("SELECT plan_key, status FROM trials WHERE id = ?", (number,)).fetchone()
+            if stored is None or stored[1] != "running":
+                raise InputError(f"{self._where}: trial {show(number)} is {'not known' if stored is None else show(stored[1])}")
+            if stored[0] != plan_key(trial.key):
                 raise InputError(f"{self._where}: trial {number} began with another plan, or under other conditions")
             _replace(database, number, row)
 
@@ -163,8 +163,8 @@ class TrialStore:
             run: Only those of this run.
             include_running: Also those that have not ended.
         """
-        given = {"problem": problem, "site": site, "run": run}
-        conditions = {f"{key} = ?": check_text(value, f"trials: {key}") for key, value in given.items() if value is not None}
+        asked = {"problem": problem, "site": site, "run": run}
+        conditions = {f"{key} = ?": check_text(value, f"trials: {key}") for key, value in asked.items() if value is not None}
         where = " AND ".join(_conditions(conditions, include_running))
         count = self._rows(f"SELECT count(*) FROM trials WHERE {where}", *conditions.values())[0][0]
         if count > MAX_TRIALS:
@@ -200,14 +200,14 @@ class TrialStore:
             )
         )
         conditions = {"plan_key = ?": plan_key(asked.key), "anchor = ?": 0}
-        found = [(trial.began_at, number, trial) for number, _, trial in self._select(conditions)]
-        return max(found, key=lambda item: item[:2])[2] if found else None
+        matches = [(trial.began_at, number, trial) for number, _, trial in self._select(conditions)]
+        return max(matches, key=lambda item: item[:2])[2] if matches else None
 
     def interrupted(self, run: str) -> list[tuple[int, Trial]]:
         """Numbers and trials of a run that have begun and not ended."""
         conditions = {"run = ?": check_text(run, "interrupted: run"), "status = ?": "running"}
-        found = self._select(conditions, include_running=True)
-        return [(number, trial) for number, _, trial in found]
+        selected = self._select(conditions, include_running=True)
+        return [(number, trial) for number, _, trial in selected]
 
     def merge(self, other_path: str | Path) -> int:
         """Copies what another store holds and this one does not.
@@ -231,8 +231,8 @@ class TrialStore:
                 self.add_site(site)
             for fingerprint in other.problems():
                 self.add_problem(other.problem(fingerprint))
-            found, count = other._select({}), 0
-            while part := list(itertools.islice(found, _CHUNK)):
+            rows, count = other._select({}), 0
+            while part := list(itertools.islice(rows, _CHUNK)):
                 with self._writing() as database:
                     count += sum(self._take(database, uid, trial) for _, uid, trial in part)
             return count
@@ -284,11 +284,11 @@ class TrialStore:
             for number, uid, key, *row in rows:
                 at = f"{self._where}: trial {show(number)}"
                 trial = trial_from_row(row, at)
-                place = trial.problem, trial.site
-                if place not in known:
+                fingerprints = trial.problem, trial.site
+                if fingerprints not in known:
                     with self._reading() as database:
-                        known[place] = self._sizes(database, *place, at)
-                _check_sizes(trial, known[place], at)
+                        known[fingerprints] = self._sizes(database, *fingerprints, at)
+                _check_sizes(trial, known[fingerprints], at)
                 if key != plan_key(trial.key) or not isinstance(uid, bytes) or len(uid) != 16:
                     raise InputError(f"{at}: its key does not fit its plan; the row was changed")
                 if whole_number(number, f"{at}: id", 1, (1 << 63) - 1) <= last:

@@ -23,15 +23,15 @@ class Trial:
         problem: Fingerprint of the problem that the plan was made for.
         site: Fingerprint of the cluster and its software, see `rlplace.measured.site.Site`.
         device_of_group: The plan, a device number per group.
-        microbatches: Of the step.
-        schedule: Of the step.
+        microbatches: Number of them in the step.
+        schedule: The step's schedule.
         status: One of `STATUSES`.
         step_s: Seconds of every timed step, the slowest process of each; empty when it failed.
         places: What every process did in the median step.
         predicted_s: Simulated step time of the problem as it was priced; None where unknown.
         engine: What ran it.
         mode: ``"computed"`` or ``"replayed"``, see `rlplace.cost.timings`.
-        priority: Of ops, where the plan has one of its own.
+        priority: Priorities of the ops, where the plan has its own.
         setup_s: From the plan to the first step.
         began_at: Seconds since 1970.
         reason: Why it failed, one line.

@@ -82,13 +82,13 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
 
 def sub_graphs(node: fx.Node) -> list[fx.GraphModule]:
     """Graph modules that a higher-order node calls."""
-    found = []
+    modules = []
     for argument in node.all_input_nodes:
         if argument.op == "get_attr":
             value = get_attr(node.graph.owning_module, str(argument.target))
             if isinstance(value, fx.GraphModule):
-                found.append(value)
-    return found
+                modules.append(value)
+    return modules
 
 
 def sub_graph_writes(node: fx.Node) -> list[fx.Node]:

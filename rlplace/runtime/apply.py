@@ -56,12 +56,12 @@ def apply(
     check.check_plan_runs_here(plan)
     check.check_model(model)
     check.check_names(model, plan)
-    places = check.check_devices(plan, devices)
+    torch_devices = check.check_devices(plan, devices)
     why_not_op = "the module level was asked for"
     backward = check.backward_elsewhere(plan)
     if level != "module":
         try:
-            vars(model)["report"] = _apply_ops(model, plan, places, example_inputs)
+            vars(model)["report"] = _apply_ops(model, plan, torch_devices, example_inputs)
             return model
         except CannotRunError as error:
             why_not_op = str(error)
@@ -72,7 +72,7 @@ def apply(
             f"plan: {backward!r} runs elsewhere than its forward, which takes the op level, but {why_not_op}; "
             "or plan the problem that is not split"
         )
-    vars(model)["report"] = _apply_modules(model, plan, places, why_not_op)
+    vars(model)["report"] = _apply_modules(model, plan, torch_devices, why_not_op)
     return model
 
 

@@ -102,13 +102,13 @@ def nvidia_readings(device: torch.device) -> dict[str, float]:
     """Clock (MHz), power cap (W) and temperature (C) by nvidia-smi's names; what the driver does not tell is left out."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    found: dict[str, float] = {}
+    readings: dict[str, float] = {}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
         for name, text in zip(_FIELDS, line.split(","), strict=False):
             with contextlib.suppress(ValueError):
-                found[name] = float(text)
-    return found
+                readings[name] = float(text)
+    return readings
 
 
 def time_control(device: torch.device) -> tuple[str, float]:

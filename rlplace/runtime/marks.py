@@ -45,9 +45,9 @@ class HostMarks:
             Seconds by key, and None: the host does the work itself.
         """
         self.mark(None)
-        found = _sums(self.keys, self.times)
+        seconds = _sums(self.keys, self.times)
         self.keys, self.times = [], []
-        return found, None
+        return seconds, None
 
 
 @dataclass
@@ -126,7 +126,7 @@ def mark_cost_s(marks: Marks) -> float:
 
 
 def _sums(keys: list[Key], times: list[float]) -> dict[Key, float]:
-    found: dict[Key, float] = {}
+    sums: dict[Key, float] = {}
     for key, begin, end in zip(keys, times, times[1:], strict=False):
-        found[key] = found.get(key, 0.0) + (end - begin)
-    return found
+        sums[key] = sums.get(key, 0.0) + (end - begin)
+    return sums

@@ -82,7 +82,7 @@ def time_step(
 
     Args:
         module: The model, on its devices.
-        optimizer: Of its parameters.
+        optimizer: Updates its parameters.
         inputs: A tuple of arguments or a dict of keyword arguments.
         loss: As in `step_timer`.
         devices: What to wait for before and after.

@@ -183,7 +183,7 @@ class _Session:
 
     def pairs(self) -> NDArray[np.float64]:
         """float64 [W, W, P] on every rank."""
-        found = torch.zeros(self.world, self.world, len(self.pair_bytes), dtype=torch.float64, device=self.device)
+        times = torch.zeros(self.world, self.world, len(self.pair_bytes), dtype=torch.float64, device=self.device)
         budget = 0.6 * self.time_limit_s / (self.world * (self.world - 1)) / (len(self.pair_bytes) + 1)
         for sender in range(self.world):
             self.say(f"pairs from device {sender} of {self.world}")
@@ -194,9 +194,9 @@ class _Session:
                 if self.rank in (sender, receiver):
                     seconds = self.pair(sender, receiver, budget)
                     if self.rank == sender:
-                        found[sender, receiver] = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(found)
-        return found.cpu().numpy()
+                        times[sender, receiver] = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(times)
+        return times.cpu().numpy()
 
     def pair(self, sender: int, receiver: int, budget_s: float) -> list[float]:
         """Seconds of a message of every size, as the sender sees it."""
@@ -262,18 +262,18 @@ class _Session:
 
 def group_ranks(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Ranks of the groups that are measured: on every host its first 2, 4, 8, ... devices and all of them; then everybody."""
-    found: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
     for host in dict.fromkeys(hosts):
         ranks = tuple(rank for rank, name in enumerate(hosts) if name == host)
         size = 2
         while size < len(ranks):
-            found.append(ranks[:size])
+            groups.append(ranks[:size])
             size *= 2
         if len(ranks) > 1:
-            found.append(ranks)
+            groups.append(ranks)
     if len(set(hosts)) > 1:
-        found.append(tuple(range(len(hosts))))
-    return tuple(found)
+        groups.append(tuple(range(len(hosts))))
+    return tuple(groups)
 
 
 def _describe(device: torch.device) -> dict[str, str | int]:

@@ -52,9 +52,9 @@ class Samples:
         busy: Processor seconds of the thread in all of these steps; empty where ops run elsewhere.
         marked: Seconds by op name of each step with marks.
         issue: The host's seconds likewise; empty on a processor.
-        peak_memory_bytes: Of the steps without marks; None where the device does not tell.
-        page_faults: Of all steps without marks.
-        steps: Their number.
+        peak_memory_bytes: Peak of the steps without marks; None where the device does not tell.
+        page_faults: Number of them in all steps without marks.
+        steps: Number of steps without marks.
         interrupted: Whether a person stopped the timing early.
     """
 
@@ -110,23 +110,23 @@ def measure_model(
         raise InputError(
             f"measure: {graph.name} was captured by {graph.capture.get('method')}; ops are timed on exported graphs"
         )
-    place = torch.device(device)
-    kind = device_kind_of(place)
-    allocator = keep_freed_memory() if place.type == "cpu" and keep_memory else "default"
-    before = read_environment(place, kind)
-    shape, first = time_control(place)
-    module, inputs = _on_device(model, place)
-    walk = StepWalk(module, inputs, model.loss, optimizer, marks_on(place)) if ops else None
+    target = torch.device(device)
+    kind = device_kind_of(target)
+    allocator = keep_freed_memory() if target.type == "cpu" and keep_memory else "default"
+    before = read_environment(target, kind)
+    shape, first = time_control(target)
+    module, inputs = _on_device(model, target)
+    walk = StepWalk(module, inputs, model.loss, optimizer, marks_on(target)) if ops else None
     trained = walk.optimizer if walk is not None else make_optimizer(optimizer, trainable(module))[0]
 
     def plain(samples: Samples) -> None:
-        _plain_step(samples, trained, module, inputs, model.loss, place)
+        _plain_step(samples, trained, module, inputs, model.loss, target)
 
     samples = _run_steps(walk, plain if step else None, repeats, time_limit_s)
-    _, last = time_control(place)
+    _, last = time_control(target)
     environment = msgspec.structs.replace(
         before,
-        clock_end_mhz=clock_mhz(place),
+        clock_end_mhz=clock_mhz(target),
         details={
             **before.details,
             "disturbed_steps": len(samples.lost),
@@ -263,18 +263,18 @@ def _measured_ops(graph: OpGraph, walk: StepWalk, samples: Samples) -> tuple[Mea
     counted = [{key: max(0.0, seconds - cost) for key, seconds in times.items()} for times in samples.marked]
     marked = [_with_updates(times, graph, walk) for times in counted]
     issue = [_with_updates(times, graph, walk) for times in samples.issue]
-    found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    names_of: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     described = describe_ops(graph)
     for name, key in zip(graph.op_names, described, strict=True):
         if name in marked[0]:
-            found[key].append(name)
+            names_of[key].append(name)
     named = set(graph.op_names)
     for index, (target, _, dtype, direction, *_) in enumerate(described):
         # Autograd of a view is no op of the graph, but the host walks through it.
         name = f"{graph.op_names[index]}.backward"
         if direction == "forward" and name in marked[0] and name not in named:
-            found[(target, "view", dtype, "backward", 0.0, 0, ())].append(name)
-    return tuple(_record(key, names, marked, issue) for key, names in found.items())
+            names_of[(target, "view", dtype, "backward", 0.0, 0, ())].append(name)
+    return tuple(_record(key, names, marked, issue) for key, names in names_of.items())
 
 
 def describe_ops(graph: OpGraph) -> list[tuple[Any, ...]]:

@@ -74,7 +74,7 @@ def fabrics_from(times: LinkTimes, host_of: list[int]) -> tuple[Fabric, ...]:
         curves.setdefault(key, []).append(
             fit_collective_curve(times.group_bytes, seconds, kind="all_reduce", group_size=len(ranks), breaks=BREAKS)
         )
-    return tuple(Fabric(devices, tuple(found), "measured", source) for devices, found in curves.items())
+    return tuple(Fabric(devices, tuple(fitted), "measured", source) for devices, fitted in curves.items())
 
 
 def _kinds(times: LinkTimes) -> list[DeviceKind]:

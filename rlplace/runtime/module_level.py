@@ -55,23 +55,23 @@ class _AlignDevices(TorchFunctionMode):
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
             return func(*args)
         kwargs = kwargs or {}
-        found: list[torch.Tensor] = []
-        _collect((args, kwargs), found)
-        if len(found) > 1:
-            device = found[0].device
-            if any(tensor.device != device for tensor in found):
+        tensors: list[torch.Tensor] = []
+        _collect((args, kwargs), tensors)
+        if len(tensors) > 1:
+            device = tensors[0].device
+            if any(tensor.device != device for tensor in tensors):
                 name = getattr(func, "__name__", "")
                 if name not in _UNTOUCHED:
-                    target = self._target(name, found, args, kwargs)
+                    target = self._target(name, tensors, args, kwargs)
                     args, kwargs = map_tensors((args, dict(kwargs)), lambda t: self.cache.get(t, target))
         return func(*args, **kwargs)
 
-    def _target(self, name: str, found: list[torch.Tensor], args: Any, kwargs: Any) -> torch.device:
+    def _target(self, name: str, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> torch.device:
         out = kwargs.get("out")
         if isinstance(out, torch.Tensor):
             return out.device
         if name in _FIRST_DECIDES or (name.endswith("_") and not name.endswith("__")):
-            return found[0].device
+            return tensors[0].device
         if name in _RUNNING_STATS:
             stats = args[1] if len(args) > 1 else kwargs.get("running_mean")
             if stats is not None:
@@ -79,15 +79,15 @@ class _AlignDevices(TorchFunctionMode):
         return self.stack[-1]
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
+def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        tensors.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _collect(item, found)
+            _collect(item, tensors)
     elif type(value) is dict:
         for item in value.values():
-            _collect(item, found)
+            _collect(item, tensors)
 
 
 def install(model: nn.Module, device_of_module: Mapping[str, torch.device], report: ApplyReport) -> None:

@@ -124,7 +124,7 @@ class _Placer:
     def _colocated(self) -> UnionFind:
         """Sets of nodes that must share a device."""
         together = UnionFind()
-        given = {self.memory.find(node) for node in self.graph.nodes if node.op == "placeholder"}
+        input_memory = {self.memory.find(node) for node in self.graph.nodes if node.op == "placeholder"}
         for node in self.graph.nodes:
             item = node.target is operator.getitem
             for other in aliases.shared_with(node):
@@ -133,7 +133,7 @@ class _Placer:
                 # depends on how it lies in memory.
                 if item or memory in self.written or node.target is torch.ops.aten.as_strided.default:
                     together.union(other, node)
-                elif memory not in given and aliases.surely_shares(node):
+                elif memory not in input_memory and aliases.surely_shares(node):
                     together.union(other, node)
             for other in aliases.written_by(node):
                 together.union(other, node)
@@ -172,8 +172,8 @@ class _Placer:
                 write = version.get(self.memory.find(operand))
                 key = (operand, device, write)
                 if key not in known:
-                    made = operand if write is None or position[write] < position[operand] else write
-                    early = made.next if made.op != "placeholder" else first
+                    latest = operand if write is None or position[write] < position[operand] else write
+                    early = latest.next if latest.op != "placeholder" else first
                     known[key] = self._copy(operand, device, early, node)
                     copies += 1
                 node.replace_input_with(operand, known[key])

@@ -155,10 +155,10 @@ class _Runner(fx.Interpreter):
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
     """Parameters that take a gradient, by name; a module without any is refused."""
-    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not found:
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not parameters:
         raise InputError(f"{type(module).__name__} has no trainable parameter; unfreeze one")
-    return dict(found)
+    return dict(parameters)
 
 
 def make_optimizer(name: str, parameters: Mapping[str, Tensor]) -> tuple[torch.optim.Optimizer, dict[str, int]]:
@@ -174,7 +174,7 @@ def _one_by_one(parameters: Mapping[str, Tensor]) -> bool:
 
 def _groups(parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Names by dtype and shape, in order of first appearance."""
-    found: dict[tuple[Any, ...], list[str]] = {}
+    by_shape: dict[tuple[Any, ...], list[str]] = {}
     for name, parameter in parameters.items():
-        found.setdefault((parameter.dtype, *parameter.shape), []).append(name)
-    return list(found.values())
+        by_shape.setdefault((parameter.dtype, *parameter.shape), []).append(name)
+    return list(by_shape.values())

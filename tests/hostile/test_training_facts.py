@@ -8,7 +8,7 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.state.checkpoint_facts import check_setting
-from rlplace.runtime.distributed.state.checkpoint_index import check_places
+from rlplace.runtime.distributed.state.checkpoint_index import check_storage
 
 
 @pytest.mark.parametrize(
@@ -30,4 +30,4 @@ def test_settings_of_the_same_kind_are_taken(saved, present):
 @pytest.mark.parametrize("name", [{}, [], None, 5, "../x", "a/b", ""])
 def test_an_index_that_names_no_file_beside_it_is_refused(name, tmp_path):
     with pytest.raises(InputError, match=r"outside of the checkpoint|is missing"):
-        check_places({"tensor": SimpleNamespace(relative_path=name)}, tmp_path)
+        check_storage({"tensor": SimpleNamespace(relative_path=name)}, tmp_path)

@@ -53,8 +53,8 @@ def cluster_of(
     Args:
         spec: The hosts; they need not exist.
         kinds: What the device of each host can do; None takes the share that each host has of this machine's cores.
-        memory_bytes: Of each host; None divides this machine's memory evenly.
-        latency_s: Of a small message, one way, without `spec.delay_s`.
+        memory_bytes: Memory of each host; None divides this machine's memory evenly.
+        latency_s: One-way latency of a small message, without `spec.delay_s`.
 
     Raises:
         InputError: Not one kind for each host.
@@ -139,14 +139,14 @@ def cores_of(spec: HostsSpec, usable: int | None = None) -> tuple[float, ...]:
     """
     total = len(os.sched_getaffinity(0)) if usable is None else usable
     pinned = Counter(core for cores in spec.cpus or () for core in cores)
-    found = []
+    cores_by_host = []
     for host in range(spec.hosts):
         mine = total / spec.hosts if spec.cpus is None else sum(1 / pinned[core] for core in spec.cpus[host])
         share = spec.share_of(host)
         if share is not None:  # a share below what is there anyway
             mine = min(share, total if spec.cpus is None else mine)
-        found.append(mine)
-    return tuple(found)
+        cores_by_host.append(mine)
+    return tuple(cores_by_host)
 
 
 def _kinds(spec: HostsSpec, memory_bytes: int) -> tuple[DeviceKind, ...]:

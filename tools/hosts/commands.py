@@ -32,11 +32,11 @@ def why_not() -> str | None:
 
 def _capable() -> bool:
     try:
-        found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        match = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
         return True  # the commands will tell
     wanted = 1 << _CAP_NET_ADMIN | 1 << _CAP_SYS_ADMIN
-    return found is None or int(found[1], 16) & wanted == wanted
+    return match is None or int(match[1], 16) & wanted == wanted
 
 
 def check_machine() -> None:
@@ -72,8 +72,8 @@ def _call(words: list[str], text: str | None) -> str:
         raise RlplaceError(f"emulated hosts: {' '.join(words[:4])}: {error}") from None
     if done.returncode != 0:
         said = " ".join((done.stderr or done.stdout).split())[:300]
-        found = re.search(r"Command failed -:(\d+)", said)
+        match = re.search(r"Command failed -:(\d+)", said)
         lines = (text or "").splitlines()
-        what = f"{words[0]} {lines[int(found[1]) - 1]}" if found and int(found[1]) <= len(lines) else " ".join(words)[:120]
+        what = f"{words[0]} {lines[int(match[1]) - 1]}" if match and int(match[1]) <= len(lines) else " ".join(words)[:120]
         raise RlplaceError(f"emulated hosts: {what!r} failed: {said}")
     return done.stdout

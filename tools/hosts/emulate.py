@@ -74,20 +74,20 @@ def emulated_hosts(spec: HostsSpec) -> Iterator[Hosts]:
     _check_cores(spec)
     prefix = new_prefix()
     with ending_signals():
-        made: Hosts | None = None
+        hosts: Hosts | None = None
         remove = functools.partial(_remove, prefix, spec)
         atexit.register(remove)  # where an interrupt hits the few lines outside deferred_signals
         try:
             with deferred_signals():
                 cleanup()
-                made = _make(spec, prefix)
-            yield made
+                hosts = _make(spec, prefix)
+            yield hosts
         finally:
             with deferred_signals():
                 try:
-                    if made is not None:
-                        made.gone = True
-                        for job in made.jobs:
+                    if hosts is not None:
+                        hosts.gone = True
+                        for job in hosts.jobs:
                             job.stop()
                 finally:
                     remove()
@@ -106,13 +106,13 @@ def cleanup() -> list[str]:
 
 def _make(spec: HostsSpec, prefix: str) -> Hosts:
     network.make_network(spec, prefix)
-    found = []
+    hosts = []
     for number in range(spec.hosts):
         share, name = spec.share_of(number), f"{prefix}-host{number}"
         group = None if share is None else str(cgroups.make_group(name, share, spec.cpu_period_s))
         cpus = None if spec.cpus is None else spec.cpus[number]
-        found.append(Host(number, f"host{number}", network.address_of(number), name, group, cpus))
-    return Hosts(spec, tuple(found))
+        hosts.append(Host(number, f"host{number}", network.address_of(number), name, group, cpus))
+    return Hosts(spec, tuple(hosts))
 
 
 def _remove(prefix: str, spec: HostsSpec) -> None:

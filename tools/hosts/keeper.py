@@ -87,15 +87,15 @@ def _keep(child: int, launcher: int, wake: int, grace_s: float) -> int:
 
 def _reap(child: int) -> int | None:
     """Collects ended children, adopted ones too; the status of `child` once it has ended."""
-    found = None
+    ended = None
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             if pid == child:
-                found = status
-    return found
+                ended = status
+    return ended
 
 
 def _signal_group(child: int, number: int) -> None:
@@ -128,12 +128,12 @@ def _descendants() -> list[int]:
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as stream:
                 text = stream.read()
                 parents.setdefault(int(text[text.rindex(")") + 2 :].split()[1]), []).append(int(name))
-    found, queue = [], [os.getpid()]
+    descendants, queue = [], [os.getpid()]
     while queue:
         children = parents.get(queue.pop(), [])
-        found += children
+        descendants += children
         queue += children
-    return found
+    return descendants
 
 
 def _enter(settings: dict[str, Any], command: list[str], keeper: int) -> NoReturn:

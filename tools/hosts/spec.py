@@ -30,7 +30,7 @@ class HostsSpec:
 
     Attributes:
         hosts: H, 1 to `MAX_HOSTS`.
-        rate_bits_per_s: Of every card, or H x H by sender and receiver with 0 on the diagonal. Ethernet frames count; TCP
+        rate_bits_per_s: Rate of every card, or H x H by sender and receiver with 0 on the diagonal. Ethernet frames count; TCP
             payload reaches about 95.6 % of it.
         burst_bytes: What may pass at once after a pause; None takes what the rate moves in a millisecond, at least 8 KiB.
             Messages shorter than it are faster than the rate.
@@ -115,13 +115,13 @@ def parse_cores(text: str) -> tuple[tuple[int, ...], ...]:
     Raises:
         InputError: The text is no such list.
     """
-    found = []
+    cores = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise InputError(f"hosts: cores {show(text)} are not of the form 0,1 or 0-1,2-3 (one entry a host)")
-        found.append(tuple(range(int(match[1]), int(match[2] or match[1]) + 1)))
-    return tuple(found)
+        cores.append(tuple(range(int(match[1]), int(match[2] or match[1]) + 1)))
+    return tuple(cores)
 
 
 def _rates(value: Any, count: int) -> Rates:
@@ -154,13 +154,13 @@ def _cores(value: Any, count: int) -> tuple[tuple[int, ...], ...] | None:
         return None
     if not isinstance(value, (tuple, list)) or len(value) != count:
         raise InputError(f"hosts: cpus: expected one entry for each of {count} hosts, found {show(value)}")
-    found = []
+    by_host = []
     for i, item in enumerate(value):
         cores = item if isinstance(item, (tuple, list)) else (item,)
         if not cores:
             raise InputError(f"hosts: cpus[{i}]: a host needs at least one core")
-        found.append(tuple(sorted({_whole(core, f"cpus[{i}]", 0, 4095) for core in cores})))
-    return tuple(found)
+        by_host.append(tuple(sorted({_whole(core, f"cpus[{i}]", 0, 4095) for core in cores})))
+    return tuple(by_host)
 
 
 def _number(value: Any, where: str, low: float, high: float) -> float:

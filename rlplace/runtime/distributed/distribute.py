@@ -17,7 +17,7 @@ from rlplace.runtime.distributed.execution.engine import Engine
 from rlplace.runtime.distributed.execution.engines import choose_engine
 from rlplace.runtime.distributed.execution.same_batch import check_first_batches
 from rlplace.runtime.distributed.execution.setup import Setup
-from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_spots
+from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_placements
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro_batch, takes_target
 from rlplace.runtime.distributed.graph.same_graph import check_same_graph
@@ -58,7 +58,7 @@ def distribute(
             batch of its own replica.
         reduction: ``"mean"`` or ``"sum"``: how the loss of a batch comes from those of its samples.
         whole: Names of keyword inputs that are not cut into micro-batches although they are as long as the batch.
-        seed: Of dropout and other random ops.
+        seed: Seed of dropout and other random ops.
         problem: What the plan was made for; its times then decide the order in which a device runs what is ready, as the
             simulator does. Without it the order is decided by the sizes of values.
         engine: Name of an engine (see `execution.engines.ENGINES`); None takes the one that fits the plan best.
@@ -73,7 +73,7 @@ def distribute(
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
     where = _device(device)
     ranks = ranks_of(plan, where)
-    faults.install(part_text(plan, ranks.place))
+    faults.install(part_text(plan, ranks.plan_device))
     check_same_plan(plan, ranks)
     meta = meta_copy(model)
     args, kwargs = micro_batch(plan, example_inputs)
@@ -83,8 +83,8 @@ def distribute(
     trace = graphs or Graphs()
     first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
     check_same_graph(first, ranks)
-    check_same_ops(first, planned_spots(plan))
-    made = choose_engine(Setup(model, plan, first, ranks, problem, replayed), engine)
+    check_same_ops(first, planned_placements(plan))
+    chosen = choose_engine(Setup(model, plan, first, ranks, problem, replayed), engine)
 
     def engine_for(
         shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
@@ -92,10 +92,10 @@ def distribute(
         graph = trace(shape, args, kwargs, None if target is None and with_target else loss, target)
         if graph is not first:
             check_same_graph(graph, ranks)
-        return graph, made.engine_for(graph)
+        return graph, chosen.engine_for(graph)
 
     batching = Batching(plan.microbatches, share, frozenset(whole), reduction, plan.optimizer_sharding)
-    placed = DistributedModel(meta, made.own, ranks, batching, engine_for, seed, report=made.name)
+    placed = DistributedModel(meta, chosen.own, ranks, batching, engine_for, seed, report=chosen.name)
     check_first_batches(placed, ranks, share)
     return placed
 
@@ -104,19 +104,19 @@ def _device(device: torch.device | str | None) -> torch.device:
     """Where this process computes; a GPU becomes its current one, which exchanges of objects and other kernels go to."""
     if device is None:
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        found = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+        where = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     else:
-        found = torch.device(device)
-    if found.type != "cuda":
-        return found
+        where = torch.device(device)
+    if where.type != "cuda":
+        return where
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (found.index or 0) >= count:
+    if (where.index or 0) >= count:
         raise MissingError(
-            f"distribute: this process is to compute on {found}, but {count} GPUs are here; start as many processes as there "
+            f"distribute: this process is to compute on {where}, but {count} GPUs are here; start as many processes as there "
             "are GPUs, or give device='cpu'"
         )
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
         raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
-    found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-    torch.cuda.set_device(found)
-    return found
+    where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+    torch.cuda.set_device(where)
+    return where

@@ -32,8 +32,8 @@ def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
         timeout = timedelta(seconds=default_timeout_s())  # other groups do not take it over by themselves
         with _named(f"rlplace {attempt()} {key[1]} {key[0]}"):
             groups[key] = dist.new_group(list(key[0]), use_local_synchronization=True, timeout=timeout)
-    found: dist.ProcessGroup = groups[key]
-    return found
+    group: dist.ProcessGroup = groups[key]
+    return group
 
 
 def connect_now(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -57,8 +57,8 @@ def start_group(backend: str, timeout_s: float) -> None:
     ``init_process_group`` alone may find the addresses of the attempt before in the store after a restart.
 
     Args:
-        backend: Of torch.distributed.
-        timeout_s: Of its operations.
+        backend: Backend of torch.distributed.
+        timeout_s: How long one of its operations may take.
     """
     limit = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
@@ -77,12 +77,12 @@ def _named(name: str) -> Iterator[None]:
     torch takes the number of groups that a process has made so far into the name, and the members wait for each other for ever
     when some of them are in more groups than others.
     """
-    made = c10d._hash_ranks_to_str
+    original = c10d._hash_ranks_to_str
     c10d._hash_ranks_to_str = lambda ranks: hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
     try:
         yield
     finally:
-        c10d._hash_ranks_to_str = made
+        c10d._hash_ranks_to_str = original
 
 
 def default_timeout_s() -> float:

@@ -102,8 +102,8 @@ class DistributedModel(nn.Module):
     @property
     def meta_model(self) -> nn.Module:
         """The model without its values, all of it: names, shapes, modes, code."""
-        found: nn.Module = vars(self)["_meta"]
-        return found
+        model: nn.Module = vars(self)["_meta"]
+        return model
 
     @property
     def own_tensors(self) -> Own:
@@ -184,8 +184,8 @@ class DistributedModel(nn.Module):
                     stash.take()
                 else:
                     replica_of = {n: split.replica[n] for n in (numbers if shared else own)}
-                    found = dict(zip(own, engine.evaluate(parts), strict=False))
-                    results.update(exchange(graph, self._ranks, replica_of, found, everywhere=shared))
+                    outputs = dict(zip(own, engine.evaluate(parts), strict=False))
+                    results.update(exchange(graph, self._ranks, replica_of, outputs, everywhere=shared))
         assert graph is not None  # no batch is without parts
         send_from_first(self._own, written, self._ranks)
         if not training:

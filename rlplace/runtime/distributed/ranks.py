@@ -20,7 +20,7 @@ class Ranks:
     Device d of the cluster that a plan was made for is the process of rank d.
 
     Attributes:
-        rank: Of this process.
+        rank: Number of this process.
         world: Number of processes.
         device: Where this process computes.
         replicas: Replica r runs the plan's device i on rank ``replicas[r][i]``.
@@ -37,29 +37,29 @@ class Ranks:
         return next((r for r, row in enumerate(self.replicas) if self.rank in row), None)
 
     @property
-    def place(self) -> int | None:
+    def plan_device(self) -> int | None:
         """The device of the plan that this rank is; None: the plan does not use this rank."""
         return None if self.replica is None else self.replicas[self.replica].index(self.rank)
 
-    def twins(self, place: int) -> tuple[int, ...]:
-        """The ranks that are one device of the plan, replica by replica."""
-        return tuple(row[place] for row in self.replicas)
+    def data_parallel_ranks(self, plan_device: int) -> tuple[int, ...]:
+        """The ranks that run one device of the plan, replica by replica."""
+        return tuple(row[plan_device] for row in self.replicas)
 
-    def holders(self, places: Iterable[int]) -> tuple[int, ...]:
+    def holders(self, plan_devices: Iterable[int]) -> tuple[int, ...]:
         """The ranks of all replicas that hold what some devices of the plan hold."""
-        return tuple(sorted(rank for place in places for rank in self.twins(place)))
+        return tuple(sorted(rank for plan_device in plan_devices for rank in self.data_parallel_ranks(plan_device)))
 
-    def rank_of(self, place: int) -> int:
+    def rank_of(self, plan_device: int) -> int:
         """The rank that is a device of the plan in this rank's replica (in the first one for a rank outside the plan)."""
-        return self.replicas[self.replica or 0][place]
+        return self.replicas[self.replica or 0][plan_device]
 
 
-def part_text(plan: PlacementPlan, place: int | None) -> str:
+def part_text(plan: PlacementPlan, plan_device: int | None) -> str:
     """What a device of the plan runs, for messages: its stages."""
-    if place is None:
+    if plan_device is None:
         return "not in the plan"
     stages = plan.device_of_group if plan.stage_of_group is None else plan.stage_of_group
-    here = sorted({int(stage) for stage, device in zip(stages, plan.device_of_group, strict=True) if device == place})
+    here = sorted({int(stage) for stage, device in zip(stages, plan.device_of_group, strict=True) if device == plan_device})
     if not here:
         return "no stage"
     return f"stage {here[0]}" if len(here) == 1 else f"stages {', '.join(map(str, here))}"
@@ -100,9 +100,9 @@ def check_same_plan(plan: PlacementPlan, ranks: Ranks) -> None:
         InputError: On every rank.
     """
     own = torch.tensor([int(plan.fingerprint[:15], 16)], device=ranks.device)
-    found = [torch.zeros_like(own) for _ in range(ranks.world)]
-    dist.all_gather(found, own)
-    other = next((rank for rank, value in enumerate(found) if int(value) != int(found[0])), None)
+    fingerprints = [torch.zeros_like(own) for _ in range(ranks.world)]
+    dist.all_gather(fingerprints, own)
+    other = next((rank for rank, value in enumerate(fingerprints) if int(value) != int(fingerprints[0])), None)
     if other is not None:
         raise InputError(
             f"distribute: ranks 0 and {other} have different plans; make the plan once, save it and load it on every rank "

@@ -47,7 +47,7 @@ class Built:
     graph: object
     plan: object
     joint: object
-    places: object
+    placement: object
 
 
 def build(name, world, *, microbatches=1, seed=0, train=True, plan=None, replicas=None, double=False, given=None, **fields):
@@ -60,8 +60,8 @@ def build(name, world, *, microbatches=1, seed=0, train=True, plan=None, replica
     if plan is None:
         used = world if replicas is None else len(replicas[0])
         plan = plan_of(graph, *random_places(graph, used, seed), microbatches=microbatches, replicas=replicas, **fields)
-    places = build_joint(graph, plan, torch.device("cpu"))
-    return Built(model, inputs, loss, split, graph, plan, places.joint, places)
+    placement = build_joint(graph, plan, torch.device("cpu"))
+    return Built(model, inputs, loss, split, graph, plan, placement.joint, placement)
 
 
 class Job:
@@ -95,10 +95,10 @@ class Running(Job):
         super().__init__(name, double, train, given)
         self.built = build(name, world, double=double, train=train, given=given, **options)
         self.ranks = ranks_of(self.built.plan, torch.device("cpu"))
-        places, constants = self.built.places, self.built.graph.constants
-        self.own = own_tensors(self.built.model, places.owners, constants, self.ranks.place, self.ranks.device)
+        placement, constants = self.built.placement, self.built.graph.constants
+        self.own = own_tensors(self.built.model, placement.owners, constants, self.ranks.plan_device, self.ranks.device)
         schedule = self.built.plan.schedule
-        self.engine = JointEngine(places, self.ranks, self.own, schedule)
+        self.engine = JointEngine(placement, self.ranks, self.own, schedule)
 
 
 def plain_loss(running, model, part, step):

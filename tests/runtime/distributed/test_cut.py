@@ -7,7 +7,7 @@ from small_models import MODELS
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.turns import turns_of
-from rlplace.runtime.distributed.graph.assign import assign, check_same_ops, planned_groups, planned_spots
+from rlplace.runtime.distributed.graph.assign import assign, check_same_ops, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.order import step_order
@@ -33,7 +33,7 @@ def graphs():
 def cut_of(graphs, name, grain, **options):
     model, inputs, graph = graphs(name)
     plan = plan_of(model, inputs, **options)
-    return cut_graph(graph, assign(graph, planned_spots(plan), None, planned_groups(plan)), grain)
+    return cut_graph(graph, assign(graph, planned_placements(plan), None, planned_groups(plan)), grain)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +79,7 @@ def test_segments_one_after_the_other_compute_what_the_model_computes(graphs, na
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
 def test_stages_of_a_chain_are_one_segment_each(graphs, name):
     cut = cut_of(graphs, name, "stage", devices=3, groups=6, deal="chain")
-    assert [segment.spot.place for segment in cut.segments] == [0, 1, 2]
+    assert [segment.placement.device for segment in cut.segments] == [0, 1, 2]
 
 
 def test_joining_groups_in_a_row_never_delays_another_device(graphs):
@@ -107,14 +107,14 @@ def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name,
         for value in segment.reads:
             assert position[type(step)(cut.maker[value], step.microbatch, False)] < position[step]
     sent, needed = [], []
-    for place in range(3):
-        turns = turns_of(cut, order, place)
+    for device in range(3):
+        turns = turns_of(cut, order, device)
         posted = [m for turn in turns for m in turn.posts]
         assert sorted(m.tag for m in posted) == sorted(m.tag for turn in turns for m in turn.needs)
-        assert all(m.destination == place for m in posted)
+        assert all(m.destination == device for m in posted)
         sent += [m for turn in turns for m in turn.sends]
         needed += posted
-        assert all(m.source == place for turn in turns for m in turn.sends)
+        assert all(m.source == device for turn in turns for m in turn.sends)
         started, freed = set(), set()
         for turn in turns:
             segment = cut.segments[turn.run.segment]
@@ -136,8 +136,8 @@ def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name,
 def test_without_a_backward_only_outputs_are_kept(graphs):
     cut = cut_of(graphs, "t5", "group", devices=2, groups=8, deal="random", seed=2)
     order = step_order(cut, 2, "list", training=False)
-    for place in range(2):
-        turns = turns_of(cut, order, place)
+    for device in range(2):
+        turns = turns_of(cut, order, device)
         here = [cut.segments[turn.run.segment] for turn in turns]
         touched = {value for segment in here for value in (*segment.makes, *segment.reads)}
         freed = {value for turn in turns for value, _ in turn.frees}
@@ -148,8 +148,8 @@ def test_without_a_backward_only_outputs_are_kept(graphs):
 def test_gpipe_runs_all_forwards_of_a_stage_first(graphs):
     cut = cut_of(graphs, "gpt2", "group", devices=2, groups=6, deal="chain")
     order = step_order(cut, 4, "gpipe")
-    for place in range(2):
-        kinds = [step.backward for step in order if cut.segments[step.segment].spot.place == place]
+    for device in range(2):
+        kinds = [step.backward for step in order if cut.segments[step.segment].placement.device == device]
         assert kinds == sorted(kinds)
 
 
@@ -157,7 +157,7 @@ def test_a_plan_of_another_model_is_refused(graphs):
     model, inputs, _ = graphs("gpt2")
     plan = plan_of(model, inputs, 2)
     with pytest.raises(InputError, match=r"it is for another model.*the plan names"):
-        check_same_ops(graphs("lstm")[2], planned_spots(plan))
+        check_same_ops(graphs("lstm")[2], planned_placements(plan))
 
 
 def test_a_plan_without_ops_is_refused(graphs):
@@ -165,4 +165,4 @@ def test_a_plan_without_ops_is_refused(graphs):
     plan = plan_of(model, inputs, 2)
     empty = type(plan)(**{**vars(plan), "groups": [{"name": g["name"], "modules": ["m"], "ops": []} for g in plan.groups]})
     with pytest.raises(InputError, match="name no ops"):
-        planned_spots(empty)
+        planned_placements(empty)

@@ -10,7 +10,7 @@ import torch
 from equal import SINGLE_PRECISION, build, keywords
 
 import rlplace
-from rlplace.runtime.distributed.joint.assign import joint_places
+from rlplace.runtime.distributed.joint.assign import place_joint_graph
 from rlplace.runtime.distributed.joint.make import why_not
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
@@ -87,8 +87,8 @@ def bipartition_step(world):
     plan = rlplace.place(problem, planner="bipartition", seed=0)
     running = joint_worker.Running("gpt2", world, plan=plan, double=True)
     worst = joint_worker.train_and_compare(running)
-    places = running.built.places
-    used = [{places.place[n] for n in places.place if n.meta["backward"] == which} for which in (False, True)]
+    placement = running.built.placement
+    used = [{placement.device_of[n] for n in placement.device_of if n.meta["backward"] == which} for which in (False, True)]
     return worst[0], used, plan.planner
 
 
@@ -153,16 +153,16 @@ def test_replicas_and_schedules(schedule):
 
 def test_owners_are_where_the_weight_is_updated():
     built = joint_worker.build("bert", 3, seed=1)
-    places, graph = built.places, built.graph
+    placement, graph = built.placement, built.graph
     backward = {op: int(built.plan.device_of_group[2 * i + 1]) for i, op in enumerate(graph.op_of_node.values())}
     name = "bert.encoder.layer.0.intermediate.dense.weight"
     op = next(op for op in backward if op.startswith("bert.encoder.layer.0.intermediate.dense/"))
-    assert places.owners[name] == (backward[op],)
-    for node, place in places.place.items():
+    assert placement.owners[name] == (backward[op],)
+    for node, plan_device in placement.device_of.items():
         op = graph.op_of_node.get(node.meta["owner"])
         if op is not None:
             index = 2 * list(graph.op_of_node.values()).index(op) + node.meta["backward"]
-            assert place == built.plan.device_of_group[index]
+            assert plan_device == built.plan.device_of_group[index]
 
 
 def test_a_plan_without_backward_groups_runs_backward_with_forward():
@@ -173,8 +173,8 @@ def test_a_plan_without_backward_groups_runs_backward_with_forward():
     together = rlplace.PlacementPlan(
         "0" * 64, "test", 0, devices.astype(np.int32), groups=[{"name": op, "modules": [], "ops": [op]} for op in ops]
     )
-    apart, same = (joint_places(built.graph, built.joint, p) for p in (plan, together))
-    assert apart.place == same.place and apart.owners == same.owners
+    apart, same = (place_joint_graph(built.graph, built.joint, p) for p in (plan, together))
+    assert apart.device_of == same.device_of and apart.owners == same.owners
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,8 @@ def test_outputs_to_differentiate():
 
 def test_order_runs_producers_first_and_carries_buffers():
     built = joint_worker.build("resnet", 3, microbatches=3)
-    places = built.places
-    order = joint_order(places, places.place, 3, "list")
+    placement = built.placement
+    order = joint_order(placement, placement.device_of, 3, "list")
     position = {(task.node, task.microbatch): number for number, task in enumerate(order)}
     assert len(position) == len(order)
     made = {}
@@ -159,9 +159,9 @@ def test_order_runs_producers_first_and_carries_buffers():
             if value is node or value.target.__name__ == "getitem":
                 made[value, number] = at
     for (node, number), at in position.items():
-        for value in places.reads[node]:
-            if value in places.place:
+        for value in placement.reads[node]:
+            if value in placement.device_of:
                 assert made[value, number] < at
-    for name, node in places.joint.writes.items():
-        readers = [n for n in places.place if places.joint.held[name] in places.reads[n] and (n, 1) in position]
+    for name, node in placement.joint.writes.items():
+        readers = [n for n in placement.device_of if placement.joint.held[name] in placement.reads[n] and (n, 1) in position]
         assert all(made[base_of(node), 0] < position[reader, 1] for reader in readers)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from equal import build, keywords, parts_of
 
-from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_spots
+from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 from rlplace.runtime.distributed.pipeline import support, versions
@@ -33,7 +33,7 @@ def graphs():
 
 def cut_of(graph, places, schedule="1f1b", **fields):
     plan = pipeline_worker.stage_plan(graph, places, schedule=schedule, **{"microbatches": 4, **fields})
-    return cut_graph(graph, assign(graph, planned_spots(plan), None, planned_groups(plan))), plan
+    return cut_graph(graph, assign(graph, planned_placements(plan), None, planned_groups(plan))), plan
 
 
 def chain_with(graph, places):
@@ -82,7 +82,7 @@ def test_a_stage_that_comes_back_is_refused(graphs):
     graph = graphs("gpt2")
     _, plan = cut_of(graph, [0, 1, 0])
     plan.stage_of_group[:] = [0, 1, 0]
-    cut = cut_graph(graph, assign(graph, planned_spots(plan)))
+    cut = cut_graph(graph, assign(graph, planned_placements(plan)))
     assert "stage 0 needs to run in 2 parts, because other stages lie between" in support.unsupported(cut, plan)
     assert "stage-graph engine" in support.unsupported(cut, plan)
 
@@ -127,16 +127,16 @@ def test_skips_are_carried_once_and_no_further_than_needed(graphs):
 
 def test_messages_past_the_pipeline_have_tags_of_their_own(graphs):
     chain = chain_with(graphs("bert"), [0, 1, 2, 1, 0])
-    forwards = {place: [(s, m) for m in range(3) for s, p in enumerate(chain.places) if p == place] for place in range(3)}
+    forwards = {device: [(s, m) for m in range(3) for s, p in enumerate(chain.devices) if p == device] for device in range(3)}
     messages = asides_of(chain, forwards)
     assert messages
     assert sorted(m.tag for m in messages) == list(range(1, len(messages) + 1))
     wanted = {
-        (value, m, chain.places[maker], chain.places[reader])
+        (value, m, chain.devices[maker], chain.devices[reader])
         for value, (maker, readers) in chain.aside.items()
         for reader in readers
         for m in range(3)
-        if chain.places[maker] != chain.places[reader]
+        if chain.devices[maker] != chain.devices[reader]
     }
     assert {(m.value, m.microbatch, m.source, m.destination) for m in messages} == wanted
     assert len(messages) == len(wanted)
@@ -147,14 +147,14 @@ def test_messages_past_the_pipeline_have_tags_of_their_own(graphs):
 def test_orders_for_any_places_keep_what_1f1b_promises(graphs, places, microbatches):
     chain = chain_with(graphs("lstm"), places)
     order = pipeline_order(chain, "1f1b", microbatches)
-    for place, actions in order.items():
+    for device, actions in order.items():
         flying, seen = {}, set()
         for action in actions:
-            assert places[action.stage] == place
+            assert places[action.stage] == device
             flying[action.stage] = flying.get(action.stage, 0) + (1 if action.kind == "F" else -1)
             assert 0 <= flying[action.stage] <= len(places) - action.stage
             seen.add(action)
-        assert len(seen) == len(actions) == 2 * microbatches * places.count(place)
+        assert len(seen) == len(actions) == 2 * microbatches * places.count(device)
 
 
 def test_gpipe_on_any_places_runs_all_forwards_of_a_stage_first(graphs):

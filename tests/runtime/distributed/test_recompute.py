@@ -17,7 +17,7 @@ from rlplace.plan.plan import make_plan
 from rlplace.plan.recompute import recompute
 from rlplace.plan.segments import layer_segments
 from rlplace.problem import FORWARD
-from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_spots
+from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.pieces import convex_pieces
@@ -51,7 +51,7 @@ class Cutting:
     def __init__(self, model, inputs, loss, plan):
         self.model, self.inputs, self.sets = model, inputs, plan.recompute
         self.graph = forward_graph(model, (), inputs, loss=loss)
-        self.assignment = assign(self.graph, planned_spots(plan), None, planned_groups(plan))
+        self.assignment = assign(self.graph, planned_placements(plan), None, planned_groups(plan))
 
     def step(self, sets, recorder=None):
         """Forward and backward on a copy; the copy, the loss, the live bytes in between and the number of pieces."""

@@ -84,16 +84,16 @@ def current(error: BaseException | None = None) -> Activity:
     if source is not None:
         return Activity(text, source, False, age_s)
     ended = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)] if error is not None else []
-    collective, place = _look(_running() if error is None else reversed(ended))
+    collective, location = _look(_running() if error is None else reversed(ended))
     if collective is not None:
         return Activity(f"{collective} (last in {text})", None, True, age_s)
-    if what == OUTSIDE and place is not None:
-        text = f"{text} ({place})"
+    if what == OUTSIDE and location is not None:
+        text = f"{text} ({location})"
     return Activity(text, None, False, age_s)
 
 
-def _place(file: str, line: int, function: str) -> str | None:
-    """A line of the program, for messages; None for one of a library."""
+def _location(file: str, line: int, function: str) -> str | None:
+    """A line of the program, for messages; None for a line of a library."""
     if "site-packages" in file or file.startswith((_PACKAGE, _STANDARD, "<")):
         return None
     return f"{Path(file).name}:{line}" + (f" in {function}" if function != "<module>" else "")
@@ -105,7 +105,7 @@ def _look(frames: Iterable[tuple[CodeType, int]]) -> tuple[str | None, str | Non
     Args:
         frames: Code and line, innermost first.
     """
-    collective = place = None
+    collective = location = None
     for code, line in frames:
         file, name = code.co_filename, code.co_name
         if file.endswith("distributed_c10d.py") and not name.startswith("_") and name != "wrapper":
@@ -113,10 +113,10 @@ def _look(frames: Iterable[tuple[CodeType, int]]) -> tuple[str | None, str | Non
         elif file.endswith("pipelining/schedules.py") and "wait" in name:
             collective = "an exchange between stages"
         else:
-            place = _place(file, line, name)
-        if place is not None:
+            location = _location(file, line, name)
+        if location is not None:
             break
-    return collective, place
+    return collective, location
 
 
 def _running() -> Iterator[tuple[CodeType, int]]:

@@ -38,8 +38,8 @@ def split_batch(
 
     Args:
         arguments: ``((args, kwargs), target)``, or without the target.
-        replicas: Of the plan.
-        microbatches: Of each replica.
+        replicas: Number of replicas of the plan.
+        microbatches: Number of them that each replica runs.
         whole: Names of keyword inputs that every micro-batch gets whole although their first dimension is as long.
         reduction: ``"mean"`` weighs the loss of a part by its share of the samples, ``"sum"`` by 1.
 
@@ -88,7 +88,7 @@ def check_inputs(arguments: Any) -> None:
 
 def by_signature(split: Split) -> list[tuple[int, Sequence[int]]]:
     """Sample counts that occur, each with the numbers of its parts; the same on every rank."""
-    found: dict[int, list[int]] = {}
+    numbers_of: dict[int, list[int]] = {}
     for number, samples in enumerate(split.samples):
-        found.setdefault(samples, []).append(number)
-    return list(found.items())
+        numbers_of.setdefault(samples, []).append(number)
+    return list(numbers_of.items())

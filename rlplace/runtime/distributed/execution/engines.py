@@ -40,7 +40,7 @@ def choose_engine(setup: Setup, name: str | None = None) -> Made:
         engine = engine_module(candidate)
         reason = engine.why_not(setup.plan, setup.graph, setup.ranks.world)
         if reason is None:
-            made: Made = engine.make(setup)
-            return made
+            chosen: Made = engine.make(setup)
+            return chosen
         reasons.append(f"{candidate}: {reason}")
     raise InputError("distribute: no engine can run this plan: " + "; ".join(reasons))

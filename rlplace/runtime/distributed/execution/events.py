@@ -22,7 +22,7 @@ class Event:
     Attributes:
         kind: One of `KINDS`: passes of segments; waiting for other processes; adding up gradients; the optimizer.
         start_s, end_s: By the host's monotonic clock.
-        segment, microbatch: Of passes and waits, else -1.
+        segment, microbatch: What a pass or wait is for, else -1.
     """
 
     kind: str

@@ -55,7 +55,7 @@ def clip_grad_norm(
     Args:
         parameters: Those of this process.
         cut: Names of those that are this replica's share only; of the others every replica has the same gradient.
-        owners: Places that hold a parameter, by name; what several hold counts once.
+        owners: Devices of the plan that hold a parameter, by name; what several hold counts once.
         ranks: The processes.
         max_norm: Upper limit.
         norm_type: 2 for the Euclidean norm, ``float("inf")`` for the largest element.
@@ -76,7 +76,7 @@ def clip_grad_norm(
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()  # a collective of its mesh
-        if owners[name][0] == ranks.place and (name in cut or ranks.replica == 0):
+        if owners[name][0] == ranks.plan_device and (name in cut or ranks.replica == 0):
             total = torch.maximum(total, norm.double()) if infinite else total + norm.double() ** norm_type
     dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
     norm = total if infinite else total ** (1.0 / norm_type)

@@ -8,7 +8,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.engine import Engine, StepOptions
 from rlplace.runtime.distributed.execution.setup import Made, Setup, why_not_autograd, why_not_free
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
-from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_spots
+from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import Cut, cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.order import expected_of
@@ -40,15 +40,15 @@ def make_segments(setup: Setup, name: str, grain: str, make_engine: MakeEngine) 
         make_engine: Makes it for a cut.
     """
     plan, ranks, source = setup.plan, setup.ranks, setup.graph
-    planned, groups = planned_spots(plan), planned_groups(plan)
+    planned, groups = planned_placements(plan), planned_groups(plan)
     assigned = assign(source, planned, None, groups)
     first = cut_graph(source, assigned, grain, plan.recompute)
-    own = own_tensors(setup.model, first.owners, source.constants, ranks.place, ranks.device)
-    places = {name: who[0] for name, who in own.owners.items()}
+    own = own_tensors(setup.model, first.owners, source.constants, ranks.plan_device, ranks.device)
+    first_owner = {name: who[0] for name, who in own.owners.items()}
     expected = None if setup.problem is None else expected_of(setup.problem)
 
     def engine_for(graph: ForwardGraph) -> Engine:
-        assignment = assigned if graph is source else assign(graph, planned, places, groups)
+        assignment = assigned if graph is source else assign(graph, planned, first_owner, groups)
         cut = first if graph is source else cut_graph(graph, assignment, grain, plan.recompute)
         options = StepOptions(plan.schedule, expected, recompute_sets(plan.recompute, assignment), plan.optimizer_sharding)
         return make_engine(cut, ranks, own.holding(graph.constants, ranks.device), options)

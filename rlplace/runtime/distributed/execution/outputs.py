@@ -27,7 +27,7 @@ def exchange(
     """The outputs of micro-batches of one signature on every rank that wants them; those ranks call it together.
 
     Args:
-        graph: Of the signature.
+        graph: The graph for the inputs of that signature.
         ranks: The processes.
         replica_of: Replica of each micro-batch that is wanted, by its number, in one order on all ranks.
         own: Outputs by number on the ranks of its replica.
@@ -42,15 +42,15 @@ def exchange(
         return {number: list(values) for number, values in own.items()}
     group = None if everywhere else group_of(wanted)
     names = output_names(graph)
-    found: dict[int, list[Any]] = {}
+    outputs: dict[int, list[Any]] = {}
     for number, replica in replica_of.items():
         source = ranks.replicas[replica][0]
         values = own.get(number)
-        found[number] = [
+        outputs[number] = [
             _sent(graph, name, None if values is None else values[position], source, ranks.device, group)
             for position, name in enumerate(names)
         ]
-    return found
+    return outputs
 
 
 def _sent(graph: ForwardGraph, name: Any, value: Any, source: int, device: torch.device, group: Any) -> Any:
@@ -70,7 +70,7 @@ def join(graph: ForwardGraph, parts: Sequence[Sequence[Any]], samples: Sequence[
     Args:
         graph: The graph, of any signature.
         parts: Per micro-batch what `Engine.evaluate` returned.
-        samples: Per micro-batch.
+        samples: Number of samples of each micro-batch.
         mean: Whether scalars are means over the samples.
     """
     total = sum(samples)

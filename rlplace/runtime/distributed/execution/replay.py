@@ -60,11 +60,11 @@ class ReplayEngine(StageGraphEngine):
 
     def update_seconds(self) -> float:
         """What the optimizer takes on this rank."""
-        place = self.ranks.place
-        if place is None:
+        plan_device = self.ranks.plan_device
+        if plan_device is None:
             return 0.0
         shares = [share for segment in self._mine.values() for share in segment.groups.items() if share[0] >= 0]
-        return float(sum(self._slept.update_s[group, place] * share for group, share in shares))
+        return float(sum(self._slept.update_s[group, plan_device] * share for group, share in shares))
 
 
 def make(setup: Setup) -> Made:

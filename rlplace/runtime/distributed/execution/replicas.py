@@ -39,8 +39,8 @@ class _Bucket:
 class GradientReducer:
     """Sums the gradients of one process's parameters over all processes that hold them.
 
-    ``begin``, then backward passes, then ``finish``. Parameters that only the replicas of this place hold are reduced as soon
-    as they are complete; those that are tied across places follow at the end.
+    ``begin``, then backward passes, then ``finish``. Parameters that only the replicas of this device hold are reduced as
+    soon as they are complete; those that are tied across devices follow at the end.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class GradientReducer:
         *,
         sharded: bool = False,
     ) -> None:
-        """Makes the buckets; the replicas of a place do so together.
+        """Makes the buckets; the replicas of one device do so together.
 
         Args:
-            parameters: Of this process, by first name.
-            owners: Places of every parameter.
+            parameters: Those that this process holds, by first name.
+            owners: Devices of the plan that hold each parameter.
             ranks: The processes.
             order: Names in the order in which gradients become complete, as far as it is known; the same on every replica.
             sharded: Only the share of this replica is needed: see `shares`. The rest of a gradient is undefined.
@@ -65,7 +65,7 @@ class GradientReducer:
         self._owners = owners
         self._replicas = len(ranks.replicas)
         own = {name: p for name, p in parameters.items() if p.requires_grad}
-        alone = {name for name in own if owners[name] == (ranks.place,)} if self._replicas > 1 else set()
+        alone = {name for name in own if owners[name] == (ranks.plan_device,)} if self._replicas > 1 else set()
         self._parameters = {name: own[name] for name in dict.fromkeys([*order, *reversed(own)]) if name in alone}
         self._others = {name: p for name, p in own.items() if name not in alone}
         self._shares: dict[str, list[Share]] = {
@@ -75,7 +75,11 @@ class GradientReducer:
         self._sharded = sharded
         self._bucket_names = fill_buckets(self._parameters, FIRST_BUCKET_BYTES)
         self._of = {name: number for number, names in enumerate(self._bucket_names) for name in names}
-        self._group = group_of(ranks.twins(ranks.place), "gradients") if self._parameters and ranks.place is not None else None
+        self._group = (
+            group_of(ranks.data_parallel_ranks(ranks.plan_device), "gradients")
+            if self._parameters and ranks.plan_device is not None
+            else None
+        )
         if self._group is not None:
             connect_now(self._group, ranks.device)
         self._buckets: list[_Bucket] = []

@@ -39,12 +39,12 @@ def check_first_batches(model: nn.Module, ranks: Ranks, share: str) -> None:
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mine = digest((args, kwargs)).to(ranks.device)
-        found = [torch.empty_like(mine) for _ in alike]
-        dist.all_gather(found, mine, group=group_of(alike, "inputs"))
+        digests = [torch.empty_like(mine) for _ in alike]
+        dist.all_gather(digests, mine, group=group_of(alike, "inputs"))
         left[0] -= 1
         if left[0] == 0:
             handle.remove()
-        if any(not torch.equal(other, found[0]) for other in found):
+        if any(not torch.equal(other, digests[0]) for other in digests):
             raise InputError(
                 "distribute: the processes were called with different batches; every process of a replica works on the whole "
                 "batch, so seed all alike and leave out DistributedSampler and loaders that split batches over processes"
@@ -60,7 +60,7 @@ def digest(inputs: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0:
             continue
         flat = torch.nan_to_num(leaf.detach().double().flatten()) if not leaf.is_complex() else leaf.detach().abs().double()
-        places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).sqrt()
-        found = torch.stack([flat.new_tensor(float(flat.numel())), flat.sum(), (flat.flatten() * places).sum()])
-        total += found.cpu() * (number + 1)
+        weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).sqrt()
+        numbers = torch.stack([flat.new_tensor(float(flat.numel())), flat.sum(), (flat.flatten() * weights).sum()])
+        total += numbers.cpu() * (number + 1)
     return total

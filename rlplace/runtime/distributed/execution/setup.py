@@ -44,7 +44,7 @@ class Made:
     """An engine chosen for a plan.
 
     Attributes:
-        name: Of the engine.
+        name: The engine's name.
         own: What this process holds.
         engine_for: Makes the engine for the graph of one signature of inputs; must not hold on to the whole model.
     """

@@ -40,7 +40,7 @@ class StageProgram:
 
 
 class StageGraphEngine(Engine):
-    """Runs the segments of one place.
+    """Runs the segments of one device of the plan.
 
     Attributes:
         recorder: Takes the times of a step, once it is switched on.
@@ -54,8 +54,8 @@ class StageGraphEngine(Engine):
         self.owners = own.owners
         self.options = options
         self.recorder = Recorder(ranks.device)
-        place = ranks.place
-        self._mine = {segment.index: segment for segment in cut.segments if segment.spot.place == place}
+        plan_device = ranks.plan_device
+        self._mine = {segment.index: segment for segment in cut.segments if segment.placement.device == plan_device}
         again = options.recompute
         self._code = {index: segment_module(cut, segment, ranks.device, again) for index, segment in self._mine.items()}
         self._programs: dict[tuple[int, bool], StageProgram] = {}
@@ -90,9 +90,9 @@ class StageGraphEngine(Engine):
             return to_device(state.microbatches[microbatch].leaves[graph.inputs.index(name)], self.ranks.device)
         # A parameter or buffer that is returned as it is.
         held = None if name in self.cut.maker else graph.held_of_node[name]
-        source = self.cut.segments[self.cut.maker[name]].spot.place if held is None else self.owners.get(held, (0,))[0]
+        source = self.cut.segments[self.cut.maker[name]].placement.device if held is None else self.owners.get(held, (0,))[0]
         row = self.ranks.replicas[self.ranks.replica or 0]
-        if source == self.ranks.place:
+        if source == self.ranks.plan_device:
             own = state.values[name, microbatch] if held is None else {**self.parameters, **self.buffers}[held]
             value = own.detach().clone(memory_format=torch.contiguous_format)
         else:
@@ -102,17 +102,17 @@ class StageGraphEngine(Engine):
         return value
 
     def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> StepState:
-        place = self.ranks.place
+        plan_device = self.ranks.plan_device
         state = StepState(
             microbatches, Wire(self.ranks.rank, self.ranks.device), zero_loss(self.cut.graph.loss_dtype, self.ranks.device)
         )
-        if place is None:
+        if plan_device is None:
             return state
         key = (len(microbatches), training)
         if key not in self._programs:
             how = self.options
             order = step_order(self.cut, len(microbatches), how.schedule, training=training, expected=how.expected)
-            self._programs[key] = self._program(order, place)
+            self._programs[key] = self._program(order, plan_device)
             state.wire.connect(self._directions(self._programs[key]))
         program = self._programs[key]
         for turn, complete in zip(program.turns, program.completes, strict=True):
@@ -138,8 +138,8 @@ class StageGraphEngine(Engine):
             state.wire.finish()
         return state
 
-    def _program(self, order: Sequence[Step], place: int) -> StageProgram:
-        turns = turns_of(self.cut, order, place)
+    def _program(self, order: Sequence[Step], plan_device: int) -> StageProgram:
+        turns = turns_of(self.cut, order, plan_device)
         completes: list[list[str]] = []
         seen: set[str] = set()
         for turn in reversed(turns):
@@ -192,8 +192,8 @@ class StageGraphEngine(Engine):
                 state.leaves[key] = leaf.requires_grad_(training and graph.layout[name].requires_grad)
             reads.append(state.leaves[key])
         with torch.set_grad_enabled(training):
-            made = self._code[segment.index](*held, *inputs, *reads)
-        for name, value in zip(segment.makes, made, strict=True):
+            results = self._code[segment.index](*held, *inputs, *reads)
+        for name, value in zip(segment.makes, results, strict=True):
             state.values[name, number] = value
         if training and graph.loss in segment.makes:
             state.loss += state.values[graph.loss, number].detach().reshape(()) * state.microbatches[number].weight

@@ -13,28 +13,28 @@ AHEAD = 2
 """Receives are posted for this turn and the next."""
 
 
-def turns_of(cut: Cut, order: Sequence[Step], place: int) -> list[Turn[Step]]:
+def turns_of(cut: Cut, order: Sequence[Step], plan_device: int) -> list[Turn[Step]]:
     """The part of one process in a step.
 
     Args:
         cut: The segments.
         order: All passes, see `step_order`.
-        place: The process, as a device of the plan.
+        plan_device: The process, as a device of the plan.
     """
     layout = cut.graph.layout
-    place_of = [segment.spot.place for segment in cut.segments]
+    device_of = [segment.placement.device for segment in cut.segments]
     trains = {step.segment for step in order if step.backward}
     tags = count(1)
 
     def message(value: str, step: Step, gradient: bool, source: int, destination: int) -> Message:
         return Message(value, step.microbatch, source, destination, next(tags), gradient)
 
-    # By value, micro-batch and place the index of the last backward pass that reads it.
+    # By value, micro-batch and device the index of the last backward pass that reads it.
     last_reader: dict[tuple[str, int, int], int] = {}
     for index, step in enumerate(order):
         if step.backward:
             for value in cut.segments[step.segment].reads:
-                last_reader[value, step.microbatch, place_of[step.segment]] = index
+                last_reader[value, step.microbatch, device_of[step.segment]] = index
     arriving: dict[int, list[Message]] = {}
     leaving: dict[int, list[Message]] = {}
     first_reader: dict[tuple[str, int, int], int] = {}
@@ -44,35 +44,35 @@ def turns_of(cut: Cut, order: Sequence[Step], place: int) -> list[Turn[Step]]:
             backward_of[step.segment, step.microbatch] = index
         else:
             for value in cut.segments[step.segment].reads:
-                first_reader.setdefault((value, step.microbatch, place_of[step.segment]), index)
+                first_reader.setdefault((value, step.microbatch, device_of[step.segment]), index)
     for index, step in enumerate(order):
-        here = place_of[step.segment]
+        here = device_of[step.segment]
         segment = cut.segments[step.segment]
         if not step.backward:
             for value in segment.makes:
-                for there in sorted({place_of[reader] for reader in cut.readers.get(value, ())} - {here}):
+                for there in sorted({device_of[reader] for reader in cut.readers.get(value, ())} - {here}):
                     sent = message(value, step, False, here, there)
                     leaving.setdefault(index, []).append(sent)
                     arriving.setdefault(first_reader[value, step.microbatch, there], []).append(sent)
             continue
         for value in segment.reads:
             maker = cut.maker[value]
-            if layout[value].requires_grad and place_of[maker] != here and maker in trains:
+            if layout[value].requires_grad and device_of[maker] != here and maker in trains:
                 if last_reader[value, step.microbatch, here] == index:
-                    sent = message(value, step, True, here, place_of[maker])
+                    sent = message(value, step, True, here, device_of[maker])
                     leaving.setdefault(index, []).append(sent)
                     arriving.setdefault(backward_of[maker, step.microbatch], []).append(sent)
-    mine = [index for index, step in enumerate(order) if place_of[step.segment] == place]
+    mine = [index for index, step in enumerate(order) if device_of[step.segment] == plan_device]
     needs = [tuple(sorted(arriving.get(index, ()), key=lambda m: m.tag)) for index in mine]
-    frees = _frees(cut, order, place)
+    frees = _frees(cut, order, plan_device)
     return [
         Turn(order[index], posts, need, tuple(leaving.get(index, ())), tuple(frees.get(index, ())))
         for index, posts, need in zip(mine, posts_of(needs, AHEAD), needs, strict=True)
     ]
 
 
-def _frees(cut: Cut, order: Sequence[Step], place: int) -> dict[int, list[tuple[str, int]]]:
-    """By index of a forward pass of this place the values that are used there for the last time.
+def _frees(cut: Cut, order: Sequence[Step], plan_device: int) -> dict[int, list[tuple[str, int]]]:
+    """By index of a forward pass of this device the values that are used there for the last time.
 
     In a step with a backward those without a gradient; without one all but those that the model returns.
     """
@@ -82,7 +82,7 @@ def _frees(cut: Cut, order: Sequence[Step], place: int) -> dict[int, list[tuple[
     last: dict[tuple[str, int], int] = {}
     for index, step in enumerate(order):
         segment = cut.segments[step.segment]
-        if not step.backward and segment.spot.place == place:
+        if not step.backward and segment.placement.device == plan_device:
             last.update(((value, step.microbatch), index) for value in (*segment.makes, *segment.reads))
     frees: dict[int, list[tuple[str, int]]] = {}
     for key, index in last.items():

@@ -38,7 +38,7 @@ class Arrival:
 
     Attributes:
         work: What torch waits with.
-        rank: Of this process.
+        rank: Number of this process.
         source: The rank that sends it.
         what: Whose text names the value in messages.
     """
@@ -79,7 +79,7 @@ class Wire:
     both sides issue the messages of a direction in the order in which the sender makes them.
 
     Attributes:
-        rank: Of this process.
+        rank: Number of this process.
         device: Where received values go.
     """
 
@@ -101,7 +101,7 @@ class Wire:
         self._sent.append((work, flat, destination))
 
     def receive(self, layout: Layout, source: int, tag: int, what: object = "a value") -> tuple[Arrival, torch.Tensor]:
-        """Starts to receive; returns what to wait for and the tensor that it fills. the text of `what` names it."""
+        """Starts to receive; returns what to wait for and the tensor that it fills; the text of `what` names it."""
         value = layout.empty(self.device)
         try:
             work = dist.irecv(value, source, group=self._group(source, self.rank), tag=tag)

@@ -15,7 +15,7 @@ def topological(inputs: Mapping[K, set[K]], position: Mapping[K, Any] | None = N
 
     Args:
         inputs: By key the keys that it comes after.
-        position: Of the keys that could be next the one with the least position is; without, the one that was first free.
+        position: Decides between keys that could come next: the least does. None: the one that became free first does.
     """
     waiting = {key: len(before - {key}) for key, before in inputs.items()}
     after: dict[K, list[K]] = {}

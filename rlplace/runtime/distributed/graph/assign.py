@@ -18,44 +18,44 @@ from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 
 
 @dataclass(frozen=True, order=True)
-class Spot:
+class Placement:
     """Where a node runs: a stage of the plan on a device of the plan."""
 
     stage: int
-    place: int
+    device: int
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Spots of the nodes of one graph.
+    """Placements of the nodes of one graph.
 
     Attributes:
-        spot: By node name, for every node that does work.
+        placement: By node name, for every node that does work.
         unit: Number by node name; nodes with one number cannot be cut apart.
         group: Number of the plan's group by node name.
         moved: Ops that run elsewhere than the plan says, because of what they share memory with.
     """
 
-    spot: Mapping[str, Spot]
+    placement: Mapping[str, Placement]
     unit: Mapping[str, int]
     group: Mapping[str, int]
     moved: int
 
 
-def planned_spots(plan: PlacementPlan) -> dict[str, Spot]:
-    """The spot of every captured forward op that a plan names, a loss function outside the model among them.
+def planned_placements(plan: PlacementPlan) -> dict[str, Placement]:
+    """The placement of every captured forward op that a plan names, a loss function outside the model among them.
 
     Raises:
         InputError: The plan does not say what its groups hold.
     """
-    spots: dict[str, Spot] = {}
+    placements: dict[str, Placement] = {}
     stages = plan.device_of_group if plan.stage_of_group is None else plan.stage_of_group
     for (group, device), stage in zip(plan_groups(plan), stages, strict=True):
         for name in group.get("ops", ()):
-            spots.setdefault(name, Spot(int(stage), device))
-    if not spots:
+            placements.setdefault(name, Placement(int(stage), device))
+    if not placements:
         raise InputError("plan: its groups name no ops, so it cannot be cut into stages; plan at the finest granularity")
-    return spots
+    return placements
 
 
 def planned_groups(plan: PlacementPlan) -> dict[str, int]:
@@ -67,7 +67,7 @@ def planned_groups(plan: PlacementPlan) -> dict[str, int]:
     return groups
 
 
-def check_same_ops(graph: ForwardGraph, planned: Mapping[str, Spot]) -> None:
+def check_same_ops(graph: ForwardGraph, planned: Mapping[str, Placement]) -> None:
     """Refuses a plan that was made for another graph than that of the example inputs.
 
     Raises:
@@ -88,17 +88,17 @@ def check_same_ops(graph: ForwardGraph, planned: Mapping[str, Spot]) -> None:
 
 def assign(
     graph: ForwardGraph,
-    planned: Mapping[str, Spot],
+    planned: Mapping[str, Placement],
     owned: Mapping[str, int] | None = None,
     groups: Mapping[str, int] | None = None,
 ) -> Assignment:
-    """Gives every node its spot.
+    """Gives every node its placement.
 
     Args:
         graph: The graph to be cut.
-        planned: See `planned_spots`. Ops that it does not name, which graphs for other inputs or modes may have, go where most
-            ops of their module go.
-        owned: Place by first name of a held tensor that is in place already: what reads it goes there, unless the plan
+        planned: See `planned_placements`. Ops that it does not name, which graphs for other inputs or modes may have, go where
+            most ops of their module go.
+        owned: Device by first name of a held tensor that is in place already: what reads it goes there, unless the plan
             says otherwise.
         groups: See `planned_groups`; without them everything is of one group.
 
@@ -109,38 +109,40 @@ def assign(
     unit = units(nodes)
     of_module = _majority(planned)
     home = of_module.get("", min(planned.values()))
-    place_of_held = {name: place for name, place in (owned or {}).items()}
+    device_of_held = dict(owned or {})
     held = graph.held_of_node
     members: dict[int, list[fx.Node]] = {}
     for node in nodes:
         members.setdefault(unit[node], []).append(node)
-    spot_of_unit: dict[int, Spot] = {}
+    placement_of_unit: dict[int, Placement] = {}
     group_of_unit: dict[int, int] = {}
     moved = 0
     for node in nodes:
         number = unit[node]
-        if number in spot_of_unit:
+        if number in placement_of_unit:
             continue
         inside = members[number]
         names = [graph.op_of_node[n.name] for n in inside if n.name in graph.op_of_node]
         wanted = [name for name in names if name in planned]
-        readers = [place_of_held[held[o.name]] for n in inside for o in n.all_input_nodes if held.get(o.name) in place_of_held]
-        before = [unit[o] for n in inside for o in n.all_input_nodes if o in unit and unit[o] in spot_of_unit]
+        readers = [
+            device_of_held[held[o.name]] for n in inside for o in n.all_input_nodes if held.get(o.name) in device_of_held
+        ]
+        before = [unit[o] for n in inside for o in n.all_input_nodes if o in unit and unit[o] in placement_of_unit]
         if wanted:  # the last one's: all that the others read is made by then, so stages in a row stay in a row
             chosen = planned[wanted[-1]]
-        elif readers and (not before or spot_of_unit[before[0]].place != readers[0]):
-            chosen = min((s for s in planned.values() if s.place == readers[0]), default=Spot(readers[0], readers[0]))
+        elif readers and (not before or placement_of_unit[before[0]].device != readers[0]):
+            chosen = min((s for s in planned.values() if s.device == readers[0]), default=Placement(readers[0], readers[0]))
         elif names and not before:
             chosen = _nearest(names[0].rpartition("/")[0], of_module, home)
         else:
-            chosen = spot_of_unit[before[0]] if before else home
-        spot_of_unit[number] = chosen
+            chosen = placement_of_unit[before[0]] if before else home
+        placement_of_unit[number] = chosen
         # Ops that the plan does not name belong to the group that they come after.
-        near = [group_of_unit[other] for other in before if spot_of_unit[other] == chosen]
+        near = [group_of_unit[other] for other in before if placement_of_unit[other] == chosen]
         group_of_unit[number] = (groups or {}).get(wanted[-1], 0) if wanted else near[0] if near else -1
         moved += sum(planned[name] != chosen for name in wanted)
     return Assignment(
-        spot={node.name: spot_of_unit[unit[node]] for node in nodes},
+        placement={node.name: placement_of_unit[unit[node]] for node in nodes},
         unit={node.name: unit[node] for node in nodes},
         group={node.name: group_of_unit[unit[node]] for node in nodes},
         moved=moved,
@@ -176,20 +178,20 @@ def units(nodes: list[fx.Node]) -> dict[fx.Node, int]:
     return {node: int(components[label[number]]) for number, node in enumerate(nodes)}
 
 
-def _majority(planned: Mapping[str, Spot]) -> dict[str, Spot]:
-    """The spot of most ops below every module path."""
-    votes: dict[str, Counter[Spot]] = {}
-    for name, spot in planned.items():
+def _majority(planned: Mapping[str, Placement]) -> dict[str, Placement]:
+    """The placement of most ops below every module path."""
+    votes: dict[str, Counter[Placement]] = {}
+    for name, placement in planned.items():
         path = name.rpartition("/")[0]
         while True:
-            votes.setdefault(path, Counter())[spot] += 1
+            votes.setdefault(path, Counter())[placement] += 1
             if not path:
                 break
             path = path.rpartition(".")[0]
     return {path: min(count, key=lambda s: (-count[s], s)) for path, count in votes.items()}
 
 
-def _nearest(path: str, of_module: Mapping[str, Spot], home: Spot) -> Spot:
+def _nearest(path: str, of_module: Mapping[str, Placement], home: Placement) -> Placement:
     while path not in of_module and path:
         path = path.rpartition(".")[0]
     return of_module.get(path, home)

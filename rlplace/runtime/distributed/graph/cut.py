@@ -1,8 +1,8 @@
 """Cuts a forward graph into segments: what one process runs without waiting for another.
 
 A segment is a set of nodes of one stage on one device of the plan. The graph of segments is acyclic, so that each of them can
-run as one autograd graph: first the nodes are layered by how often the way to them changes its spot, then segments of one spot
-are joined as long as no cycle comes of it.
+run as one autograd graph: first the nodes are layered by how often the path to them changes its placement, then segments of one
+placement are joined as long as no cycle comes of it.
 
 Two grains: by stage, everything is joined that can be, so that a stage of a pipeline is one segment, and a plan that goes back
 and forth between devices gets several per device. By group, a segment is a group of the plan, or several in a row where joining
@@ -20,7 +20,7 @@ from torch import fx
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.graph.acyclic import contract, detour, join, reaches, topological
-from rlplace.runtime.distributed.graph.assign import Assignment, Spot
+from rlplace.runtime.distributed.graph.assign import Assignment, Placement
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 
 
@@ -30,7 +30,7 @@ class Segment:
 
     Attributes:
         index: Its number; what it reads comes from segments with smaller ones.
-        spot: Stage and device of the plan.
+        placement: Stage and device of the plan.
         groups: The plan's groups that it holds nodes of, with the share of their named ops that it holds.
         nodes: Names of its nodes, in execution order.
         held: Parameters, buffers and constants that it reads, by first name.
@@ -40,7 +40,7 @@ class Segment:
     """
 
     index: int
-    spot: Spot
+    placement: Placement
     groups: Mapping[int, float]
     nodes: tuple[str, ...]
     held: tuple[str, ...]
@@ -70,9 +70,9 @@ class Cut:
     moved: int
 
     @property
-    def places(self) -> int:
+    def num_devices(self) -> int:
         """Devices of the plan that run something, counted from 0."""
-        return 1 + max(segment.spot.place for segment in self.segments)
+        return 1 + max(segment.placement.device for segment in self.segments)
 
     def predecessors(self, segment: Segment) -> set[int]:
         """Numbers of the segments that a segment reads from."""
@@ -85,7 +85,7 @@ GRAINS = ("stage", "group")
 def cut_graph(
     graph: ForwardGraph, assignment: Assignment, grain: str = "stage", together: Iterable[Iterable[int]] | None = None
 ) -> Cut:
-    """Cuts a graph where its spots change.
+    """Cuts a graph where the placement of its nodes changes.
 
     Args:
         graph: The graph.
@@ -96,7 +96,7 @@ def cut_graph(
     Raises:
         InputError: A value that is no single tensor would have to cross a cut.
     """
-    nodes = [node for node in graph.module.graph.nodes if node.name in assignment.spot]
+    nodes = [node for node in graph.module.graph.nodes if node.name in assignment.placement]
     joint = {group: members[0] for members in map(sorted, together or ()) for group in members}
     segment_of = _segments(nodes, assignment, grain, joint)
     position = {name: number for number, name in enumerate(graph.inputs)}
@@ -107,7 +107,7 @@ def cut_graph(
     for node in nodes:
         members[segment_of[node]].append(node)
     reads: list[dict[str, None]] = [{} for _ in range(count)]
-    made: list[dict[str, None]] = [{} for _ in range(count)]
+    returns: list[dict[str, None]] = [{} for _ in range(count)]
     readers: dict[str, set[int]] = {}
     owners: dict[str, set[int]] = {}
     holds: list[dict[str, None]] = [{} for _ in range(count)]
@@ -120,20 +120,20 @@ def cut_graph(
                 takes[here].add(position[other.name])
             elif other.op == "placeholder":
                 holds[here][held[other.name]] = None
-                owners.setdefault(held[other.name], set()).add(assignment.spot[node.name].place)
+                owners.setdefault(held[other.name], set()).add(assignment.placement[node.name].device)
             elif other.name in maker and maker[other.name] != here:
                 if other.name not in graph.layout:
                     raise InputError(f"distribute: {other.name!r} is no single tensor and cannot go from one device to another")
                 reads[here][other.name] = None
-                made[maker[other.name]][other.name] = None
+                returns[maker[other.name]][other.name] = None
                 readers.setdefault(other.name, set()).add(here)
         if node.name in returned:
-            made[here][node.name] = None
+            returns[here][node.name] = None
     ops_of_group = Counter(assignment.group[node.name] for node in nodes if node.name in graph.op_of_node)
     segments = tuple(
         Segment(
             index=number,
-            spot=assignment.spot[inside[0].name],
+            placement=assignment.placement[inside[0].name],
             groups={
                 group: ops / ops_of_group[group]
                 for group, ops in Counter(assignment.group[n.name] for n in inside if n.name in graph.op_of_node).items()
@@ -142,7 +142,7 @@ def cut_graph(
             held=tuple(holds[number]),
             inputs=tuple(sorted(takes[number])),
             reads=tuple(reads[number]),
-            makes=tuple(made[number]),
+            makes=tuple(returns[number]),
         )
         for number, inside in enumerate(members)
     )
@@ -162,15 +162,15 @@ def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str, joint: M
     inputs: dict[int, set[int]] = {}
     for node in nodes:
         inputs.setdefault(unit[node], set()).update(unit[other] for other in node.all_input_nodes if other in unit)
-    spot = {unit[node]: assignment.spot[node.name] for node in nodes}
+    placement = {unit[node]: assignment.placement[node.name] for node in nodes}
     named = {unit[node]: assignment.group[node.name] if grain == "group" else 0 for node in nodes}
     group = {number: joint.get(name, name) if grain == "group" else 0 for number, name in named.items()}
-    kind = {number: (spot[number], group[number]) for number in inputs}
+    kind = {number: (placement[number], group[number]) for number in inputs}
     level: dict[int, int] = {}
     for number in topological(inputs):
         above = [level[other] + (kind[other] != kind[number]) for other in inputs[number] if other != number]
         level[number] = max(above, default=0)
-    classes: dict[tuple[tuple[Spot, int], int], int] = {}
+    classes: dict[tuple[tuple[Placement, int], int], int] = {}
     for number in sorted(inputs, key=level.__getitem__):
         classes.setdefault((kind[number], level[number]), len(classes))
     class_of = {number: classes[kind[number], level[number]] for number in inputs}
@@ -191,7 +191,7 @@ def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str, joint: M
     return {node: rank[joined[unit[node]]] for node in nodes}
 
 
-def _merge_rows(edges: dict[int, set[int]], kinds: Mapping[int, tuple[Spot, int]], into: dict[int, int]) -> dict[int, int]:
+def _merge_rows(edges: dict[int, set[int]], kinds: Mapping[int, tuple[Placement, int]], into: dict[int, int]) -> dict[int, int]:
     """Joins classes that follow each other on a device, where that delays no other device.
 
     The second reads nothing that the first does not come after anyway, and other devices that read the first come after the
@@ -205,7 +205,7 @@ def _merge_rows(edges: dict[int, set[int]], kinds: Mapping[int, tuple[Spot, int]
         if not last:
             continue
         earlier = last[0]
-        elsewhere = [other for other in edges[earlier] if kinds[other][0].place != kinds[earlier][0].place]
+        elsewhere = [other for other in edges[earlier] if kinds[other][0].device != kinds[earlier][0].device]
         if all(_leads(edges, index, other) for other in elsewhere) and not detour(edges, earlier, index):
             row[index] = earlier
             contract(edges, earlier, index)

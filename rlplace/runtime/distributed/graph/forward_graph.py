@@ -2,7 +2,7 @@
 
 It is the exported graph whose op names a plan uses, with four changes. Parameters, buffers and constants are placeholders, so
 that a process holds only those it needs. A loss function outside the model is a node of its own. Ops that write in place to a
-value nobody else reads any more are replaced by their twins that make a new tensor, since no cut may go through such a write.
+value nobody else reads any more are replaced by their out-of-place variants, since no cut may go through such a write.
 Random ops draw from streams of their own (`randomness`).
 """
 
@@ -225,10 +225,10 @@ def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) ->
     if loss is None:
         if isinstance(result, fx.Node):
             return result
-        found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-        if found is None and isinstance(result, (tuple, list)) and result:
-            found = result[0]
-        return found if isinstance(found, fx.Node) else None
+        candidate = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+        if candidate is None and isinstance(result, (tuple, list)) and result:
+            candidate = result[0]
+        return candidate if isinstance(candidate, fx.Node) else None
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     leaves, target_spec = ([], None) if target is None else pytree.tree_flatten(target)
     placeholders = []
@@ -250,8 +250,13 @@ def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) ->
 
 
 def _scalar(node: fx.Node | None, layout: Mapping[str, Layout]) -> str | None:
-    found = None if node is None else layout.get(node.name)
-    if found is None or not found.requires_grad or any(size != 1 for size in found.shape) or len(found.shape) > 1:
+    described = None if node is None else layout.get(node.name)
+    if (
+        described is None
+        or not described.requires_grad
+        or any(size != 1 for size in described.shape)
+        or len(described.shape) > 1
+    ):
         return None
     return node.name  # type: ignore[union-attr]
 

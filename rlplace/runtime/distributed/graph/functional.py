@@ -1,4 +1,4 @@
-"""Replaces in-place ops by twins that make a new tensor, where nobody can tell the difference.
+"""Replaces in-place ops by their out-of-place variants, where nobody can tell the difference.
 
 ``relu_(conv(x))`` becomes ``relu(conv(x))``. A cut between an op and an in-place op on its result would make the next process
 write to a tensor that autograd saved in the first one. An op stays as it is when it writes to a parameter, a buffer or an
@@ -15,7 +15,7 @@ from torch import fx
 from rlplace.runtime import aliases
 
 _KEPT = {"set_", "resize_", "copy_", "detach_", "requires_grad_", "fill_", "zero_"}
-"""Without a twin that autograd knows how to go through."""
+"""Without an out-of-place variant that autograd can differentiate."""
 
 
 def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableMapping[str, str]) -> int:
@@ -24,7 +24,7 @@ def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableM
     Args:
         graph: Exported training IR with tensor attributes as placeholders.
         held: These placeholders.
-        ops: Op name by node name; a replaced node hands its entry on to its twin.
+        ops: Op name by node name; a new node takes the entry of the one that it replaces.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     memory = aliases.shared_memory(graph.nodes)
@@ -33,8 +33,8 @@ def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableM
         members.setdefault(memory.find(node), []).append(node)
     replaced = 0
     for node in list(graph.nodes):
-        twin = _twin(node)
-        if twin is None:
+        variant = _out_of_place(node)
+        if variant is None:
             continue
         target = node.args[0]
         family = members[memory.find(node)]
@@ -45,7 +45,7 @@ def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableM
         if any(position[user] > here for other in earlier for user in other.users):
             continue
         with graph.inserting_before(node):
-            new = graph.call_function(twin, node.args, node.kwargs)
+            new = graph.call_function(variant, node.args, node.kwargs)
         new.meta = dict(node.meta)
         position[new] = here
         node.replace_all_uses_with(new)
@@ -61,7 +61,7 @@ def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableM
     return replaced
 
 
-def _twin(node: fx.Node) -> torch._ops.OpOverload | None:
+def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
     """The op that does the same to a new tensor; None when there is none or it would make another dtype or shape."""
     op = node.target
     if node.op != "call_function" or not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
@@ -70,14 +70,14 @@ def _twin(node: fx.Node) -> torch._ops.OpOverload | None:
     if not name.endswith("_") or name.endswith("__") or name in _KEPT or not isinstance(node.args[0], fx.Node):
         return None
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    twin = None if packet is None else getattr(packet, op._overloadname, None)
+    variant = None if packet is None else getattr(packet, op._overloadname, None)
     value = node.meta.get("val")
-    if twin is None or not isinstance(value, torch.Tensor):
+    if variant is None or not isinstance(value, torch.Tensor):
         return None
     operands = [_dtype(other) for other in node.all_input_nodes]
     # With one floating-point dtype among the operands nothing is promoted.
     same = {dtype for dtype in operands if dtype is not None} == {value.dtype}
-    return twin if same and _shape(node.args[0]) == tuple(value.shape) else None
+    return variant if same and _shape(node.args[0]) == tuple(value.shape) else None
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

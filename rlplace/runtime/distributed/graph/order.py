@@ -39,12 +39,12 @@ class Step:
 class Expected:
     """What a priced problem says about the groups of a plan.
 
-    Axes: G groups, D places.
+    Axes: G groups, D devices of the plan.
 
     Attributes:
         forward_s, backward_s, update_s: float64 [G, D], for one micro-batch.
-        links: Between places.
-        devices: The places.
+        links: Between the devices.
+        devices: The devices.
     """
 
     forward_s: NDArray[np.float64]
@@ -81,10 +81,10 @@ def segment_seconds(cut: Cut, expected: Expected | None = None) -> list[tuple[fl
     graph, seconds = cut.graph, []
     for segment in cut.segments:
         if expected is not None:
-            place = segment.spot.place
+            device = segment.placement.device
             shares = [(group, share) for group, share in segment.groups.items() if group >= 0]
-            forward = sum(expected.forward_s[group, place] * share for group, share in shares)
-            backward = sum(expected.backward_s[group, place] * share for group, share in shares)
+            forward = sum(expected.forward_s[group, device] * share for group, share in shares)
+            backward = sum(expected.backward_s[group, device] * share for group, share in shares)
             seconds.append((max(float(forward), 1e-9), max(float(backward), 1e-9)))
             continue
         total = 1e-6
@@ -108,7 +108,7 @@ class SegmentProblem:
     Attributes:
         problem: One op for the forward of each segment, then one for each backward.
         segment_of_op: Segment by op number.
-        device_of_group, stage_of_group: Of the problem's groups.
+        device_of_group, stage_of_group: Device and stage of the problem's groups.
     """
 
     problem: Problem
@@ -133,33 +133,36 @@ def segment_problem(cut: Cut, *, training: bool = True, expected: Expected | Non
         if layout[name].requires_grad and maker in backward:
             tensors += [TensorSpec(backward[reader], size, [backward[maker]]) for reader in readers if reader in backward]
     tensors += [TensorSpec(number, 0, [op]) for number, op in backward.items()]
-    spots = [segment.spot for segment in cut.segments]
-    op_spots = spots + [spots[number] for number in backward]
-    group_of = {spot: number for number, spot in enumerate(sorted(set(spots)))}
-    places = cut.places if expected is None else max(cut.places, len(expected.devices))
+    placements = [segment.placement for segment in cut.segments]
+    op_placements = placements + [placements[number] for number in backward]
+    group_of = {placement: number for number, placement in enumerate(sorted(set(placements)))}
+    devices = cut.num_devices if expected is None else max(cut.num_devices, len(expected.devices))
     problem = build_problem(
         "segments",
-        time_s=[[time] * places for time in times],
+        time_s=[[time] * devices for time in times],
         tensors=tensors,
-        memory_bytes=[None] * places,
-        group=[group_of[spot] for spot in op_spots],
+        memory_bytes=[None] * devices,
+        group=[group_of[placement] for placement in op_placements],
         phase=[FORWARD] * count + [BACKWARD] * len(backward),
         bandwidth_bytes_per_s=1e12,
         links=None if expected is None else expected.links,
     )
     return SegmentProblem(
-        problem, [*range(count), *backward], [spot.place for spot in group_of], [spot.stage for spot in group_of]
+        problem,
+        [*range(count), *backward],
+        [placement.device for placement in group_of],
+        [placement.stage for placement in group_of],
     )
 
 
-def simulate_segments(made: SegmentProblem, microbatches: int, schedule: str) -> Timeline:
+def simulate_segments(segments: SegmentProblem, microbatches: int, schedule: str) -> Timeline:
     """One step of the segments under a schedule."""
     return simulate(
-        made.problem,
-        list(made.device_of_group),
+        segments.problem,
+        list(segments.device_of_group),
         microbatches=microbatches,
         schedule=schedule,
-        stage_of_group=list(made.stage_of_group),
+        stage_of_group=list(segments.stage_of_group),
     )
 
 
@@ -170,20 +173,20 @@ def step_order(
 
     Args:
         cut: The segments.
-        microbatches: Of this replica.
+        microbatches: Number of them that this replica runs.
         schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
         training: With the backward passes.
         expected: Times and links of the problem that was planned; None guesses from the sizes of values.
     """
     if microbatches == 0:
         return []
-    made = segment_problem(cut, training=training, expected=expected)
-    timeline = simulate_segments(made, microbatches, schedule if training else LIST)
+    segments = segment_problem(cut, training=training, expected=expected)
+    timeline = simulate_segments(segments, microbatches, schedule if training else LIST)
     first = np.lexsort((timeline.task_microbatch, timeline.task_op, timeline.start_s))
     forwards = len(cut.segments)
     return [
         Step(
-            made.segment_of_op[timeline.task_op[task]],
+            segments.segment_of_op[timeline.task_op[task]],
             int(timeline.task_microbatch[task]),
             bool(timeline.task_op[task] >= forwards),
         )

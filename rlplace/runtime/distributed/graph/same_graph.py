@@ -35,11 +35,11 @@ def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
     lines = describe(graph)
     group = group_of(row, "inputs")  # that compares batches, too
     own = {"nodes": [_number(line) for line in lines]}
-    found = [told["nodes"] for told in gather_texts(own, ranks.device, group)]
-    differ = next((place for place, other in enumerate(found) if other != found[0]), None)
+    traced = [told["nodes"] for told in gather_texts(own, ranks.device, group)]
+    differ = next((number for number, other in enumerate(traced) if other != traced[0]), None)
     if differ is None:
         return
-    first = next(number for number, (a, b) in enumerate(zip_longest(found[0], found[differ])) if a != b)
+    first = next(number for number, (a, b) in enumerate(zip_longest(traced[0], traced[differ])) if a != b)
     here = lines[first] if first < len(lines) else "nothing more"
     raise InputError(
         f"distribute: ranks {row[0]} and {row[differ]} traced different forwards of the model, from node {first} on (rank "
@@ -56,12 +56,12 @@ def describe(graph: ForwardGraph) -> list[str]:
 
 
 def _lines(module: fx.GraphModule) -> list[str]:
-    found = []
+    lines = []
     for node in module.graph.nodes:
         value = aliases.get_attr(module, str(node.target)) if node.op == "get_attr" else None
         inner = " ".join(_lines(value)) if isinstance(value, fx.GraphModule) else ""
-        found.append(f"{node.name} = {_target(node.target)}{_text((node.args, node.kwargs))} {inner}".rstrip())
-    return found
+        lines.append(f"{node.name} = {_target(node.target)}{_text((node.args, node.kwargs))} {inner}".rstrip())
+    return lines
 
 
 def _target(target: Any) -> str:

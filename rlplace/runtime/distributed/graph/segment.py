@@ -61,12 +61,12 @@ def _pieces(cut: Cut, segment: Segment, recompute: Mapping[str, int]) -> list[Pi
     label = {node: recompute[node.name] for node in nodes if node.name in recompute}
     if not label:
         return [Piece(None, tuple(nodes))]
-    made = convex_pieces(nodes, units(nodes), label)
+    pieces = convex_pieces(nodes, units(nodes), label)
     # What no gradient flows through keeps nothing that could be freed.
     return [
         piece if any(n.name in cut.graph.layout and cut.graph.layout[n.name].requires_grad for n in piece.nodes) else
         Piece(None, piece.nodes)
-        for piece in made
+        for piece in pieces
     ]  # fmt: skip
 
 
@@ -93,20 +93,20 @@ def _call_recomputed(
     """Adds a call of a piece to a graph."""
     members = set(piece.nodes)
     taken = dict.fromkeys(o for n in piece.nodes for o in n.all_input_nodes if o not in members and o.op != "get_attr")
-    made = [n for n in piece.nodes if n.name in segment.makes or any(user not in members for user in n.users)]
+    returned = [n for n in piece.nodes if n.name in segment.makes or any(user not in members for user in n.users)]
     inner, inside = fx.Graph(), {}
     for node in taken:
         inside[node] = inner.placeholder(node.name)
         inside[node].meta = dict(node.meta)
     own: dict[str, Any] = {}
     _copy(piece.nodes, inner, inside, cut.graph.module, own)
-    inner.output(tuple(inside[node] for node in made))
+    inner.output(tuple(inside[node] for node in returned))
     held = cut.graph.held_of_node
     changing = [position for position, node in enumerate(taken) if held.get(node.name) in cut.graph.writes]
     name = f"recomputed_{len(modules)}"
     modules[name] = Recomputed(_module(inner, own, device), changing)
     result = graph.call_module(name, tuple(copied[node] for node in taken))
-    for position, node in enumerate(made):
+    for position, node in enumerate(returned):
         copied[node] = graph.call_function(operator.getitem, (result, position))
         copied[node].meta = dict(node.meta)
 

@@ -1,4 +1,4 @@
-"""One training job under torchrun: a plan, its model, made-up batches, so many steps."""
+"""One training job under torchrun: a plan, its model, synthetic batches, a number of steps."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class JobOptions:
         optimizer: Name; None takes that of the plan.
         lr: Learning rate.
         device: "cpu", "cuda", or None: a GPU where there is one.
-        backend: Of torch.distributed; None: nccl for GPUs, else gloo.
+        backend: Backend of torch.distributed; None: nccl for GPUs, else gloo.
         verify: Compare with the unplaced model.
-        seed: Of weights, batches and dropout.
+        seed: Seed of weights, batches and dropout.
         autocast: "bf16" or "fp16"; None takes what the plan was captured with.
         clip: Norm that gradients are clipped to.
         cluster: CLUSTER text, checked against the plan's.
@@ -96,14 +96,14 @@ class JobResult:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON data."""
-        found = self.comparison
-        verified = None if found is None else {
-            "equal": found.equal,
-            "tolerance": found.tolerance,
-            "losses": found.losses,
-            "worst_gradient": list(found.worst_gradient),
-            "worst_parameter": list(found.worst_parameter),
-            "reference": "graph" if found.streams else "module",
+        comparison = self.comparison
+        verified = None if comparison is None else {
+            "equal": comparison.equal,
+            "tolerance": comparison.tolerance,
+            "losses": comparison.losses,
+            "worst_gradient": list(comparison.worst_gradient),
+            "worst_parameter": list(comparison.worst_parameter),
+            "reference": "graph" if comparison.streams else "module",
         }  # fmt: skip
         return {
             "engine": self.engine,
@@ -225,8 +225,8 @@ def _problem(plan: PlacementPlan, options: JobOptions, device: torch.device) -> 
 
 def _has_checkpoint(options: JobOptions, device: torch.device) -> bool:
     """Whether rank 0 sees one."""
-    found = options.checkpoint is not None and latest_checkpoint(options.checkpoint) is not None
-    return bool(broadcast_text("yes" if found else "", device))
+    exists = options.checkpoint is not None and latest_checkpoint(options.checkpoint) is not None
+    return bool(broadcast_text("yes" if exists else "", device))
 
 
 def _is_due(done: int, options: JobOptions) -> bool:
@@ -260,27 +260,27 @@ def _ranks(
     peak_bytes: int | None,
 ) -> list[dict[str, Any]]:
     warm = seconds[min(2, max(len(seconds) - 1, 0)) :]
-    place = model.ranks.place
+    plan_device = model.ranks.plan_device
     facts = {
         "host": platform.node(),
         "device": str(device),
-        "stage": place,
+        "stage": plan_device,
         "median_step_s": statistics.median(warm) if warm else None,
         "peak_memory_bytes": peak_bytes,
     }
     predicted = plan.predicted.peak_memory_bytes
     return [
-        {"rank": rank, **found, "predicted_memory_bytes": predicted[rank] if rank < len(predicted) else None}
-        for rank, found in enumerate(gather_texts(facts, device))
+        {"rank": rank, **measured, "predicted_memory_bytes": predicted[rank] if rank < len(predicted) else None}
+        for rank, measured in enumerate(gather_texts(facts, device))
     ]
 
 
 def _compare(comparison: Comparison, model: DistributedModel, reference: Reference | None, device: torch.device) -> Comparison:
-    found = gather_tensors(model.own_tensors.parameters, device)
+    parameters = gather_tensors(model.own_tensors.parameters, device)
     gradients = gather_tensors(whole_gradients(model), device)
     if reference is not None:
         comparison.streams = reference.streams
-        comparison.compare_tensors(gradients, found, reference)
+        comparison.compare_tensors(gradients, parameters, reference)
     return comparison
 
 

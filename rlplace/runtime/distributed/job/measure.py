@@ -192,15 +192,16 @@ class PlanTimer:
         predicted = None if problem is None else predict(problem, plan)
         places = []
         for rank in sorted(rank for row in placed.ranks.replicas for rank in row):
-            found = everybody[rank]["events"]
+            intervals = everybody[rank]["events"]
             total = {
-                kind: sum(end - start for k, start, end, _, _ in found if k == kind) for kind in ("wait", "reduce", "update")
+                kind: sum(end - start for k, start, end, _, _ in intervals if k == kind)
+                for kind in ("wait", "reduce", "update")
             }
             places.append(
                 PlaceTiming(
                     rank=rank,
                     host=everybody[rank]["host"],
-                    busy_s=sum(end - start for k, start, end, _, _ in found if k in ("forward", "backward")),
+                    busy_s=sum(end - start for k, start, end, _, _ in intervals if k in ("forward", "backward")),
                     wait_s=total["wait"],
                     reduce_s=total["reduce"],
                     update_s=total["update"],

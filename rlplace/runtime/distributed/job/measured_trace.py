@@ -21,7 +21,7 @@ def write_measured_trace(timed: Timed, problem: Problem, plan: PlacementPlan, pa
 
     Args:
         timed: What was measured.
-        problem: Of the plan.
+        problem: What the plan was made for.
         plan: The plan.
         path: Where to.
     """
@@ -51,12 +51,12 @@ def measured_events(timed: Timed) -> list[dict[str, Any]]:
         {"ph": "M", "name": "process_name", "pid": _MEASURED, "tid": 0, "args": {"name": f"measured ({timed.timing.mode})"}}
     ]
     host_of = {place.rank: place.host for place in timed.timing.places}
-    for rank, found in enumerate(timed.events):
+    for rank, intervals in enumerate(timed.events):
         if rank not in host_of:
             continue
         name = f"rank {rank} on {host_of[rank]}"
         events.append({"ph": "M", "name": "thread_name", "pid": _MEASURED, "tid": rank, "args": {"name": name}})
-        for event in found:
+        for event in intervals:
             what = event.kind if event.segment < 0 else f"{event.kind} {event.segment}"
             events.append(
                 {

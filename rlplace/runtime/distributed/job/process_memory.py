@@ -18,7 +18,7 @@ class StepMemory:
     the resident memory of the process grows by during the step; code and libraries do not count.
 
     Attributes:
-        peak_bytes: Of the measured step; None before, or where the system does not tell.
+        peak_bytes: Peak of the measured step; None before it, or where the system does not tell.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,11 +52,11 @@ class StepMemory:
 
 def held_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """The tensors of a module and its optimizer that stay from step to step."""
-    found: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
-    found += [p.grad for p in module.parameters() if p.grad is not None]
+    tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
+    tensors += [p.grad for p in module.parameters() if p.grad is not None]
     for state in optimizer.state.values() if optimizer is not None else ():
-        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return [t.to_local() if hasattr(t, "to_local") else t for t in found]
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
 
 
 def _status_bytes(key: str) -> int:

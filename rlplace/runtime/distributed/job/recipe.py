@@ -30,7 +30,7 @@ class Recipe:
         model: MODEL text.
         batch: Samples of a micro-batch.
         seq: Sequence length.
-        dtype: Of parameters and compute.
+        dtype: Name of the dtype of parameters and compute.
         optimizer: Name.
         autocast: dtype of mixed precision, None without.
         master_weights: Whether optimizer state is kept in fp32.
@@ -115,15 +115,15 @@ def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
         raise InputError("plan: it does not say for which cluster it was made; name it with --cluster")
     name = given if given is not None else str(text)
     try:
-        found = parse(name)
+        cluster = parse(name)
     except InputError as error:
         raise InputError(f"the plan's cluster {show(name)} cannot be read ({error}); name it with --cluster") from None
-    if wanted is not None and found.fingerprint != wanted:
+    if wanted is not None and cluster.fingerprint != wanted:
         raise InputError(
             f"the plan is for cluster {str(wanted)[:12]} ({text or 'no name'}), {show(name)} is "
-            f"{found.fingerprint[:12]}; plan again for this cluster, or name the one that it was made for with --cluster"
+            f"{cluster.fingerprint[:12]}; plan again for this cluster, or name the one that it was made for with --cluster"
         )
-    return found
+    return cluster
 
 
 def problem_of_plan(plan: PlacementPlan, cluster: str | None = None) -> Problem:

@@ -35,8 +35,8 @@ class PlanService:
         """Every rank makes one.
 
         Args:
-            timer: Of the model.
-            problem: Of every plan that will be timed.
+            timer: Times plans of the model.
+            problem: What every plan to be timed is made for.
             device: Where this process computes.
             engine: Which engine runs the plans; None: the one that fits each best.
         """

@@ -1,4 +1,4 @@
-"""Batches of made-up samples, the same on every rank.
+"""Batches of synthetic samples, the same on every rank.
 
 They come from a model's example inputs, so that every value is in its range: a sample of a batch is one of theirs with its
 elements shuffled. Tensors of the same shape are shuffled alike, which keeps labels beside their tokens, and tensors of at most
@@ -18,8 +18,8 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
 
     Args:
         example_inputs: Nested tensors of one micro-batch; the batch is the first dimension of the first tensor.
-        samples: Of the batch.
-        seed: Of the run.
+        samples: Size of the batch.
+        seed: The run's seed.
         step: Number of the step.
 
     Returns:
@@ -27,10 +27,10 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
     """
     leaves, spec = pytree.tree_flatten(example_inputs)
     length = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
-    made: list[Any] = []
+    batched: list[Any] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or len(leaf) != length:
-            made.append(leaf)
+            batched.append(leaf)
             continue
         shape = tuple(leaf.shape[1:])
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + _number(shape))
@@ -40,8 +40,8 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
             flat = batch.reshape(samples, -1)
             order = torch.rand(flat.shape, generator=generator).argsort(dim=1)
             batch = flat.gather(1, order).reshape(batch.shape)
-        made.append(batch)
-    return pytree.tree_unflatten(made, spec)
+        batched.append(batch)
+    return pytree.tree_unflatten(batched, spec)
 
 
 def _number(shape: tuple[int, ...]) -> int:

@@ -81,9 +81,9 @@ def _refuse(trainer: Any) -> None:
         "predict_with_generate needs the whole model on one process": getattr(args, "predict_with_generate", False),
         "save_on_each_node: the whole model is brought to rank 0 only": args.save_on_each_node,
     }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
-    if found is not None:
-        raise InputError(f"distribute_trainer: {found}; change it, or train on one device")
+    refusal = next((reason for reason, holds in reasons.items() if holds), None)
+    if refusal is not None:
+        raise InputError(f"distribute_trainer: {refusal}; change it, or train on one device")
 
 
 def _divides_by_count(whole: nn.Module, plan: PlacementPlan, example_inputs: Any, graphs: Graphs) -> bool:
@@ -130,7 +130,7 @@ def _same_loaders(trainer: Any) -> None:
     from accelerate.state import AcceleratorState, PartialState
 
     def alike(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any, **kwargs: Any) -> Any:
+        def make_alike(*args: Any, **kwargs: Any) -> Any:
             states = (PartialState(), AcceleratorState())
             before = [state.process_index for state in states]
             for state in states:
@@ -141,7 +141,7 @@ def _same_loaders(trainer: Any) -> None:
                 for state, index in zip(states, before, strict=True):
                     state.process_index = index
 
-        return made
+        return make_alike
 
     for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
         setattr(trainer, name, alike(getattr(trainer, name)))

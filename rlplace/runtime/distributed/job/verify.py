@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime.distributed.execution.batches import split_batch
-from rlplace.runtime.distributed.graph.assign import Spot, assign
+from rlplace.runtime.distributed.graph.assign import Placement, assign
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import Loss, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
@@ -98,7 +98,7 @@ class Reference:
         if graph.random_ops == 0:
             return lambda call: loss_of(self.model(*call[0], **call[1]), self._loss)
         self.streams = True
-        one = {name: Spot(0, 0) for name in graph.op_of_node.values()}
+        one = {name: Placement(0, 0) for name in graph.op_of_node.values()}
         cut = cut_graph(graph, assign(graph, one))
         segment = cut.segments[0]
         code = segment_module(cut, segment, self._device)
@@ -108,8 +108,8 @@ class Reference:
 
         def run(call: Any) -> torch.Tensor:
             leaves = pytree.tree_leaves((tuple(call[0]), dict(call[1])))
-            made: torch.Tensor = code(*held, *(leaves[number] for number in segment.inputs))[where]
-            return made.reshape(())
+            loss: torch.Tensor = code(*held, *(leaves[number] for number in segment.inputs))[where]
+            return loss.reshape(())
 
         return run
 
@@ -120,9 +120,9 @@ class Reference:
         in attention, moves by up to the learning rate in either direction.
         """
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        found = {name: p.grad.detach().abs() for name, p in self.parameters.items() if p.grad is not None}
-        largest = max((float(g.max()) for g in found.values()), default=0.0)
-        for name, gradient in found.items():
+        magnitudes = {name: p.grad.detach().abs() for name, p in self.parameters.items() if p.grad is not None}
+        largest = max((float(g.max()) for g in magnitudes.values()), default=0.0)
+        for name, gradient in magnitudes.items():
             unsure = (_NOISE * tolerance * largest / gradient.clamp_min(1e-38)).clamp_max(2.0) * rate
             self.slack[name] = self.slack[name] + unsure if name in self.slack else unsure
 
@@ -161,10 +161,10 @@ class Comparison:
         largest = max((float(p.grad.abs().max()) for p in reference.parameters.values() if p.grad is not None), default=0.0)
         for name, expected in reference.parameters.items():
             grad = torch.zeros_like(expected) if expected.grad is None else expected.grad
-            found = gradients.get(name)
-            found = torch.zeros_like(grad) if found is None else found.to(grad)
+            gradient = gradients.get(name)
+            gradient = torch.zeros_like(grad) if gradient is None else gradient.to(grad)
             accepted = self.tolerance * (float(grad.abs().max()) + _NOISE * largest) + 1e-30
-            self.worst_gradient = max(self.worst_gradient, (name, _error(found - grad, accepted)), key=lambda pair: pair[1])
+            self.worst_gradient = max(self.worst_gradient, (name, _error(gradient - grad, accepted)), key=lambda pair: pair[1])
             slack = reference.slack.get(name, torch.zeros(()))
             allowed = self.tolerance * float(expected.detach().abs().max()) + slack.to(expected) + 1e-30
             difference = parameters[name].to(expected.detach()) - expected.detach()
@@ -193,18 +193,18 @@ def _error(difference: torch.Tensor, accepted: Any) -> float:
 
 def whole_gradients(model: DistributedModel) -> dict[str, torch.Tensor | None]:
     """Gradients of this rank's parameters by first name; those of shares put together over the replicas."""
-    found: dict[str, torch.Tensor | None] = {}
+    gradients: dict[str, torch.Tensor | None] = {}
     for name, trained in model.shared_parameters.trained.items():
         share = model.shared_parameters.shares.get(name)
         if share is None:
-            found[name] = trained.grad
+            gradients[name] = trained.grad
             continue
         whole = torch.zeros_like(model.own_tensors.parameters[name].detach())
         if trained.grad is not None:
             share.of(whole).copy_(trained.grad)
-        dist.all_reduce(whole, group=group_of(model.ranks.twins(model.ranks.place or 0), "gradients"))
-        found[name] = whole
-    return found
+        dist.all_reduce(whole, group=group_of(model.ranks.data_parallel_ranks(model.ranks.plan_device or 0), "gradients"))
+        gradients[name] = whole
+    return gradients
 
 
 def gather_tensors(own: Mapping[str, torch.Tensor | None], device: torch.device) -> dict[str, torch.Tensor]:
@@ -220,7 +220,7 @@ def gather_tensors(own: Mapping[str, torch.Tensor | None], device: torch.device)
         for name, value in whole.items()
     }
     ranks = gather_texts({"tensors": told}, device)
-    found: dict[str, torch.Tensor] = {}
+    gathered: dict[str, torch.Tensor] = {}
     rank = dist.get_rank()
     for name in sorted({name for text in ranks for name in text["tensors"]}):
         source = next((r for r, text in enumerate(ranks) if text["tensors"].get(name) is not None), None)
@@ -229,5 +229,5 @@ def gather_tensors(own: Mapping[str, torch.Tensor | None], device: torch.device)
         shape, dtype = ranks[source]["tensors"][name]
         value = to_first(whole.get(name), shape, getattr(torch, dtype), source, device)
         if value is not None:
-            found[name] = value
-    return found
+            gathered[name] = value
+    return gathered

@@ -86,8 +86,8 @@ class Board:
         """What somebody left; None when nobody did."""
         if not self._store.check([key]):
             return None
-        found: dict[str, Any] = json.loads(self._store.get(key))
-        return found
+        data: dict[str, Any] = json.loads(self._store.get(key))
+        return data
 
     def forget(self, key: str) -> None:
         """Takes back what somebody left."""
@@ -95,10 +95,10 @@ class Board:
 
     def member(self, rank: int) -> Member:
         """Who a rank is."""
-        found = self.look(f"member/{rank}")
-        if found is None:
+        facts = self.look(f"member/{rank}")
+        if facts is None:
             return Member(rank, "unknown", "", -1, "")
-        return Member(rank, found["host"], found["machine"], found["pid"], found["part"])
+        return Member(rank, facts["host"], facts["machine"], facts["pid"], facts["part"])
 
     def elect(self) -> bool:
         """Whether this process is the one that reports."""
@@ -110,7 +110,7 @@ class _Beat:
     """The latest sign of life of another rank.
 
     Attributes:
-        number: Of the beat; None before the first.
+        number: Number of the beat; None before the first.
         since_s: When it was new here.
         looked_s: When it was last looked at.
         seen: Whether it was seen to be new: the one before had been looked at just then.
@@ -246,8 +246,8 @@ class Watch(threading.Thread):
 
         None while that is not known: a beat is as old as anything until another one follows, or should have.
         """
-        found = self.board.look(f"beat/{rank}")
-        number, now_s = 0 if found is None else int(found["n"]), time.monotonic()
+        beat = self.board.look(f"beat/{rank}")
+        number, now_s = 0 if beat is None else int(beat["n"]), time.monotonic()
         before = self._beats.get(rank, _Beat(None, now_s, -math.inf, False))
         if before.number == number:
             self._beats[rank] = replace(before, looked_s=now_s)
@@ -275,10 +275,10 @@ class Watch(threading.Thread):
             ended = self.board.look(f"ended/{following}")
             if ended is not None:
                 return None if ended["why"] == TERMINATED else f"{member} has ended its script while {text}"
-            found = self.board.look(f"beat/{following}")
+            beat = self.board.look(f"beat/{following}")
             if self.gone(following):
                 return f"{member} is gone: it was killed or has crashed, while {text}"
-            if found is None:
+            if beat is None:
                 late = max(least_s, _START_S) < now.age_s
                 return f"{member} has not called rlplace.distribute for {now.age_s:.0f} s, while {text}" if late else None
             silent_s = self.silent_s(following)
@@ -286,7 +286,7 @@ class Watch(threading.Thread):
                 if silent_s is None or silent_s < min(_SILENT_S, max(least_s, 2 * _FRESH_S)):
                     return None
                 return f"{member} gives no sign of life (stopped, hung, or its host is down), while {text}"
-            here = activity.Activity(found["text"], found["source"], found["together"], found["age_s"])
+            here = activity.Activity(beat["text"], beat["source"], beat["together"], beat["age_s"])
             if not here.waits:
                 if here.age_s < least_s:
                     return None
@@ -296,11 +296,11 @@ class Watch(threading.Thread):
 
     def _all_waits(self) -> str:
         """What every rank waits for, of the first ones."""
-        found = ((rank, self.board.look(f"beat/{rank}")) for rank in range(min(self.board.world, 8)))
-        return "; ".join(f"rank {rank} for {beat['text']}, {beat['age_s']:.0f} s" for rank, beat in found if beat is not None)
+        beats = ((rank, self.board.look(f"beat/{rank}")) for rank in range(min(self.board.world, 8)))
+        return "; ".join(f"rank {rank} for {beat['text']}, {beat['age_s']:.0f} s" for rank, beat in beats if beat is not None)
 
     def _latecomer(self, path: list[int]) -> int | None:
-        """Of the ranks that are not waiting, the one that has been busy with the same thing for longest.
+        """The rank, among those that are not waiting, that has been busy with the same thing for longest.
 
         One without a fresh sign of life comes first: its last beat says what it did then, and it may have gone on, or stopped.
         """
@@ -308,12 +308,12 @@ class Watch(threading.Thread):
         for rank in range(self.board.world):
             if rank in path:
                 continue
-            found = self.board.look(f"beat/{rank}")
-            silent_s = None if found is None else self.silent_s(rank)
-            if found is None or silent_s is None or silent_s > _FRESH_S:
+            beat = self.board.look(f"beat/{rank}")
+            silent_s = None if beat is None else self.silent_s(rank)
+            if beat is None or silent_s is None or silent_s > _FRESH_S:
                 return rank
-            if not found["together"] and (oldest is None or found["age_s"] > oldest[0]):
-                oldest = (found["age_s"], rank)
+            if not beat["together"] and (oldest is None or beat["age_s"] > oldest[0]):
+                oldest = (beat["age_s"], rank)
         return None if oldest is None else oldest[1]
 
     def _terminated(self) -> None:

@@ -15,49 +15,49 @@ from torch import fx
 
 from rlplace.plan.device_map import plan_groups
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.graph.assign import assign, planned_spots
+from rlplace.runtime.distributed.graph.assign import assign, planned_placements
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.graph import JointGraph
 from rlplace.runtime.distributed.joint.views import base_of, is_view
 
 
 @dataclass(frozen=True, eq=False)
-class JointPlaces:
+class JointPlacement:
     """Devices of the plan for one joint graph.
 
     Attributes:
         joint: The graph.
-        place: Device of every node that does work; items of an op with several results are where the op is.
+        device_of: Device of every node that does work; items of an op with several results are where the op is.
         owners: Devices that hold a parameter, buffer or constant, by name, ascending.
     """
 
     joint: JointGraph
-    place: Mapping[fx.Node, int]
+    device_of: Mapping[fx.Node, int]
     owners: Mapping[str, tuple[int, ...]]
 
     @cached_property
     def reads(self) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
-        """What every node that does work reads, views replaced by their bases; these are placeholders or nodes with a place."""
-        return {node: tuple(dict.fromkeys(base_of(n) for n in node.all_input_nodes)) for node in self.place}
+        """What every node that does work reads: placeholders and nodes with a device, in place of views their bases."""
+        return {node: tuple(dict.fromkeys(base_of(n) for n in node.all_input_nodes)) for node in self.device_of}
 
 
-def backward_places(plan: PlacementPlan) -> dict[str, int]:
+def backward_devices(plan: PlacementPlan) -> dict[str, int]:
     """Where the plan runs the backward of every forward op, and holds the weights that it reads first, by op name."""
     groups = plan_groups(plan)
-    device = {str(group["name"]): place for group, place in groups if "name" in group}
-    places: dict[str, int] = {}
-    for group, place in groups:
+    device_of = {str(group["name"]): device for group, device in groups if "name" in group}
+    devices: dict[str, int] = {}
+    for group, device in groups:
         for op in group.get("ops", ()):
-            places.setdefault(op, device.get(f"{group.get('name')}.backward", place))
-    return places
+            devices.setdefault(op, device_of.get(f"{group.get('name')}.backward", device))
+    return devices
 
 
-def joint_places(
+def place_joint_graph(
     source: ForwardGraph,
     joint: JointGraph,
     plan: PlacementPlan,
     owners: Mapping[str, tuple[int, ...]] | None = None,
-) -> JointPlaces:
+) -> JointPlacement:
     """Puts a joint graph on the devices of a plan.
 
     Args:
@@ -67,32 +67,32 @@ def joint_places(
             ops of their module go.
         owners: Holders of the tensors that are in place already, by name.
     """
-    planned = planned_spots(plan)
-    nearest = assign(source, planned).spot
-    of_backward = backward_places(plan)
-    place: dict[fx.Node, int] = {}
-    home = min(spot.place for spot in planned.values())
+    planned = planned_placements(plan)
+    nearest = assign(source, planned).placement
+    of_backward = backward_devices(plan)
+    device_of: dict[fx.Node, int] = {}
+    home = min(placement.device for placement in planned.values())
     for node in joint.graph.nodes:
         if node.op == "placeholder" or is_view(node):
             continue
         if node.target is operator.getitem:
-            place[node] = place[node.args[0]]
+            device_of[node] = device_of[node.args[0]]
             continue
         owner = node.meta["owner"]
         op = source.op_of_node.get(owner)
         if op is not None:
-            here = planned[op].place if op in planned else nearest[owner].place
-            place[node] = of_backward.get(op, here) if node.meta["backward"] else here
+            here = planned[op].device if op in planned else nearest[owner].device
+            device_of[node] = of_backward.get(op, here) if node.meta["backward"] else here
             continue
-        before = [place[base] for base in map(base_of, node.all_input_nodes) if base in place]
-        place[node] = before[-1] if before else nearest[owner].place if owner in nearest else home
-    return JointPlaces(joint, place, _owners(source, joint, place, of_backward, owners or {}, home))
+        before = [device_of[base] for base in map(base_of, node.all_input_nodes) if base in device_of]
+        device_of[node] = before[-1] if before else nearest[owner].device if owner in nearest else home
+    return JointPlacement(joint, device_of, _owners(source, joint, device_of, of_backward, owners or {}, home))
 
 
 def _owners(
     source: ForwardGraph,
     joint: JointGraph,
-    place: Mapping[fx.Node, int],
+    device_of: Mapping[fx.Node, int],
     of_backward: Mapping[str, int],
     known: Mapping[str, tuple[int, ...]],
     home: int,
@@ -102,23 +102,23 @@ def _owners(
     Anything else is on all devices that read it.
     """
     readers: dict[fx.Node, list[fx.Node]] = {}
-    for node in place:
+    for node in device_of:
         for other in node.all_input_nodes:
             if base_of(other).op == "placeholder":
                 readers.setdefault(base_of(other), []).append(node)
     owners: dict[str, tuple[int, ...]] = {}
     for name, node in joint.held.items():
-        found = readers.get(node, [])
+        reading = readers.get(node, [])
         if name in known:
             owners[name] = known[name]
         elif name in joint.writes:
             base = base_of(joint.writes[name])
-            owners[name] = (place.get(base, home),)
+            owners[name] = (device_of.get(base, home),)
         elif name in joint.gradients:
-            first = next((n for n in found if not n.meta["backward"]), None)
+            first = next((n for n in reading if not n.meta["backward"]), None)
             op = None if first is None else source.op_of_node.get(first.meta["owner"])
-            fallback = place[first] if first is not None else home
+            fallback = device_of[first] if first is not None else home
             owners[name] = (of_backward.get(op, fallback) if op is not None else fallback,)
         else:
-            owners[name] = tuple(sorted({place[n] for n in found})) or (home,)
+            owners[name] = tuple(sorted({device_of[n] for n in reading})) or (home,)
     return owners

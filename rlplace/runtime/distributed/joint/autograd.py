@@ -47,7 +47,7 @@ class JointModule:
     def __call__(self, *values: Any) -> list[Any]:
         training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
         parts = self.parts(values, self.guess if training else ())
-        joint = parts.places.joint
+        joint = parts.placement.joint
         # Running statistics change before backward reads them.
         before = list(values)
         for index, name in enumerate(parts.held):
@@ -55,26 +55,28 @@ class JointModule:
                 before[index] = values[index].detach().clone()
         key = current_key() or (int(torch.randint(1 << 62, ()).item()), 0, 0)
         if training and joint.differentiable:
-            made = list(_Step.apply(self, parts, key, *before))
+            results = list(_Step.apply(self, parts, key, *before))
         else:
-            made = run_forward(parts, key, before)[0]
-        outputs, new = made[: len(parts.outputs)], made[len(parts.outputs) :]
+            results = run_forward(parts, key, before)[0]
+        outputs, new = results[: len(parts.outputs)], results[len(parts.outputs) :]
         with torch.no_grad():
             for name, value in zip(parts.writes, new, strict=True):
                 values[parts.held.index(name)].copy_(value)
-        found = iter(outputs)
-        return [next(found) if isinstance(item, fx.Node) else item for item in joint.outputs]
+        remaining = iter(outputs)
+        return [next(remaining) if isinstance(item, fx.Node) else item for item in joint.outputs]
 
 
 def run_forward(
     parts: TwoParts, key: tuple[int, int, int], values: Sequence[Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Runs the forward part; returns outputs and written values, and what backward reads."""
-    given = [values[index] for index in range(len(parts.held))] + [values[len(parts.held) + index] for index in parts.inputs]
+    arguments = [values[index] for index in range(len(parts.held))] + [
+        values[len(parts.held) + index] for index in parts.inputs
+    ]
     with torch.no_grad(), random_key(*key):
-        made = parts.forward(*(value.detach() for value in given))
+        results = parts.forward(*(value.detach() for value in arguments))
     count = len(parts.outputs) + len(parts.writes)
-    return list(made[:count]), list(made[count:])
+    return list(results[:count]), list(results[count:])
 
 
 class _Step(torch.autograd.Function):
@@ -84,7 +86,7 @@ class _Step(torch.autograd.Function):
         ctx.module, ctx.parts, ctx.key, ctx.values = module, parts, key, values
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        differentiable = parts.places.joint.differentiable
+        differentiable = parts.placement.joint.differentiable
         numbers = [*parts.outputs, *(-1 for _ in parts.writes)]
         ctx.mark_non_differentiable(*(r for r, number in zip(results, numbers, strict=True) if number not in differentiable))
         return tuple(results)
@@ -93,18 +95,18 @@ class _Step(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         parts, module = ctx.parts, ctx.module
-        given = {i: g for i, g in zip(parts.outputs, gradients, strict=False) if g is not None}
-        wanted, saved = tuple(given), ctx.saved_tensors
-        if wanted != tuple(parts.places.joint.tangents):
+        incoming = {i: g for i, g in zip(parts.outputs, gradients, strict=False) if g is not None}
+        wanted, saved = tuple(incoming), ctx.saved_tensors
+        if wanted != tuple(parts.placement.joint.tangents):
             module.guess = wanted
             parts = module.parts(ctx.values, wanted)
             saved = run_forward(parts, ctx.key, ctx.values)[1]
         with torch.no_grad(), random_key(*ctx.key):
-            made = parts.backward(*saved, *(given[i] for i in parts.places.joint.tangents))
-        found: list[torch.Tensor | None] = [None] * len(ctx.values)
-        for name, gradient in zip(parts.gradients, made, strict=False):
-            found[parts.held.index(name)] = gradient
-        for number, gradient in zip(parts.input_gradients, made[len(parts.gradients) :], strict=True):
+            results = parts.backward(*saved, *(incoming[i] for i in parts.placement.joint.tangents))
+        of_values: list[torch.Tensor | None] = [None] * len(ctx.values)
+        for name, gradient in zip(parts.gradients, results, strict=False):
+            of_values[parts.held.index(name)] = gradient
+        for number, gradient in zip(parts.input_gradients, results[len(parts.gradients) :], strict=True):
             position = len(parts.held) + number
-            found[position] = gradient.to(ctx.values[position].device)
-        return None, None, None, *found
+            of_values[position] = gradient.to(ctx.values[position].device)
+        return None, None, None, *of_values

@@ -24,7 +24,7 @@ from rlplace.runtime.distributed.execution.messages import Message, StepState, T
 from rlplace.runtime.distributed.execution.wire import Wire
 from rlplace.runtime.distributed.graph.randomness import random_key, seeded
 from rlplace.runtime.distributed.groups import group_of
-from rlplace.runtime.distributed.joint.assign import JointPlaces
+from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.order import Task, forward_nodes, joint_order
 from rlplace.runtime.distributed.joint.program import JointProgram, calls_of, lay_out, layout_of, program_of, value_of
 from rlplace.runtime.distributed.joint.views import base_of
@@ -34,41 +34,43 @@ from rlplace.schedule import LIST
 
 
 class JointEngine(Engine):
-    """Runs the nodes of one place.
+    """Runs the nodes of one device of the plan.
 
     Attributes:
-        places: The graph and where its nodes run.
+        placement: The graph and where its nodes run.
         owners: Devices of the plan that hold a tensor, by name.
     """
 
-    def __init__(self, places: JointPlaces, ranks: Ranks, own: Own, schedule: str = LIST) -> None:
+    def __init__(self, placement: JointPlacement, ranks: Ranks, own: Own, schedule: str = LIST) -> None:
         """Prepares a process; nothing is sent.
 
         Args:
-            places: What runs where.
+            placement: What runs where.
             ranks: Which process this is.
-            own: What this place holds by ``places.owners``.
+            own: What this process holds, by ``placement.owners``.
             schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
         """
-        self.places = places
+        self.placement = placement
         self.ranks = ranks
         self.parameters = own.parameters
-        self.buffers = own.holding(places.joint.constants, ranks.device).buffers
+        self.buffers = own.holding(placement.joint.constants, ranks.device).buffers
         self.owners = own.owners
         self.schedule = schedule
         self.recorder = Recorder(ranks.device)
         self._programs: dict[tuple[int, bool], JointProgram] = {}
-        self._nodes = {node.name: node for node in places.joint.graph.nodes}
-        self._calls = calls_of([node for node, place in places.place.items() if place == ranks.place], ranks.device)
-        self._carried = {places.joint.held[name]: node for name, node in places.joint.writes.items()}
+        self._nodes = {node.name: node for node in placement.joint.graph.nodes}
+        self._calls = calls_of(
+            [node for node, plan_device in placement.device_of.items() if plan_device == ranks.plan_device], ranks.device
+        )
+        self._carried = {placement.joint.held[name]: node for name, node in placement.joint.writes.items()}
         self._gradients: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
-        for name, parts in places.joint.gradients.items():
+        for name, parts in placement.joint.gradients.items():
             for part in parts:
                 self._gradients.setdefault(base_of(part), []).append((name, part))
 
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
         """See `Engine.train`."""
-        if self.places.joint.loss is None:
+        if self.placement.joint.loss is None:
             raise InputError("distribute: the graph has no scalar loss to train on; trace it with grad enabled, or give a loss")
         state = self._run(microbatches, training=True, seed=seed, step=step)
         if self.ranks.replica is not None:
@@ -82,7 +84,7 @@ class JointEngine(Engine):
         state = self._run(microbatches, training=False, seed=0, step=0)
         if self.ranks.replica is None:
             return []
-        joint = self.places.joint
+        joint = self.placement.joint
         outputs = [*joint.outputs]
         if joint.loss is not None and not any(item is joint.loss for item in outputs):
             outputs.append(joint.loss)
@@ -98,7 +100,7 @@ class JointEngine(Engine):
             return value_of(item, lambda node: self._look_up(state, node, number))
         value = (
             self._look_up(state, base, number).contiguous()
-            if source == self.ranks.place
+            if source == self.ranks.plan_device
             else layout_of(base).empty(self.ranks.device)
         )
         dist.broadcast(value, row[source], group=group_of(row))
@@ -106,22 +108,22 @@ class JointEngine(Engine):
 
     def _place_of(self, base: fx.Node) -> int | None:
         """Where a value is; None: everywhere."""
-        for name, node in self.places.joint.held.items():
+        for name, node in self.placement.joint.held.items():
             if node is base:
-                return self.places.owners[name][0]
-        return self.places.place.get(base)
+                return self.placement.owners[name][0]
+        return self.placement.device_of.get(base)
 
     def _program(self, count: int, training: bool) -> JointProgram:
         key = (count, training)
         if key not in self._programs:
-            joint = self.places.joint
-            nodes = set(self.places.place) if training else forward_nodes(self.places)
-            order = joint_order(self.places, nodes, count, self.schedule)
+            joint = self.placement.joint
+            nodes = set(self.placement.device_of) if training else forward_nodes(self.placement)
+            order = joint_order(self.placement, nodes, count, self.schedule)
             keep = {base_of(node) for node in joint.writes.values()}
             if not training:
                 keep |= {base_of(node) for node in (*joint.outputs, joint.loss) if isinstance(node, fx.Node)}
             self._connect(order)
-            self._programs[key] = program_of(self.places, order, self.ranks.place or 0, keep)
+            self._programs[key] = program_of(self.placement, order, self.ranks.plan_device or 0, keep)
         return self._programs[key]
 
     def _connect(self, order: Sequence[Task]) -> None:
@@ -129,23 +131,23 @@ class JointEngine(Engine):
         if dist.get_backend() == "gloo":
             return
         pairs: set[tuple[int, int]] = set()
-        for place in range(len(self.ranks.replicas[0])):
-            program = program_of(self.places, order, place, ())
+        for plan_device in range(len(self.ranks.replicas[0])):
+            program = program_of(self.placement, order, plan_device, ())
             messages = [*program.first, *(m for turn in program.turns for m in turn.sends)]
             pairs |= {(m.source, m.destination) for m in messages}
-        of = self.places.place
-        for name, parts in self.places.joint.gradients.items():
+        of = self.placement.device_of
+        for name, parts in self.placement.joint.gradients.items():
             pairs |= {(of[base_of(part)], self.owners[name][0]) for part in parts}
-        for name, node in self.places.joint.writes.items():
-            pairs |= {(of[node], owner) for owner in self.places.owners[name]}
+        for name, node in self.placement.joint.writes.items():
+            pairs |= {(of[node], owner) for owner in self.placement.owners[name]}
         moving = {(self.ranks.rank_of(a), self.ranks.rank_of(b)) for a, b in pairs if a != b}
         Wire(self.ranks.rank, self.ranks.device).connect(pair for pair in moving if self.ranks.rank in pair)
 
     def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> StepState:
-        loss = self.places.joint.loss
+        loss = self.placement.joint.loss
         total = zero_loss(None if loss is None else loss.meta["val"].dtype, self.ranks.device)
         state = StepState(microbatches, Wire(self.ranks.rank, self.ranks.device), total)
-        if self.ranks.place is None or not microbatches:
+        if self.ranks.plan_device is None or not microbatches:
             return state
         with torch.no_grad(), torch.autocast(self.ranks.device.type, enabled=False):  # casts are nodes of the graph
             self._load(state)
@@ -162,14 +164,14 @@ class JointEngine(Engine):
         return state
 
     def _load(self, state: StepState) -> None:
-        for name, node in self.places.joint.held.items():
+        for name, node in self.placement.joint.held.items():
             tensor = self.parameters.get(name, self.buffers.get(name))
             if tensor is not None:
                 state.values[node, -1] = tensor.detach()
         for number, part in enumerate(state.microbatches):
-            for given, leaf in zip(self.places.joint.inputs, part.leaves, strict=True):
-                if given is not None:
-                    state.values[given, number] = leaf.to(self.ranks.device, non_blocking=True)
+            for placeholder, leaf in zip(self.placement.joint.inputs, part.leaves, strict=True):
+                if placeholder is not None:
+                    state.values[placeholder, number] = leaf.to(self.ranks.device, non_blocking=True)
 
     def _look_up(self, state: StepState, node: fx.Node, number: int) -> Any:
         carried = self._carried.get(node)
@@ -192,15 +194,15 @@ class JointEngine(Engine):
             activity.doing("op {} (micro-batch {})", node, number)
             if node.target is seeded:
                 with random_key(seed, step, state.microbatches[number].number):
-                    made = self._calls[node](lambda other: self._look_up(state, other, number))
+                    result = self._calls[node](lambda other: self._look_up(state, other, number))
             else:
-                made = self._calls[node](lambda other: self._look_up(state, other, number))
-        if isinstance(made, torch.Tensor):
-            state.values[node, number] = made
+                result = self._calls[node](lambda other: self._look_up(state, other, number))
+        if isinstance(result, torch.Tensor):
+            state.values[node, number] = result
             self._collect(state, node, number, training)
         else:
             for item in node.users:
-                state.values[item, number] = made[item.args[1]]
+                state.values[item, number] = result[item.args[1]]
                 self._collect(state, item, number, training)
         for message in turn.sends:
             self._send(state, message)
@@ -215,7 +217,7 @@ class JointEngine(Engine):
 
     def _collect(self, state: StepState, node: fx.Node, number: int, training: bool) -> None:
         """Adds a loss or gradient that was just made to that of the step."""
-        joint = self.places.joint
+        joint = self.placement.joint
         if not training:
             return
         weight = state.microbatches[number].weight
@@ -230,24 +232,24 @@ class JointEngine(Engine):
 
     def _deliver(self, state: StepState) -> None:
         """Brings the parts of every gradient to the parameter's owner."""
-        place = self.ranks.place
+        plan_device = self.ranks.plan_device
         tag = 1 << 24  # beyond those of the messages
         arriving = []
-        for name, parts in self.places.joint.gradients.items():
+        for name, parts in self.placement.joint.gradients.items():
             owner = self.owners[name][0]
             for part in parts:
                 tag += 1
-                source = self.places.place[base_of(part)]
-                if source == place and source != owner:
+                source = self.placement.device_of[base_of(part)]
+                if source == plan_device and source != owner:
                     state.wire.send(state.gradients.pop((name, part)), layout_of(part), self.ranks.rank_of(owner), tag)
-                elif owner == place and source != owner:
+                elif owner == plan_device and source != owner:
                     work, value = state.wire.receive(layout_of(part), self.ranks.rank_of(source), tag)
                     arriving.append((work, name, part, value))
         for work, name, part, value in arriving:
             work.wait()
             state.gradients[name, part] = value
-        for name, parts in self.places.joint.gradients.items():
-            if self.owners[name][0] == place:
+        for name, parts in self.placement.joint.gradients.items():
+            if self.owners[name][0] == plan_device:
                 first, *others = (state.gradients.pop((name, part)) for part in parts)
                 for other in others:
                     first = first + other
@@ -262,17 +264,17 @@ class JointEngine(Engine):
     def _write(self, state: StepState, last: int) -> None:
         """Puts the new values of what the forward writes into the buffers of their owners."""
         tag = 1 << 25
-        for name, node in self.places.joint.writes.items():
-            source = self.places.place[node]
-            for owner in self.places.owners[name]:
+        for name, node in self.placement.joint.writes.items():
+            source = self.placement.device_of[node]
+            for owner in self.placement.owners[name]:
                 tag += 1
-                if owner == self.ranks.place and source != owner:
+                if owner == self.ranks.plan_device and source != owner:
                     work, value = state.wire.receive(layout_of(node), self.ranks.rank_of(source), tag)
                     work.wait()
                     self.buffers[name].copy_(value)
-                elif source == self.ranks.place and owner != source:
+                elif source == self.ranks.plan_device and owner != source:
                     state.wire.send(state.values[node, last], layout_of(node), self.ranks.rank_of(owner), tag)
-                elif owner == self.ranks.place:
+                elif owner == self.ranks.plan_device:
                     self.buffers[name].copy_(state.values[node, last])
         state.wire.finish()
 

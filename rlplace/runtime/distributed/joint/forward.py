@@ -11,7 +11,7 @@ from torch import nn
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, flat_inputs, forward_graph
-from rlplace.runtime.distributed.joint.assign import joint_places
+from rlplace.runtime.distributed.joint.assign import place_joint_graph
 from rlplace.runtime.distributed.joint.autograd import JointModule
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.joint.one_process import TwoParts, two_parts
@@ -67,10 +67,10 @@ class JointForward(OpLevelForward):
                 raise InputError(
                     "op level: the forward makes tensors that tracing cannot follow; plan the problem that is not split"
                 )
-            places = joint_places(source, joint, self._plan, self._owners)
-            for name, owner in places.owners.items():
+            placement = place_joint_graph(source, joint, self._plan, self._owners)
+            for name, owner in placement.owners.items():
                 self._owners.setdefault(name, owner)
-            return two_parts(places, self._devices)
+            return two_parts(placement, self._devices)
 
         loss = source.outputs.index(source.loss) if source.loss in source.outputs else None
         every = tuple(i for i, name in enumerate(source.outputs) if name in source.layout and source.layout[name].requires_grad)
@@ -89,5 +89,5 @@ class JointForward(OpLevelForward):
 
     def _example(self, name: str, source: ForwardGraph) -> torch.Tensor:
         holder = self._holder.get(name)
-        found: torch.Tensor = source.constants[name] if holder is None else holder[0][holder[1]]
-        return found
+        tensor: torch.Tensor = source.constants[name] if holder is None else holder[0][holder[1]]
+        return tensor

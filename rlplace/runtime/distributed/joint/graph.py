@@ -71,8 +71,8 @@ def joint_graph(
         leaves: Flat inputs of one micro-batch, likewise.
         differentiate: Flat outputs whose gradients come in as tangents, if one can flow back from them; None differentiates the
             loss. With neither a loss nor outputs the graph has no backward.
-        kind: Of the devices that run the graph, such as ``"cuda"``. Tracing takes ops that they have: on the CPU its own kernel
-            for attention, else products and a softmax.
+        kind: Type of the devices that run the graph, such as ``"cuda"``. Tracing takes the ops that these have: on the CPU its
+            own kernel for attention, elsewhere matrix products and a softmax.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder()
@@ -117,9 +117,9 @@ class _Tracer(fx.Interpreter):
         ]
         torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
         try:
-            given = [_wrap(value) for value in (*fakes, *leaves)]
+            arguments = [_wrap(value) for value in (*fakes, *leaves)]
             with torch.fx.traceback.preserve_node_meta(False):
-                self.run(*given, enable_io_processing=False)
+                self.run(*arguments, enable_io_processing=False)
             wrapped = [self._value(item) for item in source.outputs]
             loss = None if source.loss is None else self.env[source.node(source.loss)]
             tangents: dict[int, torch.Tensor] = {}
@@ -132,22 +132,24 @@ class _Tracer(fx.Interpreter):
                 roots = [] if loss is None else [loss]
             tangent_nodes = {i: recorder.input(f"tangent_{i}", _unwrap(value)) for i, value in tangents.items()}
             wanted = [
-                i for i, value in enumerate(given) if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+                i
+                for i, value in enumerate(arguments)
+                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
             ]
-            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+            differentiated: Sequence[torch.Tensor | None] = [None] * len(wanted)
             if roots:
-                found = torch.autograd.grad(
-                    roots, [given[i] for i in wanted], list(tangents.values()) or None, allow_unused=True
+                differentiated = torch.autograd.grad(
+                    roots, [arguments[i] for i in wanted], list(tangents.values()) or None, allow_unused=True
                 )
             gradients = {
                 i: _made(recorder.graph, recorder.node(_unwrap(value)))
-                for i, value in zip(wanted, found, strict=True)
+                for i, value in zip(wanted, differentiated, strict=True)
                 if value is not None
             }
             outputs = tuple(
                 _made(recorder.graph, recorder.node(_unwrap(v))) if isinstance(v, torch.Tensor) else v for v in wrapped
             )
-            writes = {name: recorder.node(_unwrap(given[i])) for i, name in enumerate(source.held) if name in source.writes}
+            writes = {name: recorder.node(_unwrap(arguments[i])) for i, name in enumerate(source.held) if name in source.writes}
             loss_node = None if loss is None else recorder.node(_unwrap(loss))
         finally:
             torch._disable_functionalization()  # type: ignore[attr-defined]
@@ -196,16 +198,16 @@ def _exported(source: ForwardGraph, node: fx.Node) -> Any:
     if layout is None:
         return None
     if isinstance(value, torch.Tensor) and tuple(value.shape) == layout.shape:
-        made = torch.empty_strided(layout.shape, value.stride(), dtype=layout.dtype)
+        tensor = torch.empty_strided(layout.shape, value.stride(), dtype=layout.dtype)
     else:
-        made = layout.empty(torch.device("cpu"))
-    return made.requires_grad_(layout.requires_grad)
+        tensor = layout.empty(torch.device("cpu"))
+    return tensor.requires_grad_(layout.requires_grad)
 
 
 @contextlib.contextmanager
 def _without_mkldnn() -> Iterator[None]:
     before: Any = torch.backends.mkldnn.enabled
-    torch._C._set_mkldnn_enabled(False)  # its public twin warns about settings of other hardware
+    torch._C._set_mkldnn_enabled(False)  # its public counterpart warns about settings of other hardware
     try:
         yield
     finally:

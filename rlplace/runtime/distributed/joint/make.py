@@ -10,7 +10,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.engine import Engine
 from rlplace.runtime.distributed.execution.setup import Made, Setup, why_not_free, why_not_whole_ops
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.joint.assign import JointPlaces, joint_places
+from rlplace.runtime.distributed.joint.assign import JointPlacement, place_joint_graph
 from rlplace.runtime.distributed.joint.engine import JointEngine
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.state.tensors import own_tensors
@@ -24,7 +24,7 @@ def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | N
 
 def build_joint(
     source: ForwardGraph, plan: PlacementPlan, device: torch.device, owners: Mapping[str, tuple[int, ...]] | None = None
-) -> JointPlaces:
+) -> JointPlacement:
     """Traces the joint graph and puts it on the devices of a plan; nothing is allocated or run.
 
     Args:
@@ -33,17 +33,17 @@ def build_joint(
         device: Where this process computes; only its kind matters.
         owners: Holders of the tensors that are in place already. Default: chosen by the plan.
     """
-    return joint_places(source, joint_graph(source, kind=device.type), plan, owners)
+    return place_joint_graph(source, joint_graph(source, kind=device.type), plan, owners)
 
 
 def make(setup: Setup) -> Made:
     """The joint-graph engine for a plan."""
     plan, ranks, source = setup.plan, setup.ranks, setup.graph
     first = build_joint(source, plan, ranks.device)
-    own = own_tensors(setup.model, first.owners, source.constants, ranks.place, ranks.device)
+    own = own_tensors(setup.model, first.owners, source.constants, ranks.plan_device, ranks.device)
 
     def engine_for(graph: ForwardGraph) -> Engine:
-        places = first if graph is source else build_joint(graph, plan, ranks.device, own.owners)
-        return JointEngine(places, ranks, own.holding(graph.constants, ranks.device), plan.schedule)
+        placement = first if graph is source else build_joint(graph, plan, ranks.device, own.owners)
+        return JointEngine(placement, ranks, own.holding(graph.constants, ranks.device), plan.schedule)
 
     return Made("joint_graph", own, engine_for)

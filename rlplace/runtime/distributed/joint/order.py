@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD
 from rlplace.runtime.distributed.graph.acyclic import topological
-from rlplace.runtime.distributed.joint.assign import JointPlaces
+from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.views import base_of
 from rlplace.simulator import simulate
 
 _aten = torch.ops.aten
 _BANDWIDTH_BYTES_PER_S, _COMPUTE_FLOPS_PER_S, _LAUNCH_S = 1e12, 1e14, 5e-6
-"""Of a nominal device; only their ratios matter, and only for the order."""
+"""Speeds of a nominal device; only their ratios matter, and only for the order."""
 
 
 class Task(NamedTuple):
@@ -33,47 +33,47 @@ class Task(NamedTuple):
     microbatch: int
 
 
-def forward_nodes(places: JointPlaces) -> set[fx.Node]:
+def forward_nodes(placement: JointPlacement) -> set[fx.Node]:
     """Working nodes that outputs, loss and new values of buffers need."""
-    joint = places.joint
+    joint = placement.joint
     wanted = [item for item in (joint.loss, *joint.outputs, *joint.writes.values()) if isinstance(item, fx.Node)]
     needed = {base_of(node) for node in wanted}
-    for node in reversed(list(places.place)):
+    for node in reversed(list(placement.device_of)):
         if node in needed:
-            needed.update(places.reads[node])
-    return {node for node in needed if node in places.place}
+            needed.update(placement.reads[node])
+    return {node for node in needed if node in placement.device_of}
 
 
-def joint_order(places: JointPlaces, nodes: Iterable[fx.Node], microbatches: int, schedule: str) -> list[Task]:
+def joint_order(placement: JointPlacement, nodes: Iterable[fx.Node], microbatches: int, schedule: str) -> list[Task]:
     """All runs of one step, those of all devices in one list.
 
     Args:
-        places: Where everything runs.
+        placement: Where everything runs.
         nodes: The nodes to run, closed under what they read. Items of ops with several results are no runs of their own.
-        microbatches: Of this replica.
+        microbatches: Number of them that this replica runs.
         schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
     """
     chosen = set(nodes)
-    tasks = [node for node in places.place if node in chosen and node.target is not operator.getitem]
+    tasks = [node for node in placement.device_of if node in chosen and node.target is not operator.getitem]
     if not tasks or not microbatches:
         return []
     index = {node: number for number, node in enumerate(tasks)}
     readers: dict[fx.Node, dict[int, None]] = {}
     for node in tasks:
-        for value in places.reads[node]:
-            if value in places.place:
+        for value in placement.reads[node]:
+            if value in placement.device_of:
                 readers.setdefault(value, {})[index[node]] = None
     tensors = [
-        TensorSpec(index[_maker(value)], _bytes(value), [r for r in found if r != index[_maker(value)]])
-        for value, found in readers.items()
+        TensorSpec(index[_maker(value)], _bytes(value), [r for r in reading_ops if r != index[_maker(value)]])
+        for value, reading_ops in readers.items()
     ]
-    used = sorted({places.place[node] for node in tasks})
+    used = sorted({placement.device_of[node] for node in tasks})
     problem = build_problem(
         "joint",
         time_s=[[_seconds(node)] * len(used) for node in tasks],
         tensors=tensors,
         memory_bytes=[None] * len(used),
-        group=[used.index(places.place[node]) for node in tasks],
+        group=[used.index(placement.device_of[node]) for node in tasks],
         phase=[BACKWARD if node.meta["backward"] else FORWARD for node in tasks],
         bandwidth_bytes_per_s=1e11,
         latency_s=1e-5,
@@ -84,15 +84,15 @@ def joint_order(places: JointPlaces, nodes: Iterable[fx.Node], microbatches: int
         for op, number, begin in zip(line.task_op.tolist(), line.task_microbatch.tolist(), line.start_s.tolist(), strict=True)
     }
     before: dict[tuple[int, int], set[tuple[int, int]]] = {run: set() for run in start}
-    for value, found in readers.items():
+    for value, reading_ops in readers.items():
         for number in range(microbatches):
-            for op in found:
+            for op in reading_ops:
                 before[op, number].add((index[_maker(value)], number))
     # A buffer's new value comes before the next micro-batch reads it.
-    for name, node in places.joint.writes.items():
+    for name, node in placement.joint.writes.items():
         maker = base_of(node)
-        if maker in places.place and _maker(maker) in index:
-            reading = [index[n] for n in tasks if places.joint.held[name] in places.reads[n]]
+        if maker in placement.device_of and _maker(maker) in index:
+            reading = [index[n] for n in tasks if placement.joint.held[name] in placement.reads[n]]
             for number in range(1, microbatches):
                 for op in reading:
                     before[op, number].add((index[_maker(maker)], number - 1))
@@ -115,7 +115,7 @@ def _seconds(node: fx.Node) -> float:
 
 
 def _flops(node: fx.Node) -> float:
-    """Of products and convolutions."""
+    """FLOPs of products and convolutions."""
     shapes = [tuple(n.meta["val"].shape) for n in pytree.tree_leaves(node.args) if isinstance(n, fx.Node) and "val" in n.meta]
     if node.target in (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default):
         return 2.0 * prod(shapes[-2]) * shapes[-1][-1]

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from rlplace.runtime.distributed.execution.messages import Message, Turn, posts_of
 from rlplace.runtime.distributed.graph.layouts import Layout
-from rlplace.runtime.distributed.joint.assign import JointPlaces
+from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.order import Task
 from rlplace.runtime.distributed.joint.views import base_of, is_view
 
@@ -41,17 +41,17 @@ def layout_of(node: fx.Node) -> Layout:
     return Layout(tuple(value.shape), value.dtype, False)
 
 
-def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Collection[fx.Node]) -> JointProgram:
-    """The part of one place.
+def program_of(placement: JointPlacement, order: Sequence[Task], plan_device: int, keep: Collection[fx.Node]) -> JointProgram:
+    """The part of one device of the plan.
 
     Args:
-        places: Where everything runs.
+        placement: Where everything runs.
         order: All runs of the step, see `joint_order`.
-        place: Of this process.
+        plan_device: The device of the plan that this process is.
         keep: Values to keep to the end of the step.
     """
-    held = {node: name for name, node in places.joint.held.items()}
-    written = {places.joint.held[name]: base_of(node) for name, node in places.joint.writes.items()}
+    held = {node: name for name, node in placement.joint.held.items()}
+    written = {placement.joint.held[name]: base_of(node) for name, node in placement.joint.writes.items()}
     tags = count()
     sent: dict[tuple[fx.Node, int, int], Message] = {}  # value, micro-batch, destination
     needs: list[list[Message]] = [[] for _ in order]
@@ -64,14 +64,14 @@ def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Col
         if value in held:
             name = held[value]
             if value in written and number > 0:
-                key, source = (written[value], number - 1), places.place[written[value]]
+                key, source = (written[value], number - 1), placement.device_of[written[value]]
             else:
-                key, source = (value, -1), (here if here in places.owners[name] else places.owners[name][0])
-        elif value in places.place:
-            key, source = (value, number), places.place[value]
+                key, source = (value, -1), (here if here in placement.owners[name] else placement.owners[name][0])
+        elif value in placement.device_of:
+            key, source = (value, number), placement.device_of[value]
         else:
             return  # inputs are everywhere
-        if here == place:
+        if here == plan_device:
             last[key] = index
         if source == here:
             return
@@ -81,26 +81,26 @@ def program_of(places: JointPlaces, order: Sequence[Task], place: int, keep: Col
             needs[index].append((*key, here))  # type: ignore[arg-type]
 
     for index, task in enumerate(order):
-        here = places.place[task.node]
-        for value in places.reads[task.node]:
+        here = placement.device_of[task.node]
+        for value in placement.reads[task.node]:
             wanted(value, task.microbatch, index, here)
     # Tags ascend in the order in which values are made.
-    made = [key for key in sends if key[1] < 0]
+    keys = [key for key in sends if key[1] < 0]
     for task in order:
-        made += [(node, task.microbatch) for node in results_of(task.node) if (node, task.microbatch) in sends]
-    for key in made:
+        keys += [(node, task.microbatch) for node in results_of(task.node) if (node, task.microbatch) in sends]
+    for key in keys:
         for full in sends[key]:
             sent[full] = replace(sent[full], tag=next(tags))
-    mine = [index for index, task in enumerate(order) if places.place[task.node] == place]
+    mine = [index for index, task in enumerate(order) if placement.device_of[task.node] == plan_device]
     arriving = [tuple(sent[full] for full in needs[index]) for index in mine]  # type: ignore[index]
     posts = posts_of(arriving, AHEAD)
-    frees = _frees(places, order, mine, last, keep, place, held)
+    frees = _frees(placement, order, mine, last, keep, plan_device, held)
     turns = []
     for at, index in enumerate(mine):
         task = order[index]
         out = [sent[f] for node in results_of(task.node) for f in sends.get((node, task.microbatch), ())]
         turns.append(Turn(task, posts[at], arriving[at], tuple(out), frees[at]))
-    first = tuple(sent[full] for key in made if key[1] < 0 for full in sends[key] if sent[full].source == place)
+    first = tuple(sent[full] for key in keys if key[1] < 0 for full in sends[key] if sent[full].source == plan_device)
     return JointProgram(first, tuple(turns))
 
 
@@ -111,19 +111,19 @@ def results_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _frees(
-    places: JointPlaces,
+    placement: JointPlacement,
     order: Sequence[Task],
     mine: Sequence[int],
     last: Mapping[tuple[fx.Node, int], int],
     keep: Collection[fx.Node],
-    place: int,
+    plan_device: int,
     held: Mapping[fx.Node, str],
 ) -> list[tuple[tuple[fx.Node, int], ...]]:
     turn_of = {index: at for at, index in enumerate(mine)}
     frees: list[list[tuple[fx.Node, int]]] = [[] for _ in mine]
     for key, index in last.items():
         node = key[0]
-        own = node in held and place in places.owners[held[node]]
+        own = node in held and plan_device in placement.owners[held[node]]
         if node not in keep and not own:
             frees[turn_of[index]].append(key)
     for at, index in enumerate(mine):
@@ -168,8 +168,8 @@ def _call(node: fx.Node, device: torch.device) -> Call:
             values[index] = value_of(leaves[index], look_up)
         if strided:
             values[slots[0]] = lay_out(values[slots[0]], leaves[slots[0]])
-        given, named = pytree.tree_unflatten(values, spec)
-        return target(*given, **named)  # type: ignore[operator]
+        positional, named = pytree.tree_unflatten(values, spec)
+        return target(*positional, **named)  # type: ignore[operator]
 
     return call
 

@@ -64,8 +64,8 @@ class Recorder(TorchDispatchMode):
 
     def node(self, value: torch.Tensor) -> fx.Node:
         """The node that made a tensor."""
-        found = self._node_of.get(id(value))
-        return self._constant(value) if found is None else found
+        node = self._node_of.get(id(value))
+        return self._constant(value) if node is None else node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

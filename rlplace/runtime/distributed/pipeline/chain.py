@@ -23,14 +23,14 @@ class Chain:
     Attributes:
         cut: One segment per stage.
         stages: In the order in which values pass them.
-        places: Per stage its device of the plan.
+        devices: Per stage its device of the plan.
         carried: Per stage the values that it hands to the next, by node name; the loss is read by the last stage.
         aside: Per value without a gradient that another stage reads: the stage that makes it and those that read it.
     """
 
     cut: Cut
     stages: tuple[Segment, ...]
-    places: tuple[int, ...]
+    devices: tuple[int, ...]
     carried: tuple[tuple[str, ...], ...]
     aside: Mapping[str, tuple[int, tuple[int, ...]]]
 
@@ -52,10 +52,10 @@ def chain_of(cut: Cut) -> Chain:
     """
     parts: dict[int, int] = {}
     for segment in cut.segments:
-        parts[segment.spot.stage] = parts.get(segment.spot.stage, 0) + 1
+        parts[segment.placement.stage] = parts.get(segment.placement.stage, 0) + 1
     apart = [stage for stage, count in parts.items() if count > 1]
     if apart:
-        where = sorted({segment.spot.place for segment in cut.segments if segment.spot.stage == apart[0]})
+        where = sorted({segment.placement.device for segment in cut.segments if segment.placement.stage == apart[0]})
         reason = (
             f"sits on devices {', '.join(map(str, where))}" if len(where) > 1 else f"needs to run in {parts[apart[0]]} parts"
         )
@@ -64,28 +64,28 @@ def chain_of(cut: Cut) -> Chain:
             "(stage_of_group), or use the schedule list, which the stage-graph engine runs"
         )
     waits = {segment.index: cut.predecessors(segment) for segment in cut.segments}
-    numbers = topological(waits, {segment.index: (segment.spot.stage, segment.index) for segment in cut.segments})
+    numbers = topological(waits, {segment.index: (segment.placement.stage, segment.index) for segment in cut.segments})
     order = [cut.segments[number] for number in numbers]
     position = {segment.index: number for number, segment in enumerate(order)}
     carried: list[list[str]] = [[] for _ in order]
     aside: dict[str, tuple[int, tuple[int, ...]]] = {}
     for name, maker in cut.maker.items():
-        made = position[maker]
+        source = position[maker]
         readers = {position[reader] for reader in cut.readers.get(name, ())}
         if name == cut.graph.loss:
             readers.add(len(order) - 1)
-        readers.discard(made)
+        readers.discard(source)
         if not readers:
             continue
         if cut.graph.layout[name].requires_grad:
-            for stage in range(made, max(readers)):
+            for stage in range(source, max(readers)):
                 carried[stage].append(name)
         else:
-            aside[name] = (made, tuple(sorted(readers)))
+            aside[name] = (source, tuple(sorted(readers)))
     return Chain(
         cut=cut,
         stages=tuple(order),
-        places=tuple(segment.spot.place for segment in order),
+        devices=tuple(segment.placement.device for segment in order),
         carried=tuple(tuple(names) for names in carried),
         aside=aside,
     )

@@ -22,15 +22,15 @@ def asides_of(chain: Chain, forwards: Mapping[int, Sequence[tuple[int, int]]]) -
 
     Args:
         chain: The stages.
-        forwards: By place the (stage, micro-batch) of its forward passes in order.
+        forwards: By device of the plan the (stage, micro-batch) of its forward passes in order.
     """
     messages: list[Message] = []
-    for place, passes in sorted(forwards.items()):
+    for plan_device, passes in sorted(forwards.items()):
         for stage, microbatch in passes:
             for value, (maker, readers) in chain.aside.items():
                 if maker == stage:
-                    for there in sorted({chain.places[reader] for reader in readers} - {place}):
-                        messages.append(Message(value, microbatch, place, there, len(messages) + 1))
+                    for there in sorted({chain.devices[reader] for reader in readers} - {plan_device}):
+                        messages.append(Message(value, microbatch, plan_device, there, len(messages) + 1))
     return messages
 
 
@@ -38,8 +38,8 @@ class Current:
     """A step that runs.
 
     Attributes:
-        microbatches: Of this replica.
-        seed, step: Of the random ops.
+        microbatches: Those that this replica runs.
+        seed, step: Seed of the run and number of the step; random ops draw by them.
         recorder: Takes the times.
         most_in_flight: By own stage the most micro-batches at once whose forward had begun and whose backward had not ended.
         most_held: The same for all own stages together.
@@ -60,7 +60,7 @@ class Current:
         Args:
             chain: The stages.
             ranks: The processes.
-            microbatches: Of this replica.
+            microbatches: Those that this replica runs.
             random: Seed of the run and number of the step.
             asides: Messages of the step, see `asides_of`.
             recorder: Takes the times.
@@ -76,18 +76,18 @@ class Current:
         self._ranks = ranks
         self._layout = chain.cut.graph.layout
         self._wire = Wire(ranks.rank, ranks.device)
-        own = [number for number, place in enumerate(chain.places) if place == ranks.place]
+        own = [number for number, plan_device in enumerate(chain.devices) if plan_device == ranks.plan_device]
         held = [name for number in own for name in chain.stages[number].held]
         self._passes_left = {name: held.count(name) * len(microbatches) for name in held}
         self._readers_here = {value: len({*own} & {*readers}) for value, (_, readers) in chain.aside.items()}
         self._here: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
         self._coming: dict[tuple[str, int], tuple[Arrival, torch.Tensor]] = {}
         self._leaving: dict[tuple[str, int], list[Message]] = {}
-        moving = [m for m in asides if ranks.place in (m.source, m.destination)]
+        moving = [m for m in asides if ranks.plan_device in (m.source, m.destination)]
         self._wire.connect((ranks.rank_of(m.source), ranks.rank_of(m.destination)) for m in moving)
         for message in moving:
             key = (message.value, message.microbatch)
-            if message.source == ranks.place:
+            if message.source == ranks.plan_device:
                 self._leaving.setdefault(key, []).append(message)
             else:
                 layout = self._layout[message.value]

@@ -44,7 +44,7 @@ class PipelineProgram:
 
 
 class PipelineEngine(Engine):
-    """Runs the stages of one place; see `support.unsupported` for which plans.
+    """Runs the stages of one device of the plan; see `support.unsupported` for which plans.
 
     Attributes:
         most_in_flight: By own stage, the most micro-batches that it held at once in the last step.
@@ -64,8 +64,8 @@ class PipelineEngine(Engine):
         self.most_held = 0
         self._modules = [
             StageModule(self.chain, number, own.parameters, own.buffers, ranks.device, options.recompute)
-            for number, place in enumerate(self.chain.places)
-            if place == ranks.place
+            for number, plan_device in enumerate(self.chain.devices)
+            if plan_device == ranks.plan_device
         ]
         self._programs: dict[int, PipelineProgram] = {}
         self._forward_only: StageGraphEngine | None = None
@@ -121,20 +121,21 @@ class PipelineEngine(Engine):
 
     def _program(self, count: int) -> PipelineProgram:
         chain = self.chain
-        ranks = sorted({self.ranks.rank_of(place) for place in chain.places})
-        group_rank = {place: ranks.index(self.ranks.rank_of(place)) for place in set(chain.places)}
+        ranks = sorted({self.ranks.rank_of(plan_device) for plan_device in chain.devices})
+        group_rank = {plan_device: ranks.index(self.ranks.rank_of(plan_device)) for plan_device in set(chain.devices)}
         group = group_of(ranks, "pipeline")
-        of_stage = [group_rank[place] for place in chain.places]
+        of_stage = [group_rank[plan_device] for plan_device in chain.devices]
         actions = pipeline_order(chain, self.options.schedule, count, self.options.expected)
         stages = [Stage(module, of_stage, self.ranks.device, group) for module in self._modules]
         forwards = {
-            place: [(action.stage, action.microbatch) for action in row if action.kind == "F"] for place, row in actions.items()
+            plan_device: [(action.stage, action.microbatch) for action in row if action.kind == "F"]
+            for plan_device, row in actions.items()
         }
         schedule = make_schedule(
             self.options.schedule,
             stages,
             count,
             torch_layout(chain, self.options.schedule, count),
-            {group_rank[place]: row for place, row in actions.items()},
+            {group_rank[plan_device]: row for plan_device, row in actions.items()},
         )
         return PipelineProgram(schedule, asides_of(chain, forwards))

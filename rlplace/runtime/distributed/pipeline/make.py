@@ -8,7 +8,7 @@ from rlplace.runtime.distributed.execution.engine import Engine, StepOptions
 from rlplace.runtime.distributed.execution.make import make_segments
 from rlplace.runtime.distributed.execution.setup import Made, Setup, why_not_autograd
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
-from rlplace.runtime.distributed.graph.assign import assign, planned_spots
+from rlplace.runtime.distributed.graph.assign import assign, planned_placements
 from rlplace.runtime.distributed.graph.cut import Cut, cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.pipeline.engine import PipelineEngine
@@ -20,7 +20,7 @@ from rlplace.schedule import LIST
 
 def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | None:
     """Why the pipeline engine cannot run a plan; None: it can."""
-    return why_not_autograd(plan) or unsupported(cut_graph(graph, assign(graph, planned_spots(plan))), plan)
+    return why_not_autograd(plan) or unsupported(cut_graph(graph, assign(graph, planned_placements(plan))), plan)
 
 
 def make(setup: Setup) -> Made:

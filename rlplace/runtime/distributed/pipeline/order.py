@@ -1,4 +1,4 @@
-"""The actions of every place of a pipeline, as `rlplace.simulator.actions` names them."""
+"""The actions of every device of a pipeline, as `rlplace.simulator.actions` names them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlplace.simulator.actions import BACKWARD_ACTION, FORWARD_ACTION, Action, S
 def torch_layout(chain: Chain, schedule: str, microbatches: int) -> StageLayout | None:
     """How the stages sit, where torch has the schedule for it and for this many micro-batches; else None."""
     try:
-        layout = stage_layout(chain.places, schedule)
+        layout = stage_layout(chain.devices, schedule)
         layout.actions(schedule, microbatches)
     except InputError:
         return None
@@ -31,8 +31,8 @@ def pipeline_order(
 ) -> Mapping[int, list[Action]]:
     """Who does what in which order.
 
-    Torch's own order where it has one. Else the order in which the simulator starts things: stages in any places, and the fewer
-    micro-batches of a small last batch; schedules for chains then become the one that `free_schedule` names.
+    Torch's own order where it has one. Else the order in which the simulator starts things: stages on any devices, and the
+    fewer micro-batches of a small last batch; schedules for chains then become the one that `free_schedule` names.
 
     Args:
         chain: The stages.
@@ -41,7 +41,7 @@ def pipeline_order(
         expected: Times of the problem that was planned; None guesses from the sizes of values.
 
     Returns:
-        Actions by place.
+        Actions by device of the plan.
     """
     layout = torch_layout(chain, schedule, microbatches)
     if layout is not None:
@@ -56,22 +56,22 @@ def _simulated(chain: Chain, schedule: str, microbatches: int, expected: Expecte
     tensors = [TensorSpec(stage, 1, [stage + 1]) for stage in range(count - 1)]
     tensors += [TensorSpec(count + stage, 1, [count + stage - 1]) for stage in range(1, count)]
     tensors += [TensorSpec(stage, 0, [count + stage]) for stage in range(count)]
-    places = 1 + max(chain.places)
+    num_devices = 1 + max(chain.devices)
     problem = build_problem(
         "pipeline",
-        time_s=[[forward] * places for forward, _ in times] + [[backward] * places for _, backward in times],
+        time_s=[[forward] * num_devices for forward, _ in times] + [[backward] * num_devices for _, backward in times],
         tensors=tensors,
-        memory_bytes=[None] * places,
+        memory_bytes=[None] * num_devices,
         group=[*range(count), *range(count)],
         phase=[FORWARD] * count + [BACKWARD] * count,
         bandwidth_bytes_per_s=1e12,
     )
     timeline = simulate(
-        problem, list(chain.places), microbatches=microbatches, schedule=schedule, stage_of_group=list(range(count))
+        problem, list(chain.devices), microbatches=microbatches, schedule=schedule, stage_of_group=list(range(count))
     )
-    actions: dict[int, list[Action]] = {place: [] for place in sorted(set(chain.places))}
+    actions: dict[int, list[Action]] = {plan_device: [] for plan_device in sorted(set(chain.devices))}
     for task in np.lexsort((timeline.task_microbatch, timeline.task_op, timeline.start_s)).tolist():
         lap, stage = divmod(int(timeline.task_op[task]), count)
         kind = BACKWARD_ACTION if lap else FORWARD_ACTION
-        actions[chain.places[stage]].append(Action(stage, kind, int(timeline.task_microbatch[task])))
+        actions[chain.devices[stage]].append(Action(stage, kind, int(timeline.task_microbatch[task])))
     return actions

@@ -2,11 +2,11 @@
 
 torch has the split too (`torch.distributed.pipelining._backward`), with limits that depend on its version: 2.11 counts a
 parameter twice that is used twice in a stage and adds up the gradients of an op with several outputs, and every version drops
-parameters that do not meet the way from an input of the stage to its outputs. This one has none of them, and one behaviour.
+parameters that are off the paths from an input of the stage to its outputs. This one has none of them, and one behaviour.
 
-The *spine* are the autograd nodes on a way from the stage's outputs to its inputs. The first half runs the spine only and keeps
-the gradients that arrive at its *joints*, the nodes where a way to a parameter branches off. The second half runs from the
-joints, and from outputs beside the spine, to the parameters; parameters that share them are taken together.
+The *spine* is made of the autograd nodes on a path from the stage's outputs to its inputs. The first half runs only the spine
+and keeps the gradients that arrive at its *joints*, the nodes where a path to a parameter branches off. The second half runs
+from the joints, and from outputs beside the spine, to the parameters; parameters that share them are taken together.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def whole_backward(
     """Accumulates the gradients of the parameters.
 
     Args:
-        outputs: Of the stage; those that need no gradient are passed over.
-        gradients: Of the outputs; None for a scalar is 1.
+        outputs: What the stage returned; values that need no gradient are skipped.
+        gradients: Gradients of the outputs; None stands for 1, for a scalar.
         inputs: Leaves.
 
     Returns:
@@ -38,10 +38,10 @@ def whole_backward(
     pairs = [(value, gradient) for value, gradient in zip(outputs, gradients, strict=True) if value.requires_grad]
     if pairs:
         torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
-    found = tuple(_sendable(value.grad, value) for value in inputs)
+    input_gradients = tuple(_sendable(value.grad, value) for value in inputs)
     for value in inputs:
         value.grad = None
-    return found
+    return input_gradients
 
 
 def input_backward(
@@ -59,21 +59,25 @@ def input_backward(
     ]
     leaves = [value for value in inputs if value.requires_grad]
     edges = [get_gradient_edge(value) for value, _ in pairs]
-    given = [gradient for _, gradient in pairs]
+    output_gradients = [gradient for _, gradient in pairs]
     branches = _branches([edge.node for edge in edges], {get_gradient_edge(value).node for value in leaves})
     arrived: dict[Node, Gradients] = {}
     hooks = [joint.register_prehook(_keep(arrived, joint)) for branch in branches for joint in branch.joints]
-    found: Sequence[torch.Tensor | None] = [None] * len(leaves)
+    leaf_gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
     try:
         if pairs and leaves:
-            found = torch.autograd.grad([value for value, _ in pairs], leaves, given, retain_graph=True, allow_unused=True)
+            leaf_gradients = torch.autograd.grad(
+                [value for value, _ in pairs], leaves, output_gradients, retain_graph=True, allow_unused=True
+            )
     finally:
         for hook in hooks:
             hook.remove()
     for branch in branches:
         branch.arrived = {joint: arrived[joint] for joint in branch.joints if joint in arrived}
-        branch.ends = [(edge, gradient) for edge, gradient in zip(edges, given, strict=True) if edge.node in branch.outputs]
-    of_leaf = dict(zip(map(id, leaves), found, strict=True))
+        branch.ends = [
+            (edge, gradient) for edge, gradient in zip(edges, output_gradients, strict=True) if edge.node in branch.outputs
+        ]
+    of_leaf = dict(zip(map(id, leaves), leaf_gradients, strict=True))
     return tuple(_sendable(of_leaf.get(id(value)), value) for value in inputs), Deferred(branches)
 
 

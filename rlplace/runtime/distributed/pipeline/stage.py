@@ -31,7 +31,7 @@ class StageModule(nn.Module):
     Attributes:
         segment: Its part of the cut.
         index: Number of the stage.
-        taken, given: Names of the values from the stage before and for the next.
+        taken, handed_on: Names of the values from the stage before and for the next.
         is_last: Whether it is the last stage.
         current: The step that runs.
     """
@@ -52,7 +52,7 @@ class StageModule(nn.Module):
         self.segment = chain.stages[number]
         self.index = number
         self.taken = chain.taken(number)
-        self.given = chain.carried[number]
+        self.handed_on = chain.carried[number]
         self.is_last = number == chain.last
         self.current: Current | None = None
         self._layout = graph.layout
@@ -66,8 +66,8 @@ class StageModule(nn.Module):
 
     def layouts(self, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
         """Meta tensors that describe what goes between two stages."""
-        found = [self._layout[name] for name in names] or [NOTHING]
-        return tuple(torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=True) for v in found)
+        described = [self._layout[name] for name in names] or [NOTHING]
+        return tuple(torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=True) for v in described)
 
     def loss_layout(self) -> torch.Tensor:
         """A meta tensor that describes the loss."""
@@ -91,15 +91,15 @@ class StageModule(nn.Module):
         with current.recorder.interval("forward", self.segment.index, at):
             activity.doing("the forward of stage {} (micro-batch {})", self.index, at)
             with random_key(current.seed, current.step, microbatch.number):
-                made = self._code(*held, *inputs, *reads)
-        values.update(zip(self.segment.makes, made, strict=True))
+                results = self._code(*held, *inputs, *reads)
+        values.update(zip(self.segment.makes, results, strict=True))
         for name in self._aside:
             current.give(name, at, values[name].detach())
         if self.is_last:
             return values[self._loss].view(())  # a view, because torch cuts any other loss off its graph in place
-        if not self.given:
+        if not self.handed_on:
             return (torch.zeros(NOTHING.shape, dtype=NOTHING.dtype, device=self._device, requires_grad=True),)
-        return tuple(self._checked(name, values[name]) for name in self.given)
+        return tuple(self._checked(name, values[name]) for name in self.handed_on)
 
     def _checked(self, name: str, value: torch.Tensor) -> torch.Tensor:
         self._layout[name].check(value, f"pipeline: what stage {self.index} makes for the next one")

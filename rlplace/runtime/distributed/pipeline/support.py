@@ -29,10 +29,10 @@ def unsupported(cut: Cut, plan: PlacementPlan) -> str | None:
         return "the plan fixes the order of every op; the stage-graph engine runs the nearest order"
     try:
         chain = chain_of(cut)
-        if len(set(chain.places)) < 2:
+        if len(set(chain.devices)) < 2:
             return "all stages are on one device, so nothing is piped; the stage-graph engine runs the plan"
         if not schedule.free:
-            stage_layout(chain.places, plan.schedule).actions(plan.schedule, plan.microbatches)
+            stage_layout(chain.devices, plan.schedule).actions(plan.schedule, plan.microbatches)
     except InputError as error:
         return str(error)
     if cut.graph.loss is None:

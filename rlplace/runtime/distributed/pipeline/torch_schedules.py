@@ -35,7 +35,7 @@ class Stage(pipelining.PipelineStage):
             len(group_rank_of_stage),
             device,
             input_args=module.layouts(module.taken) if number else (),
-            output_args=module.loss_layout() if module.is_last else module.layouts(module.given),
+            output_args=module.loss_layout() if module.is_last else module.layouts(module.handed_on),
             group=group,
         )
         self.stage_index_to_group_rank = dict(enumerate(group_rank_of_stage))
@@ -67,18 +67,18 @@ class Stage(pipelining.PipelineStage):
             with current.ending(module.segment.held):
                 if backward_type == "weight":
                     bwd_kwargs["param_groups"].run()
-                    found: tuple[torch.Tensor, ...] = ()
+                    input_gradients: tuple[torch.Tensor, ...] = ()
                 else:
-                    found = whole_backward(*self._values(**bwd_kwargs))
+                    input_gradients = whole_backward(*self._values(**bwd_kwargs))
             current.end(self.stage_index)
-            return found, None
+            return input_gradients, None
 
     def _first_half(self, **bwd_kwargs: Any) -> Any:
         outputs, gradients, inputs = self._values(**bwd_kwargs)
-        found = input_backward(outputs, gradients, inputs)
+        halves = input_backward(outputs, gradients, inputs)
         if self.is_last:
             outputs[0].detach_()  # the schedule keeps all losses of a step, which must not keep their graphs
-        return found
+        return halves
 
     def _values(self, stage_output: Any, output_grads: Any, input_values: Any) -> tuple[Any, Any, Any]:
         outputs = (stage_output,) if isinstance(stage_output, torch.Tensor) else stage_output
@@ -106,8 +106,8 @@ def make_schedule(
 
     Args:
         schedule: As in a plan.
-        stages: Of this process.
-        microbatches: Of a step.
+        stages: The stages of this process.
+        microbatches: Number of them in a step.
         layout: Where torch has the schedule for these stages and this many micro-batches; else None.
         actions: By rank in the stages' group.
 

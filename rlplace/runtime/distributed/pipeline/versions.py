@@ -13,7 +13,7 @@ def unsupported_version() -> str | None:
     The engine overrides one method of `PipelineStage` and, where torch has no schedule for a layout, fills in the action lists
     of its schedule runtime. Both are private, so versions that nobody has looked at are not trusted.
     """
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if FIRST <= found < BEYOND:
+    installed = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if FIRST <= installed < BEYOND:
         return None
     return f"the pipeline engine knows torch 2.{FIRST[1]} to 2.{BEYOND[1] - 1}, found {torch.__version__}"

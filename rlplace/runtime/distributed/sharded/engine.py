@@ -52,7 +52,7 @@ class ShardedEngine(Engine):
             plan: With `shards`, or without: then every device does everything.
             state: Parameters (whole, the same on every rank, or those of another engine of this plan), buffers (kept as they
                 are, and written to) and constants by first name.
-            device: Of this process.
+            device: Where this process computes.
             mesh: That of another engine of this plan; default a new one over all processes.
         """
         graph = open_loss(graph)
@@ -111,7 +111,7 @@ class ShardedEngine(Engine):
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> list[list[Any]]:
         """See `Engine.evaluate`; a model in training mode draws the same random numbers at each call."""
-        found = []
+        outputs = []
         with torch.no_grad():
             held = self._working_copies(self._output_steps)
             for microbatch in microbatches:
@@ -119,8 +119,8 @@ class ShardedEngine(Engine):
                     values = Values(self._setting, held, microbatch.leaves)
                     values.run(self._output_steps)
                     names = [*self.graph.outputs, *([self.graph.loss] if self._last_loss else [])]
-                    found.append([values.whole(name) if name in self.program.specs else name for name in names])
-        return found
+                    outputs.append([values.whole(name) if name in self.program.specs else name for name in names])
+        return outputs
 
     def _cut(self, parameter: nn.Parameter, spec: Spec) -> nn.Parameter:
         """A parameter as a DTensor with this device's piece of its values."""
@@ -149,27 +149,27 @@ class ShardedEngine(Engine):
         for node in self.graph.outputs:
             if node in name_of:
                 wanted[node, whole(self.program.specs[node].shape), frozenset()] = None
-        found: dict[Key, torch.Tensor] = {}
+        copies: dict[Key, torch.Tensor] = {}
         for node, spec, summed in wanted:
             parameter = self.parameters.get(name_of.get(node, ""))
             if parameter is not None:
                 local: torch.Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
                 there = moves(self.program.home[name_of[node]], spec, self.mesh.ndim)
                 copy = move(local, there, spec.local_shape, self.mesh)
-                found[node, spec, summed] = copy.detach().requires_grad_(parameter.requires_grad)
-        return found
+                copies[node, spec, summed] = copy.detach().requires_grad_(parameter.requires_grad)
+        return copies
 
     def _collect(self, held: Mapping[Key, torch.Tensor]) -> None:
         """Gradients of working copies become gradients of the parameters."""
-        found = [(key, copy.grad) for key, copy in held.items() if copy.grad is not None]
-        homes = [self.program.home[self.graph.held_of_node[node]] for (node, _, _), _ in found]
+        gradients = [(key, copy.grad) for key, copy in held.items() if copy.grad is not None]
+        homes = [self.program.home[self.graph.held_of_node[node]] for (node, _, _), _ in gradients]
         steps = [
             moves(spec.with_partial(summed), home, self.mesh.ndim)
-            for ((_, spec, summed), _), home in zip(found, homes, strict=True)
+            for ((_, spec, summed), _), home in zip(gradients, homes, strict=True)
         ]
-        made = summed_together([grad for _, grad in found], steps, [home.local_shape for home in homes], self.mesh)
+        moved = summed_together([grad for _, grad in gradients], steps, [home.local_shape for home in homes], self.mesh)
         sums: dict[str, torch.Tensor] = {}
-        for ((node, _, _), _), local in zip(found, made, strict=True):
+        for ((node, _, _), _), local in zip(gradients, moved, strict=True):
             name = self.graph.held_of_node[node]
             sums[name] = sums[name] + local if name in sums else local
         for name, local in sums.items():
@@ -181,13 +181,13 @@ class ShardedEngine(Engine):
 def _needed(steps: Sequence[Step], results: Sequence[str]) -> list[Step]:
     """The steps that results, or values that are written to, depend on."""
     needed = set(results)
-    found = []
+    chosen = []
     for step in reversed(steps):
         writes = bool(step.writes)
         if writes or step.node.name in needed:
             needed |= {node.name for node in step.node.all_input_nodes}
-            found.append(step)
-    return found[::-1]
+            chosen.append(step)
+    return chosen[::-1]
 
 
 def _spec_of(tensor: DTensor) -> Spec:

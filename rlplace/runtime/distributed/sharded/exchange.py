@@ -34,10 +34,10 @@ class Meshes:
 
     def piece(self, values: torch.Tensor, spec: Spec) -> torch.Tensor:
         """This device's piece of a tensor that it has whole, a view where that is possible."""
-        place = self.base.get_coordinate()
-        assert place is not None
+        coordinate = self.base.get_coordinate()
+        assert coordinate is not None
         fine = values.reshape([size for factors in spec.dims for size, _ in factors])
-        index = tuple(slice(None) if axis == WHOLE else place[axis] for factors in spec.dims for _, axis in factors)
+        index = tuple(slice(None) if axis == WHOLE else coordinate[axis] for factors in spec.dims for _, axis in factors)
         return fine[index].reshape(spec.local_shape)
 
     def of(self, shape: tuple[int, ...]) -> DeviceMesh:
@@ -83,22 +83,22 @@ def exchange(source: Spec, target: Spec, summed: frozenset[int], axes: int) -> E
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, found: Exchange, mesh: Meshes) -> torch.Tensor:
-        ctx.found, ctx.mesh = found, mesh
-        result = move(local, found.there, found.after, mesh)
+    def forward(ctx: Any, local: torch.Tensor, route: Exchange, mesh: Meshes) -> torch.Tensor:
+        ctx.route, ctx.mesh = route, mesh
+        result = move(local, route.there, route.after, mesh)
         return result.view_as(result) if result is local else result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return move(gradients[0], ctx.found.back, ctx.found.before, ctx.mesh), None, None
+        return move(gradients[0], ctx.route.back, ctx.route.before, ctx.mesh), None, None
 
 
-def exchanged(local: torch.Tensor, found: Exchange, mesh: Meshes) -> torch.Tensor:
+def exchanged(local: torch.Tensor, route: Exchange, mesh: Meshes) -> torch.Tensor:
     """The values after an exchange, with its gradient."""
     if torch.is_grad_enabled() and local.requires_grad:
-        result: torch.Tensor = _Exchanged.apply(local, found, mesh)
+        result: torch.Tensor = _Exchanged.apply(local, route, mesh)
         return result
-    return move(local, found.there, found.after, mesh)
+    return move(local, route.there, route.after, mesh)
 
 
 def move(local: torch.Tensor, steps: Sequence[Move], shape: Sequence[int], mesh: Meshes) -> torch.Tensor:
@@ -183,13 +183,13 @@ def summed_together(
         shapes: Local shapes afterwards.
         mesh: The mesh.
     """
-    found: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     buckets: dict[tuple[frozenset[int], torch.dtype, int], list[int]] = {}
     filled: dict[tuple[frozenset[int], torch.dtype], int] = {}
     for index, (local, moved) in enumerate(zip(locals_, steps, strict=True)):
         axes = _only_sums(moved)
         if axes is None:
-            found[index] = move(local, moved, shapes[index], mesh)
+            results[index] = move(local, moved, shapes[index], mesh)
             continue
         before = filled.get((axes, local.dtype), 0)
         filled[axes, local.dtype] = before + local.numel() * local.element_size()
@@ -197,8 +197,8 @@ def summed_together(
     for (axes, _, _), indices in buckets.items():
         flat = _reduced(torch.cat([locals_[index].reshape(-1) for index in indices]), axes, "sum", mesh)
         for index, values in zip(indices, flat.split([locals_[index].numel() for index in indices]), strict=True):
-            found[index] = values.view(shapes[index])
-    return [found[index] for index in range(len(locals_))]
+            results[index] = values.view(shapes[index])
+    return [results[index] for index in range(len(locals_))]
 
 
 def _only_sums(steps: tuple[Move, ...]) -> frozenset[int] | None:

@@ -103,8 +103,8 @@ def _linear(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     parts = cut.parts(cut.axes("k"))
     if len(args) < 3 or args[2] is None or parts == 1:
         return call(op, args)
-    made = call(op, [args[0], args[1], None])
-    return made + shared(args[2], parts).to(made.dtype)
+    result = call(op, [args[0], args[1], None])
+    return result + shared(args[2], parts).to(result.dtype)
 
 
 def _addmm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
@@ -127,8 +127,8 @@ def _mean(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
 
 
 def _loss(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
-    made = call(op, args)
-    return made / cut.parts(cut.axes(*cut.factors)) if args[2] == 1 else made
+    result = call(op, args)
+    return result / cut.parts(cut.axes(*cut.factors)) if args[2] == 1 else result
 
 
 def _embedding(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
@@ -141,8 +141,8 @@ def _embedding(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     place[mine] = torch.arange(len(mine), device=rows.device)
     local = place[rows]
     padding = int(place[padding]) if padding is not None and padding >= 0 else -1
-    made = call(op, [weight, local.clamp(min=0), padding, *rest])
-    return made.masked_fill((local < 0).unsqueeze(-1), 0.0)
+    result = call(op, [weight, local.clamp(min=0), padding, *rest])
+    return result.masked_fill((local < 0).unsqueeze(-1), 0.0)
 
 
 def _layer_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
@@ -154,9 +154,9 @@ def _layer_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
     dims, count = tuple(range(-len(shape), 0)), prod(shape)
     centred = x - summed(x.sum(dims, keepdim=True), axes, mesh) / count
-    made = centred * torch.rsqrt(summed(centred.square().sum(dims, keepdim=True), axes, mesh) / count + eps)
-    made = made if weight is None else made * weight
-    return (made if bias is None else made + bias).to(inputs.dtype)
+    result = centred * torch.rsqrt(summed(centred.square().sum(dims, keepdim=True), axes, mesh) / count + eps)
+    result = result if weight is None else result * weight
+    return (result if bias is None else result + bias).to(inputs.dtype)
 
 
 def _rms_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
@@ -167,8 +167,8 @@ def _rms_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
     dims = tuple(range(-len(shape), 0))
     eps = torch.finfo(inputs.dtype).eps if eps is None else eps
-    made = x * torch.rsqrt(summed(x.square().sum(dims, keepdim=True), axes, mesh) / prod(shape) + eps)
-    return (made if weight is None else made * weight).to(inputs.dtype)
+    result = x * torch.rsqrt(summed(x.square().sum(dims, keepdim=True), axes, mesh) / prod(shape) + eps)
+    return (result if weight is None else result * weight).to(inputs.dtype)
 
 
 def _batch_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
@@ -177,10 +177,10 @@ def _batch_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     axes = cut.axes_but("c")
     if not training or not axes:
         own = [t if t is None or not training else t.clone() for t in held]
-        made = call(op, [inputs, weight, bias, *own, training, momentum, eps, *rest])
+        result = call(op, [inputs, weight, bias, *own, training, momentum, eps, *rest])
         if training:
             _write_back(cut, mesh, (mean, variance), own)
-        return made
+        return result
     x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
     dims = [d for d in range(x.dim()) if d != 1]
     shape = [1, -1, *[1] * (x.dim() - 2)]
@@ -188,15 +188,15 @@ def _batch_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     centre = summed(x.sum(dims), axes, mesh) / count
     centred = x - centre.view(shape)
     spread = summed(centred.square().sum(dims), axes, mesh) / count
-    made = centred * torch.rsqrt(spread + eps).view(shape)
-    made = made if weight is None else made * weight.view(shape)
-    made = made if bias is None else made + bias.view(shape)
+    result = centred * torch.rsqrt(spread + eps).view(shape)
+    result = result if weight is None else result * weight.view(shape)
+    result = result if bias is None else result + bias.view(shape)
     if mean is not None:
         with torch.no_grad():
             unbiased = spread * (count / max(count - 1, 1))
             own = [old * (1 - momentum) + new * momentum for old, new in zip(held, (centre, unbiased), strict=True)]
             _write_back(cut, mesh, (mean, variance), own)
-    return made.to(inputs.dtype)
+    return result.to(inputs.dtype)
 
 
 def _write_back(cut: OpCut, mesh: Meshes, held: Sequence[Any], own: Sequence[Any]) -> None:
@@ -227,7 +227,7 @@ def _cross_entropy(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> An
         each = counted.to(inputs.dtype) if weight is None else weight[torch.where(counted, target, 0)] * counted
         total = summed(each.sum().detach(), rows, mesh)
     if not words:
-        made = call(op, [inputs, target, weight, 0 if reduction == 0 else 2, ignored, *smoothing])
+        result = call(op, [inputs, target, weight, 0 if reduction == 0 else 2, ignored, *smoothing])
     else:
         size = prod(size for size, _ in cut.factors["v"])
         place = torch.full((size,), -1, device=target.device)
@@ -239,8 +239,8 @@ def _cross_entropy(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> An
         log_total = summed(x.exp().sum(1), words, mesh, everywhere=True).log()
         picked = x.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(local < 0, 0.0)
         each = (log_total - summed(picked, words, mesh, everywhere=True)).masked_fill(~counted, 0.0)
-        made = (each if reduction == 0 else each.sum()).to(inputs.dtype)
-    return made if total is None else made / total
+        result = (each if reduction == 0 else each.sum()).to(inputs.dtype)
+    return result if total is None else result / total
 
 
 def _cross_entropy_fits(args: Sequence[Any], dim: str) -> bool:
@@ -273,7 +273,7 @@ def dropped_attention(cut: OpCut, mesh: Meshes, args: Sequence[Any], kept: torch
     Args:
         cut: How it is cut.
         mesh: The mesh.
-        args: Of the op, in order.
+        args: All arguments of the op, in order.
         kept: This device's piece of [batch, heads, queries, keys]: 0 or 1 / (1 - probability).
     """
     query, key, value, mask, _, causal, scale, grouped = _with_own_mask(cut, mesh, args)

@@ -15,7 +15,7 @@ from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 
 LOSS_PREFIX = f"{LOSS_OP}/"
-"""Of the names of the ops inside; the last one has the name of the loss itself."""
+"""Prefix of the names of the ops inside; the last one has the name of the loss itself."""
 
 
 class _Loss(nn.Module):
@@ -28,7 +28,7 @@ class _Loss(nn.Module):
 
 
 def open_loss(graph: ForwardGraph) -> ForwardGraph:
-    """The same forward with the loss function's own ops in the place of its node; unchanged where that does not work.
+    """The same forward with the loss function's own ops instead of its node; unchanged where that does not work.
 
     Args:
         graph: It is not touched.
@@ -61,11 +61,11 @@ def open_loss(graph: ForwardGraph) -> ForwardGraph:
                 copied[node] = within[op.args[0][0]]
     module.graph = new
     new.lint()
-    made = copied[graph.node(name)]
-    names = {n: op for n, op in graph.op_of_node.items() if n != name} | inside | {made.name: LOSS_OP}
-    layout = {**graph.layout, made.name: graph.layout[name]}
-    outputs = tuple(made.name if item == name else item for item in graph.outputs)
-    return replace(graph, module=module, op_of_node=names, layout=layout, loss=made.name, outputs=outputs)
+    loss = copied[graph.node(name)]
+    names = {n: op for n, op in graph.op_of_node.items() if n != name} | inside | {loss.name: LOSS_OP}
+    layout = {**graph.layout, loss.name: graph.layout[name]}
+    outputs = tuple(loss.name if item == name else item for item in graph.outputs)
+    return replace(graph, module=module, op_of_node=names, layout=layout, loss=loss.name, outputs=outputs)
 
 
 def _traced(graph: ForwardGraph, node: fx.Node) -> fx.GraphModule | None:

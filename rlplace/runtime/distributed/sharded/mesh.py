@@ -58,14 +58,14 @@ def factor_mesh(shards: Shards, world: int) -> MeshFactors:
 
 def nearest_shards(shards: Shards, world: int) -> dict[str, dict[str, int]]:
     """The largest divisors of the given parts, dimension by dimension, whose product divides the number of devices."""
-    found: dict[str, dict[str, int]] = {}
+    nearest: dict[str, dict[str, int]] = {}
     for op, dims in shards.items():
         left = world
-        found[op] = {}
+        nearest[op] = {}
         for dim, parts in dims.items():
-            found[op][dim] = gcd(parts, left)
-            left //= found[op][dim]
-    return found
+            nearest[op][dim] = gcd(parts, left)
+            left //= nearest[op][dim]
+    return nearest
 
 
 def assignments(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -79,18 +79,18 @@ def assignments(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[t
 
 @lru_cache(maxsize=1 << 12)
 def _assignments(shape: tuple[int, ...], counts: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    found = []
+    ways = []
     for owner in itertools.product(range(-1, len(counts)), repeat=len(shape)):
         axes = tuple(tuple(axis for axis, own in enumerate(owner) if own == index) for index in range(len(counts)))
         if all(prod(shape[axis] for axis in own) == count for own, count in zip(axes, counts, strict=True)):
-            found.append((owner, axes))
-    return tuple(axes for _, axes in sorted(found))
+            ways.append((owner, axes))
+    return tuple(axes for _, axes in sorted(ways))
 
 
 def _meshes(world: int) -> list[tuple[int, ...]]:
     """Every shape of a mesh with axes above 1, larger axes first; fewer axes first."""
-    found = set(_products(world, world))
-    return sorted(found, key=lambda shape: (len(shape), [-size for size in shape]))
+    shapes = set(_products(world, world))
+    return sorted(shapes, key=lambda shape: (len(shape), [-size for size in shape]))
 
 
 def _products(number: int, most: int) -> Iterator[tuple[int, ...]]:

@@ -53,7 +53,7 @@ def make_program(
             left whole and reported.
         mesh_shape: Axis sizes of a mesh that the shards factor over.
         home: Layouts of held tensors that are fixed already.
-        spaces: Of the graph, where they are known already.
+        spaces: Iteration spaces of the graph's ops, where they are known already.
     """
     return _Maker(graph, shards, mesh_shape, home or {}, spaces or spaces_of(graph)).run()
 
@@ -84,8 +84,8 @@ class _Maker:
                 if step is not None:
                     steps.append(step)
         for name, node_name in ((name, node_name) for node_name, name in self.held.items()):
-            found = self.spaces.values[node_name]
-            self.home.setdefault(name, whole(found.shape))
+            value = self.spaces.values[node_name]
+            self.home.setdefault(name, whole(value.shape))
             self.specs[node_name] = self.home[name]
         return ShardedProgram(self.mesh_shape, tuple(steps), self.specs, self.home, self.report, self.family)
 
@@ -151,16 +151,16 @@ class _Maker:
         results = [described] if isinstance(described, TensorShape) else list(described)
         rest = bound(target, args, node.kwargs)[1:]
         spec = self._known(source)
-        found = view(target, rest, spec, [result.shape for result in results])
+        viewed = view(target, rest, spec, [result.shape for result in results])
         gathered: set[int] = set()
-        while found.call is None:
-            gathered |= found.gather
-            spec = spec.gathered(found.gather)
-            found = view(target, rest, spec, [result.shape for result in results])
+        while viewed.call is None:
+            gathered |= viewed.gather
+            spec = spec.gathered(viewed.gather)
+            viewed = view(target, rest, spec, [result.shape for result in results])
         if gathered:
             self._tell(name, f"view: gathered over mesh axes {sorted(gathered)}, whose pieces it cuts through")
-        self.specs[node.name] = found.specs[0] if isinstance(described, TensorShape) else list(found.specs)
-        return Step(node, "view", {0: self._demand(source, spec, frozenset())}, call=found.call)
+        self.specs[node.name] = viewed.specs[0] if isinstance(described, TensorShape) else list(viewed.specs)
+        return Step(node, "view", {0: self._demand(source, spec, frozenset())}, call=viewed.call)
 
     def _cut(
         self, node: fx.Node, target: Any, args: Sequence[Any], leaves: Sequence[Any], space: OpSpace, name: str | None
@@ -203,8 +203,8 @@ class _Maker:
             demands[position] = self._demand(leaves[position], *demand)
         value = self.spaces.values[node.name]
         flat, spec = pytree.tree_flatten(value)
-        made = [outputs[i] if isinstance(leaf, TensorShape) else None for i, leaf in enumerate(flat)]
-        self.specs[node.name] = pytree.tree_unflatten(made, spec)
+        result_layouts = [outputs[i] if isinstance(leaf, TensorShape) else None for i, leaf in enumerate(flat)]
+        self.specs[node.name] = pytree.tree_unflatten(result_layouts, spec)
         self._tell(name, "; ".join([f"cut: {_text(factors)}" + (" with its input" if follows else ""), *said]))
         drawn = self.spaces.values[leaves[0].name] if random else None
         cut = OpCut(factors, space.inputs, self.mesh_shape)
@@ -288,8 +288,8 @@ class _Maker:
     def _known(self, node: fx.Node) -> Spec:
         if node.name not in self.specs:
             self._demand(node, whole(self.spaces.values[node.name].shape), frozenset())
-        found: Spec = self.specs[node.name]
-        return found
+        spec: Spec = self.specs[node.name]
+        return spec
 
     def _described(self, leaf: Any) -> Any:
         return self.spaces.values.get(leaf.name) if isinstance(leaf, fx.Node) else leaf
@@ -321,9 +321,9 @@ def _allowed(dim: str, space: OpSpace, local: LocalOp | None, args: Sequence[Any
 
 
 def _text(factors: Factors) -> str:
-    found = []
+    texts = []
     for dim, own in factors.items():
         parts = [f"{size} (axis {axis})" for size, axis in own if axis != WHOLE]
         if parts:
-            found.append(f"{dim} x {' x '.join(parts)}")
-    return ", ".join(found)
+            texts.append(f"{dim} x {' x '.join(parts)}")
+    return ", ".join(texts)

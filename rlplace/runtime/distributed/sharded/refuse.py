@@ -17,7 +17,7 @@ def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | N
     Args:
         plan: With shards.
         graph: The forward of its model for the inputs that it was made for.
-        processes: Of the job.
+        processes: Number of processes of the job.
     """
     if not plan.shards:
         return "the plan cuts no op; the stage-graph engine runs it"

@@ -87,17 +87,17 @@ def spaces_of(graph: ForwardGraph) -> Spaces:
     accesses = _accesses(recorder)
     layouts = Layouts(accesses)
     of: dict[str, OpSpace] = {}
-    for number, found in runner.spaces.items():
-        of[runner.node_of[number]] = _op_space(found, layouts.dims.get(number, {}))
-    for node, found in runner.loss_spaces.items():
-        of[node] = _op_space(found, found[0].dims)
+    for number, named in runner.spaces.items():
+        of[runner.node_of[number]] = _op_space(named, layouts.dims.get(number, {}))
+    for node, named in runner.loss_spaces.items():
+        of[node] = _op_space(named, named[0].dims)
     pieces = {runner.node_of[number]: sizes for number, sizes in layouts.dims.items()}
     return Spaces(runner.values, of, pieces)
 
 
-def _op_space(found: tuple[Space, list[Any], list[Any]], sizes: Mapping[str, int]) -> OpSpace:
+def _op_space(named_space: tuple[Space, list[Any], list[Any]], sizes: Mapping[str, int]) -> OpSpace:
     """A space with its dimensions split into pieces of these sizes; dimensions without any cannot be cut."""
-    space, arguments, results = found
+    space, arguments, results = named_space
     dims: dict[str, tuple[tuple[str, int], ...]] = {}
     for name, size in space.dims.items():
         split = tuple((piece, size) for piece, size in sizes.items() if _base(piece) == name)
@@ -132,17 +132,17 @@ def _fake(graph: ForwardGraph, node: fx.Node, mode: FakeTensorMode) -> Any:
 
 def _accesses(recorder: Recorder) -> dict[int, Access]:
     """The accesses of all labels, those of ops without a rule from the ATen ops that they ran."""
-    found: dict[int, Access] = {}
+    accesses: dict[int, Access] = {}
     for number, label in enumerate(recorder.labels):
         access = label.access
         if access is None:
             known = [part for part in label.parts or () if part is not None]
             if known and len(known) == len(label.parts or ()):
-                made = frozenset(s for event in recorder.events if event.owner == number for s in event.creates)
-                access = composed(known, made)
+                created = frozenset(s for event in recorder.events if event.owner == number for s in event.creates)
+                access = composed(known, created)
         if access is not None:
-            found[number] = access
-    return found
+            accesses[number] = access
+    return accesses
 
 
 class _Runner(fx.Interpreter):
@@ -184,9 +184,9 @@ class _Runner(fx.Interpreter):
             result = super().call_function(target, args, kwargs)
             label.access = access_of(target, args, kwargs, result, self.recorder.storage)
         if rule is not None and label.access is not None:
-            found = _named(rule, target, args, kwargs, result)
-            if found is not None:
-                self.spaces[number] = found
+            space = _named(rule, target, args, kwargs, result)
+            if space is not None:
+                self.spaces[number] = space
         return result
 
     def _call_loss(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,9 +196,9 @@ class _Runner(fx.Interpreter):
             self.loss_label.parts = []
         result = fx.Interpreter.call_function(self, target, args, kwargs)
         rule = rule_of(target)
-        found = None if rule is None else _named(rule, target, args, kwargs, result)
-        if found is not None:
-            self.loss_spaces[node.name] = found
+        space = None if rule is None else _named(rule, target, args, kwargs, result)
+        if space is not None:
+            self.loss_spaces[node.name] = space
         if self.graph_.op_of_node[node.name] == LOSS_OP:
             self.node_of[len(self.recorder.labels) - 1] = node.name
             self.open.close()
@@ -209,14 +209,14 @@ def _named(rule: Any, target: Any, args: Any, kwargs: Any, result: Any) -> tuple
     """The space of a call with an object of its own for every occurrence of a tensor, so that each has its own names."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     own = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    made, made_spec = pytree.tree_flatten(result)
-    made = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in made]
+    results, results_spec = pytree.tree_flatten(result)
+    results = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in results]
     space = Space()
     own_args, own_kwargs = pytree.tree_unflatten(own, spec)
-    if not rule(space, _in_order(target, own_args, own_kwargs), pytree.tree_unflatten(made, made_spec)):
+    if not rule(space, _in_order(target, own_args, own_kwargs), pytree.tree_unflatten(results, results_spec)):
         return None
     keep: Sequence[Any] = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in own]
-    return space, list(keep), [leaf if isinstance(leaf, torch.Tensor) else None for leaf in made]
+    return space, list(keep), [leaf if isinstance(leaf, torch.Tensor) else None for leaf in results]
 
 
 def _described(leaf: Any) -> Any:

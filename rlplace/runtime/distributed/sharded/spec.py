@@ -67,15 +67,15 @@ def whole(shape: Sequence[int]) -> Spec:
 
 def normal(factors: Iterable[Factor]) -> tuple[Factor, ...]:
     """Without whole factors of size 1, whole neighbours joined."""
-    found: list[Factor] = []
+    joined: list[Factor] = []
     for size, axis in factors:
         if axis == WHOLE and size == 1:
             continue
-        if axis == WHOLE and found and found[-1][1] == WHOLE:
-            found[-1] = (found[-1][0] * size, WHOLE)
+        if axis == WHOLE and joined and joined[-1][1] == WHOLE:
+            joined[-1] = (joined[-1][0] * size, WHOLE)
         else:
-            found.append((size, axis))
-    return tuple(found)
+            joined.append((size, axis))
+    return tuple(joined)
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ def moves(source: Spec, target: Spec, axes: int) -> tuple[Move, ...]:
 
 def _borders(factors: Sequence[Factor]) -> tuple[set[int], list[tuple[int, int]]]:
     """Strides at which spread factors begin and end, and these intervals."""
-    inner, found = 1, []
+    inner, intervals = 1, []
     for size, axis in reversed(factors):
         if axis != WHOLE:
-            found.append((inner, inner * size))
+            intervals.append((inner, inner * size))
         inner *= size
-    return {border for interval in found for border in interval}, found
+    return {border for interval in intervals for border in interval}, intervals
 
 
 def _common(have: Sequence[Factor], want: Sequence[Factor], size: int | None = None) -> list[int] | None:
@@ -191,7 +191,7 @@ def _common(have: Sequence[Factor], want: Sequence[Factor], size: int | None = N
 
 def _spread(spec: Spec, common: Sequence[Sequence[int]], axes: int) -> tuple[int, ...]:
     """Per mesh axis the fine dimension that it spreads."""
-    found = [PARTIAL if axis in spec.partial else WHOLE for axis in range(axes)]
+    spread = [PARTIAL if axis in spec.partial else WHOLE for axis in range(axes)]
     position = 0
     for factors, sizes in zip(spec.dims, common, strict=True):
         inner = {}
@@ -203,9 +203,9 @@ def _spread(spec: Spec, common: Sequence[Sequence[int]], axes: int) -> tuple[int
         for size, axis in factors:
             stride //= size
             if axis != WHOLE:
-                found[axis] = inner[stride]
+                spread[axis] = inner[stride]
         position += len(sizes)
-    return tuple(found)
+    return tuple(spread)
 
 
 def moved_elements(source: Spec, target: Spec, mesh: Sequence[int]) -> float:

@@ -25,7 +25,7 @@ class Step:
     """One op of the program.
 
     Attributes:
-        node: Of the forward graph.
+        node: Its node of the forward graph.
         way: ``cut``, ``view``, ``whole``, ``random`` or ``made``.
         demands: By position among the flat arguments.
         cut: For ``cut`` and ``random``.

@@ -33,7 +33,7 @@ class Setting:
         graph: The forward.
         program: Its layouts.
         mesh: The devices.
-        device: Of this process.
+        device: Where this process computes.
         buffers: Held tensors that every device has, by node name.
         regions: Graphs inside the graph, for this device, by attribute.
     """
@@ -48,18 +48,18 @@ class Setting:
 
 def regions_of(graph: ForwardGraph, device: torch.device) -> dict[str, fx.GraphModule]:
     """Copies of the graphs inside a graph that make their constants on a device."""
-    found: dict[str, fx.GraphModule] = {}
+    regions: dict[str, fx.GraphModule] = {}
     for node in graph.module.graph.nodes:
         value = aliases.get_attr(graph.module, str(node.target)) if node.op == "get_attr" else None
         if isinstance(value, fx.GraphModule):
-            found[str(node.target)] = copy.deepcopy(value)
-            for inner in list(found[str(node.target)].graph.nodes):
+            regions[str(node.target)] = copy.deepcopy(value)
+            for inner in list(regions[str(node.target)].graph.nodes):
                 if is_check(inner):
-                    found[str(node.target)].graph.erase_node(inner)
+                    regions[str(node.target)].graph.erase_node(inner)
                 else:
                     rewrite_devices(inner, device)
-            found[str(node.target)].recompile()
-    return found
+            regions[str(node.target)].recompile()
+    return regions
 
 
 class Values:
@@ -106,8 +106,8 @@ class Values:
         known = self.read_as.setdefault(name, {})
         if (spec, summed) not in known:
             local: torch.Tensor = self.values[name]
-            found = exchange(self.program.specs[name], spec, summed, self.mesh.ndim)
-            known[spec, summed] = local if found is None else exchanged(local, found, self.mesh)
+            route = exchange(self.program.specs[name], spec, summed, self.mesh.ndim)
+            known[spec, summed] = local if route is None else exchanged(local, route, self.mesh)
         return known[spec, summed]
 
     def _forget(self, node: fx.Node) -> None:

@@ -26,7 +26,7 @@ class Viewed:
 
     Attributes:
         gather: Mesh axes to gather first; then the rest is void.
-        specs: Of the results.
+        specs: Layouts of the results.
         call: Makes the local results from the local tensor.
     """
 
@@ -55,7 +55,7 @@ def view(target: Any, args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) 
 def regroup(dims: Sequence[Sequence[Factor]], shape: Shape) -> tuple[tuple[Factor, ...], ...] | frozenset[int]:
     """The same factors as the dimensions of another shape; or the axes whose factors stand in the way."""
     left = list(normal(factor for factors in dims for factor in factors))
-    found: list[tuple[Factor, ...]] = []
+    grouped: list[tuple[Factor, ...]] = []
     for wanted in shape:
         own: list[Factor] = []
         need = wanted
@@ -72,8 +72,8 @@ def regroup(dims: Sequence[Sequence[Factor]], shape: Shape) -> tuple[tuple[Facto
                 need = 1
             else:
                 return _axes(dims)
-        found.append(normal(own))
-    return tuple(found)
+        grouped.append(normal(own))
+    return tuple(grouped)
 
 
 def _axes(dims: Sequence[Sequence[Factor]]) -> frozenset[int]:
@@ -86,20 +86,20 @@ def _reshape(args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) -> Viewed
     dims = _nearest(spec.dims, shapes[0])
     if isinstance(dims, frozenset):
         return Viewed(dims)
-    made = Spec(dims, spec.partial)
-    return Viewed(specs=(made,), call=lambda x: x.reshape(made.local_shape))
+    result = Spec(dims, spec.partial)
+    return Viewed(specs=(result,), call=lambda x: x.reshape(result.local_shape))
 
 
 def _nearest(dims: tuple[tuple[Factor, ...], ...], shape: Shape) -> tuple[tuple[Factor, ...], ...] | frozenset[int]:
     """As `regroup`; gathers no more axes than it has to, inner ones first."""
-    found = regroup(dims, shape)
-    if not isinstance(found, frozenset):
-        return found
-    for axis in sorted(found, reverse=True):
+    grouped = regroup(dims, shape)
+    if not isinstance(grouped, frozenset):
+        return grouped
+    for axis in sorted(grouped, reverse=True):
         rest = Spec(dims).gathered({axis}).dims
         if not isinstance(regroup(rest, shape), frozenset):
             return frozenset({axis})
-    return found
+    return grouped
 
 
 def _empty(shape: Shape, spec: Spec) -> Spec:
@@ -142,8 +142,8 @@ def _expand(args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) -> Viewed:
         spec.dims[d - new] if d >= new and spec.shape[d - new] == size else normal([(size, WHOLE)])
         for d, size in enumerate(shapes[0])
     ]
-    made = Spec(tuple(dims), spec.partial)
-    return Viewed(specs=(made,), call=lambda x: x.expand(made.local_shape))
+    result = Spec(tuple(dims), spec.partial)
+    return Viewed(specs=(result,), call=lambda x: x.expand(result.local_shape))
 
 
 def _narrowed(dim: int, spec: Spec, bounds: Sequence[tuple[int, int]], keep: bool = True) -> Viewed:
@@ -178,9 +178,9 @@ def _whole(spec: Spec, count: int) -> Viewed:
     return Viewed(specs=(spec,) * count, call=lambda x: [x] * count)
 
 
-def _first(found: Viewed) -> Viewed:
-    call = found.call
-    return found if call is None else Viewed(specs=found.specs, call=lambda x: call(x)[0])
+def _first(viewed: Viewed) -> Viewed:
+    call = viewed.call
+    return viewed if call is None else Viewed(specs=viewed.specs, call=lambda x: call(x)[0])
 
 
 def _slice(args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) -> Viewed:

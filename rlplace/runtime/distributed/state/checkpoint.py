@@ -71,11 +71,11 @@ def save_checkpoint(
     Written under another name and renamed when it is complete, so that a crash leaves the checkpoints before it.
 
     Args:
-        folder: Of all checkpoints of a run.
+        folder: Holds all checkpoints of a run.
         model: Distributed or plain.
-        optimizer: Of this rank's parameters.
+        optimizer: Updates this rank's parameters.
         step: Training steps done.
-        scheduler: Of the learning rate; its state must be plain data.
+        scheduler: Learning rate schedule; its state must be plain data.
         extra: More plain data, the same on every rank.
         keep: Complete checkpoints to keep.
 
@@ -148,29 +148,29 @@ def load_checkpoint(
         InputError: There is no checkpoint, or it is of another model.
         RlplaceError: It could not be read.
     """
-    found = _resolve(Path(path), model)
-    facts = read_json(found / _FACTS, FORMAT, VERSION)
-    check_facts(facts, str(found / _FACTS))
-    with _one_line("read", found):
-        reader = IndexReader(found)
+    folder = _resolve(Path(path), model)
+    facts = read_json(folder / _FACTS, FORMAT, VERSION)
+    check_facts(facts, str(folder / _FACTS))
+    with _one_line("read", folder):
+        reader = IndexReader(folder)
         index = reader.read_metadata().state_dict_metadata
-        check_sizes(index, found)
+        check_sizes(index, folder)
         state = _tensors(model.state_dict())
         whole = model.meta_model if isinstance(model, DistributedModel) else model
-        check_names(found, index, _tensors(whole.state_dict()))
-        fill = partial(_load, path=found, model=model)
+        check_names(folder, index, _tensors(whole.state_dict()))
+        fill = partial(_load, path=folder, model=model)
         fill({"model": state})
         model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
         if optimizer is not None:
             load_optimizer(model, optimizer, index, facts["optimizers"], lambda tensors: fill({"optimizer": tensors}))
     if scheduler is not None:
         if facts["scheduler"] is None:
-            raise InputError(f"{found}: it was saved without a learning rate schedule; leave scheduler out")
-        check_scheduler(facts["scheduler"], scheduler.state_dict(), str(found / _FACTS))
+            raise InputError(f"{folder}: it was saved without a learning rate schedule; leave scheduler out")
+        check_scheduler(facts["scheduler"], scheduler.state_dict(), str(folder / _FACTS))
         scheduler.load_state_dict(facts["scheduler"])
     if isinstance(model, DistributedModel) and facts["random"] is not None:
         model.random_state = int(facts["random"]["seed"]), int(facts["random"]["step"])
-    return Checkpoint(found, int(facts["step"]), facts["extra"])
+    return Checkpoint(folder, int(facts["step"]), facts["extra"])
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -180,21 +180,21 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def _complete(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _FACTS).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    folders = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _FACTS).is_file()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _resolve(path: Path, model: nn.Module) -> Path:
     """The checkpoint that is meant, the same on every rank."""
-    found = path if (path / _FACTS).is_file() else latest_checkpoint(path)
+    folder = path if (path / _FACTS).is_file() else latest_checkpoint(path)
     if isinstance(model, DistributedModel) and _together(model):
-        text = broadcast_text("" if found is None else str(found), model.ranks.device)
-        found = Path(text) if text else None
-    if found is None:
+        text = broadcast_text("" if folder is None else str(folder), model.ranks.device)
+        folder = Path(text) if text else None
+    if folder is None:
         raise InputError(f"{path}: there is no complete checkpoint")
-    if not (found / _FACTS).is_file():
-        raise InputError(f"{found}: this host does not see the checkpoint; put it on storage that all hosts share")
-    return found
+    if not (folder / _FACTS).is_file():
+        raise InputError(f"{folder}: this host does not see the checkpoint; put it on storage that all hosts share")
+    return folder
 
 
 def _load(state: dict[str, Any], path: Path, model: nn.Module) -> None:

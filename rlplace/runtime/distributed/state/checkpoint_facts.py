@@ -45,7 +45,7 @@ def check_sizes(index: Mapping[str, Any], folder: Path) -> None:
 
     Args:
         index: Metadata by name.
-        folder: Of the checkpoint.
+        folder: The checkpoint's folder.
 
     Raises:
         InputError: It claims more.

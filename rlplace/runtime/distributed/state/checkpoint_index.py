@@ -79,34 +79,34 @@ class IndexReader(FileSystemReader):
         """
         path = self._folder / ".metadata"
         try:
-            found = _Unpickler(io.BytesIO(read_bytes(path))).load()
-            if isinstance(found, Metadata):
-                _touch(found)
+            index = _Unpickler(io.BytesIO(read_bytes(path))).load()
+            if isinstance(index, Metadata):
+                _touch(index)
         except InputError as error:
             raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
         except Exception as error:  # a damaged pickle raises anything
             raise InputError(f"{path}: damaged ({type(error).__name__}); take an earlier checkpoint") from None
-        if not isinstance(found, Metadata):
+        if not isinstance(index, Metadata):
             raise InputError(f"{path}: holds no index of tensors")
-        check_places(found.storage_data, self._folder)
-        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        check_storage(index.storage_data, self._folder)
+        index.storage_meta = getattr(index, "storage_meta", None) or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
 
 
-def check_places(places: Any, folder: Path) -> None:
+def check_storage(storage: Any, folder: Path) -> None:
     """Refuses an index whose tensors lie in other folders, or in what is no file: a pipe would be waited for.
 
     Args:
-        places: Where each tensor is.
-        folder: Of the checkpoint.
+        storage: Where each tensor is stored.
+        folder: The checkpoint's folder.
 
     Raises:
-        InputError: Naming the first such place.
+        InputError: Naming the first such file.
     """
     named = set()
-    for place in places.values() if isinstance(places, Mapping) else [None]:
-        name = getattr(place, "relative_path", None)
+    for entry in storage.values() if isinstance(storage, Mapping) else [None]:
+        name = getattr(entry, "relative_path", None)
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise InputError(f"{folder}: the index names a file outside of the checkpoint: {show(name)}")
         named.add(name)

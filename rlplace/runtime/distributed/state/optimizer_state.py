@@ -26,15 +26,15 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
     Shares of an optimizer that is sharded over replicas are shards of DTensors.
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, parameter in _named(model, optimizer):
         if name == _NOTHING:
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"state.{name}.{key}"] = _whole(model, name, value) if isinstance(value, torch.Tensor) else value
+            flat[f"state.{name}.{key}"] = _whole(model, name, value) if isinstance(value, torch.Tensor) else value
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-        found |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
-    return found
+        flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+    return flat
 
 
 def optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def load_optimizer(
         if len({tuple(sorted(state[number])) for number in range(taken, taken + count) if number in state}) > 1:
             raise InputError("checkpoint: a part of the optimizer state is missing; take an earlier checkpoint")
         own = [name for name, _ in names[taken : taken + count] if name != _NOTHING]
-        saved = next((found for found, members in settings if not own or own[0] in members), None)
+        saved = next((setting for setting, members in settings if not own or own[0] in members), None)
         if saved is None:
             raise InputError(f"checkpoint: its optimizer did not train {own[0]!r}")
         restored = {key: _restored(saved[key], value, key) for key, value in group.items() if key in saved and key != "params"}
@@ -123,13 +123,13 @@ def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
         known[id(model.shared_parameters.nothing)] = _NOTHING
     else:
         known = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = []
+    named = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise InputError("checkpoint: the optimizer trains a parameter that is not one of the model's parameters()")
-            found.append((known[id(parameter)], parameter))
-    return found
+            named.append((known[id(parameter)], parameter))
+    return named
 
 
 def _share(model: nn.Module, name: str) -> Share | None:
@@ -145,7 +145,7 @@ def _whole(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     if tuple(value.shape) != tuple(share.of(whole).shape):
         return value
     ranks = model.ranks
-    mesh = _mesh(ranks.twins(ranks.place or 0), ranks.device.type)
+    mesh = _mesh(ranks.data_parallel_ranks(ranks.plan_device or 0), ranks.device.type)
     return DTensor.from_local(
         value,
         mesh,

@@ -1,6 +1,6 @@
 """Optimizer sharding (ZeRO stage 1): which part of each parameter a replica updates.
 
-Each replica has the whole of its place's parameters for the forward and backward, but hands only its share of each one to the
+Each process holds its parameters whole for the forward and backward, but hands only its replica's share of each one to the
 optimizer: a parameter that is a view of the whole one, so that an update of the share is an update of the whole. The optimizer
 keeps state for the share alone, about 1 / R of it. After the update the shares are gathered.
 
@@ -10,7 +10,7 @@ state of a shard when it is saved. Optimizers that look at a parameter as a matr
 not be sharded.
 
 FSDP2's `fully_shard` does this natively and was not taken: its parameters are DTensors over the replicas, while a parameter
-that is tied across places has to stay a plain tensor, and one optimizer cannot update both in one (foreach) call; it must own
+that is tied across devices has to stay a plain tensor, and one optimizer cannot update both in one (foreach) call; it must own
 the modules whose forward it wraps, while here a parameter may be read by several segments; and its gathers and reductions wait
 for every replica in every pass, while a short last batch leaves replicas without a pass. It also shards gradients, which the
 plan does not ask for. Giving each replica whole parameters (as `ZeroRedundancyOptimizer` does) was not taken because one large
@@ -41,7 +41,7 @@ class Share:
 
     Attributes:
         dim: Dimension that is cut; None: every replica has the whole parameter.
-        start, stop: Of the slice in that dimension.
+        start, stop: Where the slice begins and ends in that dimension.
     """
 
     dim: int | None
@@ -79,7 +79,7 @@ def _dimension(shape: Sequence[int], replicas: int) -> int | None:
 
 
 class SharedParameters:
-    """This replica's shares of a place's parameters.
+    """This replica's shares of the parameters of one device of the plan.
 
     Attributes:
         shares: Share by name, of the parameters that are cut.
@@ -92,7 +92,7 @@ class SharedParameters:
         """Cuts the parameters; from then on an update by any torch optimizer is followed by `gather`.
 
         Args:
-            parameters: Of this process.
+            parameters: Those that this process holds, by name.
             ranks: The processes.
             cut: Whether to; else everything stays whole.
         """
@@ -104,7 +104,7 @@ class SharedParameters:
         self.trained: dict[str, nn.Parameter] = dict(parameters)
         self._versions: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        if not cut or self._replicas == 1 or ranks.place is None:
+        if not cut or self._replicas == 1 or ranks.plan_device is None:
             return
         for name, parameter in parameters.items():
             share = share_of(parameter.shape, self._replicas, ranks.replica or 0)
@@ -137,7 +137,7 @@ class SharedParameters:
         """Brings the shares of all replicas together in the whole parameters.
 
         Args:
-            names: Default all. The replicas of a place give the same names in the same order.
+            names: Default all. The replicas give the same names in the same order.
         """
         for bucket in fill_buckets({name: self._parameters[name] for name in (self.shares if names is None else names)}):
             self._gather(bucket)
@@ -156,7 +156,7 @@ class SharedParameters:
             length = max(sum(cuts[n][r].of(self._parameters[n]).numel() for n in names) for r in replicas)
             padded = torch.cat([mine, mine.new_zeros(length - len(mine))])
             rows = first.new_empty(self._replicas * length)
-            group = group_of(self._ranks.twins(self._ranks.place or 0), "gradients")
+            group = group_of(self._ranks.data_parallel_ranks(self._ranks.plan_device or 0), "gradients")
             all_gather(rows, padded, group)
             for replica in replicas:
                 at = replica * length

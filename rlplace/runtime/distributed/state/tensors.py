@@ -43,24 +43,24 @@ def own_tensors(
     model: nn.Module,
     owners: Mapping[str, tuple[int, ...]],
     constants: Mapping[str, torch.Tensor],
-    place: int | None,
+    plan_device: int | None,
     device: torch.device,
 ) -> Own:
-    """Takes a process's share of a model's tensors to its device; what nobody reads stays with place 0.
+    """Takes a process's share of a model's tensors to its device; what nobody reads stays with device 0 of the plan.
 
     Args:
         model: The whole model. A tensor on the meta device becomes one with undefined values.
-        owners: Places by first name, of what the graph reads.
+        owners: Devices of the plan by first name, of what the graph reads.
         constants: Tensors of the graph that are neither parameters nor buffers.
-        place: Of this process; None holds nothing.
+        plan_device: The device of the plan that this process is; None holds nothing.
         device: Where its share goes.
     """
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    places = {name: owners.get(name, (0,)) for name in everything}
+    owners_of = {name: owners.get(name, (0,)) for name in everything}
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     for name, tensor in everything.items():
-        if place not in places[name]:
+        if plan_device not in owners_of[name]:
             continue
         if tensor.is_meta:
             value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -70,7 +70,7 @@ def own_tensors(
             parameters[name] = nn.Parameter(value, requires_grad=tensor.requires_grad)
         else:
             buffers[name] = value
-    return Own(parameters, buffers, places).holding(constants, device)
+    return Own(parameters, buffers, owners_of).holding(constants, device)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -120,10 +120,14 @@ def agree(own: Own, ranks: Ranks) -> None:
 
 def send_from_first(own: Own, names: Iterable[str], ranks: Ranks) -> None:
     """Gives buffers that the forward wrote to, such as running statistics, the values of the first replica on all of them."""
-    place = ranks.place
-    if place is None or len(ranks.replicas) == 1:
+    plan_device = ranks.plan_device
+    if plan_device is None or len(ranks.replicas) == 1:
         return
-    _send([own.buffers[name] for name in sorted(names) if name in own.buffers], ranks.twins(place)[0], ranks.twins(place))
+    _send(
+        [own.buffers[name] for name in sorted(names) if name in own.buffers],
+        ranks.data_parallel_ranks(plan_device)[0],
+        ranks.data_parallel_ranks(plan_device),
+    )
 
 
 def _send(tensors: Sequence[torch.Tensor], source: int, ranks: Sequence[int]) -> None:

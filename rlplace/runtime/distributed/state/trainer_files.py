@@ -78,8 +78,8 @@ def load_weights(model: DistributedModel, folder: str) -> None:
 
     index = os.path.join(folder, INDEX)
     if os.path.isfile(index):
-        found = parse_json(read_text(index), index)
-        file_of = found.get("weight_map") if isinstance(found, dict) else None
+        listing = parse_json(read_text(index), index)
+        file_of = listing.get("weight_map") if isinstance(listing, dict) else None
         named = isinstance(file_of, dict) and all(isinstance(f, str) and os.path.basename(f) == f for f in file_of.values())
         if not isinstance(file_of, dict) or not named:
             raise InputError(f"{index}: weight_map must name a file of that folder for every tensor")

@@ -37,16 +37,16 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (names, described))
-    order = _whole_order(model, [found for found, _ in everyone])
+    order = _whole_order(model, [described_value for described_value, _ in everyone])
     first = ranks.rank == 0
     whole: dict[int, dict[str, Any]] = {}
     shapes = dict(model.meta_model.named_parameters())
     for index, name in enumerate(name for group in order for name in group):
         rows = [row[model.own_tensors.owners[name][0]] for row in ranks.replicas]
         is_cut, keys = everyone[rows[0]][1].get(name, (False, {}))
-        for key, found in keys.items():
+        for key, described_value in keys.items():
             shape = tuple(shapes[name].shape)
-            sources = rows if is_cut and found[0] == "tensor" and found[1] != () else rows[:1]
+            sources = rows if is_cut and described_value[0] == "tensor" and described_value[1] != () else rows[:1]
             pieces = [_to_first(state, name, key, r, everyone[r][1][name][1][key], ranks.rank, ranks.device) for r in sources]
             mine = state.get(name, {}).get(key)
             if isinstance(mine, DTensor) and ranks.rank not in sources:
@@ -131,10 +131,10 @@ def _described(value: Any) -> tuple[str, Any, Any]:
 
 
 def _to_first(
-    state: Mapping[str, Any], name: str, key: str, source: int, found: tuple[str, Any, Any], rank: int, device: torch.device
+    state: Mapping[str, Any], name: str, key: str, source: int, described: tuple[str, Any, Any], rank: int, device: torch.device
 ) -> Any:
     """A value of the optimizer's state of one rank, on rank 0; None elsewhere."""
-    what, shape, dtype = found
+    what, shape, dtype = described
     if what == "value":
         return shape
     value = state[name][key] if rank == source else None

@@ -21,18 +21,18 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
     """
     shape, own, ranks = model.meta_model, model.state_dict(), model.ranks
     first = first_names(shape)
-    found: dict[str, torch.Tensor | None] = {}
+    gathered: dict[str, torch.Tensor | None] = {}
     state: dict[str, torch.Tensor] = {}
     for name, meta in shape.state_dict().items():
         if not isinstance(meta, torch.Tensor):  # extra state of a module
             continue
-        if first[name] not in found:
+        if first[name] not in gathered:
             value = own.get(name)
             if isinstance(value, DTensor):
                 value = value.full_tensor()
             source = ranks.replicas[0][model.own_tensors.owners[first[name]][0]]
-            found[first[name]] = to_first(value, meta.shape, meta.dtype, source, ranks.device)
-        here = found[first[name]]
+            gathered[first[name]] = to_first(value, meta.shape, meta.dtype, source, ranks.device)
+        here = gathered[first[name]]
         if here is not None:
             state[name] = here
     return state
@@ -43,8 +43,8 @@ def to_first(value: Any, shape: Sequence[int], dtype: torch.dtype, source: int, 
 
     Args:
         value: On the rank `source`; not looked at elsewhere.
-        shape: Of the tensor.
-        dtype: Of the tensor.
+        shape: The tensor's shape.
+        dtype: The tensor's dtype.
         source: The rank that has it.
         device: Where the backend wants its tensors.
 

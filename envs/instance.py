@@ -131,9 +131,7 @@ def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     bottom = default_priority(problem)
     top = np.zeros(problem.num_ops)
     mean = np.nanmean(problem.time_s, axis=1)
-    producer = problem.tensor_producer[problem.edge_tensor]
-    made = producer >= 0
-    readers, starts = successor_lists(producer[made], problem.consumers[made], problem.num_ops)
+    readers, starts = successor_lists(*problem.op_edges, problem.num_ops)
     for op in problem.topological_order.tolist():
         done = top[op] + mean[op]
         for consumer in readers[starts[op] : starts[op + 1]]:

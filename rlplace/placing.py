@@ -324,8 +324,7 @@ def place_priced(priced: Priced, *, planner: str = "agent", **arguments: Any) ->
         first = first or placed
         op_level = placed.plan.predicted.op_level
         assert op_level is not None
-        limits = np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in problem.devices])
-        over = np.maximum(np.asarray(op_level.peak_memory_bytes) - limits, 0.0)
+        over = np.maximum(np.asarray(op_level.peak_memory_bytes) - problem.capacity_bytes, 0.0)
         if op_level.feasible or not over.any():
             return placed
         held_back += np.ceil(1.05 * over).astype(np.int64)

@@ -32,7 +32,7 @@ def with_less_room(problem: Problem, trials: Iterable[Trial], execution: Executi
     if not failed:
         return problem
     simulator = Simulator(problem, **execution.arguments)
-    limit = np.array([np.inf if device.memory_bytes is None else device.memory_bytes for device in problem.devices])
+    limit = problem.capacity_bytes
 
     def peak(trial: Trial) -> NDArray[np.float64]:
         simulator.evaluate(np.array(trial.device_of_group, dtype=np.int32))

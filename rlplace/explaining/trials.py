@@ -114,7 +114,7 @@ def only_plan_short(problem: Problem, execution: dict[str, Any]) -> int | None:
 
 def overflow(run: SimulatedPlan) -> tuple[int, int]:
     """The device that is short of most bytes, and how many; 0 where memory is not what fails."""
-    limits = np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in run.problem.devices])
+    limits = run.problem.capacity_bytes
     over = np.maximum(run.line.peak_memory_bytes - limits, 0.0)
     return int(over.argmax()), int(over.max())
 

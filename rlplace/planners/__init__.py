@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from rlplace.problem import Problem
 
 PLANNERS: dict[str, str] = {
-    "single": "rlplace.planners.single:single",
-    "round_robin": "rlplace.planners.round_robin:round_robin",
+    "single": "rlplace.planners.single:candidates",
+    "round_robin": "rlplace.planners.round_robin:candidates",
     "random": "rlplace.planners.random_plans:random",
-    "balanced": "rlplace.planners.balanced:balanced",
-    "heft": "rlplace.planners.heft:heft",
-    "m_topo": "rlplace.planners.m_topo:m_topo",
-    "m_etf": "rlplace.planners.m_etf:m_etf",
+    "balanced": "rlplace.planners.balanced:candidates",
+    "heft": "rlplace.planners.heft:candidates",
+    "m_topo": "rlplace.planners.m_topo:candidates",
+    "m_etf": "rlplace.planners.m_etf:candidates",
     "m_sct": "rlplace.planners.m_sct.m_sct:m_sct",
-    "metis": "rlplace.planners.metis:metis",
-    "critical_path": "rlplace.planners.critical_path:critical_path",
+    "metis": "rlplace.planners.metis:candidates",
+    "critical_path": "rlplace.planners.critical_path:candidates",
     "pase": "rlplace.planners.pase.pase:pase",
     "compiler": "rlplace.planners.compiler.compiler:compiler",
     "pardnn": "rlplace.planners.pardnn.pardnn:pardnn",
@@ -44,7 +44,7 @@ PLANNERS: dict[str, str] = {
     "best": "rlplace.planners.best:best",
     "agent": "rlplace.agents.planner:agent",
 }
-"""Planner name to ``"module:function"``."""
+"""Planner name to ``"module:function"``; a function `candidates` builds plans, of which `one_shot` takes the best."""
 
 ONE_SHOT = (
     "single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin", "m_sct", "gpipe", "pipedream",
@@ -74,8 +74,13 @@ def get_planner(name: str) -> Planner:
         from rlplace.planners.foreign import foreign_planner
 
         return cast(Planner, foreign_planner(extension))
-    module, function = PLANNERS[name].split(":")
-    planner: Planner = getattr(import_module(module), function)
+    module_name, function = PLANNERS[name].split(":")
+    module = import_module(module_name)
+    if function == "candidates":
+        from rlplace.planners.common.floor import one_shot_planner
+
+        return one_shot_planner(name, module)
+    planner: Planner = getattr(module, function)
     return planner
 
 

@@ -23,17 +23,14 @@ only the order of `device_order` and its reverse are tried, and the split is exa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.compiled import entry
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import finite_links, group_graph
-from rlplace.planners.common.subsets import device_subsets, map_parts
+from rlplace.planners.common.subsets import device_classes, device_subsets, map_parts
 from rlplace.problem import Problem
 
 MAX_STATES = 4096
@@ -41,11 +38,6 @@ MAX_STATES = 4096
 
 SLACKS = (1.0, 1.1, 1.3, np.inf)
 """Segment times allowed, as multiples of the optimum, when traffic across cuts is minimised."""
-
-
-def balanced(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
-    """The best contiguous split; see the module docstring."""
-    return one_shot(problem, "balanced", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
@@ -75,7 +67,7 @@ def min_max_split(
         The largest segment time, the devices in segment order and int64 [segments + 1] segment offsets into `order`; None when
         no split respects memory and null times.
     """
-    classes = _classes(problem, devices)
+    classes = device_classes(problem, devices)
     prefix, barrier, size, limits = _segments(problem, order, [members[0] for members in classes], size_bytes)
     counts = np.array([len(members) for members in classes], dtype=np.int64)
     sequences = None
@@ -107,15 +99,6 @@ def min_max_split(
 
 def _largest(prefix: NDArray[np.float64], kinds: NDArray[np.int64], cuts: NDArray[np.int64]) -> float:
     return max((float(prefix[c, cuts[i + 1]] - prefix[c, cuts[i]]) for i, c in enumerate(kinds)), default=0.0)
-
-
-def _classes(problem: Problem, devices: Sequence[int]) -> list[list[int]]:
-    graph = group_graph(problem)
-    classes: dict[tuple[bytes, float], list[int]] = {}
-    for device in devices:
-        key = (graph.time_s[:, device].tobytes(), float(problem.memory_limit_bytes[device]))
-        classes.setdefault(key, []).append(device)
-    return list(classes.values())
 
 
 def _segments(

@@ -13,23 +13,15 @@ is the first of `device_order`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.oparrays import by_rank, op_arrays, upward_rank
 from rlplace.planners.common.subsets import device_order, device_subsets
 from rlplace.planners.heft import schedule
 from rlplace.problem import Problem
-
-
-def critical_path(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
-    """The best of the critical-path assignments; see the module docstring."""
-    return one_shot(problem, "critical_path", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
@@ -54,15 +46,12 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
 def critical_ops(problem: Problem, rank: NDArray[np.float64]) -> list[int]:
     """Ops of a longest path: from the op of highest rank, always on to the successor of highest rank."""
     arrays = op_arrays(problem)
-    made = np.flatnonzero(arrays.producer >= 0)
-    by_producer = made[np.argsort(arrays.producer[made], kind="stable")]
-    starts = np.searchsorted(arrays.producer[by_producer], np.arange(problem.num_ops + 1))
     op = int(rank.argmax())
     path = [op]
     while True:
         successors = [
             int(consumer)
-            for tensor in by_producer[starts[op] : starts[op + 1]]
+            for tensor in arrays.outputs[arrays.output_ptr[op] : arrays.output_ptr[op + 1]]
             for consumer in problem.consumers[problem.consumer_ptr[tensor] : problem.consumer_ptr[tensor + 1]]
         ]
         if not successors:

@@ -17,23 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common import listkernels
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
-from rlplace.planners.common.oparrays import by_rank, op_arrays, upward_rank
+from rlplace.planners.common.oparrays import by_rank, op_arrays, place_rest, upward_rank
 from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
-
-
-def heft(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
-    """The best of HEFT's assignments; see the module docstring."""
-    return one_shot(problem, "heft", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
@@ -98,8 +90,5 @@ def schedule(
         np.empty((count, ops + 1)), np.empty((count, ops + 1)), np.zeros(count, dtype=np.int64), arrays.time_s, arrays.op_group,
         arrays.footprint, *arrays.links(),
     )  # fmt: skip
-    # A group without ops has nothing to schedule; it goes where there is most room.
-    for group in np.flatnonzero(devices < 0):
-        devices[group] = int(np.where(problem.group_allowed[group], room, -np.inf).argmax())
-        room[devices[group]] -= float(arrays.footprint[group])
+    place_rest(problem, devices, room)
     return Schedule(devices, start, finish)

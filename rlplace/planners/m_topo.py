@@ -12,21 +12,13 @@ the shares follow the limits; groups may end on another device when they may not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
-
-
-def m_topo(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
-    """The best of m-TOPO's assignments over numbers of devices; see the module docstring."""
-    return one_shot(problem, "m_topo", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

@@ -20,25 +20,18 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.planners.common.subsets import device_subsets, map_parts
 from rlplace.problem import Problem
+from rlplace.problem.order import grouped
 
 IMBALANCES = (50, 300)
 """Allowed overweight of a part in thousandths; METIS's own default of 1 to 30 leaves it no freedom on few, unlike groups."""
-
-
-def metis(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
-    """The best of METIS's partitions; see the module docstring."""
-    return one_shot(problem, "metis", candidates, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
@@ -98,8 +91,7 @@ def partition(
     total = np.bincount(inverse, weights=seconds, minlength=len(key))
     low, high = key // problem.num_groups, key % problem.num_groups
     rows, columns = np.concatenate([low, high]), np.concatenate([high, low])
-    order = np.argsort(rows, kind="stable")
-    xadj = np.searchsorted(rows[order], np.arange(problem.num_groups + 1))
+    xadj, order = grouped(rows, np.arange(len(rows)), problem.num_groups)
     options = pymetis.Options(seed=int(seed % (1 << 31)), ufactor=int(imbalance))
     with _stdout_kept_clean():
         result = pymetis.part_graph(

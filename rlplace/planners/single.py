@@ -6,23 +6,15 @@ Groups that are fixed elsewhere, or cannot run on the device, go to the nearest 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.subsets import device_classes
 from rlplace.problem import Problem
 
 REPAIRS = 0
 """A repaired plan would use several devices."""
-
-
-def single(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
-    """The best single device that fits; see the module docstring and `rlplace.planners` for the contract."""
-    return one_shot(problem, "single", candidates, seed=seed, time_limit_s=time_limit_s, repairs=REPAIRS, **execution)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

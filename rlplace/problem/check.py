@@ -257,10 +257,7 @@ def _check_total(problem: Problem) -> None:
 
 
 def _topological_order(problem: Problem) -> NDArray[np.int32]:
-    producer = problem.tensor_producer[problem.edge_tensor]
-    made = producer >= 0
-    source, target = producer[made], problem.consumers[made]
-    count = problem.num_ops
+    (source, target), count = problem.op_edges, problem.num_ops
     if problem.collectives:  # a node for each collective, between what any of its ops waits for and all its ops
         node_of_op = np.full(count, -1, dtype=np.int64)
         for index, collective in enumerate(problem.collectives):

@@ -1,4 +1,4 @@
-"""Directed graphs given as arrays of edges: successor lists, topological orders, components, disjoint sets."""
+"""Directed graphs given as arrays of edges: entries by key, successor lists, topological orders, components, disjoint sets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def grouped(keys: NDArray[Any], entries: NDArray[Any], count: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Entries by key, in the order given: those of key k are ``entries[ptr[k] : ptr[k + 1]]``.
+
+    Args:
+        keys: Integer [E], below `count`.
+        entries: [E].
+        count: Number of keys.
+
+    Returns:
+        int64 [count + 1] offsets, and the entries.
+    """
+    ptr = np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=count))]).astype(np.int64)
+    return ptr, entries[np.argsort(keys, kind="stable")]
+
+
 def successor_lists(source: NDArray[Any], target: NDArray[Any], count: int) -> tuple[list[int], list[int]]:
     """Successors of all nodes as (`following`, `starts`): those of node i are ``following[starts[i] : starts[i + 1]]``.
 
@@ -19,8 +34,8 @@ def successor_lists(source: NDArray[Any], target: NDArray[Any], count: int) -> t
         target: Integer [E], where it ends; the successors of a node keep the order of its edges.
         count: Number of nodes.
     """
-    by_source = np.argsort(source, kind="stable")
-    return target[by_source].tolist(), np.searchsorted(source[by_source], np.arange(count + 1)).tolist()
+    starts, following = grouped(source, target, count)
+    return following.tolist(), starts.tolist()
 
 
 def topological_order(

@@ -194,9 +194,13 @@ class Problem:
     @cached_property
     def memory_limit_bytes(self) -> NDArray[np.float64]:
         """float64 [D], capacity minus reserved bytes; inf where there is no limit."""
-        return np.array(
-            [np.inf if d.memory_bytes is None else d.memory_bytes - d.reserved_bytes for d in self.devices], dtype=np.float64
-        )
+        reserved = np.array([device.reserved_bytes for device in self.devices], dtype=np.float64)
+        return self.capacity_bytes - reserved
+
+    @cached_property
+    def capacity_bytes(self) -> NDArray[np.float64]:
+        """float64 [D], capacity with reserved bytes; inf where there is no limit."""
+        return np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in self.devices], dtype=np.float64)
 
     @cached_property
     def op_allowed(self) -> NDArray[np.bool_]:
@@ -224,6 +228,12 @@ class Problem:
     def edge_tensor(self) -> NDArray[np.int32]:
         """int32 [E], the tensor of each entry of `consumers`."""
         return np.repeat(np.arange(self.num_tensors, dtype=np.int32), np.diff(self.consumer_ptr))
+
+    @cached_property
+    def op_edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """int32 [.] and int32 [.], producer and consumer of each entry of `consumers` whose tensor an op makes."""
+        producer = self.tensor_producer[self.edge_tensor]
+        return producer[producer >= 0], self.consumers[producer >= 0]
 
     @cached_property
     def edge_source_group(self) -> NDArray[np.int32]:

@@ -16,9 +16,7 @@ def reach(problem: Problem, op: int, *, backwards: bool) -> NDArray[np.bool_]:
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order
 
-    producer = problem.tensor_producer[problem.edge_tensor]
-    between_ops = producer >= 0
-    ends = producer[between_ops], problem.consumers[between_ops]
+    ends = problem.op_edges
     edges = csr_array((np.ones(len(ends[0]), dtype=np.int8), ends[::-1] if backwards else ends), shape=(problem.num_ops,) * 2)
     reached = np.zeros(problem.num_ops, dtype=bool)
     reached[breadth_first_order(edges, op, return_predecessors=False)[1:]] = True  # the op itself comes first

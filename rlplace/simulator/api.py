@@ -21,7 +21,7 @@ from rlplace.simulator.expand import lower_plan
 from rlplace.simulator.inputs import check_devices, check_priority, check_stages, order_ranks, priority_ranks, stage_words
 from rlplace.simulator.reference import stuck_reason
 from rlplace.simulator.schedules import followed_order, schedule_order
-from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, unfinished
+from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
 from rlplace.text import either
 
 
@@ -104,35 +104,15 @@ def simulate(
     inputs = (ranks, position, devices[None].view(np.uint32), numbered)
     fast.simulate_plans(tuple(lowered.graph), tuple(work), *inputs, *results)
     moved = fixed_violations(problem, devices)
-    device_of_op = devices[problem.op_group]
     if outcome[0] != fast.DONE:
-        if stages is None:
-            lowered.give_work(work, timeline=True)
         reasons = placement_violations(problem, devices) or [stuck_reason(order)]
-        return unfinished(problem, devices, device_of_op, reasons + moved, tasks)
-    transfers = work.transfer[: work.layout[records.TRANSFERS]]
-    value = transfers["value"]
-    violations = memory_violations(problem, peak[0]) + moved
-    line = Timeline(
-        step_time_s=float(step[0]),
-        feasible=not violations,
-        violations=tuple(violations),
-        peak_memory_bytes=peak[0],
-        busy_s=busy[0],
-        device_of_op=device_of_op,
-        start_s=work.time_s[0].copy(),
-        end_s=work.time_s[1].copy(),
-        transfer_tensor=tasks.tensor[value],
-        transfer_source=transfers["source"].copy(),
-        transfer_destination=transfers["destination"].copy(),
-        transfer_start_s=transfers["start_s"].copy(),
-        transfer_end_s=transfers["end_s"].copy(),
-        microbatches=microbatches,
-        samples=problem.samples_per_microbatch * microbatches,
-        task_op=tasks.op,
-        task_microbatch=tasks.microbatch,
-        transfer_microbatch=tasks.value_microbatch[value],
-    )
+        line = timeline_of(problem, tasks, devices, reasons + moved)
+    else:
+        line = timeline_of(
+            problem, tasks, devices, memory_violations(problem, peak[0]) + moved, step_time_s=float(step[0]),
+            peak_memory_bytes=peak[0], busy_s=busy[0], times_s=work.time_s,
+            transfers=work.transfer[: work.layout[records.TRANSFERS]],
+        )  # fmt: skip
     if stages is None:
         lowered.give_work(work, timeline=True)
     return line

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
+from rlplace.problem.order import grouped
 from rlplace.schedule import BACKWARD_GATES, FORWARD_GATES, LIST, NO_GATES, SCHEDULES, Schedule, free_schedule
 from rlplace.simulator import records as r
 from rlplace.simulator.fast import bottom_levels
@@ -112,7 +113,7 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
     if level is None:
         level = np.zeros(problem.num_ops)
         outputs = np.flatnonzero(problem.tensor_producer >= 0)
-        output_ptr, outputs = _rows(problem.tensor_producer[outputs], outputs, problem.num_ops)
+        output_ptr, outputs = grouped(problem.tensor_producer[outputs], outputs, problem.num_ops)
         bottom_levels(
             _frozen(problem.topological_order, np.int32),
             _frozen(problem.time_s, np.float64),
@@ -163,11 +164,11 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> Lowered:
     task["alloc_bytes"][:count], task["free_bytes"][:count] = alloc, free
     task["op"][:count], task["group"][:count] = tasks.op, problem.op_group[tasks.op]
     heavy = size[value_of_read] > 0
-    input_ptr, inputs = _rows(tasks.consumers[heavy], value_of_read[heavy], count)
+    input_ptr, inputs = grouped(tasks.consumers[heavy], value_of_read[heavy], count)
     task["inputs"] = np.append(input_ptr, input_ptr[-1])
     owned = np.flatnonzero((makers == 0) & read)
     kept = read[value_of_made]
-    task["outputs"], outputs = _rows(
+    task["outputs"], outputs = grouped(
         np.concatenate([tasks.producers[kept], np.full(len(owned), count)]),
         np.concatenate([value_of_made[kept], owned]),
         count + 1,
@@ -190,7 +191,7 @@ def _lower(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> Lowered:
     missing = np.bincount(tasks.consumers, minlength=count)
     if (makers > 1).any():
         words[r.GATHERED] = np.flatnonzero(makers > 1)
-        words[r.GATHERED_PTR], words[r.GATHERED_OF] = _rows(tasks.producers[~single], value_of_made[~single], count)
+        words[r.GATHERED_PTR], words[r.GATHERED_OF] = grouped(tasks.producers[~single], value_of_made[~single], count)
     if len(tasks.collective):
         collective_of = np.full(count, r.NONE, dtype=np.uint32)
         row = np.repeat(np.arange(len(tasks.collective)), np.diff(tasks.collective_ptr))
@@ -233,9 +234,7 @@ def _gate_words(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> dict[
     phase, group = problem.op_phase, problem.op_group
     forward, backward = phase == FORWARD, (phase == BACKWARD) | (phase == BACKWARD_WEIGHT)
     closes = np.full(problem.num_ops, r.NO_STAGE)
-    maker, reader = problem.tensor_producer[problem.edge_tensor], problem.consumers
-    made = maker >= 0
-    maker, reader = maker[made], reader[made]
+    maker, reader = problem.op_edges
     apart_ptr, apart = np.zeros(problem.num_ops + 1, dtype=np.int64), np.zeros(0, dtype=np.int64)
     if schedule.gates == BACKWARD_GATES:
         closes[forward] = r.OWN_STAGE
@@ -246,7 +245,7 @@ def _gate_words(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> dict[
         closes[forward] = r.SPARE_STAGE
         split = forward[maker] & ~has_backward[group[maker]] & backward[reader] & ~has_forward[group[reader]]
         closes[reader[split]] = r.APART_STAGES
-        apart_ptr, apart = _rows(reader[split], group[maker[split]], problem.num_ops)
+        apart_ptr, apart = grouped(reader[split], group[maker[split]], problem.num_ops)
     both = forward[maker] & forward[reader] & (group[maker] != group[reader])
     early = phase != UPDATE
     waiting = {NO_GATES: False & early, BACKWARD_GATES: backward, FORWARD_GATES: forward}[schedule.gates]
@@ -290,12 +289,6 @@ def _channels(problem: Problem, tasks: TaskGraph) -> tuple[NDArray[Any], NDArray
     pair["channels"], pair["channels_end"] = starts[: devices * devices], ends[: devices * devices]
     names, channels = np.unique(np.array([channel for row in rows for channel in row], dtype=np.int64), return_inverse=True)
     return pair, channels, starts[devices * devices :], len(names), max([1, *(len(row) for row in rows)])
-
-
-def _rows(keys: NDArray[Any], entries: NDArray[Any], count: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Entries grouped by key, in the order given, and where the group of each key 0..count-1 begins."""
-    ptr = np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=count))]).astype(np.int64)
-    return ptr, entries[np.argsort(keys, kind="stable")]
 
 
 def _frozen(array: NDArray[Any], dtype: Any) -> NDArray[Any]:

@@ -22,10 +22,8 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
     """
     level = np.zeros(problem.num_ops)
     successors: list[list[int]] = [[] for _ in range(problem.num_ops)]
-    for tensor, consumer in zip(problem.edge_tensor.tolist(), problem.consumers.tolist(), strict=True):
-        producer = int(problem.tensor_producer[tensor])
-        if producer >= 0:
-            successors[producer].append(consumer)
+    for producer, consumer in zip(*(ends.tolist() for ends in problem.op_edges), strict=True):
+        successors[producer].append(consumer)
     for op in problem.topological_order[::-1].tolist():
         total, count = 0.0, 0
         for time in problem.time_s[op].tolist():

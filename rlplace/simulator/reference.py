@@ -29,16 +29,11 @@ from rlplace.problem import FORWARD, Problem
 from rlplace.schedule import LIST, SCHEDULES
 from rlplace.simulator.ledger import Ledger
 from rlplace.simulator.priority import task_ranks
+from rlplace.simulator.records import TRANSFER
 from rlplace.simulator.schedules import followed_order
 from rlplace.simulator.stages import gates
 from rlplace.simulator.tasks import TaskGraph, order_tasks, task_graph
-from rlplace.simulator.timeline import (
-    Timeline,
-    fixed_violations,
-    memory_violations,
-    placement_violations,
-    unfinished,
-)
+from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
 
 STUCK_ORDER = "the order makes devices wait for each other forever"
 STUCK_GATES = "a stage's forward waits for its own backward, which the schedule holds back; use the schedule list"
@@ -74,40 +69,21 @@ def simulate_reference(
     """
     devices = np.asarray(device_of_group, dtype=np.int32)
     order = followed_order(problem, devices, schedule, microbatches, stage_of_group, priority, order)
-    device_of_op = devices[problem.op_group]
     moved = fixed_violations(problem, devices)
     tasks = task_graph(problem, microbatches)
     violations = placement_violations(problem, devices)
     if violations:
-        return unfinished(problem, devices, device_of_op, violations + moved, tasks)
+        return timeline_of(problem, tasks, devices, violations + moved)
     run = ReferenceRun(problem, tasks, devices, priority, order, schedule, stage_of_group)
     run.run()
     if run.done < tasks.num_tasks:
-        return unfinished(problem, devices, device_of_op, [stuck_reason(order), *moved], tasks)
+        return timeline_of(problem, tasks, devices, [stuck_reason(order), *moved])
     peak = np.array(run.peak, dtype=np.int64)
-    violations = memory_violations(problem, peak) + moved
-    transfers = run.transfers
-    values = np.array([t[0] for t in transfers], dtype=np.int32)
-    return Timeline(
-        step_time_s=run.now,
-        feasible=not violations,
-        violations=tuple(violations),
-        peak_memory_bytes=peak,
-        busy_s=np.array(run.busy),
-        device_of_op=device_of_op,
-        start_s=np.array(run.start),
-        end_s=np.array(run.end),
-        transfer_tensor=tasks.tensor[values],
-        transfer_source=np.array([t[1] for t in transfers], dtype=np.int32),
-        transfer_destination=np.array([t[2] for t in transfers], dtype=np.int32),
-        transfer_start_s=np.array([t[3] for t in transfers], dtype=np.float64),
-        transfer_end_s=np.array([t[4] for t in transfers], dtype=np.float64),
-        microbatches=microbatches,
-        samples=problem.samples_per_microbatch * microbatches,
-        task_op=tasks.op,
-        task_microbatch=tasks.microbatch,
-        transfer_microbatch=tasks.value_microbatch[values],
-    )
+    return timeline_of(
+        problem, tasks, devices, memory_violations(problem, peak) + moved, step_time_s=run.now, peak_memory_bytes=peak,
+        busy_s=np.array(run.busy), times_s=np.array([run.start, run.end]),
+        transfers=np.array(run.transfers, dtype=TRANSFER),
+    )  # fmt: skip
 
 
 class ReferenceRun(Ledger):
@@ -141,7 +117,7 @@ class ReferenceRun(Ledger):
         self.busy_channels: set[int] = set()
         self.busy = [0.0] * problem.num_devices
         self.start, self.end = [np.nan] * tasks.num_tasks, [np.nan] * tasks.num_tasks
-        self.transfers: list[tuple[int, int, int, float, float]] = []
+        self.transfers: list[tuple[float, float, int, int, int]] = []  # as `TRANSFER`
         self.missing = [len(values) for values in self.inputs]  # inputs not yet present, and a closed gate
         self.collective = [-1] * tasks.num_tasks
         self.members: list[list[int]] = []
@@ -300,7 +276,7 @@ class ReferenceRun(Ledger):
         size = self.size[value]
         time = links.transfer_s(source, destination, size) if table is None else float(table[source, destination])
         self.allocate(destination, size)
-        self.transfers.append((value, source, destination, self.now, self.now + time))
+        self.transfers.append((self.now, self.now + time, value, source, destination))
         heapq.heappush(self.events, (self.now + time, _TRANSFER, value, destination))
 
     def start_collective(self, index: int) -> None:

@@ -112,11 +112,8 @@ def _chain(problem: Problem, stage: NDArray[np.int32], schedule: str) -> list[in
     if stuck is not None:
         raise InputError(f"schedule {schedule}: stages feed each other, so they are no chain; {advice}")
     position = np.argsort(chain)[stage[problem.op_group]]
-    source, reader = problem.tensor_producer[problem.edge_tensor], problem.consumers
-    phase = problem.op_phase
-    made = (source >= 0) & (phase[reader] != UPDATE)
-    source, reader = source[made], reader[made]
-    ahead = (phase[source] != FORWARD) & (position[source] < position[reader])
+    (source, reader), phase = problem.op_edges, problem.op_phase
+    ahead = (phase[reader] != UPDATE) & (phase[source] != FORWARD) & (position[source] < position[reader])
     if ahead.any():
         op = problem.op_names[source[np.flatnonzero(ahead)[0]]]
         raise InputError(f"schedule {schedule}: {op!r} sends a gradient to a later stage; {advice}")
@@ -125,7 +122,5 @@ def _chain(problem: Problem, stage: NDArray[np.int32], schedule: str) -> list[in
 
 def _priority_order(problem: Problem, priority: NDArray[np.float64]) -> list[int]:
     """All ops, producers before consumers, of those that could come next the one of highest priority."""
-    source = problem.tensor_producer[problem.edge_tensor]
-    made = source >= 0
-    order, _ = topological_order(source[made], problem.consumers[made], problem.num_ops, key=-priority)
+    order, _ = topological_order(*problem.op_edges, problem.num_ops, key=-priority)
     return order

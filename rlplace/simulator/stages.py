@@ -55,10 +55,10 @@ def forward_stage_links(problem: Problem, stage: NDArray[np.int32]) -> NDArray[n
     """Bool [S, S], whether a forward op of one stage reads what a forward op of another makes."""
     count = int(stage.max(initial=-1)) + 1
     links = np.zeros((count, count), dtype=bool)
-    source, reader = problem.tensor_producer[problem.edge_tensor], problem.consumers
-    both = (source >= 0) & (problem.op_phase[reader] == FORWARD) & (problem.op_phase[np.maximum(source, 0)] == FORWARD)
-    a, b = stage[problem.op_group[source[both]]], stage[problem.op_group[reader[both]]]
-    links[a[a != b], b[a != b]] = True
+    source, reader = problem.op_edges
+    both = (problem.op_phase[source] == FORWARD) & (problem.op_phase[reader] == FORWARD)
+    links[stage[problem.op_group[source[both]]], stage[problem.op_group[reader[both]]]] = True
+    np.fill_diagonal(links, False)
     return links
 
 

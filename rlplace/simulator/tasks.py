@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.problem import UPDATE, Problem
+from rlplace.problem.order import grouped
 
 MAX_TASKS = 1 << 26
 """Tasks and reads of values that one step may have."""
@@ -194,5 +195,5 @@ def _rows(pairs: list[tuple[NDArray[np.int64], NDArray[np.int64]]], count: int) 
     """Offsets and entries of the second numbers, grouped by the first and in the order given."""
     key = np.concatenate([first for first, _ in pairs])
     entry = np.concatenate([second for _, second in pairs])
-    ptr = np.concatenate([[0], np.cumsum(np.bincount(key, minlength=count))]).astype(np.int64)
-    return ptr, entry[np.argsort(key, kind="stable")].astype(np.int32)
+    ptr, entries = grouped(key, entry, count)
+    return ptr, entries.astype(np.int32)

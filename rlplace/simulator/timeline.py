@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
+from rlplace.simulator.records import TRANSFER
 from rlplace.simulator.tasks import TaskGraph
 
 EXECUTOR = "list"
@@ -149,33 +150,51 @@ def memory_violations(problem: Problem, peak_memory_bytes: NDArray[np.int64]) ->
     ]
 
 
-def unfinished(
+def timeline_of(
     problem: Problem,
-    device_of_group: NDArray[np.int32],
-    device_of_op: NDArray[np.int32],
-    violations: list[str],
     tasks: TaskGraph,
+    device_of_group: NDArray[np.int32],
+    violations: list[str],
+    *,
+    step_time_s: float | None = None,
+    peak_memory_bytes: NDArray[np.int64] | None = None,
+    busy_s: NDArray[np.float64] | None = None,
+    times_s: NDArray[np.float64] | None = None,
+    transfers: NDArray[Any] | None = None,
 ) -> Timeline:
-    """The timeline of a step that cannot complete."""
-    nan = np.full(tasks.num_tasks, np.nan)
-    none_i, none_f = np.zeros(0, dtype=np.int32), np.zeros(0)
+    """The timeline of a step, by default of one that cannot complete.
+
+    Args:
+        problem: The problem.
+        tasks: Its tasks.
+        device_of_group: int32 [G].
+        violations: What is broken.
+        step_time_s: End of the last event.
+        peak_memory_bytes: int64 [D].
+        busy_s: float64 [D].
+        times_s: float64 [2, K], start and end of every task.
+        transfers: `TRANSFER` [X].
+    """
+    start_s, end_s = np.full((2, tasks.num_tasks), np.nan) if times_s is None else times_s
+    transfers = np.zeros(0, dtype=TRANSFER) if transfers is None else transfers
+    value = transfers["value"]
     return Timeline(
-        step_time_s=None,
-        feasible=False,
+        step_time_s=step_time_s,
+        feasible=step_time_s is not None and not violations,
         violations=tuple(violations),
-        peak_memory_bytes=resident_by_device(problem, device_of_group),
-        busy_s=np.zeros(problem.num_devices),
-        device_of_op=device_of_op,
-        start_s=nan,
-        end_s=nan.copy(),
-        transfer_tensor=none_i,
-        transfer_source=none_i.copy(),
-        transfer_destination=none_i.copy(),
-        transfer_start_s=none_f,
-        transfer_end_s=none_f.copy(),
+        peak_memory_bytes=resident_by_device(problem, device_of_group) if peak_memory_bytes is None else peak_memory_bytes,
+        busy_s=np.zeros(problem.num_devices) if busy_s is None else busy_s,
+        device_of_op=device_of_group[problem.op_group],
+        start_s=start_s.copy(),
+        end_s=end_s.copy(),
+        transfer_tensor=tasks.tensor[value],
+        transfer_source=transfers["source"].copy(),
+        transfer_destination=transfers["destination"].copy(),
+        transfer_start_s=transfers["start_s"].copy(),
+        transfer_end_s=transfers["end_s"].copy(),
         microbatches=tasks.microbatches,
         samples=problem.samples_per_microbatch * tasks.microbatches,
         task_op=tasks.op,
         task_microbatch=tasks.microbatch,
-        transfer_microbatch=none_i.copy(),
+        transfer_microbatch=tasks.value_microbatch[value],
     )

@@ -17,9 +17,8 @@ from rlplace.envs.refinement import RefinementEnv
 from rlplace.planners import balanced, get_planner
 from rlplace.planners.annealing import kernels as annealing
 from rlplace.planners.bipartition import kernels as bipartition
-from rlplace.planners.common import kernels, listkernels, movekernels
+from rlplace.planners.common import earliestkernel, kernels, listkernels, movekernels
 from rlplace.planners.compiler import coarsen, fm, seeds
-from rlplace.planners.m_sct import kernels as m_sct
 from rlplace.planners.pardnn import kernels as pardnn
 from rlplace.planners.pardnn import sweep_kernel
 from rlplace.planners.pipedream import kernels as pipedream
@@ -41,7 +40,7 @@ KERNELS = {
         coarsen,
         fm,
         seeds,
-        m_sct,
+        earliestkernel,
         pardnn,
         sweep_kernel,
         pipedream,

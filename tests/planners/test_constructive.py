@@ -8,12 +8,12 @@ import pytest
 from rlplace.planners import get_planner
 from rlplace.planners.balanced import _cheapest_cuts, _cut_seconds, _segments, min_max_split
 from rlplace.planners.common import bounds
+from rlplace.planners.common.earliest import earliest_schedule
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.oparrays import by_rank, upward_rank
 from rlplace.planners.common.subsets import device_order, device_subsets, map_parts
 from rlplace.planners.critical_path import critical_ops
 from rlplace.planners.heft import schedule
-from rlplace.planners.m_etf import earliest_task_first
 from rlplace.planners.metis import partition
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
@@ -68,7 +68,7 @@ def test_m_etf_by_hand():
     """c (3 s, longest) starts first on device 0, a on device 1; b waits for a there rather than 5 s for a transfer."""
     problem = build_problem("etf", time_s=[[1.0, 1.0], [1.0, 1.0], [3.0, 3.0]], tensors=[TensorSpec(0, 5, [1])],
                             memory_bytes=[None, None])  # fmt: skip
-    devices, start, finish = earliest_task_first(problem, [0, 1])
+    devices, start, finish, _ = earliest_schedule(problem, [0, 1])
     assert devices.tolist() == [1, 1, 0]
     assert start.tolist() == [0.0, 1.0, 0.0] and finish.tolist() == [1.0, 2.0, 3.0]
 
@@ -76,7 +76,7 @@ def test_m_etf_by_hand():
 def test_m_etf_respects_memory():
     """Device 0 has room for one group of 6, so the other two queue on device 1 although it is busy until 2 s."""
     problem = build_problem("etf", time_s=[[2.0, 2.0]] * 3, tensors=[], memory_bytes=[6, 12], resident_bytes=[6, 6, 6])
-    devices, start, _ = earliest_task_first(problem, [0, 1])
+    devices, start, *_ = earliest_schedule(problem, [0, 1])
     assert devices.tolist() == [0, 1, 1]
     assert start.tolist() == [0.0, 0.0, 2.0]
 

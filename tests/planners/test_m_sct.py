@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from rlplace.planners import get_planner
-from rlplace.planners.m_etf import earliest_task_first
+from rlplace.planners.common.earliest import earliest_schedule
 from rlplace.planners.m_sct.favorites import favorite_children
-from rlplace.planners.m_sct.m_sct import favorites, leading_edges, small_communication_first
+from rlplace.planners.m_sct.m_sct import favorites, leading_edges
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate_many
@@ -107,12 +107,9 @@ def waiting(apart_s):
 def test_an_awake_device_waits_for_its_favorite():
     """At 2 s, device 0 could run op 3. Its favorite 2 can start there at 3 s, elsewhere at 4 s; op 3 anywhere by 3.5 s."""
     problem = waiting(1.5)
-    none = np.full(4, -1, dtype=np.int32)
-    devices, start, _, waits = small_communication_first(problem, [0, 1], none)
-    etf = earliest_task_first(problem, [0, 1])
-    assert (devices.tolist(), start.tolist(), waits) == (etf[0].tolist(), etf[1].tolist(), 0)
-    assert start.tolist() == [0, 0, 4, 2]
-    devices, start, finish, waits = small_communication_first(problem, [0, 1], np.array([2, -1, -1, -1], dtype=np.int32))
+    _, start, _, waits = earliest_schedule(problem, [0, 1])
+    assert (start.tolist(), waits) == ([0, 0, 4, 2], 0)
+    devices, start, finish, waits = earliest_schedule(problem, [0, 1], favorite=np.array([2, -1, -1, -1], dtype=np.int32))
     assert devices.tolist() == [0, 1, 0, 1]
     assert start.tolist() == [0, 0, 3, 3.5]
     assert finish.tolist() == [2, 2, 5, 6.5]
@@ -121,21 +118,10 @@ def test_an_awake_device_waits_for_its_favorite():
 
 def test_an_awake_device_takes_an_urgent_op():
     """Now every device could have started op 3 by 2.5 s, before the favorite is ready."""
-    devices, start, _, waits = small_communication_first(waiting(0.5), [0, 1], np.array([2, -1, -1, -1], dtype=np.int32))
+    devices, start, _, waits = earliest_schedule(waiting(0.5), [0, 1], favorite=np.array([2, -1, -1, -1], dtype=np.int32))
     assert devices.tolist() == [0, 1, 1, 0]
     assert start.tolist() == [0, 0, 4, 2.5]
     assert waits == 1
-
-
-@pytest.mark.parametrize("setting", [{}, {"memory_factor": 1.3}, {"unlike": True, "null_fraction": 0.3}, {"hosts": 2}])
-def test_without_favorites_it_is_earliest_task_first(setting):
-    problem = random_problem(8, 60, 4, **setting)
-    none = np.full(problem.num_ops, -1, dtype=np.int32)
-    devices, start, finish, waits = small_communication_first(problem, range(4), none)
-    expected = earliest_task_first(problem, range(4))
-    for found, wanted in zip((devices, start, finish), expected, strict=True):
-        np.testing.assert_array_equal(found, wanted)
-    assert waits == 0
 
 
 def test_groups_without_ops_and_single_ops_are_placed():

@@ -43,14 +43,9 @@ from rlplace.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.simulator.inputs import check_devices, check_priority
 from rlplace.simulator.priority import default_priority
+from rlplace.simulator.records import TRANSFER
 from rlplace.simulator.tasks import task_graph
-from rlplace.simulator.timeline import (
-    Timeline,
-    fixed_violations,
-    memory_violations,
-    placement_violations,
-    unfinished,
-)
+from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,39 +114,26 @@ def simulate_assisted(
     key = default_priority(problem) if priority is None else check_priority(priority, problem)
     actual = problem if actual_time_s is None else _with_times(problem, actual_time_s)
     tasks = task_graph(actual)
-    device_of_op = devices[problem.op_group]
     moved = fixed_violations(problem, devices)
     violations = placement_violations(problem, devices)
     if violations:
-        return AssistedTimeline(unfinished(problem, devices, device_of_op, violations + moved, tasks), (), ())
+        return AssistedTimeline(timeline_of(problem, tasks, devices, violations + moved), (), ())
     run = AssistedRun(problem, actual, devices, key, may_move, margin_s, move_weights, only_late)
     run.run()
     peak = np.array(run.peak, dtype=np.int64)
     violations = memory_violations(problem, peak) + moved
-    transfers = [t for t in run.transfers if t[0] < tasks.num_values]
-    weights = [t for t in run.transfers if t[0] >= tasks.num_values]
-    value = np.array([t[0] for t in transfers], dtype=np.int32)
-    timeline = Timeline(
-        step_time_s=run.now,
-        feasible=not violations,
-        violations=tuple(violations),
-        peak_memory_bytes=peak,
-        busy_s=np.array(run.busy),
-        device_of_op=np.array(run.device, dtype=np.int32),
-        start_s=np.array(run.start),
-        end_s=np.array(run.end),
-        transfer_tensor=tasks.tensor[value],
-        transfer_source=np.array([t[1] for t in transfers], dtype=np.int32),
-        transfer_destination=np.array([t[2] for t in transfers], dtype=np.int32),
-        transfer_start_s=np.array([t[3] for t in transfers], dtype=np.float64),
-        transfer_end_s=np.array([t[4] for t in transfers], dtype=np.float64),
-        microbatches=1,
-        samples=problem.samples_per_microbatch,
-        task_op=tasks.op,
-        task_microbatch=tasks.microbatch,
-        transfer_microbatch=tasks.value_microbatch[value],
+    transfers = np.array(run.transfers, dtype=TRANSFER)
+    ordinary = transfers["value"] < tasks.num_values
+    timeline = timeline_of(
+        problem, tasks, devices, violations, step_time_s=run.now, peak_memory_bytes=peak, busy_s=np.array(run.busy),
+        times_s=np.array([run.start, run.end]), transfers=transfers[ordinary],
+    )  # fmt: skip
+    timeline = dataclasses.replace(timeline, device_of_op=np.array(run.device, dtype=np.int32))
+    weights = tuple(
+        (run.weight_group[value], source, destination, start_s, end_s)
+        for start_s, end_s, value, source, destination in transfers[~ordinary].tolist()
     )
-    return AssistedTimeline(timeline, tuple(run.steals), tuple((run.weight_group[t[0]], *t[1:]) for t in weights))
+    return AssistedTimeline(timeline, tuple(run.steals), weights)
 
 
 def _with_times(problem: Problem, actual_time_s: NDArray[Any]) -> Problem:

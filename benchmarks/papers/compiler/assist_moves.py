@@ -54,7 +54,7 @@ class MovingRun(ReferenceRun):
         end = self.now + self.transfer_s(value, source, destination)
         self.moving[value, destination] = source, end
         self.allocate(destination, self.size[value])
-        self.transfers.append((value, source, destination, self.now, end))
+        self.transfers.append((self.now, end, value, source, destination))
         for channel in self.channels[source][destination]:
             self.until_s[channel] = end
         heapq.heappush(self.events, (end, _TRANSFER, value, destination))

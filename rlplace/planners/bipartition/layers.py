@@ -279,7 +279,7 @@ def feeds_back(problem: Problem) -> bool:
     seconds = np.where(np.isfinite(seconds), seconds, 0.0)
     of_op = layer[problem.op_group]
     done = np.cumsum(np.bincount(of_op, weights=seconds))
-    producer = problem.tensor_producer[problem.edge_tensor]
-    kept = (producer >= 0) & forward[problem.consumers] & forward[np.maximum(producer, 0)]
-    span = done[of_op[producer[kept]]] - done[of_op[problem.consumers[kept]]]
+    maker, reader = problem.op_edges
+    kept = forward[maker] & forward[reader]
+    span = done[of_op[maker[kept]]] - done[of_op[reader[kept]]]
     return bool((span > done[-1] / problem.num_devices).any())

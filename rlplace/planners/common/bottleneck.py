@@ -100,8 +100,7 @@ def _relieve_memory(
     problem: Problem, line: Timeline, devices: Assignment, saved: NDArray[np.float64], touched: NDArray[np.bool_]
 ) -> None:
     """Adds moves off overflowing devices, worth the penalty that they take away."""
-    limits = np.array([np.inf if d.memory_bytes is None else float(d.memory_bytes) for d in problem.devices])
-    over = line.peak_memory_bytes - limits
+    over = line.peak_memory_bytes - problem.capacity_bytes
     if not (over > 0).any():
         return
     footprint = group_graph(problem).footprint_bytes
@@ -109,7 +108,7 @@ def _relieve_memory(
     step = line.step_time_s or 0.0
     for device in np.flatnonzero(over > 0).tolist():
         for group in np.flatnonzero(devices == device).tolist():
-            worth = 3.0 * step * min(float(footprint[group]), float(over[device])) / float(limits[device])
+            worth = 3.0 * step * min(float(footprint[group]), float(over[device])) / float(problem.capacity_bytes[device])
             for target in roomy:
                 saved[group, target] += worth
                 touched[group, target] = True

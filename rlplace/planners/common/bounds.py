@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, Problem
+from rlplace.problem.order import successor_lists
 from rlplace.problem.reach import reach
 
 
@@ -76,12 +77,7 @@ def device_time_s(problem: Problem) -> NDArray[np.float64]:
 def critical_path_s(problem: Problem) -> float:
     """Seconds of the longest chain of ops, each on its fastest device, without transfers."""
     shortest = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.inf).min(axis=1)
-    made = problem.tensor_producer[problem.edge_tensor] >= 0
-    target = problem.consumers[made]
-    source = problem.tensor_producer[problem.edge_tensor][made]
-    by_source = np.argsort(source, kind="stable")
-    successors = target[by_source].tolist()
-    starts = np.searchsorted(source[by_source], np.arange(problem.num_ops + 1)).tolist()
+    successors, starts = successor_lists(*problem.op_edges, problem.num_ops)
     level = shortest.tolist()
     for op in problem.topological_order[::-1].tolist():
         below = max((level[s] for s in successors[starts[op] : starts[op + 1]]), default=0.0)

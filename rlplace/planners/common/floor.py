@@ -7,6 +7,7 @@ best feasible one becomes the plan. Nothing here searches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 from rlplace.plan import PlacementPlan, make_plan
@@ -80,6 +81,18 @@ def finish(problem: Problem, answer: Answer | None, execution: Execution = PLAIN
     return make_plan(
         problem, answer.devices, planner=planner, seed=seed, predicted=line.predicted(problem), **execution.arguments
     )
+
+
+def one_shot_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
+    """The planner of a module that defines `candidates`, and `REPAIRS` where it does not want the default."""
+    repairs = getattr(module, "REPAIRS", REPAIRS)
+
+    def planner(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
+        limits: dict[str, Any] = {"time_limit_s": time_limit_s, "repairs": repairs}
+        return one_shot(problem, name, module.candidates, seed=seed, **limits, **execution)
+
+    planner.__name__, planner.__doc__ = name, module.__doc__
+    return planner
 
 
 def one_shot(

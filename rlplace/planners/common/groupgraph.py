@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, FORWARD, Problem
-from rlplace.problem.order import topological_order
+from rlplace.problem.order import grouped, topological_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,19 +103,23 @@ def mean_link(problem: Problem) -> tuple[float, float]:
     return float(problem.links.latency_s[exists].mean()), float((1.0 / problem.links.bandwidth_bytes_per_s[exists]).mean())
 
 
+def finite_mean(values: NDArray[np.float64], axis: int = 1) -> NDArray[np.float64]:
+    """Mean of the finite numbers along an axis; 0 where there is none."""
+    finite = np.isfinite(values)
+    mean: NDArray[np.float64] = np.where(finite, values, 0.0).sum(axis=axis) / np.maximum(finite.sum(axis=axis), 1)
+    return mean
+
+
 def _build(problem: Problem) -> GroupGraph:
     groups = problem.num_groups
-    time_s = problem.group_time_s
-    finite = np.isfinite(time_s)
-    mean = np.where(finite, time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
     source, target, size, count, fixed = _edges(problem)
     order = _order(problem)
     rows = np.concatenate([source, target])
-    perm = np.argsort(rows, kind="stable")
     edges = len(source)
+    neighbor_ptr, perm = grouped(rows, np.arange(2 * edges), groups)
     return GroupGraph(
-        time_s=time_s,
-        mean_time_s=mean,
+        time_s=problem.group_time_s,
+        mean_time_s=finite_mean(problem.group_time_s),
         footprint_bytes=_footprint(problem),
         order=order,
         depth_first_order=_depth_first(order, source, target),
@@ -124,7 +128,7 @@ def _build(problem: Problem) -> GroupGraph:
         edge_bytes=size,
         edge_count=count,
         edge_fixed_s=fixed,
-        neighbor_ptr=np.searchsorted(rows[perm], np.arange(groups + 1)).astype(np.int64),
+        neighbor_ptr=neighbor_ptr,
         neighbor=np.concatenate([target, source])[perm],
         neighbor_edge=(perm % max(edges, 1)).astype(np.int32),
         neighbor_out=perm < edges,

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.planners.common import listkernels
-from rlplace.planners.common.groupgraph import finite_links, group_graph, mean_link
+from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_link
 from rlplace.problem import Problem
+from rlplace.problem.order import grouped
 
 
 class OpArrays(NamedTuple):
@@ -75,11 +76,17 @@ def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]
         off = ~np.eye(problem.num_devices, dtype=bool)
         for tensor, matrix in problem.tensor_transfer_s.items():
             edge[tensor] = matrix[off].mean()
-    finite = np.isfinite(a.time_s)
-    mean = np.where(finite, a.time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
     rank = np.zeros(problem.num_ops)
-    listkernels.upward_rank(a.order, mean, edge, a.op_group, a.input_ptr, a.inputs, a.producer, rank)
+    listkernels.upward_rank(a.order, finite_mean(a.time_s), edge, a.op_group, a.input_ptr, a.inputs, a.producer, rank)
     return rank
+
+
+def place_rest(problem: Problem, devices: NDArray[np.int32], room: NDArray[np.float64]) -> None:
+    """Puts groups without a device, -1, where most room is left: one without ops is in no schedule."""
+    footprint = group_graph(problem).footprint_bytes
+    for group in np.flatnonzero(devices < 0):
+        devices[group] = int(np.where(problem.group_allowed[group], room, -np.inf).argmax())
+        room[devices[group]] -= float(footprint[group])
 
 
 def by_rank(problem: Problem, rank: NDArray[np.float64]) -> NDArray[np.int32]:
@@ -90,8 +97,7 @@ def by_rank(problem: Problem, rank: NDArray[np.float64]) -> NDArray[np.int32]:
 
 
 def _build(problem: Problem) -> OpArrays:
-    by_op = np.argsort(problem.consumers, kind="stable")
-    input_ptr = np.searchsorted(problem.consumers[by_op], np.arange(problem.num_ops + 1)).astype(np.int64)
+    input_ptr, inputs = grouped(problem.consumers, problem.edge_tensor, problem.num_ops)
     table = np.full(problem.num_tensors, -1, dtype=np.int32)
     count = problem.num_devices
     tables = np.zeros((len(problem.tensor_transfer_s), count, count))
@@ -101,13 +107,12 @@ def _build(problem: Problem) -> OpArrays:
     held = [channels for row in problem.links.effective_channels for channels in row]
     number = {channel: i for i, channel in enumerate(sorted({c for channels in held for c in channels}))}
     made = np.flatnonzero(problem.tensor_producer >= 0)
-    by_producer = made[np.argsort(problem.tensor_producer[made], kind="stable")]
-    edge_producer = problem.tensor_producer[problem.edge_tensor]
+    output_ptr, outputs = grouped(problem.tensor_producer[made], made, problem.num_ops)
     arrays = OpArrays(
         time_s=np.where(problem.group_allowed[problem.op_group], problem.time_s, np.inf),
         op_group=problem.op_group,
         input_ptr=input_ptr,
-        inputs=problem.edge_tensor[by_op],
+        inputs=inputs,
         producer=problem.tensor_producer,
         holder=np.where(problem.tensor_owner >= 0, problem.tensor_owner, problem.op_group[problem.tensor_producer]),
         consumer_ptr=problem.consumer_ptr,
@@ -122,9 +127,9 @@ def _build(problem: Problem) -> OpArrays:
         num_channels=len(number),
         footprint=group_graph(problem).footprint_bytes,
         order=problem.topological_order,
-        output_ptr=np.searchsorted(problem.tensor_producer[by_producer], np.arange(problem.num_ops + 1)),
-        outputs=by_producer,
-        num_made_inputs=np.bincount(problem.consumers[edge_producer >= 0], minlength=problem.num_ops),
+        output_ptr=output_ptr,
+        outputs=outputs,
+        num_made_inputs=np.bincount(problem.op_edges[1], minlength=problem.num_ops),
     )
     return OpArrays(*(_frozen(name, value) for name, value in arrays._asdict().items()))
 

@@ -111,8 +111,7 @@ def traffic(problem: Problem) -> tuple[NDArray[Any], ...]:
 
 def _over(problem: Problem, peaks: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Bytes over and bytes under the limit of every device."""
-    limits = np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in problem.devices])
-    return np.maximum(peaks - limits, 0.0), np.maximum(limits - peaks, 0.0)
+    return np.maximum(peaks - problem.capacity_bytes, 0.0), np.maximum(problem.capacity_bytes - peaks, 0.0)
 
 
 def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: Evaluator) -> Answer | None:

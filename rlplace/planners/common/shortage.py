@@ -55,7 +55,7 @@ def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str, s
             f"{planner} found no plan that avoids null times and missing links ({line.violations[0]}); "
             "add the link, give the ops a time on another device, or try planner 'single'"
         )
-    limits = np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in problem.devices])
+    limits = problem.capacity_bytes
     over = np.maximum(line.peak_memory_bytes - limits, 0.0)
     device, short = int(over.argmax()), int(over.max())
     spare = float(np.maximum(limits - line.peak_memory_bytes, 0.0).sum())

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.planners.common import kernels
-from rlplace.planners.common.groupgraph import finite_links, group_graph
+from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph
 from rlplace.problem import Problem
 
 MAX_COUNTS = 12
@@ -24,11 +24,11 @@ MAX_COUNTS_LARGE = 4
 LARGE_OPS = 30_000
 
 
-def device_classes(problem: Problem) -> list[list[int]]:
-    """Devices that run everything equally fast, hold equally much and may take the same groups, by first member."""
+def device_classes(problem: Problem, among: Sequence[int] | None = None) -> list[list[int]]:
+    """Devices, of all or of some, that run everything equally fast, hold equally much and may take the same groups."""
     graph = group_graph(problem)
     classes: dict[tuple[bytes, float], list[int]] = {}
-    for device in range(problem.num_devices):
+    for device in range(problem.num_devices) if among is None else among:
         key = (graph.time_s[:, device].tobytes(), float(problem.memory_limit_bytes[device]))
         classes.setdefault(key, []).append(device)
     return list(classes.values())
@@ -40,9 +40,8 @@ def device_order(problem: Problem) -> list[int]:
     Speed is the mean group time on the device; links count with the mean traffic of a group.
     """
     graph = group_graph(problem)
-    finite = np.isfinite(graph.time_s)
-    runs = finite.sum(axis=0)
-    mean_s = np.where(finite, graph.time_s, 0.0).sum(axis=0) / np.maximum(runs, 1)
+    runs = np.isfinite(graph.time_s).sum(axis=0)
+    mean_s = finite_mean(graph.time_s, axis=0)
     # A device that runs few groups is a poor choice however fast it runs them.
     mean_s = mean_s + graph.mean_time_s.mean() * 10.0 * (1.0 - runs / max(problem.num_groups, 1))
     latency, inverse = finite_links(problem)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.problem import FORWARD, Problem
+from rlplace.problem.order import grouped
 
 
 class Nets(NamedTuple):
@@ -137,11 +138,9 @@ def make_level(
     """Adds the indices by vertex; `pairs` are int64 [2, E] vertices of which the first feeds the second."""
     count = len(footprint_bytes)
     net_of_pin = np.repeat(np.arange(len(nets.source)), np.diff(nets.pin_ptr))
-    return Level(
-        time_s, footprint_bytes, band, nets,
-        *_rows(nets.source, np.arange(len(nets.source)), count), *_rows(nets.pins, net_of_pin, count),
-        *_rows(pairs[1], pairs[0], count), *_rows(pairs[0], pairs[1], count),
-    )  # fmt: skip
+    by_vertex = (nets.source, np.arange(len(nets.source))), (nets.pins, net_of_pin), (pairs[1], pairs[0]), (pairs[0], pairs[1])
+    rows = [grouped(key, entry.astype(np.int32), count) for key, entry in by_vertex]
+    return Level(time_s, footprint_bytes, band, nets, *(array for row in rows for array in row))
 
 
 def contract(level: Level, cluster: NDArray[np.int32]) -> Level:
@@ -174,14 +173,9 @@ def contract(level: Level, cluster: NDArray[np.int32]) -> Level:
     return make_level(time_s, size, band, coarse, ordered)
 
 
-def _rows(key: NDArray[np.integer], entry: NDArray[np.integer], count: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    order = np.argsort(key, kind="stable")
-    return np.searchsorted(key[order], np.arange(count + 1)).astype(np.int64), entry[order].astype(np.int32)
-
-
 def forward_pairs(problem: Problem) -> NDArray[np.int64]:
     """int64 [2, E], distinct pairs of groups of which a forward op of the first feeds one of the second."""
-    source, reader = problem.tensor_producer[problem.edge_tensor], problem.consumers
-    both = (source >= 0) & (problem.op_phase[reader] == FORWARD) & (problem.op_phase[np.maximum(source, 0)] == FORWARD)
+    source, reader = problem.op_edges
+    both = (problem.op_phase[source] == FORWARD) & (problem.op_phase[reader] == FORWARD)
     a, b = problem.op_group[source[both]].astype(np.int64), problem.op_group[reader[both]].astype(np.int64)
     return np.unique(np.stack([a, b])[:, a != b], axis=1)

@@ -75,8 +75,7 @@ def contract(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple[Proble
 def _acyclic_parts(problem: Problem, node: NDArray[np.int32]) -> NDArray[np.int64]:
     """int64 [N], the part of every op: one per node and phase, broken up into its ops where parts would wait for each other."""
     key = node.astype(np.int64) * len(PHASES) + problem.op_phase
-    made = problem.tensor_producer[problem.edge_tensor] >= 0
-    source, target = problem.tensor_producer[problem.edge_tensor][made], problem.consumers[made]
+    source, target = problem.op_edges
     loose = np.zeros(problem.num_ops, dtype=bool)
     while True:
         own = len(PHASES) * problem.num_groups + np.arange(problem.num_ops)

@@ -21,7 +21,7 @@ consumer is left to the groups.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,13 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.common.earliest import schedule_earliest
+from rlplace.planners.common.earliest import earliest_assignments
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.floor import one_shot
-from rlplace.planners.common.groupgraph import mean_link
+from rlplace.planners.common.groupgraph import finite_mean, mean_link
 from rlplace.planners.common.oparrays import op_arrays
-from rlplace.planners.common.subsets import device_subsets
-from rlplace.planners.m_sct import kernels as sctkernels
 from rlplace.planners.m_sct.favorites import favorite_children
 from rlplace.problem import FORWARD, Problem
 
@@ -58,12 +56,7 @@ def candidates(problem: Problem, seed: int, *, solver_limit_s: float | None = No
         seed: Not used.
         solver_limit_s: Seconds for the linear program; when they are spent, a smaller graph is solved.
     """
-    del seed
-    favorite = favorites(problem, time_limit_s=solver_limit_s)
-    limited = bool(np.isfinite(problem.memory_limit_bytes).any())
-    for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):
-        for share in (1.0, 0.85) if limited else (1.0,):
-            yield small_communication_first(problem, subset, favorite, share)[0]
+    return earliest_assignments(problem, favorites(problem, time_limit_s=solver_limit_s))
 
 
 def leading_edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
@@ -105,8 +98,7 @@ def favorites(problem: Problem, *, max_nodes: int = MAX_NODES, time_limit_s: flo
     """
     arrays = op_arrays(problem)
     ops, source, target, transfer = leading_edges(problem)
-    finite = np.isfinite(arrays.time_s[ops])
-    mean = np.where(finite, arrays.time_s[ops], 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
+    mean = finite_mean(arrays.time_s[ops])
     group = problem.op_group[ops]
     nodes = min(len(ops), max_nodes)
     end_s = None if time_limit_s is None else time.monotonic() + time_limit_s
@@ -136,19 +128,3 @@ def favorites(problem: Problem, *, max_nodes: int = MAX_NODES, time_limit_s: flo
             return result
         nodes //= 4
     return result
-
-
-def small_communication_first(
-    problem: Problem, subset: Sequence[int], favorite: NDArray[np.int32], share: float = 1.0
-) -> tuple[Assignment, NDArray[np.float64], NDArray[np.float64], int]:
-    """Runs m-SCT's list scheduling on a subset of devices with a share of their memory.
-
-    Returns:
-        int32 [G] devices; m-SCT's own start and finish times, float64 [N] seconds; how often a device waited for a favorite.
-    """
-    ops, count = problem.num_ops, problem.num_devices
-    waiting = np.full((ops, count), np.inf), np.zeros(ops), np.full(count, -1, dtype=np.int64)
-    devices, start, finish, waits = schedule_earliest(
-        problem, subset, share, lambda state, graph: sctkernels.favorite_child_first(favorite, *state, *waiting, *graph)
-    )
-    return devices, start, finish, int(waits)

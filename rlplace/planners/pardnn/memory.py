@@ -76,7 +76,7 @@ class Relief:
 
 def limits(problem: Problem, reserve: float = RESERVE) -> NDArray[np.float64]:
     """float64 [D], bytes that Mcons may reach."""
-    total = np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in problem.devices], dtype=np.float64)
+    total = problem.capacity_bytes
     return (1.0 - reserve) * total - np.array([d.reserved_bytes for d in problem.devices], dtype=np.float64)
 
 

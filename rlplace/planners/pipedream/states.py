@@ -66,10 +66,9 @@ def branch_states(problem: Problem, layers: Layers) -> States | None:
 def _layer_edges(problem: Problem, layers: Layers) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Layers between which forward tensors go, each pair once; what runs against the chain's order is left out."""
     of_op = layers.layer_of_group[problem.op_group]
-    made = problem.tensor_producer[problem.edge_tensor]
-    forward = problem.op_phase == FORWARD
-    kept = (made >= 0) & forward[problem.consumers] & forward[np.maximum(made, 0)]
-    source, target = of_op[made[kept]], of_op[problem.consumers[kept]]
+    (maker, reader), forward = problem.op_edges, problem.op_phase == FORWARD
+    kept = forward[maker] & forward[reader]
+    source, target = of_op[maker[kept]], of_op[reader[kept]]
     pairs = np.unique(np.stack([source, target])[:, source < target], axis=1)
     return pairs[0], pairs[1]
 

@@ -1,4 +1,4 @@
-"""Compiled list scheduling for `m_sct`: earliest task first with devices that wait for a favorite child.
+"""Compiled list scheduling of `m_etf` and `m_sct`: earliest task first, with devices that wait for a favorite child if any.
 
 The queues and the pricing of transfers are those of `rlplace.planners.common.listkernels`.
 """
@@ -42,17 +42,20 @@ def _awaits(op, device, group, devices, mask, room, footprint, present, free):
 
 def _compile(stamp):
     @entry
-    def favorite_child_first(
+    def earliest_task_first(
         favorite, priority, mask, devices, room, start, finish, arrival, channel_free, free, missing, done, offered, fresh,
         later_key, later_op, later, now_key, now_op, now, present, made, last, output_ptr, outputs, consumer_ptr, consumers,
         time_s, op_group, footprint, input_ptr, inputs, producer, holder, size, table, tables, latency, inverse, channel_ptr,
         channels, num_fresh,
     ):  # fmt: skip
-        """m-SCT: fills `devices`, `start` and `finish`.
-
-        Arrays are those of `listkernels.earliest_task_first`, and these:
+        """Fills `devices`, `start` and `finish`; see `listkernels` for the state of a schedule.
 
         favorite: int32 [N], favorite child of every op, -1 for none.
+        priority: float64 [N]. mask: bool [D], devices that may be used. free: float64 [D], zeros.
+        missing: int64 [N], inputs that ops must still make. done: bool [N]. offered: int64 [N], devices that may take the op.
+        fresh: int64 [N], the first `num_fresh` are ops without such inputs.
+        later_key, later_op, later: Per device a heap [D, N] of ready ops whose inputs arrive later (by arrival), its size [D].
+        now_key, now_op, now: The same for those that could start now (by priority).
         present: float64 [N, D], inf; when the inputs of a ready op can be on a device.
         made: float64 [N], zeros; when all inputs of a ready op are made.
         last: int64 [D], -1; the op that a device ran last.
@@ -172,7 +175,7 @@ def _compile(stamp):
                         num_fresh += 1
         return waits
 
-    return favorite_child_first
+    return earliest_task_first
 
 
-favorite_child_first = _compile(stamp_of(listkernels))
+earliest_task_first = _compile(stamp_of(listkernels))

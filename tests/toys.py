@@ -167,6 +167,21 @@ def two_branches() -> Toy:
     return Toy(problem, 4.5, [0, 0, 0, 1, 1, 1, 0])
 
 
+def pardnn_example(num_devices: int = 2) -> Problem:
+    """ParDNN's Figure 2: 17 ops of one second, named A to Q in order, 21 edges; every op is a group of its own.
+
+    One byte takes one second. The optimum is 13 s on two devices and 12 s on three (a constraint solver's proof); everything on
+    one device takes 17 s, and the longest path with its transfers 18 s.
+    """
+    edges = "AB1 AC1 AD1 BE1 BF1 CG1 CH1 EI3 FI1 GJ1 HJ1 JK1 DL1 IM2 KM1 LM1 MN1 MO1 NQ1 OP1 PQ1"  # from, to, seconds
+    return build_problem(
+        "pardnn_example",
+        time_s=[[1.0] * num_devices] * 17,
+        tensors=[TensorSpec(ord(a) - 65, int(cost), [ord(b) - 65]) for a, b, cost in edges.split()],
+        memory_bytes=[None] * num_devices,
+    )
+
+
 TOYS: dict[str, Callable[[], Toy]] = {
     toy.__name__: toy for toy in (two_device_chain, memory_tight_chain, fork_join, memory_tight_pair, unlike_pair, two_branches)
 }

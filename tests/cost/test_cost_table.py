@@ -70,29 +70,20 @@ CURVES = ("kinds", "a100-80g", "curves")
 @pytest.mark.parametrize(
     "path, value, message",
     [
-        (("version",), 2, "upgrade"),
-        (("format",), "rlplace.plan", "expected format"),
-        (("kind",), {}, "did you mean 'kinds'"),
-        (("kinds",), [], "kinds: expected an object"),
         (("kinds", ""), {"curves": []}, "kinds: '' is not a key"),
-        (("kinds", "a100-80g", "curve"), [], "did you mean 'curves'"),
         ((*CURVES[:2], "step_factor"), 0, "step_factor"),
         ((*CURVES[:2], "eager_issue_s"), -1.0, "eager_issue_s"),
-        ((*CURVES[:2], "eager_issue_s"), True, "expected a number"),
-        (CURVES, {}, "expected a list"),
         ((*CURVES, 0, "op"), "gem", "did you mean 'gemm'"),
         ((*CURVES, 0, "dtype"), "fp32", "dtype"),
         ((*CURVES, 0, "direction"), "forwards", "did you mean 'forward'"),
         ((*CURVES, 0, "basis"), "guess", "basis"),
         ((*CURVES, 0, "compute_efficiency"), 1.5, "compute_efficiency"),
         ((*CURVES, 0, "compute_efficiency"), 0.0, "compute_efficiency"),
-        ((*CURVES, 0, "compute_efficiency"), "0.5", "expected a number"),
         ((*CURVES, 0, "compute_half_flops"), float("nan"), "compute_half_flops: .* found nan"),
         ((*CURVES, 0, "bandwidth_half_bytes"), -1, "bandwidth_half_bytes"),
         ((*CURVES, 0, "floor_s"), 10**400, "floor_s: the number is too large"),
         ((*CURVES, 0, "saturation"), 2, "saturation"),
         ((*CURVES, 0, "overhead_s"), -1e-9, "overhead_s"),
-        ((*CURVES, 0, "source"), 1, "expected text"),
         ((*CURVES, 0, "residual", "features"), ["log_m", "log_q"], "did you mean"),
         ((*CURVES, 0, "residual", "mean"), [1.0], "one number per feature"),
         ((*CURVES, 0, "residual", "scale"), [0.0, 1.0], "scale"),
@@ -109,7 +100,6 @@ CURVES = ("kinds", "a100-80g", "curves")
             [{"dims": {"m": 1.5}, "seconds": 1}],
             "dims.*expected a whole",
         ),
-        (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": [], "seconds": 1}], "dims: expected an object"),
     ],
 )
 def test_a_wrong_file_is_refused_with_one_line(path, value, message):
@@ -130,11 +120,3 @@ def test_a_table_in_memory_is_checked_too():
         CostTable({"cpu": KindCosts({KEY: msgspec.structs.replace(CURVE, compute_efficiency=float("inf"))})})
     with pytest.raises(InputError, match="unknown op"):
         CostTable({"cpu": KindCosts({("conv2", "float32", "forward"): CURVE})})
-
-
-def test_a_missing_or_broken_file(tmp_path):
-    with pytest.raises(InputError, match="cannot be read"):
-        CostTable.load(tmp_path / "none.cost.json")
-    (tmp_path / "half.cost.json").write_text('{"format": "rlplace.cost", "version": 1, "kinds": {')
-    with pytest.raises(InputError, match="not valid JSON"):
-        CostTable.load(tmp_path / "half.cost.json")

@@ -34,7 +34,6 @@ def test_figures():
     ("change", "message"),
     [
         (lambda d: d.pop("plans"), "plans"),
-        (lambda d: d.update(plans={}), "plans: expected a list"),
         (lambda d: d.update(environment=[1]), "environment"),
         (lambda d: d["plans"][0].update(mode="guessed"), "mode"),
         (lambda d: d["plans"][0].update(step_s=[]), "step_s"),
@@ -42,9 +41,6 @@ def test_figures():
         (lambda d: d["plans"][0].update(step_s=[float("1e400")]), "step_s|NaN|finite|number"),
         (lambda d: d["plans"][0].update(predicted_s=-1), "predicted_s"),
         (lambda d: d["plans"][0]["places"][0].update(rank=-1), "rank"),
-        (lambda d: d["plans"][0]["places"][0].update(colour="red"), "colour"),
-        (lambda d: d["plans"][0]["places"][0].update(host=3), "host"),
-        (lambda d: d["plans"].append(3), "object"),
     ],
 )
 def test_hostile_files(tmp_path, change, message):

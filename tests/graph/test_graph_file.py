@@ -69,29 +69,22 @@ def _broken(data, where, value):
 @pytest.mark.parametrize(
     ("where", "value", "words"),
     [
-        (("version",), 2, "reads up to 1"),
-        (("format",), "rlplace.problem", "expected format"),
-        (("extra",), 1, "unknown key 'extra'"),
         (("ops", "kind", 0), "gem", "did you mean 'gemm'"),
         (("ops", "phase", 0), "forwrad", "did you mean 'forward'"),
         (("ops", "flops", 0), -1.0, r"op_flops\[0\].*outside"),
-        (("ops", "flops", 0), True, r"ops.flops\[0\]: expected a number, found True"),
         (("ops", "flops", 0), 10**400, "too large"),
         (("ops", "bytes", 0), 1.5, r"ops.bytes\[0\]: expected a whole number, found 1.5"),
         (("ops", "forward", 0), 3, "belongs to itself"),
         (("ops", "forward", 0), 1 << 40, r"ops.forward\[0\]: expected a whole number in"),
         (("ops", "name", 0), "", "non-empty"),
-        (("ops", "name", 0), 3, r"ops.name\[0\]: expected text, found 3"),
         (("ops", "parameter", 0), 0, "update ops, and only they"),
         (("ops", "target"), [], "as long as"),
         (("tensors", "producer", 0), 0, "have no producer"),
         (("tensors", "bytes", 0), -4, "outside"),
         (("tensors", "consumers", 0), [2, 1], "execution order"),
         (("tensors", "consumers", 0), [10**6], "outside"),
-        (("tensors", "consumers", 0), 3, r"tensors.consumers\[0\]: expected a list, found 3"),
         (("tensors", "role", 0), "wieght", r"tensors.role\[0\]: unknown role"),
         (("parameters", 0, "trainable"), False, "not trainable"),
-        (("parameters", 0, "trainable"), 1, "true or false"),
         (("parameters", 0, "size_bytes"), -1, r"parameters\[0\].size_bytes: expected a whole number in 0"),
         (("samples",), 0, "positive"),
         (("op_dims",), {"x": {}}, "op_dims: 'x' is not a key"),
@@ -134,11 +127,3 @@ def test_cycle_and_wrong_order_are_told_apart(graph, data):
     add_edge(forward[-1], forward[0])
     with pytest.raises(InputError, match="list ops in execution order"):
         graph_from_dict(data)
-
-
-def test_truncated_file(graph, tmp_path):
-    path = tmp_path / "x.graph.json"
-    graph.save(path)
-    path.write_text(path.read_text()[:-50])
-    with pytest.raises(InputError, match="not valid JSON"):
-        OpGraph.load(path)

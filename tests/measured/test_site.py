@@ -120,27 +120,10 @@ def test_refused_names(name):
         Site(name, {})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": "rlplace.plan"},
-        {"version": 2},
-        {"version": 0},
-        {"facts": 3},
-        {"more": 1},
-        {"name": 1},
-        {"facts": {"a": None}},
-    ],
-)
-def test_refused_data(change):
+@pytest.mark.parametrize("more", [{}, {"facts": {"a": None}}])
+def test_data_without_facts_is_refused(more):
     with pytest.raises(InputError):
-        Site.from_dict(Site("a", {"b": 1}).to_dict() | change)
-
-
-def test_data_without_facts_is_refused():
-    for data in ({"format": "rlplace.site", "version": 1}, [], None, "x"):
-        with pytest.raises(InputError):
-            Site.from_dict(data)
+        Site.from_dict({"format": "rlplace.site", "version": 1, **more})
 
 
 @pytest.mark.parametrize("ranks", [[], [3], [FAST, None], [FAST] * (MAX_RANKS + 1), [{"a": float("nan")}], [{3: "a"}]])

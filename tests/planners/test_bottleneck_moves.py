@@ -8,7 +8,6 @@ import pytest
 from rlplace.planners.common.bottleneck import ranked_moves
 from rlplace.planners.common.groupgraph import finite_links, group_graph
 from rlplace.problem.generate import random_problem
-from rlplace.problem.generate import random_problem as toy_problem
 from rlplace.simulator import simulate
 
 
@@ -146,7 +145,7 @@ def test_compiled_analysis_equals_the_plain_one(seed):
             seed, 40, count, memory_factor=factor, unlike=seed % 4 == 1, hosts=1 + (count > 3), comm_ratio=2.0
         )
     else:
-        problem = toy_problem(seed, 30, count, memory_factor=factor or 2.0)
+        problem = random_problem(seed, 30, count, memory_factor=factor or 2.0)
     groups = problem.num_groups
     order = group_graph(problem).depth_first_order
     contiguous = np.empty(groups, dtype=np.int32)

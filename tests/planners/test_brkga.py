@@ -113,7 +113,6 @@ def test_it_ends_when_there_is_nothing_left_to_find():
         ({"elite": 0.6, "mutants": 0.5}, "mutants"),
         ({"rho": 0.3}, "rho"),
         ({"bias": -1.0}, "bias"),
-        ({"calls": -1}, "calls"),
     ],
 )
 def test_bad_options_are_refused(options, said):

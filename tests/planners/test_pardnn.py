@@ -6,6 +6,7 @@ from dataclasses import replace
 import networkx as nx
 import numpy as np
 import pytest
+from toys import pardnn_example
 
 from benchmarks.papers.pardnn.models import word_rnn
 from rlplace.errors import InputError
@@ -21,23 +22,6 @@ from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 NAMES = "ABCDEFGHIJKLMNOPQ"
-EDGES = "AB1 AC1 AD1 BE1 BF1 CG1 CH1 EI3 FI1 GJ1 HJ1 JK1 DL1 IM2 KM1 LM1 MN1 MO1 NQ1 OP1 PQ1"
-"""Producer, consumer, seconds of the transfer."""
-
-
-def paper_example(num_devices=2):
-    """The paper's Figure 2: 17 ops of one second, 21 edges; op i is called ``NAMES[i]`` and sits in a group of its own.
-
-    One byte takes one second. The optimum is 13 s on two devices and 12 s on three (a constraint solver's proof); everything on
-    one device takes 17 s, and the longest path with its transfers 18 s.
-    """
-    tensors = [TensorSpec(NAMES.index(edge[0]), int(edge[2]), [NAMES.index(edge[1])]) for edge in EDGES.split()]
-    return build_problem(
-        "pardnn_example",
-        time_s=[[1.0] * num_devices for _ in NAMES],
-        tensors=tensors,
-        memory_bytes=[None] * num_devices,
-    )
 
 
 def names(nodes):
@@ -45,7 +29,7 @@ def names(nodes):
 
 
 def test_the_papers_example_cluster_by_cluster():
-    problem = paper_example()
+    problem = pardnn_example()
     graph = op_graph(problem, [0, 1])
     clusters = slice_graph(graph)
     found = [names(clusters.members(c)) for c in range(clusters.num_clusters)]
@@ -60,7 +44,7 @@ def test_the_papers_example_cluster_by_cluster():
 
 
 def test_levels_of_the_papers_example():
-    graph = op_graph(paper_example(), [0, 1])
+    graph = op_graph(pardnn_example(), [0, 1])
     assert measures(graph).parallelism == 17 / 8
     assert measures(graph).communication_ratio == 24 / 17
     alone = slice_graph(graph, 0)  # without primaries every first path is a longest one
@@ -72,7 +56,7 @@ def test_levels_of_the_papers_example():
 
 
 def test_the_critical_path_with_communication_takes_18():
-    graph = op_graph(paper_example(), [0, 1])
+    graph = op_graph(pardnn_example(), [0, 1])
     top, bottom = node_levels(graph, np.full(17, -1, dtype=np.int32))
     assert (top + bottom).max() == 18.0 == pytest.approx((top + bottom)[NAMES.index("Q")])
 
@@ -136,7 +120,7 @@ def test_sweep_equals_the_simulators_peaks(seed):
 
 
 def test_fifo_emulator():
-    problem = paper_example()
+    problem = pardnn_example()
     run = fifo(problem, np.zeros(17, dtype=np.int32))
     assert run.makespan_s == 17.0 and len(run.tensor) == 0
     apart = np.array([name in "CGJKH" for name in NAMES], dtype=np.int32)

@@ -213,10 +213,3 @@ def test_gpipe_finds_the_exact_partition():
     times = [9, 1, 1, 1, 9, 1]
     problem = chain_problem(times, [0] * 6, [0] * 6, 3)
     assert min(np.bincount(found, weights=times, minlength=3).max() for found in gpipe_candidates(problem, 0)) == 10
-
-
-@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
-@pytest.mark.parametrize("toy", [toys.memory_tight_chain, toys.memory_tight_pair, toys.unlike_pair], ids=lambda t: t.__name__)
-def test_toys_with_known_optimum(name, toy):
-    problem, optimum, _ = toy()
-    assert get_planner(name)(problem).predicted.step_time_s == pytest.approx(optimum)

@@ -92,18 +92,12 @@ def _set(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("version", 2, "upgrade rlplace"),
-        ("version", True, "version"),
-        ("format", "rlplace.plan", "expected format"),
-        ("opps", [], "did you mean 'ops'"),
         ("ops", [], "the graph is empty"),
-        ("ops", {}, "expected a list"),
         ("devices", [], "at least one device"),
         ("devices/0/memory_bytes", 0, "memory_bytes must be positive"),
         ("devices/0/memory_bytes", 1, "exceeds memory_bytes"),
         ("devices/0/memory_bytes", 1e999, r"devices\[0\].memory_bytes: expected a whole number or null, found inf"),
         ("devices/0/memory_bytes", 1.5, "memory_bytes: expected a whole number or null, found 1.5"),
-        ("devices/0/memory", 5, "did you mean 'memory_bytes'"),
         ("devices/1/name", "gpu0", "appears twice"),
         ("links/bandwidth_bytes_per_s", [[0, 1]], "expected a 2 x 2 matrix"),
         ("links/bandwidth_bytes_per_s/0/1", -1.0, "not a finite non-negative"),
@@ -125,13 +119,10 @@ def _set(path: str, value: Any) -> dict[str, Any]:
             1 << 61,
             "bytes: expected a whole number in 0..1152921504606846976, found 2305843009213693952",
         ),
-        ("groups/1/name", ["x"], r"groups\[1\].name: expected text"),
         ("ops/0/time_s", -1.0, "is not in 0"),
         ("ops/0/time_s", 1e999, "is not in 0"),
         ("ops/0/time_s", [None, None], "null on every device"),
         ("ops/0/time_s", [1.0], "expected 2 values"),
-        ("ops/0/time_s", "fast", "time_s: expected a number or a list or null, found 'fast'"),
-        ("ops/0/time_s", True, "time_s: expected a number or a list or null, found True"),
         ("ops/0/phase", "forwards", "did you mean 'forward'"),
         ("ops/0/group", 2, "not one of 2 groups"),
         ("ops/0/group", 1 << 40, r"ops\[0\].group: expected a whole number in 0..2147483647"),
@@ -139,8 +130,6 @@ def _set(path: str, value: Any) -> dict[str, Any]:
         ("tensors/0/consumers", [1, 1], "a consumer appears twice"),
         ("tensors/0/consumers", [3], "op 3 does not exist"),
         ("tensors/0/consumers", [0], "cyclic"),
-        ("tensors/0/consumers", 1, "expected a list"),
-        ("tensors/0/consumers", [[1]], r"consumers\[0\]: expected a whole number .* found \[1\]"),
         ("tensors/0/owner", 1, "exactly one of producer and owner"),
         ("tensors/0/producer", None, "exactly one of producer and owner"),
         ("tensors/0/producer", -1, "producer: expected a whole number in 0"),
@@ -161,27 +150,6 @@ def test_more_bytes_than_64_bits_can_count_are_refused() -> None:
     data["groups"] = [{"name": f"group{i}", "resident_bytes": 1 << 60} for i in range(3)]
     with pytest.raises(InputError, match="together hold"):
         problem_from_dict(data)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"format": "rlplace.problem", "ver', "not valid JSON"),
-        ('{"format": "rlplace.problem", "version": 1, "version": 1}', "appears twice"),
-        ('{"format": "rlplace.problem", "version": NaN}', "NaN"),
-        ("[" * 100_000, "nested too deeply"),
-        ("[]", "expected a JSON object"),
-        ('{"format": "rlplace.problem", "version": 1}', "is missing"),
-    ],
-)
-def test_broken_files_are_refused_with_their_path(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "x.problem.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match=message) as caught:
-        Problem.load(path)
-    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
-    with pytest.raises(InputError, match="cannot be read"):
-        Problem.load(tmp_path / "none.json")
 
 
 def test_arrays_of_a_problem_are_read_only() -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlplace.runtime.distributed.distribute import distribute
     from rlplace.runtime.distributed.job.accelerator import distribute_accelerator
     from rlplace.runtime.distributed.job.trainer import distribute_trainer
-    from rlplace.runtime.distributed.state.checkpoint import load_checkpoint, save_checkpoint
+    from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
     from rlplace.simulator import simulate, simulate_many
     from rlplace.simulator.expand import expand
 
@@ -59,11 +59,11 @@ _PUBLIC = {
     "expand": "rlplace.simulator",
     "explain": "rlplace.explaining.explain",
     "load_agent": "rlplace.agents.planner",
-    "load_checkpoint": "rlplace.runtime.distributed.state.checkpoint",
+    "load_checkpoint": "rlplace.runtime.distributed.state.training_state",
     "place": "rlplace.placing",
     "price": "rlplace.cost.price",
     "report": "rlplace.reporting.report",
-    "save_checkpoint": "rlplace.runtime.distributed.state.checkpoint",
+    "save_checkpoint": "rlplace.runtime.distributed.state.training_state",
     "simulate": "rlplace.simulator",
     "simulate_many": "rlplace.simulator",
     "split_backward": "rlplace.cost.price",

@@ -311,7 +311,7 @@ def _agent(folder: Path, problem: Any) -> None:
 def _training(folder: Path) -> None:
     import torch
 
-    from rlplace.runtime.distributed.state.checkpoint import save_checkpoint
+    from rlplace.runtime.distributed.state.training_state import save_checkpoint
 
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())

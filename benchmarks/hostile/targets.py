@@ -260,7 +260,7 @@ def _labels(path: Path, seeds: Path) -> None:
 def _training(path: Path, seeds: Path) -> None:
     import torch
 
-    from rlplace.runtime.distributed.state.checkpoint import load_checkpoint
+    from rlplace.runtime.distributed.state.training_state import load_checkpoint
 
     model = torch.nn.Linear(3, 2)
     load_checkpoint(path.parent, model, torch.optim.Adam(model.parameters()))

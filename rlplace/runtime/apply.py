@@ -12,6 +12,7 @@ from rlplace.errors import InputError
 from rlplace.plan.device_map import ModuleRounding, device_of_loss, device_of_op, round_to_modules
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime import check, module_level
+from rlplace.runtime.distributed.graph.inputs import call_arguments
 from rlplace.runtime.distributed.joint.forward import JointForward
 from rlplace.runtime.op_level import CannotRunError, OpLevelForward
 from rlplace.runtime.report import ApplyReport
@@ -86,9 +87,9 @@ def _apply_ops(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.devic
         raise CannotRunError("the plan was made at module granularity and names no ops")
     rounding, device_of_module, canonical = _module_devices(model, plan, devices)
     if check.backward_elsewhere(plan) is None:
-        forward = OpLevelForward(model, devices, planned, device_of_module, _arguments(example_inputs))
+        forward = OpLevelForward(model, devices, planned, device_of_module, call_arguments(example_inputs))
     else:
-        forward = JointForward(model, plan, devices, planned, device_of_module, _arguments(example_inputs))
+        forward = JointForward(model, plan, devices, planned, device_of_module, call_arguments(example_inputs))
     device_of = _tensor_devices(model, device_of_module, canonical) | forward.device_of_held
     move_tensors(model, device_of)
     forward.fix_in_place(device_of)
@@ -105,21 +106,6 @@ def _apply_ops(model: nn.Module, plan: PlacementPlan, devices: tuple[torch.devic
         copies_per_forward=forward.first.copies,
         loss_device=_loss_device(plan, devices),
         notes=tuple(_notes(plan, forward.ops_moved, 0)),
-    )
-
-
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of one call."""
-    if isinstance(example_inputs, dict):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (list, tuple)):
-        return tuple(example_inputs), {}
-    if isinstance(example_inputs, torch.Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):  # a tokenizer's BatchEncoding
-        return (), dict(example_inputs)
-    raise InputError(
-        f"apply: example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict by keyword"
     )
 
 

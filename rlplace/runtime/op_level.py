@@ -22,6 +22,7 @@ from rlplace.graph.export import TrainingGraph, export_training_graph
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.graph.functions import refuse_functions
 from rlplace.runtime import aliases
+from rlplace.runtime.distributed.graph.forward_graph import input_signature
 from rlplace.runtime.held import first_names
 from rlplace.runtime.place_graph import PlacedGraph, place_graph
 
@@ -105,16 +106,8 @@ class OpLevelForward:
 
     def _signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Any]]:
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        described: list[Hashable] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                described.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
-            elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
-                described.append((type(leaf), leaf))
-            else:
-                raise InputError(f"op level cannot take a {type(leaf).__name__} as input; use level='module'")
         modes = tuple(module.training for module in self._modules)
-        return (tuple(described), str(spec), modes), leaves
+        return (input_signature(leaves, strides=True), str(spec), modes), leaves
 
     def _export(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         mode = new_fake_mode()

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.state.checkpoint_facts import check_setting
-from rlplace.runtime.distributed.state.checkpoint_index import check_storage
+from rlplace.runtime.distributed.state.training_facts import check_setting
+from rlplace.runtime.distributed.state.training_index import check_storage
 
 
 @pytest.mark.parametrize(

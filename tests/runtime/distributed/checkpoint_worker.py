@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.graph.forward_graph import Graphs
-from rlplace.runtime.distributed.state import checkpoint
+from rlplace.runtime.distributed.state import training_state
 
 STEPS = 5
 SAVED = 2
@@ -75,7 +75,7 @@ def save_run(folder, name, **options):
     """Trains, saves in the middle, and goes on."""
     model, inputs, optimizer, scheduler = make(name, 0, **options)
     losses = train(model, inputs, optimizer, scheduler, range(SAVED))
-    path = checkpoint.save_checkpoint(
+    path = training_state.save_checkpoint(
         Path(folder), model, optimizer, step=SAVED, scheduler=scheduler, extra={"note": [1, "two", None]}
     )
     kept = {key: value.clone() for key, value in model.state_dict().items()}
@@ -86,7 +86,7 @@ def load_run(folder, name, **options):
     """Loads into a model with other weights and a new optimizer, and goes on."""
     model, inputs, optimizer, scheduler = make(name, 7, **options)
     optimizer.param_groups[0]["lr"] = 99.0
-    found = checkpoint.load_checkpoint(Path(folder), model, optimizer, scheduler=scheduler)
+    found = training_state.load_checkpoint(Path(folder), model, optimizer, scheduler=scheduler)
     assert found.step == SAVED and found.extra == {"note": [1, "two", None]}
     return train(model, inputs, optimizer, scheduler, range(found.step, STEPS))
 
@@ -109,7 +109,7 @@ def two(folder):
     """Everything that two processes do with what four have saved."""
     found = {"gpt2": load_run(f"{folder}/gpt2", "gpt2", microbatches=2, seed=5)}
     model, _, optimizer, _ = make("gpt2", 3, seed=6)
-    found["plain"] = checkpoint.load_checkpoint(Path(folder) / "plain", model, optimizer).step
+    found["plain"] = training_state.load_checkpoint(Path(folder) / "plain", model, optimizer).step
     found["values"] = {key: value.clone() for key, value in model.state_dict().items()}
     found["refused"] = refusals(folder, model, optimizer)
     found["cut"] = [cut_steps(f"{folder}/cut", weights, load) for weights, load in ((0, False), (1, True))]
@@ -121,11 +121,11 @@ def refusals(folder, model, optimizer):
     found = []
     for path, scheduler in ((f"{folder}/none", None), (f"{folder}/resnet", None), (f"{folder}/plain", settings(model)[1])):
         try:
-            checkpoint.load_checkpoint(path, model, optimizer, scheduler=scheduler)
+            training_state.load_checkpoint(path, model, optimizer, scheduler=scheduler)
         except ValueError as error:
             found.append(str(error))
     try:
-        checkpoint.save_checkpoint(f"{folder}/bad", model, optimizer, step=1, extra={"a": {"b": object()}})
+        training_state.save_checkpoint(f"{folder}/bad", model, optimizer, step=1, extra={"a": {"b": object()}})
     except ValueError as error:
         found.append(str(error))
     return found
@@ -153,7 +153,7 @@ def cut_steps(folder, weights, load):
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
     if load:
-        checkpoint.load_checkpoint(folder, model, optimizer)
+        training_state.load_checkpoint(folder, model, optimizer)
     for step in range(2 if load else 4):
         optimizer.zero_grad()
         loss = model(x=x)
@@ -161,5 +161,5 @@ def cut_steps(folder, weights, load):
         optimizer.step()
         losses.append(loss.item())
         if step == 1 and not load:
-            checkpoint.save_checkpoint(folder, model, optimizer, step=2)
+            training_state.save_checkpoint(folder, model, optimizer, step=2)
     return losses

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.state.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlplace.runtime.distributed.state.checkpoint_index import _Unpickler
+from rlplace.runtime.distributed.state.training_index import _Unpickler
+from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

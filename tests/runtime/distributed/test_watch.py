@@ -4,7 +4,8 @@ import pytest
 
 from rlplace.runtime.distributed.execution.activity import Activity
 from rlplace.runtime.distributed.job import watch
-from rlplace.runtime.distributed.job.watch import Member, Watch
+from rlplace.runtime.distributed.job.board import Member
+from rlplace.runtime.distributed.job.watch import Watch
 
 COLLECTIVE = Activity("all_gather together", None, True, 20.0)
 
@@ -33,7 +34,7 @@ def job(monkeypatch):
     """The watch of rank 0 of three, which waits in a collective, and its board; `after` lets seconds pass."""
     now_s = [100.0]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(watch, "_listen", lambda: (None, lambda wake: False))  # the tests keep their own handling of SIGTERM
+    monkeypatch.setattr(watch, "listen", lambda: (None, lambda wake: False))  # the tests keep their own handling of SIGTERM
     board = Board(3)
     found = Watch(board, "", 10.0, lambda code: None)
 

@@ -188,8 +188,12 @@ class Graphs:
         return self._made[key]
 
 
-def input_signature(leaves: Sequence[Any]) -> Hashable:
+def input_signature(leaves: Sequence[Any], *, strides: bool = False) -> Hashable:
     """What a graph depends on of flat inputs: shapes and dtypes of tensors, values of everything else.
+
+    Args:
+        leaves: The inputs.
+        strides: Whether it depends on how tensors lie in memory, too.
 
     Raises:
         InputError: An input is something else than a tensor, a number, a string or None.
@@ -197,11 +201,14 @@ def input_signature(leaves: Sequence[Any]) -> Hashable:
     described: list[Hashable] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            described.append((tuple(leaf.shape), leaf.dtype))
+            described.append((tuple(leaf.shape), leaf.stride() if strides else (), leaf.dtype))
         elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
             described.append((type(leaf), leaf))
         else:
-            raise InputError(f"distribute: the model cannot take a {type(leaf).__name__} as input; give tensors and numbers")
+            raise InputError(
+                f"a model that runs a plan cannot take a {type(leaf).__name__} as input; give tensors and numbers "
+                "(rlplace.apply with level='module' takes anything)"
+            )
     return tuple(described)
 
 

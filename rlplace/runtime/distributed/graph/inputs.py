@@ -29,15 +29,22 @@ def micro_batch(plan: PlacementPlan, example_inputs: Any) -> tuple[tuple[Any, ..
                 "example_inputs), the inputs of one micro-batch as a dict by keyword or a tuple"
             )
         return described_inputs(description)
+    return call_arguments(example_inputs)
+
+
+def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of one call.
+
+    Raises:
+        InputError: They are given as something else than a tensor, a sequence or a mapping.
+    """
     if isinstance(example_inputs, torch.Tensor):
         return (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):
+    if isinstance(example_inputs, Mapping):  # a tokenizer's BatchEncoding, too
         return (), dict(example_inputs)
     if isinstance(example_inputs, (list, tuple)):
         return tuple(example_inputs), {}
-    raise InputError(
-        f"distribute: example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict by keyword"
-    )
+    raise InputError(f"example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict by keyword")
 
 
 def has_target(model: nn.Module) -> bool:

@@ -102,7 +102,7 @@ def use_model(accelerator: Any, model: DistributedModel) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise InputError(
             "accelerator.save_state and load_state would write and read the optimizer of one process; save the model with "
-            "accelerator.save_model, and model and optimizer with rlplace.runtime.distributed.state.checkpoint"
+            "accelerator.save_model, and model and optimizer with rlplace.save_checkpoint"
         )
 
     def wait_for_everyone() -> None:

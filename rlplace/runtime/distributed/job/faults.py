@@ -26,7 +26,9 @@ from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.runtime.distributed import groups
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.wire import LostPeerError
-from rlplace.runtime.distributed.job.watch import GRACE_S, TERMINATED, Board, Watch, print_line
+from rlplace.runtime.distributed.job.board import Board
+from rlplace.runtime.distributed.job.processes import print_line
+from rlplace.runtime.distributed.job.watch import GRACE_S, TERMINATED, Watch
 from rlplace.runtime.distributed_text import one_line
 
 _LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "timeout", "connection refused")

@@ -28,7 +28,7 @@ from rlplace.runtime.distributed.job.synthetic import synthetic_batch
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Comparison, Reference, gather_tensors, whole_gradients
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import devices_of
-from rlplace.runtime.distributed.state.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed_text import broadcast_text, gather_texts
 from rlplace.runtime.host_memory import keep_freed_memory
 from rlplace.runtime.measure import OPTIMIZERS, loss_of

@@ -46,14 +46,15 @@ class OpCut:
 
     def own(self, values: torch.Tensor, names: Sequence[str], mesh: Meshes) -> torch.Tensor:
         """This device's piece of a tensor that every device has."""
-        dims = tuple(self.factors.get(name) or whole([size]).dims[0] for name, size in zip(names, values.shape, strict=True))
-        return mesh.piece(values, Spec(dims))
+        return mesh.piece(values, self._spec(values.shape, names))
 
     def all_of(self, piece: torch.Tensor, names: Sequence[str], mesh: Meshes) -> torch.Tensor:
         """The tensor whose piece this device has."""
-        dims = tuple(self.factors.get(name) or whole([size]).dims[0] for name, size in zip(names, piece.shape, strict=True))
-        spec = Spec(dims)
+        spec = self._spec(piece.shape, names)
         return move(piece, moves(spec, whole(spec.shape), mesh.ndim), spec.shape, mesh)
+
+    def _spec(self, shape: Sequence[int], names: Sequence[str]) -> Spec:
+        return Spec(tuple(self.factors.get(n) or whole([size]).dims[0] for n, size in zip(names, shape, strict=True)))
 
 
 Run = Callable[[Any, OpCut, Meshes, Sequence[Any]], Any]
@@ -131,27 +132,37 @@ def _loss(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     return result / cut.parts(cut.axes(*cut.factors)) if args[2] == 1 else result
 
 
+def _local_rows(cut: OpCut, mesh: Meshes, device: torch.device) -> torch.Tensor:
+    """By number in the vocabulary the row of this device's piece; -1 for rows of other devices."""
+    size = prod(size for size, _ in cut.factors["v"])
+    mine = cut.own(torch.arange(size, device=device), ["v"], mesh)
+    local_row = torch.full((size,), -1, device=device)
+    local_row[mine] = torch.arange(len(mine), device=device)
+    return local_row
+
+
 def _embedding(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     weight, rows, padding, *rest = args
     if not cut.axes("v"):
         return call(op, args)
-    total = prod(size for size, _ in cut.factors["v"])
-    mine = cut.own(torch.arange(total, device=rows.device), ["v"], mesh)
-    place = torch.full((total,), -1, device=rows.device)
-    place[mine] = torch.arange(len(mine), device=rows.device)
-    local = place[rows]
-    padding = int(place[padding]) if padding is not None and padding >= 0 else -1
+    local_row = _local_rows(cut, mesh, rows.device)
+    local = local_row[rows]
+    padding = int(local_row[padding]) if padding is not None and padding >= 0 else -1
     result = call(op, [weight, local.clamp(min=0), padding, *rest])
     return result.masked_fill((local < 0).unsqueeze(-1), 0.0)
 
 
+def _widened(inputs: torch.Tensor) -> torch.Tensor:
+    """Half precision as single, in which kernels add up."""
+    return inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
+
+
 def _layer_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     inputs, shape, weight, bias, eps = args[:5]
-    columns = [name for name in cut.inputs[0] or () if name.startswith("c")]
-    axes = cut.axes(*columns)
+    axes = cut.axes(*(name for name in cut.inputs[0] or () if name.startswith("c")))
     if not axes:
         return call(op, args)
-    x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
+    x = _widened(inputs)
     dims, count = tuple(range(-len(shape), 0)), prod(shape)
     centred = x - summed(x.sum(dims, keepdim=True), axes, mesh) / count
     result = centred * torch.rsqrt(summed(centred.square().sum(dims, keepdim=True), axes, mesh) / count + eps)
@@ -164,7 +175,7 @@ def _rms_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
     axes = cut.axes(*(name for name in cut.inputs[0] or () if name.startswith("c")))
     if not axes:
         return call(op, args)
-    x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
+    x = _widened(inputs)
     dims = tuple(range(-len(shape), 0))
     eps = torch.finfo(inputs.dtype).eps if eps is None else eps
     result = x * torch.rsqrt(summed(x.square().sum(dims, keepdim=True), axes, mesh) / prod(shape) + eps)
@@ -181,7 +192,7 @@ def _batch_norm(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> Any:
         if training:
             _write_back(cut, mesh, (mean, variance), own)
         return result
-    x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
+    x = _widened(inputs)
     dims = [d for d in range(x.dim()) if d != 1]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     count = x.numel() // x.shape[1] * cut.parts(axes)
@@ -229,12 +240,8 @@ def _cross_entropy(op: Any, cut: OpCut, mesh: Meshes, args: Sequence[Any]) -> An
     if not words:
         result = call(op, [inputs, target, weight, 0 if reduction == 0 else 2, ignored, *smoothing])
     else:
-        size = prod(size for size, _ in cut.factors["v"])
-        place = torch.full((size,), -1, device=target.device)
-        mine = cut.own(torch.arange(size, device=target.device), ["v"], mesh)
-        place[mine] = torch.arange(len(mine), device=target.device)
-        local = torch.where(counted, place[torch.where(counted, target, 0)], -1)
-        x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
+        local = torch.where(counted, _local_rows(cut, mesh, target.device)[torch.where(counted, target, 0)], -1)
+        x = _widened(inputs)
         x = x - largest(x.amax(1, keepdim=True), words, mesh)
         log_total = summed(x.exp().sum(1), words, mesh, everywhere=True).log()
         picked = x.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(local < 0, 0.0)

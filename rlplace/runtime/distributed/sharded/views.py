@@ -155,11 +155,11 @@ def _narrowed(dim: int, spec: Spec, bounds: Sequence[tuple[int, int]], keep: boo
         if all(start == 0 and end == spec.shape[dim] for start, end in bounds):
             return _whole(spec, len(bounds))
         if factors[0][1] != WHOLE:
-            return Viewed(frozenset(axis for _, axis in factors if axis != WHOLE))
+            return Viewed(_axes([factors]))
         rest = factors[1:]
         inner = prod(size for size, _ in rest)
         if any(start % inner or end % inner for start, end in bounds):
-            return Viewed(frozenset(axis for _, axis in factors if axis != WHOLE))
+            return Viewed(_axes([factors]))
     local_inner = prod(size for size, axis in rest if axis == WHOLE) if spread else 1
     specs = []
     for start, end in bounds:
@@ -190,7 +190,7 @@ def _slice(args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) -> Viewed:
     step = 1 if len(args) < 4 or args[3] is None else int(args[3])
     start = min(max(start + size if start < 0 else start, 0), size)
     if step != 1:
-        axes = frozenset(axis for _, axis in spec.dims[dim] if axis != WHOLE)
+        axes = _axes([spec.dims[dim]])
         if axes:
             return Viewed(axes)
         dims = list(spec.dims)
@@ -207,7 +207,7 @@ def _narrow(args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) -> Viewed:
 def _select(args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) -> Viewed:
     dim = int(args[0]) % len(spec.dims)
     index = int(args[1]) % spec.shape[dim]
-    axes = frozenset(axis for _, axis in spec.dims[dim] if axis != WHOLE)
+    axes = _axes([spec.dims[dim]])
     return Viewed(axes) if axes else _first(_narrowed(dim, spec, [(index, index + 1)], keep=False))
 
 
@@ -223,7 +223,7 @@ def _split(args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) -> Viewed:
 
 def _unbind(args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) -> Viewed:
     dim = int(args[0] if args and args[0] is not None else 0) % len(spec.dims)
-    axes = frozenset(axis for _, axis in spec.dims[dim] if axis != WHOLE)
+    axes = _axes([spec.dims[dim]])
     return Viewed(axes) if axes else _narrowed(dim, spec, [(i, i + 1) for i in range(len(shapes))], keep=False)
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from rlplace.errors import InputError, show
 from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.state.checkpoint_facts import check_setting
 from rlplace.runtime.distributed.state.shares import Share
+from rlplace.runtime.distributed.state.training_facts import check_setting
 
 _NOTHING = ""
 """Name of the parameter without elements that a rank without parameters trains."""

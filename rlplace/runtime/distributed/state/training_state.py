@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import read_json, write_json
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.state.checkpoint_facts import check_facts, check_scheduler, check_sizes
-from rlplace.runtime.distributed.state.checkpoint_index import IndexReader, check_names
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
+from rlplace.runtime.distributed.state.training_facts import check_facts, check_scheduler, check_sizes
+from rlplace.runtime.distributed.state.training_index import IndexReader, check_names
 from rlplace.runtime.distributed_text import broadcast_text, gather_texts, one_line
 
 FORMAT = "rlplace.training"

@@ -16,6 +16,7 @@ LEVEL = {
     "text": 0,
     "files": 1,
     "records": 1,
+    "means": 1,
     "interrupts": 1,
     "schedule": 1,
     "extensions": 1,

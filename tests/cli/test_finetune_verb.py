@@ -32,7 +32,6 @@ LIVE += ["--calls", "256", "--fit-steps", "40", "--rehearse", "1", "--measuremen
         (["--measurements", "missing.sqlite"], "--out DIR names the folder"),
         (["--measurements", "missing.sqlite", "--out", "x"], "missing.sqlite"),
         (["--measurements", "m.sqlite", "--out", "x", "--cluster", "cpu:2"], "go with a MODEL"),
-        (["--watch", "s.jsonl", "--measurements", "m.sqlite"], "leave MODEL and --measurements out"),
         (["--measurements", "m.sqlite", "--out", "x", "--agent", "nobody"], "unknown agent 'nobody'"),
     ],
 )

@@ -34,7 +34,7 @@ def test_parts_add_up_and_the_plan_file_still_loads(capsys, tmp_path):
         assert list(item["parts"]) == list(PARTS)
         assert sum(item["parts"].values()) == item["total_bytes"]
         assert item["fits"] and item["capacity_bytes"] == 80_000_000_000
-    assert PlacementPlan.load(path).predicted.memory == found
+    assert PlacementPlan.load(path).predicted.memory == tuple(found)
 
 
 def test_options_of_the_script_change_the_answer(capsys):

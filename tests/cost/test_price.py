@@ -231,7 +231,7 @@ def test_bad_arguments():
     graph = random_graph(0, 10)
     with pytest.raises(InputError, match="did you mean 'task'"):
         price(graph, ONE, level="tasks")
-    with pytest.raises(InputError, match="at least 1"):
+    with pytest.raises(InputError, match="target must be a whole number from 1 up, found 0"):
         price(graph, ONE, groups=0)
     with pytest.raises(InputError, match="grouping is for"):
         price(graph, ONE, groups=coarsen(random_graph(0, 11), 5))

@@ -197,7 +197,7 @@ def test_cost_decides_the_balance():
 
 @pytest.mark.parametrize("target", [0, -4])
 def test_bad_target(target):
-    with pytest.raises(InputError, match="at least 1"):
+    with pytest.raises(InputError, match="coarsen: target must be a whole number from 1 up"):
         coarsen(random_graph(0, 5), target)
 
 

@@ -130,7 +130,7 @@ def test_micro_batches(seeds, tmp_path):
         if fits:
             assert PlacementPlan.load(path).microbatches == count
         else:
-            refused(lambda path=path: PlacementPlan.load(path), r"must be in 1\.\.65536")
+            refused(lambda path=path: PlacementPlan.load(path), r"microbatches: expected a whole number in 1\.\.65536")
 
 
 def test_modules_of_a_zoo_model():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import read_record, write_json
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import UPDATE, Problem
+from rlplace.records import plain
 from rlplace.schedule import LIST
 
 FORMAT = "rlplace.plan"
@@ -94,39 +95,12 @@ class PlacementPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data, defaults left out."""
-        data: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "problem": self.problem,
-            "planner": self.planner,
-            "seed": int(self.seed),
-            "device_of_group": [int(d) for d in self.device_of_group],
-        }
-        if self.priority is not None:
-            data["priority"] = [float(p) for p in self.priority]
-        if self.order is not None:
-            data["order"] = [
-                [list(item) if isinstance(item, (list, tuple)) else int(item) for item in row] for row in self.order
-            ]
-        if self.microbatches != 1:
-            data["microbatches"] = self.microbatches
-        if self.schedule != LIST:
-            data["schedule"] = self.schedule
-        if self.stage_of_group is not None:
-            data["stage_of_group"] = [int(s) for s in self.stage_of_group]
-        if self.replicas is not None:
-            data["replicas"] = [[int(d) for d in row] for row in self.replicas]
-        if self.recompute:
-            data["recompute"] = [[int(g) for g in segment] for segment in self.recompute]
-        if self.optimizer_sharding:
-            data["optimizer_sharding"] = True
-        for key in ("shards", "source"):
-            if getattr(self, key) is not None:
-                data[key] = dict(getattr(self, key))
-        if self.groups is not None:
-            data["groups"] = [dict(group) for group in self.groups]
-        if self.predicted != Prediction():
-            data["predicted"] = self.predicted.to_dict()
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            value = value.to_dict() if isinstance(value, Prediction) else plain(value)
+            if value != item.default and (value or item.name not in ("recompute", "predicted")):
+                data[item.name] = value
         return data
 
     @property
@@ -142,7 +116,7 @@ class PlacementPlan:
 
 
 def make_plan(
-    problem: Problem, device_of_group: Sequence[int] | NDArray[Any], *, planner: str, seed: int = 0, **fields: Any
+    problem: Problem, device_of_group: Sequence[int] | NDArray[Any], *, planner: str, seed: int = 0, **others: Any
 ) -> PlacementPlan:
     """Builds a plan for `problem`, with its groups and source filled in, and checks it."""
     groups = None
@@ -150,8 +124,8 @@ def make_plan(
         rows = zip(problem.group_names, problem.group_modules, problem.group_ops, strict=True)
         groups = [{"name": name, "modules": list(modules), "ops": list(ops)} for name, modules, ops in rows]
     for key, dtype in (("priority", np.float64), ("stage_of_group", np.int32)):
-        if fields.get(key) is not None:
-            fields[key] = np.asarray(fields[key], dtype=dtype)
+        if others.get(key) is not None:
+            others[key] = np.asarray(others[key], dtype=dtype)
     plan = PlacementPlan(
         problem=problem.fingerprint,
         planner=planner,
@@ -159,7 +133,7 @@ def make_plan(
         device_of_group=np.asarray(device_of_group, dtype=np.int32),
         groups=groups,
         source=problem.source,
-        **fields,
+        **others,
     )
     check_plan(plan, problem)
     return plan

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, Problem
+from rlplace.problem.build import tensor_fields, tensor_rows
 
 SUFFIX = ".recompute"
 
@@ -90,19 +91,9 @@ class _Work:
         self.outputs: dict[int, list[_Row]] = {}
         self.segment = segment_of_group[problem.op_group].tolist()
         self.phase = problem.op_phase.tolist()
-        ptr, consumers = problem.consumer_ptr.tolist(), problem.consumers.tolist()
         self.rows = [
-            _Row(producer, owner, size, consumers[start:end], problem.tensor_transfer_s.get(tensor))
-            for tensor, (producer, owner, size, start, end) in enumerate(
-                zip(
-                    problem.tensor_producer.tolist(),
-                    problem.tensor_owner.tolist(),
-                    problem.tensor_bytes.tolist(),
-                    ptr[:-1],
-                    ptr[1:],
-                    strict=True,
-                )
-            )
+            _Row(producer, owner, size, list(consumers), problem.tensor_transfer_s.get(tensor))
+            for tensor, (producer, owner, size, consumers) in enumerate(tensor_rows(problem))
         ]
         self.inputs: list[list[int]] = [[] for _ in range(problem.num_ops)]
         for number, row in enumerate(self.rows):
@@ -247,11 +238,7 @@ class _Work:
             op_phase=np.concatenate([problem.op_phase, np.full(len(origin), BACKWARD, dtype=np.int8)]),
             time_s=np.concatenate([problem.time_s, time_s]),
             temporary_bytes=np.concatenate([problem.temporary_bytes, np.where(idle, 0, problem.temporary_bytes[origin])]),
-            tensor_producer=np.array([row.producer for row in self.rows], dtype=np.int32),
-            tensor_owner=np.array([row.owner for row in self.rows], dtype=np.int32),
-            tensor_bytes=np.array([row.size for row in self.rows], dtype=np.int64),
-            consumer_ptr=np.concatenate([[0], np.cumsum([len(row.consumers) for row in self.rows])]).astype(np.int64),
-            consumers=np.array([op for row in self.rows for op in row.consumers], dtype=np.int32),
+            **tensor_fields([(row.producer, row.owner, row.size, row.consumers) for row in self.rows]),
             op_kind=None
             if kinds is None
             else (*kinds, *("view" if p else kinds[o] for o, p in zip(origin, idle, strict=True))),

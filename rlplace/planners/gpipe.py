@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -60,11 +61,7 @@ def gpipe(
         InfeasibleError: No plan fits.
     """
     run = pipeline_execution(problem, microbatches, schedule, default=GPIPE)
-
-    def chosen(problem: Problem, seed: int) -> Iterator[Assignment]:
-        return candidates(problem, seed, **run)
-
-    return one_shot(problem, "gpipe", chosen, seed=seed, time_limit_s=time_limit_s, **run)
+    return one_shot(problem, "gpipe", partial(candidates, **run), seed=seed, time_limit_s=time_limit_s, **run)
 
 
 def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = GPIPE) -> Iterator[Assignment]:

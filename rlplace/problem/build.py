@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.problem.check import COLLECTIVE
 from rlplace.problem.problem import FORWARD, Collective, Device, Links, Problem
@@ -18,6 +20,29 @@ class TensorSpec(NamedTuple):
     size_bytes: int
     consumers: Sequence[int]
     owner: int | None = None
+
+
+TensorRow = tuple[int, int, int, Sequence[int]]
+"""Producer or -1, owner or -1, bytes and consumers of a tensor."""
+
+
+def tensor_rows(problem: Problem) -> list[TensorRow]:
+    """The tensors of a problem, in order of their numbers."""
+    ptr, consumers = problem.consumer_ptr.tolist(), problem.consumers.tolist()
+    columns = problem.tensor_producer.tolist(), problem.tensor_owner.tolist(), problem.tensor_bytes.tolist()
+    return [(*row, consumers[begin:end]) for *row, begin, end in zip(*columns, ptr[:-1], ptr[1:], strict=True)]
+
+
+def tensor_fields(rows: Sequence[TensorRow]) -> dict[str, NDArray[Any]]:
+    """The fields of a `Problem` about its tensors."""
+    producers, owners, sizes, consumers = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return {
+        "tensor_producer": np.array(producers, dtype=np.int32),
+        "tensor_owner": np.array(owners, dtype=np.int32),
+        "tensor_bytes": np.array(sizes, dtype=np.int64),
+        "consumer_ptr": np.cumsum([0, *map(len, consumers)], dtype=np.int64),
+        "consumers": np.array(list(chain.from_iterable(consumers)), dtype=np.int32),
+    }
 
 
 def build_problem(
@@ -78,11 +103,9 @@ def build_problem(
         op_phase=np.array([FORWARD] * ops if phase is None else phase, dtype=np.int8),
         time_s=np.array(time_s, dtype=np.float64).reshape(ops, devices),
         temporary_bytes=np.array([0] * ops if temporary_bytes is None else temporary_bytes, dtype=np.int64),
-        tensor_producer=np.array([-1 if t.producer is None else t.producer for t in tensors], dtype=np.int32),
-        tensor_owner=np.array([-1 if t.owner is None else t.owner for t in tensors], dtype=np.int32),
-        tensor_bytes=np.array([t.size_bytes for t in tensors], dtype=np.int64),
-        consumer_ptr=np.concatenate([[0], np.cumsum([len(t.consumers) for t in tensors])]).astype(np.int64),
-        consumers=np.array([op for t in tensors for op in t.consumers], dtype=np.int32),
+        **tensor_fields(
+            [(-1 if t.producer is None else t.producer, -1 if t.owner is None else t.owner, t[1], t[2]) for t in tensors]
+        ),
         op_kind=tuple(COLLECTIVE if op in members else "" for op in range(ops)) if members else None,
         collectives=tuple(Collective(tuple(took), tuple(held)) for took, held in collectives),
     )

@@ -7,6 +7,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, unknown_name
+from rlplace.problem.build import TensorRow, tensor_fields
 from rlplace.problem.problem import BACKWARD, FORWARD, UPDATE, Channels, Device, Links, Problem
 
 SHAPES = ("layered", "branchy", "chain", "towers", "wavefront")
@@ -89,11 +90,7 @@ def random_problem(
         op_phase=op_phase,
         time_s=time_s,
         temporary_bytes=np.where(op_phase == UPDATE, 0, activation[op_group] // 2),
-        tensor_producer=np.array([t[0] for t in tensors], dtype=np.int32),
-        tensor_owner=np.array([t[1] for t in tensors], dtype=np.int32),
-        tensor_bytes=np.array([t[2] for t in tensors], dtype=np.int64),
-        consumer_ptr=np.concatenate([[0], np.cumsum([len(t[3]) for t in tensors])]).astype(np.int64),
-        consumers=np.array([op for t in tensors for op in t[3]], dtype=np.int32),
+        **tensor_fields(tensors),
     )
 
 
@@ -161,15 +158,13 @@ def _times(rng: Generator, groups: int, devices: int, phases: int, unlike: bool,
     return times.reshape(groups * phases, devices)
 
 
-def _tensors(
-    edges: list[tuple[int, int]], activation: NDArray[np.int64], training: bool
-) -> list[tuple[int, int, int, list[int]]]:
+def _tensors(edges: list[tuple[int, int]], activation: NDArray[np.int64], training: bool) -> list[TensorRow]:
     """(producer, owner, bytes, consumers) of every tensor; ops of group g are 3 g, 3 g + 1 and 3 g + 2 when training."""
     following: list[list[int]] = [[] for _ in activation]
     for source, target in edges:
         following[source].append(target)
     step = 3 if training else 1
-    tensors: list[tuple[int, int, int, list[int]]] = []
+    tensors: list[TensorRow] = []
     for group, size in enumerate(activation.tolist()):
         saved = [step * group + 1] if training else []  # the backward op reads its group's output
         readers = sorted(saved + [step * target for target in following[group]])

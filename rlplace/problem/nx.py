@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlplace.errors import InputError, show
+from rlplace.problem.build import tensor_fields
 from rlplace.problem.check import MAX_BYTES
 from rlplace.problem.problem import PHASES, Problem
 
@@ -91,7 +92,6 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
         key = (index[source], ("edge", number) if tensor is None else tensor)
         tensors.setdefault(key, set()).add(index[target])
         sizes[key] = max(sizes.get(key, 0), _whole(data.get("bytes", 0), f"edge {show(source)} to {show(target)}: bytes"))
-    consumers = [sorted(c) for c in tensors.values()]
     unknown = np.full(len(group_index), -1, dtype=np.int64)
     kinds = tuple(str(d.get("kind") or "") for _, d in graph.nodes(data=True))
     temporary = [_whole(d.get("temporary_bytes", 0), f"node {show(n)}: temporary_bytes") for n, d in graph.nodes(data=True)]
@@ -111,11 +111,7 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
         op_phase=np.array([_phase(d.get("phase", "forward"), n) for n, d in graph.nodes(data=True)], dtype=np.int8),
         time_s=np.array(times, dtype=np.float64).reshape(len(nodes), len(devices)),
         temporary_bytes=np.array(temporary, dtype=np.int64),
-        tensor_producer=np.array([key[0] for key in tensors], dtype=np.int32),
-        tensor_owner=np.full(len(tensors), -1, dtype=np.int32),
-        tensor_bytes=np.array(list(sizes.values()), dtype=np.int64),
-        consumer_ptr=np.concatenate([[0], np.cumsum([len(c) for c in consumers])]).astype(np.int64),
-        consumers=np.array([op for c in consumers for op in c], dtype=np.int32),
+        **tensor_fields([(key[0], -1, sizes[key], sorted(readers)) for key, readers in tensors.items()]),
         op_kind=kinds if any(kinds) else None,
         source={"networkx": name},
     )

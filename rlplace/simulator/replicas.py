@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, UPDATE, Collective, Problem
+from rlplace.problem.build import tensor_fields, tensor_rows
 from rlplace.problem.check import COLLECTIVE
 from rlplace.problem.collectives import COMPUTE_SLOWDOWN, collective_channels, collective_s
 from rlplace.simulator.lowering import lower
@@ -132,14 +134,14 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
     first = copies.num_ops  # the op of bucket b and replica r is first + b * count + r
 
     # Updates wait for their bucket, buckets for the gradients.
-    tensor, reader = copies.edge_tensor, copies.consumers.astype(np.int64)
-    gradient = gradient_edges(copies)
+    gradient, reader = gradient_edges(copies), copies.consumers
     copy, group = np.divmod(copies.op_group[reader].astype(np.int64), problem.num_groups)
-    target = np.where(gradient, first + bucket_of_group[group] * count + copy, reader)
-    pairs = np.unique(np.stack([tensor.astype(np.int64), target]), axis=1)  # a bucket reads a tensor once
-    edges = [(int(t), int(o)) for t, o in pairs.T]
+    target = np.where(gradient, first + bucket_of_group[group] * count + copy, reader).tolist()
+    begins = copies.consumer_ptr.tolist()
+    tensors = [  # a bucket reads a tensor once
+        (*row[:3], sorted(set(target[begins[tensor] : begins[tensor + 1]]))) for tensor, row in enumerate(tensor_rows(copies))
+    ]
     names, groups, times, hosts = [], [], [], []
-    made: list[tuple[int, list[int]]] = []  # producer and consumers of a tensor without bytes
     collectives = list(copies.collectives)
     updates = np.flatnonzero(copies.op_phase == UPDATE)
     by_member: dict[tuple[int, int], list[int]] = {}
@@ -147,31 +149,24 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
         r, g = divmod(int(copies.op_group[op]), problem.num_groups)
         if bucket_of_group[g] >= 0:
             by_member.setdefault((int(bucket_of_group[g]), r), []).append(op)
-    for index, bucket in enumerate(buckets):
+
+    def exchange(what: str, index: int, took_s: float) -> Iterator[tuple[int, list[int]]]:
+        """Adds a collective of a bucket; yields its op and the updates of each replica."""
+        begin = first + len(names)
+        collectives.append(Collective(tuple(range(begin, begin + count)), held[index]))
         for r in range(count):
-            names.append(f"{kind}.{bucket.device}.{index}@{r}")
-            groups.append(r * problem.num_groups + bucket.groups[0])
-            times.append(seconds[index])
+            names.append(f"{what}.{buckets[index].device}.{index}@{r}")
+            groups.append(r * problem.num_groups + buckets[index].groups[0])
+            times.append(took_s)
             hosts.append(devices[index][r])
-            made.append((first + index * count + r, by_member[index, r]))
-        collectives.append(Collective(tuple(range(first + index * count, first + (index + 1) * count)), held[index]))
-    if sharded:
-        second = first + len(names)
-        for index, bucket in enumerate(buckets):
-            weights = int(problem.weight_bytes[list(bucket.groups)].sum())
-            back = collective_s(problem.links, "all_gather", devices[index], weights)
-            for r in range(count):
-                names.append(f"all_gather.{bucket.device}.{index}@{r}")
-                groups.append(r * problem.num_groups + bucket.groups[0])
-                times.append(back)
-                hosts.append(devices[index][r])
-                made += [(op, [second + index * count + r]) for op in by_member[index, r]]
-            collectives.append(Collective(tuple(range(second + index * count, second + (index + 1) * count)), held[index]))
-    base = copies.num_tensors
-    edges += [(base + i, op) for i, (_, readers) in enumerate(made) for op in readers]
-    edges.sort()
-    num_tensors = base + len(made)
-    per_tensor = np.bincount([t for t, _ in edges], minlength=num_tensors)
+            yield begin + r, by_member[index, r]
+
+    for index in range(len(buckets)):
+        tensors += [(op, -1, 0, readers) for op, readers in exchange(kind, index, seconds[index])]
+    for index, bucket in enumerate(buckets if sharded else ()):
+        weights = int(problem.weight_bytes[list(bucket.groups)].sum())
+        back_s = collective_s(problem.links, "all_gather", devices[index], weights)
+        tensors += [(update, -1, 0, [op]) for op, updated in exchange("all_gather", index, back_s) for update in updated]
     together = np.repeat(np.array(times, dtype=np.float64), copies.num_devices).reshape(-1, copies.num_devices)
     apart = np.flatnonzero(np.isinf(together).any(axis=1))  # no links join the replicas: the collective cannot run
     together[apart] = 0.0
@@ -182,18 +177,13 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
         time_s[updates] /= count
         kept = np.where(optimizer > 0, -(-optimizer // count), optimizer)
         resident, optimizer = resident - np.maximum(optimizer, 0) + np.maximum(kept, 0), kept
-    none = np.full(len(made), -1, dtype=np.int32)
     changed: dict[str, Any] = {
         "op_names": copies.op_names + tuple(names),
         "op_group": np.concatenate([copies.op_group, np.array(groups, dtype=np.int32)]),
         "op_phase": np.concatenate([copies.op_phase, np.full(len(names), UPDATE, dtype=np.int8)]),
         "time_s": time_s,
         "temporary_bytes": np.concatenate([copies.temporary_bytes, np.zeros(len(names), dtype=np.int64)]),
-        "tensor_producer": np.concatenate([copies.tensor_producer, np.array([p for p, _ in made], dtype=np.int32)]),
-        "tensor_owner": np.concatenate([copies.tensor_owner, none]),
-        "tensor_bytes": np.concatenate([copies.tensor_bytes, np.zeros(len(made), dtype=np.int64)]),
-        "consumer_ptr": np.concatenate([[0], np.cumsum(per_tensor)]).astype(np.int64),
-        "consumers": np.array([op for _, op in edges], dtype=np.int32),
+        **tensor_fields(tensors),
         "op_kind": (copies.op_kind or ("",) * copies.num_ops) + (COLLECTIVE,) * len(names),
         "collectives": tuple(collectives),
         "optimizer_bytes": optimizer,

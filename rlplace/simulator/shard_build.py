@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import Collective, Problem
+from rlplace.problem.build import TensorRow, tensor_fields
 from rlplace.problem.check import COLLECTIVE
 from rlplace.problem.collectives import collective_channels, collective_s
 
@@ -30,7 +31,7 @@ class Builder:
         self._device: list[int] = []
         self._groups: dict[tuple[int, int], int] = {}
         self._held: list[NDArray[np.int64]] = []
-        self._tensors: list[tuple[int, int, int, list[int]]] = []
+        self._tensors: list[TensorRow] = []
         self._collectives: list[Collective] = []
         self._channels: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -120,7 +121,7 @@ class Builder:
         keys = list(self._groups)
         held = np.stack(self._held) if self._held else np.zeros((0, 3), dtype=np.int64)
         count = len(self._names)
-        made = dataclasses.replace(
+        whole = dataclasses.replace(
             problem,
             group_names=tuple(f"{problem.group_names[group]}@{device}" for group, device in keys),
             resident_bytes=held.sum(axis=1),
@@ -133,11 +134,7 @@ class Builder:
             op_phase=np.array(self._phase, dtype=np.int8),
             time_s=np.stack(self._time_s),
             temporary_bytes=np.array(self._temporary, dtype=np.int64),
-            tensor_producer=np.array([t[0] for t in self._tensors], dtype=np.int32),
-            tensor_owner=np.array([t[1] for t in self._tensors], dtype=np.int32),
-            tensor_bytes=np.array([t[2] for t in self._tensors], dtype=np.int64),
-            consumer_ptr=np.concatenate([[0], np.cumsum([len(t[3]) for t in self._tensors])]).astype(np.int64),
-            consumers=np.array([op for t in self._tensors for op in t[3]], dtype=np.int32),
+            **tensor_fields(self._tensors),
             op_kind=tuple(self._kind) if count and any(self._kind) else None,
             op_dims={},
             tensor_transfer_s={},
@@ -146,4 +143,4 @@ class Builder:
             group_ops=None,
             group_modules=None,
         )
-        return made, np.array([device for _, device in keys], dtype=np.int32)
+        return whole, np.array([device for _, device in keys], dtype=np.int32)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, UPDATE, Problem
+from rlplace.problem.build import tensor_rows
 from rlplace.problem.collectives import COMPUTE_SLOWDOWN
 from rlplace.problem.sharding import Held, Names, gradient_sums
 from rlplace.schedule import LIST
@@ -82,10 +83,7 @@ class _Lowering:
         assert problem.sharding is not None
         self.problem, self.plan, self.sharding = problem, plan, problem.sharding
         self.build = Builder(problem)
-        self.consumers = [
-            problem.consumers[start:end].tolist()
-            for start, end in zip(problem.consumer_ptr[:-1], problem.consumer_ptr[1:], strict=True)
-        ]
+        self.consumers = [row[3] for row in tensor_rows(problem)]
         self.home_device = plan.device_of_group[problem.op_group].tolist()
         self.held_of_update = {item.update: index for index, item in enumerate(self.sharding.held) if item.update >= 0}
         self.split = self._splits()

@@ -103,6 +103,16 @@ def mean_link(problem: Problem) -> tuple[float, float]:
     return float(problem.links.latency_s[exists].mean()), float((1.0 / problem.links.bandwidth_bytes_per_s[exists]).mean())
 
 
+def mean_transfer_s(problem: Problem) -> NDArray[np.float64]:
+    """float64 [T], seconds of every tensor over the mean link, or the mean of its own times."""
+    latency, inverse = mean_link(problem)
+    seconds = latency + problem.tensor_bytes * inverse
+    apart = ~np.eye(problem.num_devices, dtype=bool)
+    for tensor, table in problem.tensor_transfer_s.items():
+        seconds[tensor] = table[apart].mean() if apart.any() else 0.0
+    return seconds
+
+
 def finite_mean(values: NDArray[np.float64], axis: int = 1) -> NDArray[np.float64]:
     """Mean of the finite numbers along an axis; 0 where there is none."""
     finite = np.isfinite(values)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.planners.common import listkernels
-from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_link
+from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_transfer_s
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
 
@@ -69,13 +69,7 @@ def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]
         communication: Whether an edge between two groups counts with its mean transfer time, as in HEFT.
     """
     a = op_arrays(problem)
-    latency, inverse = mean_link(problem)
-    edge = np.zeros(problem.num_tensors)
-    if communication and problem.num_devices > 1:
-        edge = latency + a.size * inverse
-        off = ~np.eye(problem.num_devices, dtype=bool)
-        for tensor, matrix in problem.tensor_transfer_s.items():
-            edge[tensor] = matrix[off].mean()
+    edge = mean_transfer_s(problem) if communication else np.zeros(problem.num_tensors)
     rank = np.zeros(problem.num_ops)
     listkernels.upward_rank(a.order, finite_mean(a.time_s), edge, a.op_group, a.input_ptr, a.inputs, a.producer, rank)
     return rank

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.planners.dlplacer.instance import transfer_seconds
 from rlplace.problem import PHASES, Problem
+from rlplace.problem.build import tensor_fields
 from rlplace.problem.order import topological_order
 
 
@@ -62,11 +63,7 @@ def contract(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple[Proble
         op_phase=problem.op_phase[first].copy(),
         time_s=time_s,
         temporary_bytes=_temporary(problem, part, count),
-        tensor_producer=np.array([t[0] for t in tensors], dtype=np.int32),
-        tensor_owner=np.array([t[1] for t in tensors], dtype=np.int32),
-        tensor_bytes=np.array([t[2] for t in tensors], dtype=np.int64),
-        consumer_ptr=np.concatenate([[0], np.cumsum([len(t[3]) for t in tensors], dtype=np.int64)]).astype(np.int64),
-        consumers=np.array([op for t in tensors for op in t[3]], dtype=np.int32),
+        **tensor_fields([t[:4] for t in tensors]),
         tensor_transfer_s={i: t[4] for i, t in enumerate(tensors) if t[4] is not None},
     )
     return coarse, part

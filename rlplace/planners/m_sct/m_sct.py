@@ -32,7 +32,7 @@ from rlplace.plan import PlacementPlan
 from rlplace.planners.common.earliest import earliest_assignments
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.floor import one_shot
-from rlplace.planners.common.groupgraph import finite_mean, mean_link
+from rlplace.planners.common.groupgraph import finite_mean, mean_transfer_s
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.planners.m_sct.favorites import favorite_children
 from rlplace.problem import FORWARD, Problem
@@ -78,11 +78,7 @@ def leading_edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32
     producer = problem.tensor_producer[tensor]
     inner = (producer >= 0) & (at[np.maximum(producer, 0)] >= 0) & (at[problem.consumers] >= 0)
     tensor, source, target = tensor[inner], at[producer[inner]], at[problem.consumers[inner]]
-    latency, inverse = mean_link(problem)
-    seconds = latency + problem.tensor_bytes * inverse
-    off = ~np.eye(problem.num_devices, dtype=bool)
-    for number, matrix in problem.tensor_transfer_s.items():
-        seconds[number] = matrix[off].mean() if off.any() else 0.0
+    seconds = mean_transfer_s(problem)
     pair, which = np.unique(source * len(ops) + target, return_inverse=True)
     transfer: NDArray[np.float64] = np.bincount(which, weights=seconds[tensor], minlength=len(pair)).astype(np.float64)
     return ops, (pair // max(len(ops), 1)).astype(np.int32), (pair % max(len(ops), 1)).astype(np.int32), transfer

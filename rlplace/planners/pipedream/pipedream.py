@@ -23,8 +23,8 @@ Steps are synchronous, so weights have one version. The simulator picks among nu
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,13 +111,8 @@ def _uniform(
     """The best pipeline in so many copies, simulated with its gradient exchange."""
     if replicas == 1:
         run = pipeline_execution(problem, microbatches, schedule)
-
-        def chosen(problem: Problem, seed: int) -> Iterator[Assignment]:
-            return candidates(problem, seed, **run)
-
-        return one_shot(problem, "pipedream", chosen, seed=seed, time_limit_s=time_limit_s, **run)
-    from rlplace.planners.strategy.one import problem_of_replica
-    from rlplace.simulator import simulate
+        return one_shot(problem, "pipedream", partial(candidates, **run), seed=seed, time_limit_s=time_limit_s, **run)
+    from rlplace.planners.strategy.one import problem_of_replica, replicated
 
     if problem.num_devices % replicas or microbatches % replicas:
         raise InputError(
@@ -132,11 +127,7 @@ def _uniform(
     rows = [list(range(r * share, (r + 1) * share)) for r in range(replicas)]
     first = problem_of_replica(problem, tuple(rows[0]))
     plan = _uniform(first, 1, microbatches // replicas, schedule, seed, time_limit_s)
-    plan = dataclasses.replace(plan, problem=problem.fingerprint, replicas=rows)
-    line = simulate(problem, plan)
-    if not line.feasible:
-        raise InfeasibleError(f"pipedream: {line.violations[0]}; use fewer replicas")
-    return plan.with_predicted(plan.predicted.simulated(line.predicted(problem)))
+    return replicated(problem, plan, rows, "use fewer replicas of pipedream's plan")
 
 
 def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = ONE_F_ONE_B) -> Iterator[Assignment]:

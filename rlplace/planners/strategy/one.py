@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,10 @@ def place_one(
         run = Execution(strategy.microbatches, schedule).arguments
         try:
             plan = get_planner(name)(target, seed=seed, time_limit_s=time_limit_s, **extra, **run)
-            return problem, _all_replicas(problem, strategy, _best_schedule(target, plan))
+            plan = _best_schedule(target, plan)
+            if layout.replicas > 1:
+                plan = replicated(problem, plan, layout.rows, "use fewer samples a replica, or fewer replicas")
+            return problem, plan
         except InfeasibleError as error:
             reason = reason or error
     assert reason is not None
@@ -107,18 +111,22 @@ def _plain(plan: PlacementPlan) -> bool:
     return plan.priority is None and plan.recompute is None and plan.replicas is None
 
 
-def _all_replicas(problem: Problem, strategy: Strategy, plan: PlacementPlan) -> PlacementPlan:
-    """The plan of a replica as a plan for all of them.
+def replicated(problem: Problem, plan: PlacementPlan, rows: Sequence[Sequence[int]], advice: str) -> PlacementPlan:
+    """The plan of a replica as a plan for all of them, simulated with their gradient exchange.
+
+    Args:
+        problem: The problem of all devices.
+        plan: A plan for `problem_of_replica`.
+        rows: The devices of each replica.
+        advice: What to do where that does not fit.
 
     Raises:
-        InfeasibleError: It does not fit with the gradient exchange.
+        InfeasibleError: It does not fit.
     """
-    if strategy.layout.replicas == 1:
-        return plan
-    plan = dataclasses.replace(plan, problem=problem.fingerprint, replicas=[list(row) for row in strategy.layout.rows])
+    plan = dataclasses.replace(plan, problem=problem.fingerprint, replicas=[list(row) for row in rows])
     line = simulate(problem, plan)
     if not line.feasible:
-        raise InfeasibleError(f"{line.violations[0]}; use fewer samples a replica, or fewer replicas")
+        raise InfeasibleError(f"{line.violations[0]}; {advice}")
     return plan.with_predicted(plan.predicted.simulated(line.predicted(problem)))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+import msgspec
 import torch
 
 from rlplace.cluster import KINDS
@@ -26,7 +27,7 @@ LLAMA_8B = (
     "hf:llama,hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,num_attention_heads=32,num_key_value_heads=8,"
     "vocab_size=128256,max_position_embeddings=8192"
 )
-TITAN = dataclasses.replace(KINDS["h100"], memory_bandwidth_bytes_per_s=2.4e12)
+TITAN = msgspec.structs.replace(KINDS["h100"], memory_bandwidth_bytes_per_s=2.4e12)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,9 +35,9 @@ HELD_OUT = 0.2
 
 # The cards that were timed: preset kind, and what of it differs from the preset (PCIe cards, boost clocks).
 CARDS: dict[str, DeviceKind] = {
-    "Tesla V100-PCIE-32GB": dataclasses.replace(KINDS["v100"], peak_flops={"float32": 14.0e12}),
+    "Tesla V100-PCIE-32GB": msgspec.structs.replace(KINDS["v100"], peak_flops={"float32": 14.0e12}),
     "NVIDIA A100-PCIE-40GB": KINDS["a100-40g"],
-    "NVIDIA A100 80GB PCIe": dataclasses.replace(KINDS["a100-80g"], memory_bandwidth_bytes_per_s=1935e9),
+    "NVIDIA A100 80GB PCIe": msgspec.structs.replace(KINDS["a100-80g"], memory_bandwidth_bytes_per_s=1935e9),
     "NVIDIA H100 80GB HBM3": KINDS["h100"],
     "NVIDIA L4": KINDS["l4"],
     "Tesla T4": KINDS["t4"],
@@ -216,7 +216,7 @@ def report_left_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostT
 
 def carried(curve: Curve, card: DeviceKind, other: DeviceKind) -> Curve:
     """Equal fractions of peak and bandwidth, half points that take equally long."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         curve,
         compute_half_flops=curve.compute_half_flops * card.peak_flops["float32"] / other.peak_flops["float32"],
         bandwidth_half_bytes=curve.bandwidth_half_bytes

@@ -203,10 +203,11 @@ class _Spot:
         return [key for key in self.data if key not in self.fields()] if isinstance(self.data, Mapping) else []
 
     def literals(self) -> list[str]:
-        """Names that the type admits, where it admits no others."""
+        """Texts that the type admits, where it admits no others."""
         kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
         members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-        return [name for member in members if get_origin(member) is Literal for name in get_args(member)]
+        names = [name for member in members if get_origin(member) is Literal for name in get_args(member)]
+        return [name for name in names if isinstance(name, str)]
 
     def _inside(self, step: str) -> _Spot | None:
         """One step further: ``.name``, ``[number]`` or ``[...]`` for whichever value of a mapping is wrong."""

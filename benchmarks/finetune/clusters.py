@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from rlplace.cluster.presets import DeviceKind, cpu_kind
@@ -96,7 +97,7 @@ class Emulated:
 def kind() -> DeviceKind:
     """The processor that every host is described to have."""
     whole = cpu_kind(1, MEMORY_BYTES)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         whole,
         peak_flops={name: _SLOW * value for name, value in whole.peak_flops.items()},
         memory_bandwidth_bytes_per_s=_SLOW * whole.memory_bandwidth_bytes_per_s,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 
 import numpy as np
+from msgspec import structs
 
 from rlplace.cluster.interconnect import Host, parse_network
 from rlplace.cluster.parse import assemble, default_host
@@ -63,7 +63,7 @@ def kind_from_name(name: str, memory_bytes: int) -> DeviceKind:
         )
     if preset == "a100-80g" and memory_bytes < _A100_SMALL_BYTES:
         preset = "a100-40g"
-    return dataclasses.replace(KINDS[preset], memory_bytes=memory_bytes)
+    return structs.replace(KINDS[preset], memory_bytes=memory_bytes)
 
 
 def _is_word(text: str, word: str) -> bool:
@@ -79,7 +79,7 @@ def _one_host(kinds: list[DeviceKind]) -> Cluster:
         fabric = "pcie"
     peers = all(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j)
     if count > 1 and not peers:
-        kinds = [dataclasses.replace(kind, pcie_peer=False) for kind in kinds]
+        kinds = [structs.replace(kind, pcie_peer=False) for kind in kinds]
         fabric = "pcie"
     name = f"{platform.node() or 'host'}: " + "+".join(
         f"{kind}:{number}" for kind, number in zip(*np.unique([k.name for k in kinds], return_counts=True), strict=True)

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
 
 from rlplace import extensions
+from rlplace.cluster.fabrics import FAMILIES
 from rlplace.errors import InputError, show, unknown_name
+from rlplace.problem.check import MAX_BYTES
+from rlplace.records import Record, Text, check
 
-DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
+DType = Literal["float64", "float32", "tf32", "float16", "bfloat16"]
 """Keys of `DeviceKind.peak_flops` and `gemm_efficiency`; tf32 is what cuDNN convolutions of float32 tensors run in."""
 
 CONTEXT_BYTES = 600_000_000
@@ -29,14 +33,18 @@ COMMUNICATION_BYTES = 1_500_000_000
 """Buffers of the collective library, reserved as soon as a cluster has several accelerators (1 to 2 GiB is usual)."""
 
 
-@dataclass(frozen=True)
-class DeviceKind:
+_Memory = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+_Seconds = Annotated[float, Meta(ge=0, le=1)]
+_Rate = Annotated[float, Meta(ge=1e3, le=1e17)]
+
+
+class DeviceKind(Record, frozen=True):
     """What one kind of accelerator can do.
 
     Attributes:
         name: For example ``"a100-80g"``.
-        peak_flops: FLOP/s by entry of `DTYPES`; a missing dtype runs at the float32 rate.
-        gemm_efficiency: Largest sustained fraction of `peak_flops` by entry of `DTYPES`; a missing one takes float32's.
+        peak_flops: FLOP/s by `DType`; a missing dtype runs at the float32 rate.
+        gemm_efficiency: Largest sustained fraction of `peak_flops` by `DType`; a missing one takes float32's.
         memory_bandwidth_bytes_per_s: Bandwidth of the device memory.
         memory_bytes: Capacity.
         launch_s: Time that the smallest kernel takes, its share of the host's dispatch included.
@@ -57,25 +65,36 @@ class DeviceKind:
         host_processor: The host's own processor: reached over PCIe by the accelerators of its host.
     """
 
-    name: str
-    peak_flops: Mapping[str, float]
-    memory_bandwidth_bytes_per_s: float
-    memory_bytes: int
-    gemm_efficiency: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"float32": 0.7}))
-    launch_s: float = 6e-6
-    reserved_bytes: int = CONTEXT_BYTES
-    communication_bytes: int = COMMUNICATION_BYTES
-    gemm_half_s: float = 150e-6
-    bandwidth_half_s: float = 30e-6
-    processors: int = 108
-    pcie_generation: int = 4
+    name: Text
+    peak_flops: Mapping[DType, Annotated[float, Meta(ge=1e3, le=1e19)]]
+    memory_bandwidth_bytes_per_s: _Rate
+    memory_bytes: Annotated[int, Meta(gt=0, le=MAX_BYTES)]
+    gemm_efficiency: Mapping[DType, Annotated[float, Meta(ge=1e-6, le=1)]] = field(
+        default_factory=lambda: MappingProxyType({"float32": 0.7})
+    )
+    launch_s: _Seconds = 6e-6
+    reserved_bytes: _Memory = CONTEXT_BYTES
+    communication_bytes: _Memory = COMMUNICATION_BYTES
+    gemm_half_s: _Seconds = 150e-6
+    bandwidth_half_s: _Seconds = 30e-6
+    processors: Annotated[int, Meta(ge=1, le=1_000_000)] = 108
+    pcie_generation: Literal[3, 4, 5] = 4
     pcie_peer: bool = True
-    nvlink: str | None = None
+    nvlink: Literal["switch", "cube", "mesh"] | None = None
     nvlink_bytes_per_s: float = 0.0
     fabric: str | None = None
-    pcie_per_switch: int = 1
+    pcie_per_switch: Annotated[int, Meta(ge=1, le=64)] = 1
     network: str = "eth=25g"
     host_processor: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("peak_flops", "gemm_efficiency"):
+            if "float32" not in getattr(self, name):
+                raise InputError(f"{name} needs at least float32")
+        if self.nvlink is not None:
+            check(_Rate, self.nvlink_bytes_per_s, "nvlink_bytes_per_s")
+        if self.fabric is not None and self.fabric not in FAMILIES:
+            raise unknown_name("fabric", self.fabric, FAMILIES)
 
 
 # Host processors dispatch nothing to themselves; a pass over memory costs about a microsecond of loop set-up. The preset is one
@@ -106,10 +125,10 @@ def cpu_kind(cores: int, memory_bytes: int, name: str = "cpu") -> DeviceKind:
 
 def _kind(
     name: str,
-    peaks_tflops: dict[str, float],
+    peaks_tflops: dict[DType, float],
     bandwidth_gb_per_s: float,
     memory_gb: float,
-    efficiency: dict[str, float],
+    efficiency: dict[DType, float],
     **rest: object,
 ) -> DeviceKind:
     return DeviceKind(
@@ -218,8 +237,6 @@ def kind_names() -> list[str]:
 @functools.cache
 def _kind_of(extension: extensions.Extension) -> DeviceKind:
     """The kind that an installed package offers: a `DeviceKind`, or a function of no arguments that returns one."""
-    from rlplace.cluster.spec import check_kind
-
     kind = extension.load()
     if callable(kind) and not isinstance(kind, DeviceKind):
         try:
@@ -231,7 +248,7 @@ def _kind_of(extension: extensions.Extension) -> DeviceKind:
     if kind.name != extension.name or kind.name != kind.name.lower():
         raise extensions.wrong(extension, f"its kind is named {show(kind.name)}; both names must be the same and lower case")
     try:
-        check_kind(kind)
-    except (InputError, TypeError) as error:
+        check(DeviceKind, kind, "its kind")
+    except InputError as error:
         raise extensions.wrong(extension, str(error)) from error
     return kind

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rlplace.cluster.fabrics import FAMILIES
-from rlplace.cluster.presets import DTYPES, DeviceKind
-from rlplace.errors import InputError, unknown_name
+from rlplace.cluster.presets import DeviceKind
+from rlplace.errors import InputError
 from rlplace.files import fingerprint
 from rlplace.problem import Device, Links
 from rlplace.problem.check import MAX_BYTES
 from rlplace.problem.fabric import check_fabrics
+from rlplace.records import check
 
 MAX_DEVICES = 1024
 """Devices that one cluster may have; the link matrices grow with the square."""
@@ -109,47 +109,11 @@ def check_cluster(cluster: Cluster) -> None:
             raise InputError(f"{where}: memory_bytes must be positive, found {device.memory_bytes}; a device needs memory")
         if not 0 <= device.reserved_bytes < device.memory_bytes:
             raise InputError(f"{where}: reserved_bytes {device.reserved_bytes} is outside 0..{device.memory_bytes}")
-        check_kind(kind)
+    for kind in {id(kind): kind for kind in cluster.kinds}.values():
+        check(DeviceKind, kind, f"cluster: kind {kind.name[:80]!r}")
     if any(not 0 <= host < MAX_DEVICES for host in cluster.hosts):
         raise InputError(f"cluster: host numbers must be in 0..{MAX_DEVICES - 1}")
     try:
         check_fabrics(cluster.links.fabrics, count)
     except InputError as error:
         raise InputError(f"cluster: {error}") from None
-
-
-def check_kind(kind: DeviceKind) -> None:
-    """Checks every number of a device kind."""
-    where = f"cluster: kind {kind.name[:80]!r}"
-    if not kind.name:
-        raise InputError("cluster: a kind needs a name")
-    if "float32" not in kind.peak_flops:
-        raise InputError(f"{where}: peak_flops needs at least float32")
-    for dtype, value in kind.peak_flops.items():
-        _check_range(value, 1e3, 1e19, f"{where}: peak_flops.{dtype}", dtype)
-    if "float32" not in kind.gemm_efficiency:
-        raise InputError(f"{where}: gemm_efficiency needs at least float32")
-    for dtype, value in kind.gemm_efficiency.items():
-        _check_range(value, 1e-6, 1.0, f"{where}: gemm_efficiency.{dtype}", dtype)
-    _check_range(kind.memory_bandwidth_bytes_per_s, 1e3, 1e17, f"{where}: memory_bandwidth_bytes_per_s")
-    if not 0 < kind.memory_bytes <= MAX_BYTES:
-        raise InputError(f"{where}: memory_bytes must be positive, found {kind.memory_bytes}")
-    for name in ("reserved_bytes", "communication_bytes"):
-        if not 0 <= getattr(kind, name) <= MAX_BYTES:
-            raise InputError(f"{where}: {name} {getattr(kind, name)} is outside 0..{MAX_BYTES}")
-    for name in ("launch_s", "gemm_half_s", "bandwidth_half_s"):
-        _check_range(getattr(kind, name), 0.0, 1.0, f"{where}: {name}")
-    if not 1 <= kind.processors <= 1_000_000:
-        raise InputError(f"{where}: processors {kind.processors} is outside 1..1000000")
-    if kind.nvlink is not None:
-        _check_range(kind.nvlink_bytes_per_s, 1e3, 1e17, f"{where}: nvlink_bytes_per_s")
-    if kind.fabric is not None and kind.fabric not in FAMILIES:
-        raise InputError(f"{where}: {unknown_name('fabric', kind.fabric, FAMILIES)}")
-    _check_range(kind.pcie_per_switch, 1, 64, f"{where}: pcie_per_switch")
-
-
-def _check_range(value: float, low: float, high: float, where: str, dtype: str | None = None) -> None:
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"{where}: unknown dtype; known: {', '.join(DTYPES)}")
-    if not low <= value <= high:
-        raise InputError(f"{where}: {value} is outside {low:g}..{high:g}")

@@ -7,35 +7,66 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec import Meta, structs
 
 from rlplace.cluster.interconnect import Host, build_links, parse_network
 from rlplace.cluster.parse import default_host
-from rlplace.cluster.presets import KINDS, DeviceKind, find_kind, kind_names
-from rlplace.cluster.spec import MAX_DEVICES, Cluster, check_kind
-from rlplace.cluster.topology_file import parse_topology
-from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, check_keys, finite_number, read_text, write_text
+from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
+from rlplace.cluster.spec import MAX_DEVICES, Cluster
+from rlplace.cluster.topology_file import TopologyTable, topology_links
+from rlplace.errors import InputError, unknown_name
+from rlplace.files import check_header, check_keys, read_text, write_text
 from rlplace.limits import CLUSTER_BYTES
 from rlplace.problem import Device, Links
-from rlplace.problem.fabric import fabrics_from_list
-from rlplace.records import plain
+from rlplace.problem.fabric import Fabric
+from rlplace.records import Bytes, Record, Text, build, plain
 
 FORMAT = "rlplace.cluster"
 VERSION = 1
 
-_KIND_FIELDS = {item.name for item in dataclasses.fields(DeviceKind)}
-_KIND_REQUIRED = {"name", "peak_flops", "memory_bandwidth_bytes_per_s", "memory_bytes"}
-_TABLES = ("peak_flops", "gemm_efficiency")
-_INTEGERS = ("memory_bytes", "reserved_bytes", "communication_bytes", "pcie_generation", "pcie_per_switch", "processors")
-_FLAGS = ("pcie_peer", "host_processor")
-_TEXTS = ("name", "nvlink", "fabric", "network")
-_FABRICS = ("switch", "cube", "mesh")
-_DEVICE_KEYS = {"name", "kind", "host", "memory_bytes", "reserved_bytes", *_KIND_FIELDS}
+_Matrix = list[list[Annotated[float, Meta(ge=0, le=1e300)]]]
+_Channel = Annotated[int, Meta(ge=0, lt=1 << 20)]
+_KIND_KEYS = {item.name for item in structs.fields(DeviceKind)}
+
+
+class _Links(Record, frozen=True):
+    """The table ``[links]``: a row of each matrix per sender."""
+
+    bandwidth_bytes_per_s: _Matrix
+    latency_s: _Matrix
+    channels: list[list[list[_Channel]]] | None = None
+
+
+class _Interconnect(Record, frozen=True):
+    """The table ``[interconnect]``: other links than the kinds' makers ship."""
+
+    inside: Literal["nvlink", "pcie"] | None = None
+    network: Text | None = None
+
+
+class _Device(Record, frozen=True):
+    """A ``[[device]]`` without the numbers of a kind that it has of its own."""
+
+    name: Text
+    kind: Text | None = None
+    host: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)] = 0
+    memory_bytes: Bytes | None = None
+    reserved_bytes: Bytes | None = None
+
+
+class _File(Record, frozen=True):
+    """A cluster file; kinds and devices stand on the kinds that they name, so they are read one after the other."""
+
+    device: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_DEVICES)]
+    name: Text | None = None
+    kind: tuple[dict[str, Any], ...] = ()
+    links: _Links | None = None
+    interconnect: _Interconnect | None = None
+    topology: TopologyTable | None = None
+    fabric: tuple[Fabric, ...] | None = None
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
@@ -78,7 +109,10 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "name": cluster.name,
-        "kind": [_kind_to_dict(kind) for kind in kinds.values()],
+        "kind": [
+            {key: dict(value) if isinstance(value, Mapping) else value for key, value in fields if value is not None}
+            for fields in (structs.asdict(kind).items() for kind in kinds.values())
+        ],
         "device": [
             {
                 "name": device.name,
@@ -98,188 +132,95 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _kind_to_dict(kind: DeviceKind) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for item in dataclasses.fields(kind):
-        value = getattr(kind, item.name)
-        if value is not None:
-            data[item.name] = dict(value) if isinstance(value, Mapping) else value
-    return data
-
-
 def _parse(data: dict[str, Any], path: str) -> Cluster:
-    check_keys(data, {"device"}, {"name", "kind", "links", "interconnect", "topology", "fabric"}, "cluster")
-    name = _text(data.get("name", Path(path).stem), "name")
-    kinds = _parse_kinds(data.get("kind", []))
-    items = data["device"]
-    if not isinstance(items, list) or not items:
-        raise InputError("cluster: needs at least one [[device]]")
-    if len(items) > MAX_DEVICES:
-        raise InputError(f"cluster: {len(items)} devices, the limit is {MAX_DEVICES}")
-    devices, device_kinds, hosts = [], [], []
-    accelerators = sum(1 for item in items if not _find_kind(item, kinds).host_processor)
-    for index, item in enumerate(items):
-        device, kind, host = _parse_device(item, index, kinds, several=accelerators > 1)
-        devices.append(device)
-        device_kinds.append(kind)
-        hosts.append(host)
+    file = build(_File, data, "cluster", whole_floats=True)
+    kinds: dict[str, DeviceKind] = {}
+    for index, item in enumerate(file.kind):
+        kind = _kind(item, f"kind[{index}]", kinds, base_key="like")
+        if kind.name in kinds:
+            raise InputError(f"kind[{index}]: kind {kind.name[:80]!r} is defined twice")
+        kinds[kind.name] = kind
+    entries = [_device(item, f"device[{index}]", kinds) for index, item in enumerate(file.device)]
+    several = sum(not kind.host_processor for _, kind in entries) > 1
+    devices = tuple(
+        Device(
+            name=entry.name,
+            memory_bytes=kind.memory_bytes if entry.memory_bytes is None else entry.memory_bytes,
+            reserved_bytes=kind.reserved_bytes + (kind.communication_bytes if several and not kind.host_processor else 0)
+            if entry.reserved_bytes is None
+            else entry.reserved_bytes,
+            kind=kind.name,
+        )
+        for entry, kind in entries
+    )
+    device_kinds, hosts = [kind for _, kind in entries], tuple(entry.host for entry, _ in entries)
     given = [key for key in ("links", "interconnect", "topology") if key in data]
     if len(given) > 1:
         raise InputError(f"cluster: give either [{given[0]}] or [{given[1]}], not both")
-    if "links" in data:
-        links = _parse_links(data["links"], len(devices))
-    elif "topology" in data:
-        links = parse_topology(data["topology"], [device.name for device in devices])
+    if file.links is not None:
+        links = _matrix_links(file.links, len(devices))
+    elif file.topology is not None:
+        links = topology_links(file.topology, [device.name for device in devices])
     else:
-        links = _rule_links(device_kinds, hosts, data.get("interconnect", {}))
-    if "fabric" in data:
-        links = dataclasses.replace(links, fabrics=fabrics_from_list(data["fabric"], len(devices)))
-    return Cluster(name, tuple(devices), tuple(device_kinds), links, tuple(hosts), text=path)
+        links = _rule_links(device_kinds, hosts, file.interconnect or _Interconnect())
+    if file.fabric is not None:
+        links = dataclasses.replace(links, fabrics=file.fabric)
+    return Cluster(file.name or Path(path).stem, devices, tuple(device_kinds), links, hosts, text=path)
 
 
-def _parse_kinds(items: Any) -> dict[str, DeviceKind]:
-    if not isinstance(items, list):
-        raise InputError("cluster: kind: expected [[kind]] tables")
-    kinds: dict[str, DeviceKind] = {}
-    for index, item in enumerate(items):
-        where = f"kind[{index}]"
-        check_keys(item, {"name"}, {"like", *_KIND_FIELDS}, where)
-        name = _text(item["name"], f"{where}.name")
-        if name in kinds:
-            raise InputError(f"{where}: kind {name[:80]!r} is defined twice")
-        base = _lookup(item["like"], kinds, f"{where}.like") if "like" in item else None
-        kinds[name] = _make_kind({k: v for k, v in item.items() if k != "like"}, base, where)
-    return kinds
+def _kind(values: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind], base_key: str) -> DeviceKind:
+    """A kind from file values, over the preset or the kind of the file that the key `base_key` names."""
+    check_keys(values, {"name"}, _KIND_KEYS | {base_key}, where)
+    own = {key: value for key, value in values.items() if key != base_key}
+    base = _lookup(values[base_key], kinds, f"{where}.{base_key}") if base_key in values else None
+    if base is None:
+        missing = [item.name for item in structs.fields(DeviceKind) if item.required and item.name not in own]
+        if missing:
+            raise InputError(f"{where}: key {missing[0]!r} is missing; give it, or name a preset that the kind is like")
+    kind = build(DeviceKind, {**(plain(base) if base else {}), **own}, where, whole_floats=True)
+    parse_network(kind.network)
+    return kind
 
 
 def _lookup(name: Any, kinds: Mapping[str, DeviceKind], where: str) -> DeviceKind:
-    name = _text(name, where)
-    if name in kinds:
-        return kinds[name]
-    kind = find_kind(name)
+    kind = kinds.get(build(Text, name, where)) or find_kind(name)
     if kind is None:
         raise unknown_name("device kind", name, [*kinds, *kind_names()])
     return kind
 
 
-def _find_kind(item: Any, kinds: Mapping[str, DeviceKind]) -> DeviceKind:
-    """Base kind of a device entry, for counting accelerators; a device with numbers of its own counts as one."""
-    if isinstance(item, dict) and "kind" in item:
-        return _lookup(item["kind"], kinds, "device.kind")
-    flag = isinstance(item, dict) and item.get("host_processor") is True
-    return KINDS["cpu"] if flag else KINDS["a100-80g"]
+def _device(item: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind]) -> tuple[_Device, DeviceKind]:
+    """A device entry and its kind: the one that it names, with the entry's own numbers where it has any."""
+    check_keys(item, {"name"}, {*_Device.__struct_fields__, *_KIND_KEYS}, where)
+    entry = build(_Device, {k: v for k, v in item.items() if k in _Device.__struct_fields__}, where, whole_floats=True)
+    if entry.kind is None:
+        return entry, _kind({k: v for k, v in item.items() if k != "host"}, where, kinds, base_key="kind")
+    own = {key: value for key, value in item.items() if key not in _Device.__struct_fields__}
+    if not own:
+        return entry, _lookup(entry.kind, kinds, f"{where}.kind")
+    return entry, _kind({"name": f"{entry.kind}/{entry.name}", "kind": entry.kind, **own}, where, kinds, base_key="kind")
 
 
-def _make_kind(values: dict[str, Any], base: DeviceKind | None, where: str) -> DeviceKind:
-    """A kind from file values, over `base` where given."""
-    checked: dict[str, Any] = {}
-    for key, value in values.items():
-        at = f"{where}.{key}"
-        if key in _TABLES:
-            if not isinstance(value, dict):
-                raise InputError(f"{at}: expected a table of numbers by dtype")
-            checked[key] = MappingProxyType({dtype: finite_number(number, f"{at}.{dtype}") for dtype, number in value.items()})
-        elif key in _TEXTS:
-            checked[key] = _text(value, at)
-            if key == "nvlink" and value not in _FABRICS:
-                raise InputError(f"{at}: {unknown_name('fabric', value, _FABRICS)}")
-        elif key in _FLAGS:
-            if not isinstance(value, bool):
-                raise InputError(f"{at}: expected true or false")
-            checked[key] = value
-        else:
-            checked[key] = _whole(value, at) if key in _INTEGERS else finite_number(value, at)
-    if base is not None:
-        kind = dataclasses.replace(base, **checked)
-    else:
-        missing = sorted(_KIND_REQUIRED - checked.keys())
-        if missing:
-            raise InputError(f"{where}: key {missing[0]!r} is missing; give it, or name a preset that the kind is like")
-        kind = DeviceKind(**checked)
-    parse_network(kind.network)
-    if kind.pcie_generation not in (3, 4, 5):
-        raise InputError(f"{where}.pcie_generation: {kind.pcie_generation} is not 3, 4 or 5")
-    check_kind(kind)
-    return kind
-
-
-def _parse_device(item: Any, index: int, kinds: Mapping[str, DeviceKind], *, several: bool) -> tuple[Device, DeviceKind, int]:
-    where = f"device[{index}]"
-    check_keys(item, {"name"}, _DEVICE_KEYS, where)
-    name = _text(item["name"], f"{where}.name")
-    base = _lookup(item["kind"], kinds, f"{where}.kind") if "kind" in item else None
-    numbers = {key: value for key, value in item.items() if key in _KIND_FIELDS - {"name"}}
-    own = {key: value for key, value in numbers.items() if key not in ("memory_bytes", "reserved_bytes")}
-    if base is None:
-        kind = _make_kind({"name": name, **numbers}, None, where)
-    elif own:
-        kind = _make_kind({"name": f"{base.name}/{name}", **own}, base, where)
-    else:
-        kind = base
-    reserved = kind.reserved_bytes + (kind.communication_bytes if several and not kind.host_processor else 0)
-    device = Device(
-        name=name,
-        memory_bytes=_whole(item.get("memory_bytes", kind.memory_bytes), f"{where}.memory_bytes"),
-        reserved_bytes=_whole(item.get("reserved_bytes", reserved), f"{where}.reserved_bytes"),
-        kind=kind.name,
-    )
-    return device, kind, _whole(item.get("host", 0), f"{where}.host")
-
-
-def _rule_links(kinds: list[DeviceKind], hosts: list[int], item: Any) -> Links:
-    check_keys(item, set(), {"inside", "network"}, "interconnect")
-    inside, network = item.get("inside"), item.get("network")
-    if inside not in (None, "nvlink", "pcie"):
-        raise InputError(f"interconnect.inside: {unknown_name('fabric', inside, ['nvlink', 'pcie'])}")
-    if any(not 0 <= host < MAX_DEVICES for host in hosts):
-        raise InputError(f"device.host: must be in 0..{MAX_DEVICES - 1}")
+def _rule_links(kinds: list[DeviceKind], hosts: tuple[int, ...], chosen: _Interconnect) -> Links:
     by_host: dict[int, Host] = {}
     for kind, host in zip(kinds, hosts, strict=True):
         if host not in by_host or not kind.host_processor:
             by_host[host] = default_host(kind)
-    chosen = None if network is None else parse_network(_text(network, "interconnect.network"))
+    network = None if chosen.network is None else parse_network(chosen.network)
     table = [by_host.get(number, Host("pcie", parse_network("eth=25g"))) for number in range(max(hosts) + 1)]
-    return build_links(kinds, hosts, [Host(inside or host.fabric, chosen or host.network) for host in table])
+    return build_links(kinds, hosts, [Host(chosen.inside or host.fabric, network or host.network) for host in table])
 
 
-def _parse_links(item: Any, count: int) -> Links:
-    check_keys(item, {"bandwidth_bytes_per_s", "latency_s"}, {"channels"}, "links")
-    matrices: list[NDArray[np.float64]] = []
-    for key in ("bandwidth_bytes_per_s", "latency_s"):
-        rows = item[key]
-        if not isinstance(rows, list) or len(rows) != count or any(not isinstance(r, list) or len(r) != count for r in rows):
+def _matrix_links(table: _Links, count: int) -> Links:
+    for key in table.__struct_fields__:
+        rows = getattr(table, key)
+        if rows is not None and (len(rows) != count or any(len(row) != count for row in rows)):
             raise InputError(f"links.{key}: expected a {count} x {count} matrix")
-        values = [[finite_number(value, f"links.{key}[{i}][{j}]") for j, value in enumerate(row)] for i, row in enumerate(rows)]
-        if any(value < 0 for row in values for value in row):
-            raise InputError(f"links.{key}: numbers must not be negative")
-        matrices.append(np.array(values, dtype=np.float64))
-    rows = item.get("channels")
-    if rows is None:
-        return Links(matrices[0], matrices[1])
-    if not isinstance(rows, list) or len(rows) != count or any(not isinstance(r, list) or len(r) != count for r in rows):
-        raise InputError(f"links.channels: expected a {count} x {count} matrix of lists")
-    channels = []
-    for i, row in enumerate(rows):
-        if any(not isinstance(held, list) for held in row):
-            raise InputError(f"links.channels[{i}]: expected lists of channel numbers")
-        held_row = tuple(tuple(_whole(c, f"links.channels[{i}]") for c in held) for held in row)
-        if any(c < 0 or c >= 1 << 20 for held in held_row for c in held) or any(len(set(h)) != len(h) for h in held_row):
-            raise InputError(f"links.channels[{i}]: channel numbers must be distinct and in 0..{(1 << 20) - 1}")
-        channels.append(held_row)
-    return Links(matrices[0], matrices[1], tuple(channels))
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise InputError(f"{where}: expected a non-empty string")
-    return value
-
-
-def _whole(value: Any, where: str) -> int:
-    number = value if isinstance(value, int) and not isinstance(value, bool) else finite_number(value, where)
-    if number != int(number) or abs(number) > 1 << 62:
-        raise InputError(f"{where}: {show(value)} is not a whole number in range")
-    return int(number)
+    for i, row in enumerate(table.channels or ()):
+        if any(len(set(channels)) != len(channels) for channels in row):
+            raise InputError(f"links.channels[{i}]: the numbers of a pair's channels must be distinct")
+    channels = None if table.channels is None else tuple(tuple(map(tuple, row)) for row in table.channels)
+    return Links(np.array(table.bandwidth_bytes_per_s), np.array(table.latency_s), channels)
 
 
 def _to_toml(data: Mapping[str, Any]) -> str:

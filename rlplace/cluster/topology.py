@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
 from rlplace.problem import Links
 
 _LANE_SLACK = 0.1  # a lane may be this much slower than a lone transfer could be
@@ -74,34 +73,6 @@ class Topology:
     num_devices: int
     resources: tuple[Resource, ...]
     paths: Mapping[tuple[int, int], Path]
-
-
-def check_topology(topology: Topology) -> None:
-    """Checks every number.
-
-    Raises:
-        InputError: Names the first resource or path that is wrong.
-    """
-    names: set[str] = set()
-    for resource in topology.resources:
-        where = f"topology: resource {resource.name[:80]!r}"
-        if not resource.name or resource.name in names:
-            raise InputError(f"{where}: names must be unique and not empty")
-        names.add(resource.name)
-        if not 1e-3 <= resource.bytes_per_s <= 1e18 and resource.bytes_per_s != math.inf:
-            raise InputError(f"{where}: bytes_per_s {resource.bytes_per_s} is not a positive rate")
-        if not 0 <= resource.latency_s <= 1e9:
-            raise InputError(f"{where}: latency_s {resource.latency_s} is not a time")
-    for (i, j), path in topology.paths.items():
-        where = f"topology: path from {i} to {j}"
-        if i == j or not (0 <= i < topology.num_devices and 0 <= j < topology.num_devices):
-            raise InputError(f"{where}: does not join two devices of {topology.num_devices}")
-        if any(not 0 <= r < len(topology.resources) for r in path.over):
-            raise InputError(f"{where}: names a resource that does not exist")
-        if all(topology.resources[r].bytes_per_s == math.inf for r in path.over):
-            raise InputError(f"{where}: crosses nothing with a capacity; give one of its resources bytes_per_s")
-        if not 0 <= path.latency_s <= 1e9 or not 0 < path.efficiency <= 1:
-            raise InputError(f"{where}: latency_s must be a time and efficiency in 0..1")
 
 
 def lower(topology: Topology) -> Links:

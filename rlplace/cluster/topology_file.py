@@ -7,86 +7,101 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated
 
-from rlplace.cluster.topology import Path, Resource, Topology, check_topology, lower
-from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_keys, finite_number
+from msgspec import Meta, field
+
+from rlplace.cluster.topology import Path, Resource, Topology, lower
+from rlplace.errors import InputError, unknown_name
 from rlplace.problem import Links
+from rlplace.records import Record, Text
 
 _MAX_RESOURCES = 100_000
+_Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
-def parse_topology(item: Any, names: list[str]) -> Links:
+class _Resources(Record, frozen=True):
+    """A ``[[topology.resource]]``: one, or one for each of the devices in `each`."""
+
+    name: Text
+    bytes_per_s: Annotated[float, Meta(ge=1e-3, le=1e18)] = math.inf
+    latency_s: _Seconds = 0.0
+    each: str | list[str] | None = None
+
+
+class _Paths(Record, frozen=True):
+    """A ``[[topology.path]]``: those of all pairs of the senders and receivers."""
+
+    senders: str | list[str] = field(name="from")
+    receivers: str | list[str] = field(name="to")
+    over: Annotated[list[str], Meta(min_length=1)]
+    latency_s: _Seconds = 0.0
+    efficiency: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+
+class TopologyTable(Record, frozen=True):
+    """The table ``[topology]``."""
+
+    resource: list[_Resources]
+    path: list[_Paths]
+
+
+def topology_links(table: TopologyTable, names: list[str]) -> Links:
     """Lowers a topology table.
 
     Args:
-        item: The parsed table.
+        table: As the file has it.
         names: The D devices' names.
 
     Raises:
         InputError: Names the first entry that is wrong.
     """
-    check_keys(item, {"resource", "path"}, set(), "topology")
     resources: list[Resource] = []
-    for index, data in enumerate(_tables(item["resource"], "topology.resource")):
-        resources += _resources(data, names, f"topology.resource[{index}]")
+    for index, entry in enumerate(table.resource):
+        resources += _resources(entry, names, f"topology.resource[{index}]")
         if len(resources) > _MAX_RESOURCES:
             raise InputError(f"topology: more than {_MAX_RESOURCES} resources")
     numbers = {resource.name: number for number, resource in enumerate(resources)}
+    if len(numbers) < len(resources):
+        twice = next(resource.name for number, resource in enumerate(resources) if numbers[resource.name] != number)
+        raise InputError(f"topology: resource {twice[:80]!r}: names must be unique")
     position = {name: number for number, name in enumerate(names)}
     paths: dict[tuple[int, int], Path] = {}
-    for index, data in enumerate(_tables(item["path"], "topology.path")):
+    for index, line in enumerate(table.path):
         where = f"topology.path[{index}]"
-        check_keys(data, {"from", "to", "over"}, {"latency_s", "efficiency"}, where)
-        latency, efficiency = (
-            finite_number(data.get("latency_s", 0.0), where),
-            finite_number(data.get("efficiency", 1.0), where),
-        )
-        over = data["over"]
-        if not isinstance(over, list) or not over or not all(isinstance(name, str) for name in over):
-            raise InputError(f"{where}.over: expected a list of names of resources")
-        receivers = _devices(data["to"], names, f"{where}.to")
-        for sender in _devices(data["from"], names, f"{where}.from"):
+        receivers = _devices(line.receivers, names, f"{where}.to")
+        for sender in _devices(line.senders, names, f"{where}.from"):
             for receiver in receivers:
                 if sender == receiver:
                     continue
-                crossed = [name.replace("{from}", sender).replace("{to}", receiver) for name in over]
+                crossed = [name.replace("{from}", sender).replace("{to}", receiver) for name in line.over]
                 missing = next((name for name in crossed if name not in numbers), None)
                 if missing is not None:
                     raise InputError(f"{where}.over: {unknown_name('resource', missing, list(numbers)[:200])}")
-                paths[position[sender], position[receiver]] = Path(tuple(numbers[n] for n in crossed), latency, efficiency)
-    topology = Topology(len(names), tuple(resources), paths)
-    check_topology(topology)
-    return lower(topology)
+                over = tuple(numbers[name] for name in crossed)
+                if all(resources[number].bytes_per_s == math.inf for number in over):
+                    raise InputError(f"{where}.over: crosses nothing with a capacity; give one of its resources bytes_per_s")
+                paths[position[sender], position[receiver]] = Path(over, line.latency_s, line.efficiency)
+    return lower(Topology(len(names), tuple(resources), paths))
 
 
-def _resources(data: Any, names: list[str], where: str) -> list[Resource]:
-    check_keys(data, {"name"}, {"bytes_per_s", "latency_s", "each"}, where)
-    name = data["name"]
-    if not isinstance(name, str) or not name:
-        raise InputError(f"{where}.name: expected a non-empty string")
-    rate = finite_number(data["bytes_per_s"], f"{where}.bytes_per_s") if "bytes_per_s" in data else math.inf
-    latency = finite_number(data.get("latency_s", 0.0), f"{where}.latency_s")
-    if "each" not in data:
-        return [Resource(name, rate, latency)]
-    if "{device}" not in name:
+def _resources(entry: _Resources, names: list[str], where: str) -> list[Resource]:
+    if entry.each is None:
+        return [Resource(entry.name, entry.bytes_per_s, entry.latency_s)]
+    if "{device}" not in entry.name:
         raise InputError(f"{where}.name: needs {{device}} where the resource exists for each of several devices")
-    return [Resource(name.replace("{device}", d), rate, latency) for d in _devices(data["each"], names, f"{where}.each")]
+    return [
+        Resource(entry.name.replace("{device}", device), entry.bytes_per_s, entry.latency_s)
+        for device in _devices(entry.each, names, f"{where}.each")
+    ]
 
 
-def _devices(value: Any, names: list[str], where: str) -> list[str]:
+def _devices(value: str | list[str], names: list[str], where: str) -> list[str]:
     """Names of devices: one, a list, or ``"*"`` for all."""
     if value == "*":
         return names
-    chosen = value if isinstance(value, list) else [value]
+    chosen = [value] if isinstance(value, str) else value
     for name in chosen:
-        if not isinstance(name, str) or name not in names:
+        if name not in names:
             raise InputError(f"{where}: {unknown_name('device', name, names)}")
-    return list(chosen)
-
-
-def _tables(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{where}: expected [[{where}]] tables, found {show(value)}")
-    return value
+    return chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -89,5 +90,5 @@ def _kinds(times: LinkTimes) -> list[DeviceKind]:
         if kind not in variants:
             variants.append(kind)
         number = variants.index(kind)
-        kinds.append(kind if number == 0 else dataclasses.replace(kind, name=f"{kind.name}-{number + 1}"))
+        kinds.append(kind if number == 0 else msgspec.structs.replace(kind, name=f"{kind.name}-{number + 1}"))
     return kinds

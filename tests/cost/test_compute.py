@@ -140,7 +140,7 @@ def test_tiny_ops_cost_the_launch_floor_and_views_nothing():
 def test_float32_convolutions_run_at_the_tf32_rate_and_products_do_not():
     conv, gemm = one_op("conv", flops=1e13), one_op("gemm", flops=1e13)
     assert op_times(conv, A100)[0] < op_times(gemm, A100)[0] / 4
-    without = dataclasses.replace(A100, peak_flops={"float32": 19.5e12})
+    without = msgspec.structs.replace(A100, peak_flops={"float32": 19.5e12})
     assert op_times(conv, without)[0] > op_times(gemm, without)[0]
 
 
@@ -168,7 +168,7 @@ def test_what_a_time_rests_on():
     own = CostTable({"a100-80g": KindCosts({("conv", "tf32", "forward"): Curve(0.5, 0, 0.5, 0, 1e-5, basis="calibrated")})})
     assert basis(conv, A100, own) == "calibrated"
     assert basis(gemm, A100, own) == "fitted"  # what the table does not hold comes from the shipped one
-    assert basis(conv, dataclasses.replace(A100, name="a100-80g/gpu3"), own) == "calibrated"
+    assert basis(conv, msgspec.structs.replace(A100, name="a100-80g/gpu3"), own) == "calibrated"
     assert explain_times(conv, A100, own).device_s[0] == pytest.approx(1e-5 + 1e12 / 78e12)
     assert "h100" in find_curve(KINDS["h200"], shipped_costs(), "gemm", "float32", "forward").source
 
@@ -309,15 +309,15 @@ def test_compiled_is_never_slower_than_eager():
 
 def test_constants_of_a_cluster_file_win_over_published_fits():
     graph = one_op("gemm", flops=1e13)
-    by_hand = dataclasses.replace(A100, gemm_efficiency={**A100.gemm_efficiency, "float32": 0.5})
+    by_hand = msgspec.structs.replace(A100, gemm_efficiency={**A100.gemm_efficiency, "float32": 0.5})
     found = explain_times(graph, by_hand)
     assert BASES[found.basis[0]] == "scaled"
     assert found.device_s[0] == pytest.approx(1e13 / (0.5 * 19.5e12), rel=0.01)
-    slower = dataclasses.replace(A100, peak_flops={**A100.peak_flops, "float32": 19.5e12 / 2})
+    slower = msgspec.structs.replace(A100, peak_flops={**A100.peak_flops, "float32": 19.5e12 / 2})
     found = explain_times(graph, slower)  # other peaks keep the fitted fractions
     assert BASES[found.basis[0]] == "fitted"
     assert found.device_s[0] == pytest.approx(2 * explain_times(graph, A100).device_s[0], rel=0.05)
-    slow_launch = dataclasses.replace(A100, launch_s=1e-3)
+    slow_launch = msgspec.structs.replace(A100, launch_s=1e-3)
     assert explain_times(one_op(size_bytes=8), slow_launch).device_s[0] == pytest.approx(1e-3, rel=0.01)
 
 

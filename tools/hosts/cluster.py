@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -158,7 +159,7 @@ def _kind(cores: float, memory_bytes: int, name: str) -> DeviceKind:
     """A processor with a share of cores: everything takes longer by the share that is missing."""
     whole = max(1, int(cores))
     kind, speed = cpu_kind(whole, memory_bytes, name), min(1.0, cores / whole)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         kind,
         peak_flops=MappingProxyType({dtype: peak * speed for dtype, peak in kind.peak_flops.items()}),
         memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s * speed,

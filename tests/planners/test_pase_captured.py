@@ -9,16 +9,17 @@ import torch
 from torch import nn
 from toys import pipeline_chain
 
+from benchmarks.papers.pase.baselines import strategy_cost
+from benchmarks.papers.pase.batch import batch_dims, data_parallel
 from rlplace.cost.price import price
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.graph.capture import capture
 from rlplace.plan import make_plan
 from rlplace.planners import run_planner
-from rlplace.planners.pase.captured import batch_dims, data_parallel, layer_graph, machine_of, shards_of
-from rlplace.planners.pase.costs import strategy_cost
+from rlplace.planners.pase.captured import layer_graph, machine_of, shards_of
 from rlplace.planners.pase.dp import solve
-from rlplace.planners.pase.layers import AllReduce
 from rlplace.planners.pase.pase import pase
+from rlplace.planners.pase.terms import AllReduce
 from rlplace.problem import FORWARD, Device
 from rlplace.simulator import simulate
 from rlplace.zoo import load_model
@@ -83,7 +84,7 @@ def test_layers_of_a_transformer(gpt):
     kinds = [layer.kind for layer in graph.layers]
     assert kinds.count("attention") == 2 and kinds.count("embedding") == 2
     assert kinds.count("gemm") == 9  # four products a block, and the head
-    mlp = graph.layers[graph.index("transformer.h.0.mlp.c_fc/addmm_2")]
+    mlp = next(layer for layer in graph.layers if layer.name == "transformer.h.0.mlp.c_fc/addmm_2")
     assert {dim.name.partition(".")[0] for dim in mlp.dims} == {"m", "n", "k"}
     assert prod(mlp.sizes()) == 8 * 64 * 256 * 1024
     sums = [term for term in mlp.terms if isinstance(term, AllReduce)]

@@ -14,12 +14,13 @@ A dimension that does not divide evenly is cut into the largest number of parts 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from rlplace.errors import InputError, unknown_name
 from rlplace.planners.pase.configs import cuts
-from rlplace.planners.pase.costs import CostTables, cost_tables, strategy_cost
+from rlplace.planners.pase.costs import CostTables, cost_tables, edge_costs, layer_costs
 from rlplace.planners.pase.dp import eliminate
 from rlplace.planners.pase.layers import Configuration, Layer, LayerGraph, Machine, Strategy, strategy_of
 from rlplace.planners.pase.order import dependent_sets, min_degree
@@ -34,6 +35,16 @@ def data_parallel(graph: LayerGraph, devices: int, *, machine: Machine | None = 
     return strategy_of(graph, devices, rows, strategy_cost(graph, rows, machine or Machine()))
 
 
+def strategy_cost(graph: LayerGraph, configurations: tuple[Configuration, ...], machine: Machine) -> float:
+    """Cost of any strategy in FLOP units, whether its configurations are legal or not."""
+    rows = [np.array([row], dtype=np.int64) for row in configurations]
+    total = sum(float(layer_costs(layer, row, machine)[0]) for layer, row in zip(graph.layers, rows, strict=True))
+    for edge in graph.edges:
+        ends = graph.layers[edge.source], graph.layers[edge.target], rows[edge.source], rows[edge.target]
+        total += float(edge_costs(edge, *ends, machine)[0, 0])
+    return total
+
+
 def one_weird_trick(layer: Layer, devices: int) -> Mapping[str, int] | None:
     """Data parallel convolutions, fully connected layers cut by output."""
     return {"conv": {"b": devices}, "gemm": {"n": devices}}.get(layer.kind)
@@ -42,7 +53,7 @@ def one_weird_trick(layer: Layer, devices: int) -> Mapping[str, int] | None:
 def layer_pipeline(layer: Layer, devices: int) -> Mapping[str, int] | None:
     """One stage an LSTM layer; batch over the devices of a stage."""
     if layer.kind == "lstm":
-        stages = min(devices, layer.dims[layer.position("l")].size)
+        stages = min(devices, next(dim.size for dim in layer.dims if dim.name == "l"))
         return {"l": stages, "b": devices // stages}
     return {"b": max(1, devices // 2)}
 
@@ -115,7 +126,7 @@ def complete(
     )
     order = min_degree(graph)
     chosen = eliminate(graph, tables, order, dependent_sets(graph, order))
-    return replace(tables.strategy(graph, devices, chosen), statistics=None)
+    return tables.strategy(graph, devices, chosen)
 
 
 def _row(graph: LayerGraph, layer: Layer, devices: int, wanted: Mapping[str, int]) -> Configuration:

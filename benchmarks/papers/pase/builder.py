@@ -6,10 +6,11 @@ network has no producer and costs nothing to bring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rlplace.planners.pase.layers import Dim, Layer, LayerEdge, LayerGraph, Layout, Term
+from rlplace.planners.pase.layers import Configuration, Layer, LayerEdge, LayerGraph
+from rlplace.planners.pase.terms import Dim, Layout, Term
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class GraphBuilder:
     """Collects layers and edges.
 
     Attributes:
-        name: Of the graph.
-        smallest_part: Of `LayerGraph`.
+        name: Name of the graph.
+        smallest_part: See `LayerGraph`.
     """
 
     name: str
@@ -50,7 +51,7 @@ class GraphBuilder:
         inputs: Sequence[tuple[Tensor, Layout]],
         output: Sequence[tuple[int, tuple[str, ...]]],
         *,
-        contiguous: bool = False,
+        allows: Callable[[tuple[int, ...], Configuration], bool] | None = None,
     ) -> Tensor:
         """Adds a layer.
 
@@ -61,10 +62,10 @@ class GraphBuilder:
             terms: Costs.
             inputs: Tensors, each with the layout in which the layer reads it.
             output: Per axis of the output its size and the dimensions that cut it.
-            contiguous: Of `Layer`.
+            allows: Which configurations are legal, see `Layer`; None: all.
         """
         index = len(self._layers)
-        self._layers.append(Layer(name, kind, tuple(dims), terms, contiguous))
+        self._layers.append(Layer(name, kind, tuple(dims), terms, allows))
         for tensor, layout in inputs:
             if tensor.producer is not None:
                 self._edges.append(LayerEdge(tensor.producer, index, tensor.sizes, tensor.layout, layout))

@@ -15,11 +15,11 @@ from collections import Counter
 import numpy as np
 import torch
 
+from benchmarks.papers.pase.batch import data_parallel
 from rlplace.cost.price import price
 from rlplace.graph.capture import capture
 from rlplace.plan import make_plan
 from rlplace.planners import run_planner
-from rlplace.planners.pase.captured import data_parallel
 from rlplace.simulator import simulate
 from rlplace.zoo import load_model
 

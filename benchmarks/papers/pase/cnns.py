@@ -11,7 +11,8 @@ from math import prod
 
 from benchmarks.papers.pase import kinds
 from benchmarks.papers.pase.builder import GraphBuilder, Tensor
-from rlplace.planners.pase.layers import Dim, LayerGraph, Term
+from rlplace.planners.pase.layers import LayerGraph
+from rlplace.planners.pase.terms import Dim, Term
 
 CNN_SMALLEST_PART = 4
 """Dimensions are only cut into parts of at least this size."""
@@ -84,10 +85,10 @@ class CnnBuilder(GraphBuilder):
         image = (Dim("b", b), Dim("c", c), Dim("h", h), Dim("w", w))
         inputs = [(x, (("b",), ("c",), ("h",), ("w",)))]
         whole = ((prod(x.sizes), ("b", "c", "h", "w")),)
-        flat = self.add(self._name("ravel"), "reshape", image, (), inputs, whole, contiguous=True)
+        flat = self.add(self._name("ravel"), "reshape", image, (), inputs, whole, allows=kinds.contiguous)
         rows = (Dim("b", b), Dim("n", c * h * w))
         output = ((b, ("b",)), (c * h * w, ("n",)))
-        return self.add(self._name("unravel"), "reshape", rows, (), [(flat, (("b", "n"),))], output, contiguous=True)
+        return self.add(self._name("unravel"), "reshape", rows, (), [(flat, (("b", "n"),))], output, allows=kinds.contiguous)
 
     def fc(self, x: Tensor, out: int, *, pointwise: int = 0) -> Tensor:
         """Fully connected layer."""

@@ -8,15 +8,59 @@ element each way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
-from rlplace.planners.pase.layers import AllReduce, Exchange, Halo, Layout, Relayout, Term, Work
+import numpy as np
+
+from rlplace.planners.pase.layers import Configuration
+from rlplace.planners.pase.terms import AllReduce, Exchange, FloatArray, Layout, Space, Term, Work, missing
 
 EXP_FLOP = 3.0
 """Multiply-adds of an exponential."""
 
 Names = Sequence[str]
 """Names of dimensions."""
+
+
+@dataclass(frozen=True)
+class Halo(Term):
+    """Borders along `dims` (batch, channels) that windows read from a neighbour's part.
+
+    Attributes:
+        windows: ``(dim, size, reach)`` of each windowed axis: dimension, size of the input along it, elements added to a
+            device's part when that dimension is cut.
+    """
+
+    windows: tuple[tuple[str, int, int], ...]
+
+    def amount(self, space: Space) -> FloatArray:
+        """Words of a device."""
+        inner = [size / space.parts[name] for name, size, _ in self.windows]
+        reach = [np.where(space.parts[name] > 1, reach, 0) for name, _, reach in self.windows]
+        border = space.product([part + extra for part, extra in zip(inner, reach, strict=True)]) - space.product(inner)
+        return self.factor * border * space.elements(self.dims)
+
+
+@dataclass(frozen=True)
+class Relayout(Term):
+    """Words that a device needs of a tensor of `sizes` laid out as `target` and does not hold of it as `source`."""
+
+    sizes: tuple[int, ...]
+    source: Layout
+    target: Layout
+
+    def amount(self, space: Space) -> FloatArray:
+        """Words of a device."""
+        return self.factor * missing(self.sizes, space.axes(self.source), space.axes(self.target))
+
+
+def contiguous(sizes: tuple[int, ...], row: Configuration) -> bool:
+    """Whether cutting a row-major space like this gives contiguous pieces: full cuts, then one partial cut, then none."""
+    axis = 0
+    while axis < len(sizes) and row[axis] == sizes[axis]:
+        axis += 1
+    return all(parts == 1 for parts in row[axis + 1 :])
 
 
 def gemm(
@@ -93,4 +137,4 @@ def lstm(layers: str, steps: str, batch: str, out: str, inner: str, sizes: tuple
     produced: Layout = ((batch,), (out,))
     wanted: Layout = ((batch,), (inner,))
     gates = gemm((steps, batch), (out,), (inner,), batch=(layers,), pointwise=3, times=(4, 2))
-    return (*gates, Relayout(float(cells), hidden, produced, wanted))
+    return (*gates, Relayout(float(cells), (), hidden, produced, wanted))

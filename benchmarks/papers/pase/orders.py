@@ -1,12 +1,42 @@
-"""The paper's baseline: a breadth-first order whose tables depend on all later neighbours of the whole prefix."""
+"""What a search takes, and the paper's baseline: a breadth-first order, its tables on all later neighbours of the prefix."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
+from rlplace.planners.pase.configs import all_configurations
+from rlplace.planners.pase.dp import tables_bytes
 from rlplace.planners.pase.layers import LayerGraph
-from rlplace.planners.pase.order import neighbours
+from rlplace.planners.pase.order import dependent_sets, min_degree, neighbours
+
+
+@dataclass(frozen=True)
+class SearchStatistics:
+    """What the search of a graph takes.
+
+    Attributes:
+        largest_configurations: K, configurations of the layer that has most.
+        largest_dependent_set: M, later layers that a table is indexed by, at most.
+        largest_product: Most combinations that a layer's table is filled from.
+        tables_bytes: Most bytes that tables and their arg-mins take together.
+    """
+
+    largest_configurations: int
+    largest_dependent_set: int
+    largest_product: int
+    tables_bytes: int
+
+
+def search_statistics(graph: LayerGraph, devices: int) -> SearchStatistics:
+    """What the search for so many devices takes, without the search."""
+    counts = [len(rows) for rows in all_configurations(graph, devices)]
+    order = min_degree(graph)
+    sets = dependent_sets(graph, order)
+    products = [prod(counts[other] for other in (layer, *later)) for layer, later in zip(order, sets, strict=True)]
+    return SearchStatistics(max(counts), max(map(len, sets)), max(products), tables_bytes(order, sets, counts))
 
 
 def breadth_first(graph: LayerGraph) -> tuple[int, ...]:

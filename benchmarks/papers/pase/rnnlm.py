@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from benchmarks.papers.pase import kinds
 from benchmarks.papers.pase.builder import GraphBuilder, Tensor
-from rlplace.planners.pase.layers import Dim, LayerGraph
+from rlplace.planners.pase.layers import LayerGraph
+from rlplace.planners.pase.terms import Dim
 
 
 def rnnlm(

@@ -90,6 +90,7 @@ def network(name):
 
 def search(name, devices):
     """Cost, K, M, largest product, seconds, bytes of tables and of the process at its peak."""
+    from benchmarks.papers.pase.orders import search_statistics
     from rlplace.planners.pase.dp import solve
 
     solve(network("alexnet"), 2)
@@ -97,8 +98,8 @@ def search(name, devices):
     start_s = time.perf_counter()
     found = solve(graph, devices)
     seconds = time.perf_counter() - start_s
-    s = found.statistics
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    s = search_statistics(graph, devices)
     return found.cost_flop, s.largest_configurations, s.largest_dependent_set, s.largest_product, seconds, s.tables_bytes, rss
 
 

@@ -14,27 +14,15 @@ lower, since they overlap with the backward pass.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from rlplace.errors import InputError
-from rlplace.planners.pase.layers import (
-    AllReduce,
-    Dim,
-    Exchange,
-    Layer,
-    LayerEdge,
-    LayerGraph,
-    Layout,
-    Machine,
-    Strategy,
-    Term,
-    Work,
-)
+from rlplace.planners.pase.layers import Layer, LayerEdge, LayerGraph, Machine, Strategy
+from rlplace.planners.pase.terms import AllReduce, Dim, Exchange, Layout, Term, Work
 from rlplace.problem import FORWARD, Problem
 from rlplace.problem.collectives import collective_s
 from rlplace.problem.sharding import Names, Sharding, gradient_sums
@@ -99,53 +87,13 @@ def layer_graph(
 def shards_of(problem: Problem, strategy: Strategy) -> dict[str, dict[str, int]]:
     """The strategy as the `shards` of a plan, for every op of every layer that is cut."""
     leaders, members = _cluster(problem, sharding_of(problem))
-    found: dict[str, dict[str, int]] = {}
+    shards: dict[str, dict[str, int]] = {}
     for op, member in members.items():
         parts = strategy.parts[problem.op_names[leaders[member.layer]]]
         cut = {own: parts[name] for own, name in member.names.items() if parts.get(name, 1) > 1}
         if cut:
-            found[problem.op_names[op]] = cut
-    return found
-
-
-def batch_dims(problem: Problem) -> dict[int, str]:
-    """The dimension of each forward op that runs along the samples, where one does; inputs are batch first."""
-    sharding = sharding_of(problem)
-    touched: dict[int, list[int]] = {}
-    for tensor, access in sharding.access.items():
-        for op in access:
-            touched.setdefault(op, []).append(tensor)
-    found: dict[int, str] = {}
-    pending: deque[int] = deque()
-
-    def reach(op: int, name: str) -> None:
-        if name and op not in found and op not in sharding.follows:
-            found[op] = name
-            pending.append(op)
-
-    for item in sharding.held:
-        if item.is_input and item.axes and item.axes[0] == problem.samples_per_microbatch:
-            for op, names in item.access.items():
-                reach(op, names[0])
-    while pending:
-        op = pending.popleft()
-        for tensor in touched.get(op, ()):
-            access = sharding.access[tensor]
-            if found[op] in access[op]:
-                axis = access[op].index(found[op])
-                for other, names in access.items():
-                    reach(other, names[axis])
-    return found
-
-
-def data_parallel(problem: Problem, devices: int) -> dict[str, dict[str, int]]:
-    """Shards that cut every op along its samples and nothing else."""
-    sharding = sharding_of(problem)
-    return {
-        problem.op_names[op]: {name: devices}
-        for op, name in sorted(batch_dims(problem).items())
-        if sharding.dims[op][name] % devices == 0
-    }
+            shards[problem.op_names[op]] = cut
+    return shards
 
 
 @dataclass(frozen=True)
@@ -182,7 +130,7 @@ def _clustered(problem: Problem, sharding: Sharding) -> tuple[list[int], dict[in
         if problem.op_phase[op] != FORWARD or (longest[op] == 0.0 and op not in with_backward):
             continue
         dims = sharding.dims.get(op, {})
-        found: _Member | None = None
+        member: _Member | None = None
         for tensor in sorted(inputs.get(op, ()), key=lambda t: (-int(problem.tensor_bytes[t]), t)) if dims else ():
             maker = int(problem.tensor_producer[tensor])
             if maker not in members:
@@ -193,12 +141,12 @@ def _clustered(problem: Problem, sharding: Sharding) -> tuple[list[int], dict[in
             }
             leader = leaders[members[maker].layer]
             if len(pairs) == len(dims) == len(set(pairs.values())) == len(sharding.dims.get(leader, {})):
-                found = _Member(members[maker].layer, pairs)
+                member = _Member(members[maker].layer, pairs)
                 break
-        if found is None:
-            found = _Member(len(leaders), {name: name for name in dims})
+        if member is None:
+            member = _Member(len(leaders), {name: name for name in dims})
             leaders.append(op)
-        members[op] = found
+        members[op] = member
     return leaders, members
 
 
@@ -309,15 +257,15 @@ class _Layers:
         if maker not in self.of or maker not in access:
             return []
         factor = self.problem.tensor_bytes[tensor] / WORD_BYTES / prod(axes)
-        found: dict[tuple[int, Layout], LayerEdge] = {}
+        edges: dict[tuple[int, Layout], LayerEdge] = {}
         for op, names in access.items():
             if op in self.of and self.of[op].layer != self.of[maker].layer:
                 source, target = self._layout(maker, access[maker]), self._layout(op, names)
                 ways = 2.0 if self._has_backward(op) and self._has_backward(maker) else 1.0
                 ends = self.of[maker].layer, self.of[op].layer
                 edge = LayerEdge(*ends, axes, source, target, ways * float(factor), ways * self.startup_words)
-                found.setdefault((ends[1], target), edge)
-        return list(found.values())
+                edges.setdefault((ends[1], target), edge)
+        return list(edges.values())
 
     def _layout(self, op: int, names: Names) -> Layout:
         known = self.of[op].names
@@ -326,24 +274,8 @@ class _Layers:
 
 def _merged(terms: list[Term]) -> list[Term]:
     """Terms that differ in their factor only, added up."""
-    found: dict[object, Term] = {}
+    factors: dict[Term, float] = {}
     for term in terms:
-        match term:
-            case Work(factor, dims):
-                key: object = (Work, dims)
-                old = found.get(key)
-                found[key] = Work(factor + (old.factor if old else 0.0), dims)
-            case AllReduce(factor, dims, over):
-                key = (AllReduce, dims, over)
-                old = found.get(key)
-                found[key] = AllReduce(factor + (old.factor if old else 0.0), dims, over)
-            case Exchange(factor, dims, when):
-                key = (Exchange, dims, when)
-                old = found.get(key)
-                found[key] = Exchange(factor + (old.factor if old else 0.0), dims, when)
-            case _:
-                found[object()] = term
-    return list(found.values())
-
-
-__all__ = ["batch_dims", "data_parallel", "layer_graph", "machine_of", "shards_of", "sharding_of"]
+        kind = replace(term, factor=0.0)
+        factors[kind] = factors.get(kind, 0.0) + term.factor
+    return [replace(kind, factor=factor) for kind, factor in factors.items()]

@@ -9,12 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.planners.pase.layers import Dim, Layer, LayerGraph
-
-IntArray = NDArray[np.int64]
+from rlplace.planners.pase.layers import Layer, LayerGraph
+from rlplace.planners.pase.terms import Dim, IntArray
 
 
 def configurations(layer: Layer, devices: int, smallest_part: int = 1) -> IntArray:
@@ -29,8 +27,8 @@ def configurations(layer: Layer, devices: int, smallest_part: int = 1) -> IntArr
     if devices < 1:
         raise InputError(f"cannot split layers over {devices} devices; give at least 1")
     rows = _rows(tuple(cuts(dim, devices, smallest_part) for dim in layer.dims), devices)
-    if layer.contiguous:
-        rows = tuple(row for row in rows if _contiguous(layer.sizes(), row))
+    if layer.allows is not None:
+        rows = tuple(row for row in rows if layer.allows(layer.sizes(), row))
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(layer.dims))
 
 
@@ -54,11 +52,3 @@ def _rows(cuts: tuple[tuple[int, ...], ...], devices: int) -> tuple[tuple[int, .
     for options in cuts:
         rows = [((*row, parts), used * parts) for row, used in rows for parts in options if used * parts <= devices]
     return tuple(row for row, _ in rows)
-
-
-def _contiguous(sizes: tuple[int, ...], row: tuple[int, ...]) -> bool:
-    """Whether cutting a row-major space like this gives contiguous pieces: full cuts, then one partial cut, then none."""
-    axis = 0
-    while axis < len(sizes) and row[axis] == sizes[axis]:
-        axis += 1
-    return all(parts == 1 for parts in row[axis + 1 :])

@@ -11,7 +11,6 @@ being small, and one compiled loop takes the minimum over v (a min-plus product)
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.planners.pase.costs import CostTables, FloatArray, cost_tables
-from rlplace.planners.pase.layers import LayerGraph, Machine, SearchStatistics, Strategy, strategy_of
+from rlplace.planners.pase.costs import CostTables, cost_tables
+from rlplace.planners.pase.layers import LayerGraph, Machine, Strategy
 from rlplace.planners.pase.order import dependent_sets, min_degree
+from rlplace.planners.pase.terms import FloatArray
 
 IntpArray = NDArray[np.intp]
 
@@ -49,40 +49,29 @@ class Table:
     values: FloatArray
 
 
-def solve(graph: LayerGraph, devices: int, *, machine: Machine | None = None, order: Sequence[int] | None = None) -> Strategy:
+def solve(graph: LayerGraph, devices: int, *, machine: Machine | None = None) -> Strategy:
     """The strategy of least cost for `devices` devices.
 
     Args:
         graph: Layers and tensors.
         devices: p, most devices a layer may use.
         machine: Rates that turn words into FLOP; default: the paper's.
-        order: Elimination order as layer indices; default: minimum degree. Any order gives the same cost.
 
     Raises:
-        InputError: Fewer than one device, an order that is none, or tables beyond `MAX_TABLES_BYTES`, or a layer with more
-            than `MAX_CONFIGURATIONS` configurations.
+        InputError: Fewer than one device, tables beyond `MAX_TABLES_BYTES`, or a layer with more than `MAX_CONFIGURATIONS`
+            configurations.
     """
-    start_s = time.perf_counter()
     tables = cost_tables(graph, devices, machine or Machine())
-    order = min_degree(graph) if order is None else tuple(order)
+    order = min_degree(graph)
     sets = dependent_sets(graph, order)
     counts = [len(rows) for rows in tables.configurations]
-    most_bytes = _tables_bytes(graph, order, sets, counts)
-    chosen = eliminate(graph, tables, order, sets)
-    combinations = [0] * len(counts)
-    for vertex, later in zip(order, sets, strict=True):
-        combinations[vertex] = prod(counts[other] for other in (vertex, *later))
-    found = tables.strategy(graph, devices, chosen)
-    statistics = SearchStatistics(
-        largest_configurations=max(counts),
-        largest_dependent_set=max(len(later) for later in sets),
-        largest_product=max(combinations),
-        combinations=tuple(combinations),
-        order=order,
-        tables_bytes=most_bytes,
-        seconds=time.perf_counter() - start_s,
-    )
-    return strategy_of(graph, devices, found.configurations, found.cost_flop, statistics)
+    most = tables_bytes(order, sets, counts)
+    if most > MAX_TABLES_BYTES or max(counts) > MAX_CONFIGURATIONS:
+        raise InputError(
+            f"layer graph {graph.name!r}: the search needs {most:.3g} bytes of tables (limit {MAX_TABLES_BYTES:.3g}) and "
+            f"{max(counts)} configurations a layer (limit {MAX_CONFIGURATIONS}); use fewer devices or raise smallest_part"
+        )
+    return tables.strategy(graph, devices, eliminate(graph, tables, order, sets))
 
 
 def eliminate(graph: LayerGraph, tables: CostTables, order: Sequence[int], sets: Sequence[tuple[int, ...]]) -> IntpArray:
@@ -95,12 +84,12 @@ def eliminate(graph: LayerGraph, tables: CostTables, order: Sequence[int], sets:
         sets: The dependent set of each vertex of the order.
     """
     waiting: list[list[Table]] = [[Table((vertex,), cost)] for vertex, cost in enumerate(tables.layer_flop)]
-    place = {vertex: i for i, vertex in enumerate(order)}
+    position = {vertex: i for i, vertex in enumerate(order)}
 
     def hand_on(table: Table) -> None:
         """Leaves a table with the layer of its scope that goes first."""
         if table.scope:
-            waiting[min(table.scope, key=place.__getitem__)].append(table)
+            waiting[min(table.scope, key=position.__getitem__)].append(table)
 
     for edge, cost in zip(graph.edges, tables.edge_flop, strict=True):
         hand_on(Table((edge.source, edge.target), cost))
@@ -117,13 +106,15 @@ def eliminate(graph: LayerGraph, tables: CostTables, order: Sequence[int], sets:
     return chosen
 
 
-def _tables_bytes(graph: LayerGraph, order: Sequence[int], sets: Sequence[tuple[int, ...]], counts: list[int]) -> int:
+def tables_bytes(order: Sequence[int], sets: Sequence[tuple[int, ...]], counts: list[int]) -> int:
     """Most bytes of tables and arg-mins at any time; known before a table is filled.
 
-    Raises:
-        InputError: More than `MAX_TABLES_BYTES`.
+    Args:
+        order: Elimination order.
+        sets: The dependent set of each vertex of the order.
+        counts: Configurations of each layer.
     """
-    place = {vertex: i for i, vertex in enumerate(order)}
+    position = {vertex: i for i, vertex in enumerate(order)}
     freed = [0] * (len(order) + 1)
     tables = arg_mins = most = 0
     for i, later in enumerate(sets):
@@ -131,13 +122,8 @@ def _tables_bytes(graph: LayerGraph, order: Sequence[int], sets: Sequence[tuple[
         arg_mins += 2 * size
         tables += 8 * size
         most = max(most, tables + arg_mins)
-        freed[min((place[other] for other in later), default=len(order))] += 8 * size
+        freed[min((position[other] for other in later), default=len(order))] += 8 * size
         tables -= freed[i]
-    if most > MAX_TABLES_BYTES or max(counts) > MAX_CONFIGURATIONS:
-        raise InputError(
-            f"layer graph {graph.name!r}: the search needs {most:.3g} bytes of tables (limit {MAX_TABLES_BYTES:.3g}) and "
-            f"{max(counts)} configurations a layer (limit {MAX_CONFIGURATIONS}); use fewer devices or raise smallest_part"
-        )
     return most
 
 

@@ -74,49 +74,39 @@ def pase(
     if (problem.group_device >= 0).any():
         raise InputError("pase: a problem with fixed groups cannot be cut; free the groups")
     deadline, evaluator = Deadline(time_limit_s), Evaluator(problem)
-    best: _Found | None = None
-    nearest: _Found | None = None
+    tried: list[_Candidate] = []
     skipped: dict[str, str] = {}
-    for what, shards in _strategies(problem, most, gradient_prices, skipped):
-        found = _simulate(problem, shards, seed, evaluator, what)
-        if found.line.feasible and (best is None or found.step_s < best.step_s):
-            best, deadline.secured = found, True
-        if nearest is None or found.overflow < nearest.overflow:
-            nearest = found
+    for searched, shards in _strategies(problem, most, gradient_prices, skipped):
+        tried.append(_simulate(problem, shards, seed, evaluator, searched))
+        deadline.secured |= tried[-1].line.feasible
         if deadline.passed():
             break
-    if best is None:
-        for price in _MEMORY_PRICES:
-            try:
-                shards = _search(problem, most, gradient_prices[0], price)
-            except InputError as error:
-                skipped[str(most)] = str(error)
-                break
-            what = {"devices": most, "gradient_price": gradient_prices[0], "memory_price_s_per_byte": price}
-            found = _simulate(problem, shards, seed, evaluator, what)
-            if nearest is None or found.overflow < nearest.overflow:
-                nearest = found
-            if found.line.feasible:
-                best = found
-                break
-            if deadline.passed():
-                break
-    if best is None:
-        _refuse(problem, nearest)
-    report = {**best.what, **({"skipped": skipped} if skipped else {})}
+    for price in () if deadline.secured else _MEMORY_PRICES:
+        try:
+            shards = _search(problem, most, gradient_prices[0], price)
+        except InputError as error:
+            skipped[str(most)] = str(error)
+            break
+        searched = {"devices": most, "gradient_price": gradient_prices[0], "memory_price_s_per_byte": price}
+        tried.append(_simulate(problem, shards, seed, evaluator, searched))
+        if tried[-1].line.feasible or deadline.passed():
+            break
+    fitting = [candidate for candidate in tried if candidate.line.feasible]
+    if not fitting:
+        _refuse(problem, min(tried, key=lambda candidate: candidate.overflow).line)
+    best = min(fitting, key=lambda candidate: candidate.line.step_time_s or 0.0)
+    report = {**best.searched, **({"skipped": skipped} if skipped else {})}
     return best.plan.with_predicted(best.line.predicted(problem).told(pase=report))
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
-    what: Mapping[str, Any]
+class _Candidate:
+    """A simulated strategy, what it was searched with, and the bytes that do not fit (inf where the step does not complete)."""
+
+    searched: Mapping[str, Any]
     plan: PlacementPlan
     line: Timeline
     overflow: float
-
-    @property
-    def step_s(self) -> float:
-        return float("inf") if self.line.step_time_s is None else self.line.step_time_s
 
 
 def _strategies(
@@ -147,19 +137,18 @@ def _search(problem: Problem, devices: int, gradient_price: float, memory_price:
     return shards_of(problem, solve(graph, devices, machine=machine_of(problem, devices)))
 
 
-def _simulate(problem: Problem, shards: Shards, seed: int, evaluator: Evaluator, what: Mapping[str, Any]) -> _Found:
+def _simulate(problem: Problem, shards: Shards, seed: int, evaluator: Evaluator, searched: Mapping[str, Any]) -> _Candidate:
     plan = make_plan(problem, np.zeros(problem.num_groups, dtype=np.int32), planner="pase", seed=seed, shards=shards or None)
     evaluator.count()
     line = simulate(problem, plan)
     reserved = np.array([device.reserved_bytes for device in problem.devices], dtype=np.float64)
     over = np.maximum(line.peak_memory_bytes - problem.memory_limit_bytes - reserved, 0.0)
-    return _Found(what, plan, line, float(over.sum()) if line.step_time_s is not None else float("inf"))
+    return _Candidate(searched, plan, line, float(over.sum()) if line.step_time_s is not None else float("inf"))
 
 
-def _refuse(problem: Problem, nearest: _Found | None) -> NoReturn:
+def _refuse(problem: Problem, line: Timeline) -> NoReturn:
     """Raises with the reason of the strategy that was closest to fitting."""
-    line = None if nearest is None else nearest.line
-    if line is not None and line.step_time_s is not None:
+    if line.step_time_s is not None:
         raise InfeasibleError(
             f"pase found no strategy that fits ({line.violations[0]}); use more or larger devices, or a smaller batch"
         )

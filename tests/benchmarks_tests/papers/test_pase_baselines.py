@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from benchmarks.papers.pase.baselines import complete, data_parallel, expert, one_weird_trick
+from benchmarks.papers.pase.baselines import complete, data_parallel, expert, one_weird_trick, strategy_cost
 from benchmarks.papers.pase.cnns import alexnet
 from benchmarks.papers.pase.inception import inception_v3
 from benchmarks.papers.pase.mcmc import mcmc
@@ -13,7 +13,6 @@ from benchmarks.papers.pase.rnnlm import rnnlm
 from benchmarks.papers.pase.transformer import transformer
 from rlplace.errors import InputError
 from rlplace.planners.pase.configs import all_configurations
-from rlplace.planners.pase.costs import strategy_cost
 from rlplace.planners.pase.dp import solve
 from rlplace.planners.pase.layers import LayerGraph, Machine, Strategy
 

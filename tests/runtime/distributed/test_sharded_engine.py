@@ -10,7 +10,7 @@ import sharded_worker as worker
 from equal import build
 
 import rlplace
-from rlplace.planners.pase.captured import data_parallel
+from benchmarks.papers.pase.batch import data_parallel
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 
 MODELS = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]

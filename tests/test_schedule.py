@@ -24,7 +24,6 @@ OTHER_MEANINGS = {
     "list": {
         "rlplace/comparing/records.py",  # the executor's name
         "rlplace/graph/inputs.py",  # a kind of argument
-        "rlplace/planners/pardnn/pardnn.py",  # the executor's name
         "rlplace/simulator/timeline.py",  # the executor's name
     },
     "gpipe": {"rlplace/planners/__init__.py", "rlplace/planners/gpipe.py"},  # the planner

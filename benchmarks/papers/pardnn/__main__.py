@@ -17,15 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clustering
+from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clustering, measures
+from benchmarks.papers.pardnn.fifo import FifoStep, fifo
 from benchmarks.papers.pardnn.models import MODELS, char_crn, trn, word_rnn, wrn
 from benchmarks.papers.pardnn.tape import Chip
 from rlplace.errors import InfeasibleError
 from rlplace.planners import run_planner
+from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.repair import repair
-from rlplace.planners.pardnn.emulator import fifo
-from rlplace.planners.pardnn.memory import consumption, reduce_peaks
-from rlplace.planners.pardnn.nodegraph import measures, op_graph
+from rlplace.planners.pardnn.memory import limits, peak_bytes, reduce_peaks
+from rlplace.planners.pardnn.nodegraph import op_graph
 from rlplace.planners.pardnn.pardnn import place_clusters
 from rlplace.planners.pardnn.slicing import slice_graph
 from rlplace.problem import Problem
@@ -132,13 +133,21 @@ def memory() -> None:
         for problem, name in _memory_cases():
             graph = op_graph(problem, range(problem.num_devices))
             devices = place_clusters(problem, graph, slice_graph(graph))
-            peak = consumption(problem, devices, fifo(problem, devices)).peak_bytes.max()
+            peak = peak_bytes(problem, devices, fifo(problem, devices)).max()
             limited = with_memory(problem, int(tight * peak / 0.9))
-            found = reduce_peaks(limited, devices)
-            slower = fifo(limited, found.devices).makespan_s / fifo(limited, devices).makespan_s
+            rounds: list[FifoStep] = []
+
+            def run_of(devices: Assignment, limited: Problem = limited, rounds: list[FifoStep] = rounds) -> FifoStep:
+                rounds.append(fifo(limited, devices))
+                return rounds[-1]
+
+            relieved = reduce_peaks(limited, devices, run_of)
+            run = fifo(limited, relieved)
+            fits = bool((peak_bytes(limited, relieved, run) <= limits(limited)).all())
+            moved = float((relieved != devices)[limited.op_group].mean())
             print(
-                f"{name:24s} limit {tight:.2f} x peak: fits {found.fits}, {100 * found.moved_share:5.2f} % of ops moved, "
-                f"{found.rounds} rounds, makespan {slower:.3f} x"
+                f"{name:24s} limit {tight:.2f} x peak: fits {fits}, {100 * moved:5.2f} % of ops moved, "
+                f"{len(rounds)} rounds, makespan {run.end_s.max() / rounds[0].end_s.max():.3f} x"
             )
 
 

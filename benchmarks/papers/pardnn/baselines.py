@@ -1,4 +1,4 @@
-"""The paper's graph baselines, for comparisons: linear clustering with GLB mapping, and its critical-path heuristic.
+"""The paper's measures of a graph, and its baselines: linear clustering with GLB mapping, and its critical-path heuristic.
 
 Linear clustering (Kim and Browne, 1988) takes the heaviest path of what is left, again and again, until no node is left;
 guided load balancing (Radulescu and van Gemund, 1998) then takes clusters by their start and gives each to the device of least
@@ -7,6 +7,8 @@ of least work at that moment. Time O(V (V + E)) and O(V + E).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,6 +37,30 @@ def critical_path_first(problem: Problem, graph: NodeGraph) -> Assignment:
     single[path.cluster == 0] = 0
     _, cluster = np.unique(single, return_inverse=True)
     return _least_loaded(problem, graph, finish_clusters(graph, cluster.astype(np.int32), 1, int(cluster.max()) + 1), 1)
+
+
+@dataclass(frozen=True)
+class GraphMeasures:
+    """The paper's two measures of a graph.
+
+    Attributes:
+        parallelism: DoP, total work over the work of the heaviest path (transfers count when the path is chosen).
+        communication_ratio: CCR, all edges' transfer times over all nodes' times.
+    """
+
+    parallelism: float
+    communication_ratio: float
+
+
+def measures(graph: NodeGraph) -> GraphMeasures:
+    """DoP and CCR of a graph."""
+    from rlplace.planners.pardnn import kernels
+
+    work, cluster = float(graph.weight_s.sum()), np.full(graph.num_nodes, -1, dtype=np.int32)
+    barred, bottom = np.zeros(graph.num_nodes, dtype=bool), np.zeros(graph.num_nodes)
+    kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, 1, cluster, bottom)
+    path = float(graph.weight_s[cluster == 0].sum())
+    return GraphMeasures(work / path if path else 1.0, float(graph.cost_s.sum()) / work if work else 0.0)
 
 
 def _least_loaded(problem: Problem, graph: NodeGraph, clusters: Clusters, given: int) -> Assignment:

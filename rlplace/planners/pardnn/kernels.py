@@ -111,11 +111,11 @@ def _sum(tree, end):
 
 @inner
 def _assign(
-    cluster, device, place, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr, near,
+    cluster, device, chosen, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr, near,
     near_cost,
 ):  # fmt: skip
     """Maps a cluster: its work moves from the open tree to the device's, and its neighbours' traffic goes there."""
-    place[cluster] = device
+    chosen[cluster] = device
     room[device] -= size[cluster]
     for i in range(member_ptr[cluster], member_ptr[cluster + 1]):
         node = member[i]
@@ -127,12 +127,12 @@ def _assign(
 
 @entry
 def map_clusters(
-    place, reason, sequence, rounds, most_communicating, distance, work_share, ticks, trees, open_tree, span_start, span_end,
+    chosen, sequence, rounds, most_communicating, distance, work_share, ticks, trees, open_tree, span_start, span_end,
     cluster_time, own_in_span, total, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr, near, near_cost,
 ):  # fmt: skip
-    """Locality first, then load balancing: fills `place` [S] and `reason` [S] (0 given, 1 locality, 2 load).
+    """Locality first, then load balancing: fills `chosen` [S].
 
-    place: int32 [S], devices of clusters that are settled beforehand, -1 elsewhere.
+    chosen: int32 [S], devices of clusters that are settled beforehand, -1 elsewhere.
     sequence: int32, the other clusters by falling criticality.
     distance: float64 [K, K], what traffic between two devices costs relative to its mean.
     work_share: how much work in the span counts beside traffic when load is balanced; below 0: by what the cluster adds.
@@ -147,10 +147,10 @@ def map_clusters(
     num_devices = len(trees)
     for node in range(len(level)):
         _add(open_tree, level[node], weight[node])
-    for cluster in range(len(place)):
-        if place[cluster] >= 0:
+    for cluster in range(len(chosen)):
+        if chosen[cluster] >= 0:
             _assign(
-                cluster, place[cluster], place, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s,
+                cluster, chosen[cluster], chosen, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s,
                 weight, near_ptr, near, near_cost,
             )  # fmt: skip
     work = np.zeros(num_devices)
@@ -158,7 +158,7 @@ def map_clusters(
         mapped = 0
         for i in range(len(sequence)):
             cluster = sequence[i]
-            if place[cluster] >= 0:
+            if chosen[cluster] >= 0:
                 continue
             best = 0
             for device in range(1, num_devices):
@@ -191,16 +191,15 @@ def map_clusters(
             outweighs = gain > max(seconds, work[best], free) + slack
             if absorbs or balanced or outweighs:
                 _assign(
-                    cluster, best, place, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight,
+                    cluster, best, chosen, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight,
                     near_ptr, near, near_cost,
                 )  # fmt: skip
-                reason[cluster] = 1
                 mapped += 1
         if mapped == 0:
             break
     for i in range(len(sequence)):
         cluster = sequence[i]
-        if place[cluster] >= 0:
+        if chosen[cluster] >= 0:
             continue
         start, end = span_start[cluster], span_end[cluster]
         best, lowest, roomiest = -1, np.inf, -1
@@ -226,7 +225,6 @@ def map_clusters(
         if best < 0:
             continue
         _assign(
-            cluster, best, place, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr,
+            cluster, best, chosen, trees, open_tree, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr,
             near, near_cost,
         )  # fmt: skip
-        reason[cluster] = 2

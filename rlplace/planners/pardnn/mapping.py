@@ -13,71 +13,52 @@ the device of most traffic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.planners.pardnn.nodegraph import NodeGraph
 from rlplace.planners.pardnn.slicing import Clusters
 
-GIVEN, LOCALITY, LOAD = range(3)
-"""Why a cluster is where it is; see `Mapping`."""
-
 HIGH_CCR = 10.0
-"""From this communication to computation ratio on, clusters with most of their traffic at one device count as local there."""
-
-
-@dataclass(frozen=True, eq=False)
-class Mapping:
-    """Where the clusters went.
-
-    Attributes:
-        device: int32 [S], index into the devices in use.
-        reason: int8 [S], `GIVEN` (a primary, or no choice), `LOCALITY` or `LOAD`.
-    """
-
-    device: NDArray[np.int32]
-    reason: NDArray[np.int8]
+"""From this ratio of communication to computation on, a cluster with more than a K-th of its traffic at one device counts as
+local there."""
 
 
 def map_clusters(
     graph: NodeGraph,
     clusters: Clusters,
     *,
-    most_communicating: bool | None = None,
     work_share: float | None = 1.0,
     room_bytes: NDArray[np.float64] | None = None,
-) -> Mapping:
+) -> NDArray[np.int32]:
     """Maps clusters to devices.
 
     Args:
         graph: The graph; primary p goes to its p-th device.
         clusters: From `rlplace.planners.pardnn.slicing.slice_graph`.
-        most_communicating: Whether clusters with more than a K-th of their traffic at one device count as local; default
-            whether the CCR of the graph is at least `HIGH_CCR`.
         work_share: How much the work in the span counts beside traffic when load is balanced, above 0; the paper's rule is 1,
             and less keeps together what exchanges much. None: instead of that work the cluster's own time counts, as far as
             the device is busy in the span.
         room_bytes: float64 [K], footprints that devices can take while others can; default no limit.
+
+    Returns:
+        int32 [S], index into the devices in use; -1 where there is none.
     """
     from rlplace.planners.pardnn import kernels
 
     count, devices = clusters.num_clusters, len(graph.devices)
-    if most_communicating is None:
-        work = float(graph.weight_s.sum())
-        most_communicating = work > 0 and float(graph.cost_s.sum()) / work >= HIGH_CCR
+    work = float(graph.weight_s.sum())
+    most_communicating = work > 0 and float(graph.cost_s.sum()) / work >= HIGH_CCR
     ticks, level = np.unique(clusters.top_s, return_inverse=True)
     span_start, span_end = (np.searchsorted(ticks, time) for time in spans(graph, clusters))
     time_s = np.zeros((count, devices))
     np.add.at(time_s, clusters.cluster, graph.time_s)
     inside = (level >= span_start[clusters.cluster]) & (level < span_end[clusters.cluster])
     own = np.bincount(clusters.cluster[inside], weights=graph.weight_s[inside], minlength=count)
-    place = np.full(count, -1, dtype=np.int32)
-    place[: clusters.primaries] = np.arange(clusters.primaries)
+    device = np.full(count, -1, dtype=np.int32)
+    device[: clusters.primaries] = np.arange(clusters.primaries)
     only = np.isfinite(time_s).sum(axis=1) == 1
-    place[only] = np.isfinite(time_s[only]).argmax(axis=1)
-    reason = np.zeros(count, dtype=np.int8)
+    device[only] = np.isfinite(time_s[only]).argmax(axis=1)
     near_ptr, near, near_cost = cluster_graph(graph, clusters)
     total = np.zeros(count)
     np.add.at(total, near, near_cost)
@@ -86,12 +67,12 @@ def map_clusters(
     rounds = max(1, int(np.ceil(np.log2(max(graph.num_nodes, 2)))))
     ends = np.append(ticks, float((clusters.top_s + graph.weight_s).max()))
     kernels.map_clusters(
-        place, reason, np.flatnonzero(place < 0).astype(np.int32), rounds, most_communicating, graph.distance,
+        device, np.flatnonzero(device < 0).astype(np.int32), rounds, most_communicating, graph.distance,
         -1.0 if work_share is None else work_share, ends, np.zeros((devices, len(ticks) + 1)), np.zeros(len(ticks) + 1),
         span_start.astype(np.int64), span_end.astype(np.int64), time_s, own, total, np.zeros((count, devices)), room, size,
         clusters.member_ptr, clusters.member, level.astype(np.int64), graph.time_s, graph.weight_s, near_ptr, near, near_cost,
     )  # fmt: skip
-    return Mapping(place, reason)
+    return device
 
 
 def spans(graph: NodeGraph, clusters: Clusters) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -1,6 +1,6 @@
 """Step 2 of ParDNN: making a mapping fit.
 
-H1 runs the step (`rlplace.planners.pardnn.emulator`), tracks the memory consumption of every device over its events, and where
+H1 reads the times of the step off a run, tracks the memory consumption of every device over its events, and where
 one passes its limit moves groups away: a greedy min-knapsack over what a move costs (the group's time and its transfers with
 neighbours on the device) and what it frees there now. Then the step is run again with the new devices, until nothing passes.
 
@@ -20,7 +20,7 @@ Of the devices with room now, those with room at their peak come first, then the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.planners.common.oparrays import op_arrays
-from rlplace.planners.pardnn.emulator import ExecutedStep, fifo
 from rlplace.problem import Problem
 
 RESERVE = 0.1
@@ -41,37 +40,18 @@ SLACK = 0.01
 """Bytes that one overflow frees beyond what it must, relative to the limit."""
 
 MAX_MOVED = 0.15
-"""Share of the ops that H1 may move in all."""
+"""Share of the ops that H1 may move in all; one op always may."""
 
 
-@dataclass(frozen=True, eq=False)
-class Consumption:
-    """Memory over a run.
+class ExecutedStep(Protocol):
+    """What the sweep reads of a step; a simulated one (`rlplace.simulator.Timeline`) has it."""
 
-    Attributes:
-        peak_bytes: float64 [D], with resident bytes, without the devices' reserved ones.
-        over_bytes: float64 [D], how far the peak is above the limit.
-    """
-
-    peak_bytes: NDArray[np.float64]
-    over_bytes: NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Relief:
-    """What H1 did.
-
-    Attributes:
-        devices: int32 [G].
-        fits: Whether the run with these devices stays under the limits.
-        moved_share: Ops that changed their device, relative to all.
-        rounds: Runs of the step.
-    """
-
-    devices: Assignment
-    fits: bool
-    moved_share: float
-    rounds: int
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    transfer_tensor: NDArray[np.int32]
+    transfer_destination: NDArray[np.int32]
+    transfer_start_s: NDArray[np.float64]
+    transfer_end_s: NDArray[np.float64]
 
 
 def limits(problem: Problem, reserve: float = RESERVE) -> NDArray[np.float64]:
@@ -80,59 +60,46 @@ def limits(problem: Problem, reserve: float = RESERVE) -> NDArray[np.float64]:
     return (1.0 - reserve) * total - np.array([d.reserved_bytes for d in problem.devices], dtype=np.float64)
 
 
-def consumption(problem: Problem, devices: Assignment, run: ExecutedStep, reserve: float = RESERVE) -> Consumption:
-    """Mcons of a run: its peaks and how far they pass the limits."""
-    limit = limits(problem, reserve)
-    _, peak, _ = _sweep(problem, devices.copy(), run, limit, 0)
-    return Consumption(peak, np.maximum(peak - limit, 0.0))
+def peak_bytes(problem: Problem, devices: Assignment, run: ExecutedStep) -> NDArray[np.float64]:
+    """float64 [D], peaks of Mcons over a run, with resident bytes, without the devices' reserved ones."""
+    return _sweep(problem, devices.copy(), run, np.full(problem.num_devices, np.inf), 0)[1]
 
 
 def reduce_peaks(
-    problem: Problem,
-    devices: Assignment,
-    run_of: Callable[[Assignment], ExecutedStep] | None = None,
-    *,
-    reserve: float = RESERVE,
-    rounds: int = ROUNDS,
-    max_moved: float = MAX_MOVED,
-) -> Relief:
+    problem: Problem, devices: Assignment, run_of: Callable[[Assignment], ExecutedStep], *, reserve: float = RESERVE
+) -> Assignment:
     """Heuristic H1.
 
     Args:
         problem: The problem.
         devices: int32 [G], legal; not changed.
-        run_of: Runs an assignment; default the FIFO emulator.
+        run_of: Runs an assignment.
         reserve: Share of every device's memory that stays free.
-        rounds: Most runs.
-        max_moved: Share of the ops that may move; one op always may.
 
     Returns:
-        The assignment of least overflow that was met.
+        int32 [G], the assignment of least overflow that was met.
     """
-    run_of = run_of or (lambda found: fifo(problem, found))
     limit = limits(problem, reserve)
     ops_of = np.bincount(problem.op_group, minlength=problem.num_groups)
     movable = problem.group_allowed.sum(axis=1) > 1
-    budget = max(1, int(max_moved * problem.num_ops))
+    budget = max(1, int(MAX_MOVED * problem.num_ops))
     current = devices.astype(np.int32)
     best, least = current, np.inf
-    done = 0
-    for done in range(1, rounds + 1):
+    for rounds_left in reversed(range(ROUNDS)):
         run = run_of(current)
-        _, peak, _ = _sweep(problem, current.copy(), run, limit, 0)
+        peak = peak_bytes(problem, current, run)
         over = float((np.maximum(peak - limit, 0.0) / np.maximum(limit, 1.0))[np.isfinite(limit)].sum())
         if over < least:
             best, least = current, over
         left = budget - int(ops_of[current != devices].sum())
-        if over == 0.0 or done == rounds or left <= 0:
+        if over == 0.0 or rounds_left == 0 or left <= 0:
             break
         following = current.copy()
-        made, _, _ = _sweep(problem, following, run, limit, left, peak=peak, movable=movable)
-        if made == 0:
+        moves, _ = _sweep(problem, following, run, limit, left, peak=peak, movable=movable)
+        if moves == 0:
             break
         current = following
-    moved = float(ops_of[best != devices].sum()) / max(problem.num_ops, 1)
-    return Relief(best, least == 0.0, moved, done)
+    return best
 
 
 def balance_residents(problem: Problem, devices: Assignment, tolerance: float = 0.02) -> Assignment:
@@ -149,13 +116,12 @@ def balance_residents(problem: Problem, devices: Assignment, tolerance: float = 
     result = devices.astype(np.int32)
     graph = group_graph(problem)
     count = problem.num_devices
-    made = problem.tensor_producer >= 0
+    produced = problem.tensor_producer >= 0
     outputs = np.bincount(
-        problem.op_group[problem.tensor_producer[made]], weights=problem.tensor_bytes[made], minlength=problem.num_groups
+        problem.op_group[problem.tensor_producer[produced]], weights=problem.tensor_bytes[produced], minlength=len(result)
     )
     resident = problem.resident_bytes.astype(np.float64)
-    total, produced = max(resident.sum(), 1.0), max(outputs.sum(), 1.0)
-    share = 0.5 * count * (resident / total + outputs / produced)
+    share = 0.5 * count * (resident / max(resident.sum(), 1.0) + outputs / max(outputs.sum(), 1.0))
     load = np.bincount(result, weights=share, minlength=count)
     latency, inverse = mean_link(problem)
     cost = graph.mean_time_s + np.bincount(
@@ -186,8 +152,8 @@ def _sweep(
     *,
     peak: NDArray[np.float64] | None = None,
     movable: NDArray[np.bool_] | None = None,
-) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-    """Moves made, float64 [D] peaks and float64 [D] overflow left; changes `devices`."""
+) -> tuple[int, NDArray[np.float64]]:
+    """Moves made and float64 [D] peaks; changes `devices`."""
     from rlplace.planners.pardnn import sweep_kernel as kernels
 
     a = op_arrays(problem)
@@ -212,31 +178,29 @@ def _sweep(
         devices=devices,
         phase=np.zeros(ops, dtype=np.int8),
         uses=uses,
-        sends=np.bincount(run.tensor, minlength=tensors).astype(np.int32),
+        sends=np.bincount(run.transfer_tensor, minlength=tensors).astype(np.int32),
         held=np.zeros((tensors, count), dtype=bool),
         rerouted=np.zeros(tensors, dtype=bool),
         memory=memory,
         peak=memory.copy(),
-        over=np.maximum(memory - limit, 0.0),
         room=np.full(count, np.inf) if peak is None else limit - peak,
         seen=np.zeros((tensors, 2), dtype=np.int64),
         stamp=np.zeros(1, dtype=np.int64),
     )
     slack = SLACK * np.where(np.isfinite(limit), limit, 0.0)
-    made = kernels.sweep(*_events(run), moves, slack, facts, state)
-    return int(made), state.peak, state.over
+    return int(kernels.sweep(*_events(run), moves, slack, facts, state)), state.peak
 
 
 def _events(run: ExecutedStep) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
     """Kind, op or tensor, and device (-1 for ops) of all events, in order."""
     from rlplace.planners.pardnn import sweep_kernel as kernels
 
-    ops, sends = len(run.start_s), len(run.tensor)
+    ops, sends = len(run.start_s), len(run.transfer_tensor)
     ends = np.where(run.end_s <= run.start_s, kernels.OP_END_AT_ONCE, kernels.OP_END)
     fixed = [np.full(n, k) for n, k in ((sends, kernels.ARRIVED), (sends, kernels.SENT), (ops, kernels.OP_START))]
     kind = np.concatenate([ends, *fixed]).astype(np.int8)
     number, none = np.arange(ops, dtype=np.int32), np.full(ops, -1, dtype=np.int32)
-    order = np.lexsort((kind, np.concatenate([run.end_s, run.arrived_s, run.sent_s, run.start_s])))
-    item = np.concatenate([number, run.tensor, run.tensor, number]).astype(np.int32)
-    place = np.concatenate([none, run.destination, run.destination, none]).astype(np.int32)
-    return kind[order], item[order], place[order]
+    order = np.lexsort((kind, np.concatenate([run.end_s, run.transfer_end_s, run.transfer_start_s, run.start_s])))
+    item = np.concatenate([number, run.transfer_tensor, run.transfer_tensor, number]).astype(np.int32)
+    device = np.concatenate([none, run.transfer_destination, run.transfer_destination, none]).astype(np.int32)
+    return kind[order], item[order], device[order]

@@ -67,28 +67,6 @@ class NodeGraph:
         return np.asarray(~np.isfinite(self.time_s).all(axis=1))
 
 
-@dataclass(frozen=True)
-class GraphMeasures:
-    """The paper's two measures of a graph.
-
-    Attributes:
-        parallelism: DoP, total work over the work of the heaviest path (transfers count when the path is chosen).
-        communication_ratio: CCR, all edges' transfer times over all nodes' times.
-    """
-
-    parallelism: float
-    communication_ratio: float
-
-
-def measures(graph: NodeGraph) -> GraphMeasures:
-    """DoP and CCR of a graph."""
-    from rlplace.planners.pardnn.slicing import heaviest_path
-
-    work = float(graph.weight_s.sum())
-    path = float(graph.weight_s[heaviest_path(graph)].sum())
-    return GraphMeasures(work / path if path else 1.0, float(graph.cost_s.sum()) / work if work else 0.0)
-
-
 def op_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     """One node per op; then one per group that owns a tensor others read."""
     owners, owner_node = np.unique(problem.tensor_owner[problem.tensor_owner >= 0], return_inverse=True)

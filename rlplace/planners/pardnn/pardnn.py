@@ -13,7 +13,7 @@ memory moves, chunks of the longest primary.
 Departures: candidates differ in the number of devices and in whether nodes are ops or whole groups, and the simulator chooses
 among them. Unlike devices: a node weighs its mean time, a device's load counts its own time, the heaviest primary goes to the
 fastest device. Nodes that may not go everywhere stay out of the paths; those with one device only are settled first. The memory
-step reads times off the simulator, whose executor goes by priority, instead of the FIFO emulator (option `executor`). What
+step reads times off the simulator, whose executor goes by priority and lets transfers queue, in place of a FIFO emulator. What
 still does not fit goes through the repair that all planners share.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.subsets import LARGE_OPS, device_subsets, map_parts
 from rlplace.planners.pardnn.colocation import group_devices
-from rlplace.planners.pardnn.emulator import ExecutedStep, fifo, listed
 from rlplace.planners.pardnn.mapping import map_clusters
 from rlplace.planners.pardnn.memory import RESERVE, balance_residents, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import NodeGraph, folded_graph, op_graph
@@ -41,7 +41,6 @@ from rlplace.planners.pardnn.slicing import Clusters, bind_groups, cut_long_prim
 from rlplace.problem import Problem
 
 MEMORY = ("h1", "h2", "both", "none")
-EXECUTORS = ("list", "fifo")
 
 WORK_SHARES = (1.0, 2.0, 0.3, 0.1, 0.03, None)
 """What work counts beside traffic when load is balanced (`rlplace.planners.pardnn.mapping.map_clusters`); 1 is the paper's."""
@@ -62,7 +61,6 @@ def pardnn(
     seed: int = 0,
     time_limit_s: float | None = None,
     memory: str = "both",
-    executor: str = "list",
     **execution: Any,
 ) -> PlacementPlan:
     """The best of ParDNN's assignments; see the module docstring.
@@ -72,21 +70,15 @@ def pardnn(
         seed: Not used; the method is deterministic.
         time_limit_s: Seconds.
         memory: Memory step for assignments that do not fit: ``"h1"``, ``"h2"``, ``"both"`` or ``"none"``.
-        executor: Whose times H1 sweeps: ``"list"`` (the simulator) or ``"fifo"`` (the paper's emulator).
         **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
     """
     if memory not in MEMORY:
         raise unknown_name("memory step", memory, MEMORY)
-    if executor not in EXECUTORS:
-        raise unknown_name("executor", executor, EXECUTORS)
-
-    def build(found: Problem, number: int) -> Iterator[Assignment]:
-        return candidates(found, number, memory=memory, executor=executor)
-
+    build = partial(candidates, memory=memory)
     return one_shot(problem, "pardnn", build, seed=seed, time_limit_s=time_limit_s, **execution)
 
 
-def candidates(problem: Problem, seed: int, *, memory: str = "both", executor: str = "list") -> Iterator[Assignment]:
+def candidates(problem: Problem, seed: int, *, memory: str = "both") -> Iterator[Assignment]:
     """Assignments for every number of devices; the quickest that do not fit come again after the memory step."""
     del seed
     limited = bool(np.isfinite(problem.memory_limit_bytes).any()) and memory != "none"
@@ -111,9 +103,9 @@ def candidates(problem: Problem, seed: int, *, memory: str = "both", executor: s
                     quickest = min(quickest, score.step_time_s)
                 else:
                     over.append((score.step_time_s, len(over), cut, devices))
-        for step_s, _, cut, devices in sorted(over, key=lambda found: found[:2])[:RELIEVED]:
+        for step_s, _, cut, devices in sorted(over, key=lambda row: row[:2])[:RELIEVED]:
             if step_s < quickest:
-                yield from _relieved(problem, cut, devices, evaluator, memory, executor)
+                yield from _relieved(problem, cut, devices, evaluator, memory)
 
 
 def place_clusters(
@@ -126,7 +118,7 @@ def place_clusters(
 ) -> Assignment:
     """int32 [G], devices of the problem: mapped clusters, co-located groups, and parts swapped where links or speeds differ."""
     mapping = map_clusters(graph, clusters, work_share=work_share, room_bytes=room_bytes)
-    devices = group_devices(problem, graph, clusters, mapping.device)
+    devices = group_devices(problem, graph, clusters, mapping)
     used = np.array(graph.devices)
     if not np.isin(devices, used).all():
         return devices
@@ -164,17 +156,11 @@ def _cuts(problem: Problem, subset: list[int], limited: bool) -> Iterator[_Cut]:
                 yield _Cut(view, cut, share, limit)
 
 
-def _relieved(
-    problem: Problem, cut: _Cut, devices: Assignment, evaluator: Evaluator, memory: str, executor: str
-) -> Iterator[Assignment]:
+def _relieved(problem: Problem, cut: _Cut, devices: Assignment, evaluator: Evaluator, memory: str) -> Iterator[Assignment]:
     """An assignment after the memory step."""
-
-    def run_of(found: Assignment) -> ExecutedStep:
-        return fifo(problem, found) if executor == "fifo" else listed(evaluator.timeline(found))
-
     if memory in ("h1", "both"):
         for reserve in RESERVES:
-            yield reduce_peaks(problem, devices, run_of, reserve=reserve).devices
+            yield reduce_peaks(problem, devices, evaluator.timeline, reserve=reserve)
     if memory in ("h2", "both"):
         yield balance_residents(problem, devices)
         chunks = cut_long_primary(cut.graph, cut.clusters)

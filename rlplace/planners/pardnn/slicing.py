@@ -99,16 +99,6 @@ def node_levels(graph: NodeGraph, cluster: NDArray[np.int32]) -> tuple[NDArray[n
     return top, bottom
 
 
-def heaviest_path(graph: NodeGraph) -> NDArray[np.int64]:
-    """Nodes of the longest path, transfers included."""
-    from rlplace.planners.pardnn import kernels
-
-    cluster = _no_cluster(graph)
-    barred = np.zeros(graph.num_nodes, dtype=bool)
-    kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, 1, cluster, np.zeros(graph.num_nodes))
-    return np.flatnonzero(cluster == 0)
-
-
 def bind_groups(graph: NodeGraph, clusters: Clusters) -> Clusters:
     """Puts all nodes of a group into one cluster: a primary if one holds any of them, else that of its heaviest node.
 

@@ -51,7 +51,6 @@ class State(NamedTuple):
     rerouted: Any  # bool [T], still to be made, and its maker or a reader has moved
     memory: Any  # float64 [D], starts with resident bytes
     peak: Any  # float64 [D], a copy of it
-    over: Any  # float64 [D], largest overflow that was left
     room: Any  # float64 [D], bytes under the limit at the device's peak in the run as it was
     seen: Any  # int64 [T, 2], scratch: reading groups are numbered, and their readers of a tensor counted
     stamp: Any  # int64 [1], last such number
@@ -261,10 +260,10 @@ def _end(op, f, s):
 
 
 @entry
-def sweep(kind, item, place, moves, slack, f, s):
+def sweep(kind, item, destination, moves, slack, f, s):
     """Tracks Mcons over the events of a run and, where it passes a limit, moves groups away; returns the moves made.
 
-    kind, item, place: the events in order: ops that start and end, tensors that are sent and arrive, at a device (`place`).
+    kind, item, destination: the events in order: ops that start and end, tensors that are sent to a device and arrive there.
     moves: how many may be made; 0 only measures. slack: float64 [D], bytes freed beyond the overflow.
     """
     made = 0
@@ -279,7 +278,7 @@ def sweep(kind, item, place, moves, slack, f, s):
             s.memory[device] += f.temporary[which]
             s.peak[device] = max(s.peak[device], s.memory[device])
         elif what == SENT:
-            device = place[event]
+            device = destination[event]
             if s.uses[which, device] == 0 or s.devices[f.holder[which]] == device:
                 continue
             _hold(which, device, f, s)
@@ -290,8 +289,6 @@ def sweep(kind, item, place, moves, slack, f, s):
                 _drop(which, source, f, s)
         else:
             _end(which, f, s)
-        if device >= 0 and s.memory[device] > f.limit[device]:
-            if made < moves:
-                made += _relieve(device, slack[device], moves - made, f, s)
-            s.over[device] = max(s.over[device], s.memory[device] - f.limit[device])
+        if device >= 0 and made < moves and s.memory[device] > f.limit[device]:
+            made += _relieve(device, slack[device], moves - made, f, s)
     return made

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clustering
+from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clustering, measures
 from benchmarks.papers.pardnn.models import MODELS, char_crn, trn, word_rnn, wrn
 from benchmarks.papers.pardnn.tape import Chip, Tape
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
-from rlplace.planners.pardnn.nodegraph import measures, op_graph
+from rlplace.planners.pardnn.nodegraph import op_graph
 from rlplace.problem import UPDATE
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -130,14 +130,14 @@ def report(options: argparse.Namespace, models: dict[str, tuple[str, int, int]],
     ]
     rows = []
     for name, (spec, batch, seq) in models.items():
-        found = Measurement.load(file_of(options, name, dtype))
-        assert found.step is not None
+        measurement = Measurement.load(file_of(options, name, dtype))
+        assert measurement.step is not None
         model = load_model(spec, batch=batch, seq=seq, dtype=dtype)
         graph = rlplace.capture(model.module, model.example_inputs, loss=model.loss, name=model.name)
         problem = rlplace.price(graph, cluster, level="op", costs=str(table))
         line = rlplace.simulate(problem, [0] * problem.num_groups)
         basis = problem.source["op_times"][cluster.kinds[0].name]
-        step, seconds, predicted = found.step, found.step.quiet_s, line.step_time_s
+        step, seconds, predicted = measurement.step, measurement.step.quiet_s, line.step_time_s
         rows.append(
             [
                 name,

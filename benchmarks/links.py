@@ -113,8 +113,8 @@ def anchors() -> None:
     print(f"{'cluster':12s} {'collective':11s} {'n':>2s} {'model':>7s} {'published':>10s} {'error %':>8s}")
     for text, kind, count, published, source in ANCHORS:
         seconds = collective_s(Cluster.preset(text).links, kind, range(count), 8.0 * GIB)
-        found = bus_factor(kind, count) * 8 * GIB / seconds / 1e9
-        print(f"{text:12s} {kind:11s} {count:2d} {found:7.1f} {published:10.1f} {100 * (found / published - 1):8.1f}  {source}")
+        bus = bus_factor(kind, count) * 8 * GIB / seconds / 1e9
+        print(f"{text:12s} {kind:11s} {count:2d} {bus:7.1f} {published:10.1f} {100 * (bus / published - 1):8.1f}  {source}")
 
 
 def cost() -> None:

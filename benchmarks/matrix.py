@@ -92,8 +92,8 @@ def main() -> None:
                     sys.exit(f"{failed.model} on {failed.cluster}: {error}")
                 say = f"{time.monotonic() - began:7.1f} s  {case.model} on {cluster}, {parts} micro-batches"
                 print(say, file=sys.stderr, flush=True)
-    found = [gather(store, cases, planners) for _, planners, store, cases in blocks]
-    text = report(found, options)
+    gathered = [gather(store, cases, planners) for _, planners, store, cases in blocks]
+    text = report(gathered, options)
     print(text)
     if options.write:
         write(text)

@@ -71,12 +71,12 @@ def causal(graph: OpGraph) -> OpGraph:
 def predict(anchor: Anchor, graph: OpGraph) -> tuple[float, float, str]:
     """Seconds of a step, tokens/s, and what it rests on."""
     kind = TITAN if anchor.kind == "titan" else KINDS[anchor.kind]
-    found = explain_times(graph, kind, host=anchor.host)
+    explained = explain_times(graph, kind, host=anchor.host)
     update = graph.op_phase == UPDATE
-    seconds = found.seconds[~update].sum() + found.seconds[update].sum() * anchor.update_share / anchor.accumulate
+    seconds = explained.seconds[~update].sum() + explained.seconds[update].sum() * anchor.update_share / anchor.accumulate
     # Selective recompute: that share of the layers' forward products runs twice, with all that is not a product.
-    seconds += anchor.recompute * found.seconds[graph.op_phase == FORWARD].sum()
-    shares = ", ".join(f"{100 * share:.0f} % {basis}" for basis, share in found.shares().items())
+    seconds += anchor.recompute * explained.seconds[graph.op_phase == FORWARD].sum()
+    shares = ", ".join(f"{100 * share:.0f} % {basis}" for basis, share in explained.shares().items())
     return seconds, anchor.batch * anchor.seq / seconds, shares
 
 
@@ -107,14 +107,14 @@ def main() -> None:
 
 def show_classes(anchor: Anchor, graph: OpGraph) -> None:
     kind = TITAN if anchor.kind == "titan" else KINDS[anchor.kind]
-    found = explain_times(graph, kind, host=anchor.host)
+    explained = explain_times(graph, kind, host=anchor.host)
     rows: dict[str, list[float]] = {}
     for op, name in enumerate(graph.op_kind):
         row = rows.setdefault(
             f"{name} {('forward', 'backward', 'backward', 'update')[graph.op_phase[op]]}", [0.0, 0.0, 0.0, 0.0]
         )
-        row[0] += found.device_s[op]
-        row[1] += found.seconds[op]
+        row[0] += explained.device_s[op]
+        row[1] += explained.seconds[op]
         row[2] += graph.op_flops[op]
         row[3] += graph.op_bytes[op]
     for name, (device, seconds, flops, size) in sorted(rows.items(), key=lambda item: -item[1][1])[:12]:

@@ -119,7 +119,7 @@ def overhead(timings: dict[tuple[str, str], list[OpTiming]]) -> float:
     Their work is known best (a fixed time plus bytes over bandwidth explains them to 2 %). Other classes cannot tell the
     overhead from the time that it takes to fill the device.
     """
-    found = []
+    overheads = []
     for (name, kind), rows in timings.items():
         if name != "elem":
             continue
@@ -127,8 +127,8 @@ def overhead(timings: dict[tuple[str, str], list[OpTiming]]) -> float:
         numbers = {"peak_flops": card.peak_flops["float32"], "bandwidth_bytes_per_s": card.memory_bandwidth_bytes_per_s}
         fitted = [dataclasses.replace(row, flops=0.0) for row in rows if not held_out(row)]
         curve = fit_op_curve(fitted, **numbers, basis="fitted", source="", floor_s=card.launch_s, saturations=(1.0,))
-        found.append(curve.overhead_s)
-    return float(f"{np.median(found):.2g}")
+        overheads.append(curve.overhead_s)
+    return float(f"{np.median(overheads):.2g}")
 
 
 def shorten(curve: Curve) -> Curve:
@@ -166,14 +166,14 @@ def report_held_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostT
         card = card_of(kind)
         test = [row for row in rows if held_out(row)]
         curve = table.kinds[kind].curves[(CLASS_OF_FILE[name], "float32", "forward")]
-        found = errors(curve, test, card)
+        error = errors(curve, test, card)
         plain = errors(msgspec.structs.replace(curve, residual=None), test, card).mean()
         allowed = REQUIRED_BMM.get(kind, REQUIRED[name]) if name == "bmm" else REQUIRED[name]
         allowed = float("inf") if (name, kind) == ("bmm", "v100") else allowed
-        fine &= found.mean() <= allowed
+        fine &= error.mean() <= allowed
         print(
-            f"{name:9s}{kind:10s}{len(rows) - len(test):9d}{len(test):9d}{plain:9.1f}{found.mean():9.1f}{np.median(found):9.1f}"
-            f"{np.percentile(found, 90):9.1f}{allowed:9.0f}"
+            f"{name:9s}{kind:10s}{len(rows) - len(test):9d}{len(test):9d}{plain:9.1f}{error.mean():9.1f}{np.median(error):9.1f}"
+            f"{np.percentile(error, 90):9.1f}{allowed:9.0f}"
         )
     return fine
 

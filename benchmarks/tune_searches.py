@@ -105,13 +105,13 @@ def limits(budget: str) -> dict[str, Any]:
 
 def with_floors(cases: Sequence[Case]) -> list[Started]:
     """The cases that have a floor, with it."""
-    found = []
+    started = []
     for case in cases:
         try:
-            found.append(Started(case, get_planner("best")(case.problem, **case.execution.arguments)))
+            started.append(Started(case, get_planner("best")(case.problem, **case.execution.arguments)))
         except InfeasibleError:
             tell(f"{case.name} is left out: no one-shot planner has a plan that fits")
-    return found
+    return started
 
 
 def measure(

@@ -109,10 +109,10 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 
 def _edit(data: Any, rng: Random) -> Any:
     """Changes one entry of nested data in place."""
-    found = places(data)
-    if not found:
+    paths = places(data)
+    if not paths:
         return copy.deepcopy(rng.choice(VALUES))
-    (holder, at), (other, there) = rng.choice(found), rng.choice(found)
+    (holder, at), (other, there) = rng.choice(paths), rng.choice(paths)
     action = rng.choice((0, 1, 2, 3, 4, 5, 5, 5, 6, 7, 8, 8))
     if action == 0:
         del holder[at]

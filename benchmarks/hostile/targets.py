@@ -44,29 +44,31 @@ def _check(good: bool, what: str) -> None:
 def _simulated(problem: Any, plan: Any) -> None:
     from rlplace.simulator import simulate
 
-    found = simulate(problem, plan)
-    step = found.step_time_s
+    timeline = simulate(problem, plan)
+    step = timeline.step_time_s
     _check(step is None or (math.isfinite(step) and step >= 0), f"step time {step}")
-    _check(bool((found.peak_memory_bytes >= 0).all()), f"peaks {found.peak_memory_bytes}")
+    _check(bool((timeline.peak_memory_bytes >= 0).all()), f"peaks {timeline.peak_memory_bytes}")
 
 
 def _problem(path: Path, seeds: Path) -> None:
     from rlplace.problem import Problem, problem_from_dict, problem_to_dict
     from rlplace.problem.collectives import collective_channels, collective_s
 
-    found = Problem.load(path)
-    everywhere = range(found.num_devices)
-    collective_channels(found.links, everywhere)
+    problem = Problem.load(path)
+    everywhere = range(problem.num_devices)
+    collective_channels(problem.links, everywhere)
     for kind in ("all_reduce", "broadcast", "all_to_all"):
-        _check(collective_s(found.links, kind, everywhere, 1e6) >= 0, f"a time of {kind}")
-    device = min(1, found.num_devices - 1)
-    _simulated(found, [device if d < 0 else int(d) for d in found.group_device])
-    _check(problem_from_dict(problem_to_dict(found)).fingerprint == found.fingerprint, "another fingerprint on the way back")
-    if found.sharding is None:
+        _check(collective_s(problem.links, kind, everywhere, 1e6) >= 0, f"a time of {kind}")
+    device = min(1, problem.num_devices - 1)
+    _simulated(problem, [device if d < 0 else int(d) for d in problem.group_device])
+    _check(
+        problem_from_dict(problem_to_dict(problem)).fingerprint == problem.fingerprint, "another fingerprint on the way back"
+    )
+    if problem.sharding is None:
         from rlplace.planners import get_planner
 
         try:
-            get_planner("heft")(found)
+            get_planner("heft")(problem)
         except RecursionError as error:
             raise Broken("heft recursed") from error
 
@@ -88,14 +90,14 @@ def _plan(path: Path, seeds: Path) -> None:
 
     problem = _known(seeds / f"{_PROBLEM_OF.get(path.name, 'toy')}.problem.json")
     PlacementPlan.load(path)
-    found = PlacementPlan.load(path, problem)
-    _simulated(*expand(problem, found))
+    plan = PlacementPlan.load(path, problem)
+    _simulated(*expand(problem, plan))
     if problem.resident_bytes.sum() == (problem.weight_bytes + problem.gradient_bytes + problem.optimizer_bytes).sum():
-        footprint(problem, found)
+        footprint(problem, plan)
     again = path.with_name("again.plan.json")
-    found.save(again)
+    plan.save(again)
     try:
-        _check(PlacementPlan.load(again, problem).fingerprint == found.fingerprint, "another fingerprint on the way back")
+        _check(PlacementPlan.load(again, problem).fingerprint == plan.fingerprint, "another fingerprint on the way back")
     finally:
         again.unlink()
 
@@ -105,11 +107,11 @@ def _source(path: Path, seeds: Path) -> None:
     from rlplace.runtime.distributed.graph.inputs import micro_batch
     from rlplace.runtime.distributed.job.recipe import cluster_of_plan, recipe_of
 
-    found = PlacementPlan.load(path)
-    recipe_of(found)
-    if not str((found.source or {}).get("cluster")).startswith("host"):
-        cluster_of_plan(found)
-    micro_batch(found, None)
+    plan = PlacementPlan.load(path)
+    recipe_of(plan)
+    if not str((plan.source or {}).get("cluster")).startswith("host"):
+        cluster_of_plan(plan)
+    micro_batch(plan, None)
 
 
 def _graph(path: Path, seeds: Path) -> None:
@@ -131,13 +133,13 @@ def _cluster(path: Path, seeds: Path) -> None:
     from rlplace.cluster import Cluster
     from rlplace.cost import price
 
-    found = Cluster.load(path)
-    problem = price(_net(seeds / "net.graph.json"), found, groups=2)
+    cluster = Cluster.load(path)
+    problem = price(_net(seeds / "net.graph.json"), cluster, groups=2)
     _simulated(problem, [problem.num_devices - 1] * problem.num_groups)
     again = path.with_name("again.toml")
-    found.save(again)
+    cluster.save(again)
     try:
-        _check(Cluster.load(again).fingerprint == found.fingerprint, "another fingerprint on the way back")
+        _check(Cluster.load(again).fingerprint == cluster.fingerprint, "another fingerprint on the way back")
     finally:
         again.unlink()
 
@@ -147,8 +149,8 @@ def _cluster_text(path: Path, seeds: Path) -> None:
 
     text = path.read_text(errors="replace")
     if "host" not in text or text == "host":
-        found = parse(text[:10_000])
-        _check(len(found.devices) <= 4096, "too many devices")
+        cluster = parse(text[:10_000])
+        _check(len(cluster.devices) <= 4096, "too many devices")
 
 
 def _costs(path: Path, seeds: Path) -> None:
@@ -157,9 +159,9 @@ def _costs(path: Path, seeds: Path) -> None:
     from rlplace.cost.table import CostTable
     from rlplace.cost.tablefile import table_from_dict, table_to_dict
 
-    found = CostTable.load(path)
-    seconds = op_times(_net(seeds / "net.graph.json"), KINDS["l4"], found)
-    _check(table_from_dict(table_to_dict(found)) == found, "another table on the way back")
+    table = CostTable.load(path)
+    seconds = op_times(_net(seeds / "net.graph.json"), KINDS["l4"], table)
+    _check(table_from_dict(table_to_dict(table)) == table, "another table on the way back")
     _check(bool(((seconds >= 0) & (seconds < 1e9)).all()), f"op times {seconds}")
 
 
@@ -169,9 +171,9 @@ def _measurement(path: Path, seeds: Path) -> None:
     from rlplace.cost.compute import op_times
     from rlplace.cost.measurement import Measurement
 
-    found = Measurement.load(path)
-    _check(Measurement.from_dict(found.to_dict()) == found, "another measurement on the way back")
-    table = calibrate([found], KINDS["cpu"], holdout=0.5).table
+    measurement = Measurement.load(path)
+    _check(Measurement.from_dict(measurement.to_dict()) == measurement, "another measurement on the way back")
+    table = calibrate([measurement], KINDS["cpu"], holdout=0.5).table
     seconds = op_times(_net(seeds / "net.graph.json"), KINDS["cpu"], table)
     _check(bool((seconds >= 0).all()), f"op times {seconds}")
 
@@ -179,10 +181,10 @@ def _measurement(path: Path, seeds: Path) -> None:
 def _timings(path: Path, seeds: Path) -> None:
     from rlplace.cost.timings import PlanTimings
 
-    found = PlanTimings.load(path)
-    for plan in found.plans:
+    timings = PlanTimings.load(path)
+    for plan in timings.plans:
         _check(math.isfinite(plan.median_s) and math.isfinite(plan.spread) and math.isfinite(plan.error or 0.0), "not finite")
-    json.dumps(found.to_dict(), allow_nan=False)
+    json.dumps(timings.to_dict(), allow_nan=False)
 
 
 def _trials(path: Path, seeds: Path) -> None:
@@ -192,17 +194,17 @@ def _trials(path: Path, seeds: Path) -> None:
         for trial in store.trials(include_running=True):
             _check(math.isfinite(trial.median_s) or not trial.step_s, "a median is not finite")
         for name in store.problems():
-            found = store.problem(name)
-            _simulated(found, [max(0, int(d)) for d in found.group_device])
+            problem = store.problem(name)
+            _simulated(problem, [max(0, int(d)) for d in problem.group_device])
         store.sites()
 
 
 def _curve(path: Path, seeds: Path) -> None:
     from rlplace.planners.strategy.efficiency import BatchCurve
 
-    found = BatchCurve.load(path)
+    curve = BatchCurve.load(path)
     for batch in (1, 256, 10**6):
-        _check(0 < found.epochs(batch) < math.inf, f"{found.epochs(batch)} epochs")
+        _check(0 < curve.epochs(batch) < math.inf, f"{curve.epochs(batch)} epochs")
 
 
 def _rows(path: Path, seeds: Path) -> None:
@@ -253,8 +255,8 @@ def _resume(path: Path, seeds: Path) -> None:
 def _labels(path: Path, seeds: Path) -> None:
     from rlplace.agents.labels import Labels
 
-    found = Labels.load(path)
-    _check(found.features.ndim == 3 and found.change.shape == found.group.shape == found.features.shape[:2], "shapes")
+    labels = Labels.load(path)
+    _check(labels.features.ndim == 3 and labels.change.shape == labels.group.shape == labels.features.shape[:2], "shapes")
 
 
 def _training(path: Path, seeds: Path) -> None:
@@ -308,8 +310,8 @@ def _correction(path: Path, seeds: Path) -> None:
     from rlplace.measured.correction import Correction, corrected
 
     problem = _known(seeds / "toy.problem.json")
-    found = Correction.from_dict(parse_json(read_text(path), str(path)))
-    _simulated(corrected(problem, found), [0] * problem.num_groups)
+    correction = Correction.from_dict(parse_json(read_text(path), str(path)))
+    _simulated(corrected(problem, correction), [0] * problem.num_groups)
 
 
 def _site(path: Path, seeds: Path) -> None:

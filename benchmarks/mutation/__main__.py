@@ -97,11 +97,11 @@ def main() -> None:
     if not args.report:
         known = {(row["file"], row["number"]) for row in done}
         for file in args.files:
-            found = mutants((ROOT / file).read_text())
-            for mutant in random.Random(f"{args.seed} {file}").sample(found, min(args.each, len(found))):
+            changes = mutants((ROOT / file).read_text())
+            for mutant in random.Random(f"{args.seed} {file}").sample(changes, min(args.each, len(changes))):
                 if (file, mutant.number) in known:
                     continue
-                row = {"file": file, "number": mutant.number, "line": mutant.line, "what": mutant.what, "of": len(found)}
+                row = {"file": file, "number": mutant.number, "line": mutant.line, "what": mutant.what, "of": len(changes)}
                 row |= _run(file, mutant.number, args.timeout)
                 done.append(row)
                 with args.out.open("a") as out:

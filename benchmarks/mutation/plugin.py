@@ -24,11 +24,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
 class _Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        found = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if found is None or found.origin is None or str(Path(found.origin).resolve()) != FILE:
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.origin is None or str(Path(spec.origin).resolve()) != FILE:
             return None
-        found.loader = _Loader(name, FILE)
-        return found
+        spec.loader = _Loader(name, FILE)
+        return spec
 
 
 sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from rlplace.errors import InputError, RlplaceError, show
+from rlplace.errors import InputError, RlplaceError, show, whole_number
 from tools.hosts.emulate import Host, Hosts
 from tools.hosts.network import CARD
 from tools.hosts.output import Pump, Sink
@@ -228,8 +228,7 @@ def launch(
     words = _check_command(command)
     if hosts.gone:
         raise InputError("hosts: these hosts have been removed; launch inside the with block of emulated_hosts")
-    if isinstance(processes_per_host, bool) or not isinstance(processes_per_host, int) or not 1 <= processes_per_host <= 64:
-        raise InputError(f"hosts: processes_per_host: {show(processes_per_host)} is not in 1..64")
+    whole_number(processes_per_host, "hosts: processes_per_host", 1, 64)
     if not 0 <= grace_s <= 600:
         raise InputError(f"hosts: grace_s: {show(grace_s)} is not in 0..600")
     port = _PORTS[len(hosts.jobs) % len(_PORTS)]

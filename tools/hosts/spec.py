@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError, show, whole_number
 from rlplace.files import finite_number
 
 MAX_HOSTS = 32
@@ -50,10 +50,10 @@ class HostsSpec:
     cpu_period_s: float = 0.01
 
     def __post_init__(self) -> None:
-        count = _whole(self.hosts, "hosts", 1, MAX_HOSTS)
+        count = whole_number(self.hosts, "hosts: hosts", 1, MAX_HOSTS)
         object.__setattr__(self, "rate_bits_per_s", _rates(self.rate_bits_per_s, count))
         if self.burst_bytes is not None:
-            _whole(self.burst_bytes, "burst_bytes", *BURST_RANGE_BYTES)
+            whole_number(self.burst_bytes, "hosts: burst_bytes", *BURST_RANGE_BYTES)
         object.__setattr__(self, "cpu_share", _shares(self.cpu_share, count))
         object.__setattr__(self, "cpus", _cores(self.cpus, count))
         object.__setattr__(self, "delay_s", _number(self.delay_s, "delay_s", 0.0, 10.0))
@@ -159,7 +159,7 @@ def _cores(value: Any, count: int) -> tuple[tuple[int, ...], ...] | None:
         cores = item if isinstance(item, (tuple, list)) else (item,)
         if not cores:
             raise InputError(f"hosts: cpus[{i}]: a host needs at least one core")
-        by_host.append(tuple(sorted({_whole(core, f"cpus[{i}]", 0, 4095) for core in cores})))
+        by_host.append(tuple(sorted({whole_number(core, f"hosts: cpus[{i}]", 0, 4095) for core in cores})))
     return tuple(by_host)
 
 
@@ -168,11 +168,3 @@ def _number(value: Any, where: str, low: float, high: float) -> float:
     if not low <= number <= high:
         raise InputError(f"hosts: {where}: {number:g} is outside {low:g}..{high:g}")
     return number
-
-
-def _whole(value: Any, where: str, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"hosts: {where}: expected a whole number, found {show(value)}")
-    if not low <= value <= high:
-        raise InputError(f"hosts: {where}: {show(value)} is outside {low}..{high}")
-    return value

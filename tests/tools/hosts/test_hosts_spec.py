@@ -21,8 +21,8 @@ PAIRS = ((0, 1e9, 5e7), (2e8, 0, 1e8), (1e9, 5e8, 0))
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"hosts": 0}, "outside 1..32"),
-        ({"hosts": 10**400}, "outside 1..32"),
+        ({"hosts": 0}, "whole number from 1 to 32"),
+        ({"hosts": 10**400}, "whole number from 1 to 32"),
         ({"hosts": True}, "whole number"),
         ({"hosts": 2.0}, "whole number"),
         ({"hosts": "2"}, "whole number"),
@@ -35,7 +35,7 @@ PAIRS = ((0, 1e9, 5e7), (2e8, 0, 1e8), (1e9, 5e8, 0))
         ({"rate_bits_per_s": PAIRS}, "2 x 2 matrix"),
         ({"rate_bits_per_s": ((0, 0), (1e9, 0))}, r"rate_bits_per_s\[0\]\[1\]"),
         ({"rate_bits_per_s": ((1e9, 1e9), (1e9, 0))}, r"rate_bits_per_s\[0\]\[0\]"),
-        ({"burst_bytes": 1}, "outside 2000"),
+        ({"burst_bytes": 1}, "whole number from 2000"),
         ({"burst_bytes": 1e5}, "whole number"),
         ({"cpu_share": 0}, "cpu_share"),
         ({"cpu_share": (0.5,)}, "one number or 2"),

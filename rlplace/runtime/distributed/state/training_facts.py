@@ -5,14 +5,49 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rlplace.errors import InputError, show, whole_number
-from rlplace.files import check_keys
+from rlplace.errors import InputError, show
+from rlplace.records import Record, build
 
-_KEYS = {"step", "torch", "random", "scheduler", "extra", "optimizers"}
+_Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Plain = bool | str | Annotated[float, Meta(gt=-1e300, lt=1e300)] | None
+
+
+class _Random(Record, frozen=True):
+    """Where the streams of random ops continue."""
+
+    seed: _Natural
+    step: _Natural
+
+
+class _Group(Record, frozen=True):
+    """A group of an optimizer."""
+
+    settings: dict[str, Any]
+    parameters: list[str]
+
+
+class _Optimizer(Record, frozen=True):
+    """What of one rank's optimizer is no tensor."""
+
+    groups: list[_Group] = msgspec.field(default_factory=list)
+    numbers: dict[str, dict[str, _Plain]] = msgspec.field(default_factory=dict)
+
+
+class _Facts(Record, frozen=True):
+    """What ``rlplace.json`` holds."""
+
+    step: _Natural
+    torch: Any
+    random: _Random | None
+    scheduler: dict[str, Any] | None
+    extra: dict[str, Any]
+    optimizers: list[_Optimizer]
 
 
 def check_facts(facts: Mapping[str, Any], where: str) -> None:
@@ -25,19 +60,7 @@ def check_facts(facts: Mapping[str, Any], where: str) -> None:
     Raises:
         InputError: Names the key that is wrong.
     """
-    check_keys(facts, _KEYS, (), where)
-    _count(facts["step"], f"{where}: step")
-    for key in ("random", "scheduler"):
-        if facts[key] is not None and not isinstance(facts[key], dict):
-            raise InputError(f"{where}: {key} must be an object or null")
-    if facts["random"] is not None:
-        check_keys(facts["random"], {"seed", "step"}, (), f"{where}: random")
-        for key in ("seed", "step"):
-            _count(facts["random"][key], f"{where}: random.{key}")
-    if not isinstance(facts["extra"], dict) or not isinstance(facts["optimizers"], list):
-        raise InputError(f"{where}: extra must be an object, optimizers a list")
-    for rank, entry in enumerate(facts["optimizers"]):
-        _check_optimizer(entry, f"{where}: optimizers[{rank}]")
+    build(_Facts, facts, where)
 
 
 def check_sizes(index: Mapping[str, Any], folder: Path) -> None:
@@ -88,27 +111,5 @@ def check_scheduler(saved: Mapping[str, Any], present: Mapping[str, Any], where:
             raise InputError(f"{where}: scheduler has {show(key)}, which this learning rate schedule does not")
 
 
-def _check_optimizer(entry: Any, where: str) -> None:
-    check_keys(entry, (), {"groups", "numbers"}, where)
-    groups, numbers = entry.get("groups", []), entry.get("numbers", {})
-    if not isinstance(groups, list) or not isinstance(numbers, dict):
-        raise InputError(f"{where}: groups must be a list, numbers an object")
-    for index, group in enumerate(groups):
-        check_keys(group, {"settings", "parameters"}, (), f"{where}.groups[{index}]")
-        names = group["parameters"]
-        if not isinstance(group["settings"], dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-            raise InputError(f"{where}.groups[{index}]: settings must be an object, parameters a list of names")
-    for name, values in numbers.items():
-        plain = isinstance(values, dict) and all(
-            item is None or isinstance(item, (bool, str)) or _number(item) for item in values.values()
-        )
-        if not plain:
-            raise InputError(f"{where}.numbers: {show(name)} must be an object of numbers and texts")
-
-
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _count(value: Any, where: str) -> None:
-    whole_number(value, where, 0, (1 << 63) - 1)

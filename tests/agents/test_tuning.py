@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import hashlib
-import importlib.util
 import itertools
 import math
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from simulated_cluster import SimulatedCluster, random_plans
 
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
@@ -37,12 +37,6 @@ from rlplace.measured.store import TrialStore
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
-
-_PATH = Path(__file__).parent.parent / "measured" / "simulated_cluster.py"
-_SPEC = importlib.util.spec_from_file_location("simulated_cluster", _PATH)
-simulated_cluster = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(simulated_cluster)
-SimulatedCluster, random_plans = simulated_cluster.SimulatedCluster, simulated_cluster.random_plans
 
 
 def make_problem(seed=5, groups=14, devices=3, *, shape="layered", **options):

@@ -122,12 +122,6 @@ def test_the_finer_simulation_names_devices_that_are_too_small():
     assert f"{problem.devices[1].name} needs" in line and f"{problem.devices[0].name} needs" not in line
 
 
-def test_sizes_are_not_changed_of_a_problem_file(capsys, problem_file):
-    for extra in (["--batch", "16"], ["--seq", "64"], ["--dtype", "bf16"], ["--optimizer", "sgd"], ["--granularity", "20"]):
-        code, _, err = run(capsys, "place", problem_file, "--planner", "single", *extra)
-        assert code == 2 and f"has its own sizes; leave {extra[0]} out" in last_line(err)
-
-
 def test_infeasible_plan_simulates_and_says_so(capsys, tmp_path):
     problem = random_problem(3, num_groups=10, num_devices=2, memory_factor=1.05)
     problem.save(tmp_path / "x.problem.json")
@@ -179,28 +173,6 @@ def test_train_small(capsys, tmp_path):
     assert json.loads(out)["steps"] >= 1024
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["place", "hf:gpt3"], 2, "did you mean"),
-        (["place", "zoo:incepton"], 2, "did you mean 'inception'"),
-        (["place", TINY, "--cluster", "a100-8g:4"], 2, "did you mean"),
-        (["place", TINY, "--planner", "metiss"], 2, "did you mean 'metis'"),
-        (["place", TINY, "--agent", "defalt", "--cluster", "v100:2", "--seq", "8"], 2, "unknown agent"),
-        (["place", "nothing.problem.json"], 2, "cannot be read"),
-        (["simulate", "a.problem.json", "b.plan.json"], 2, "cannot be read"),
-        (["compare", TINY, "--planners", "best,worst"], 2, "unknown planner"),
-        (["train", "--problems", "nowhere"], 2, "unknown problem set"),
-        (["train", "--problems", "synthetic", "--test", "all"], 2, "has no end"),
-        (["train", "--resume", "nowhere"], 2, "cannot be read"),
-    ],
-)
-def test_bad_input_is_one_line(capsys, arguments, code, words):
-    found, out, err = run(capsys, *arguments)
-    assert found == code and out == ""
-    assert words in last_line(err)
-
-
 def test_model_that_does_not_fit_ends_with_3_and_writes_nothing(capsys, tmp_path):
     plan_file = tmp_path / "p.plan.json"
     big = "hf:gpt2,n_layer=2,n_embd=16384,n_head=16"
@@ -208,18 +180,6 @@ def test_model_that_does_not_fit_ends_with_3_and_writes_nothing(capsys, tmp_path
     assert code == 3 and out == "" and not plan_file.exists()
     line = last_line(err)
     assert "short" in line and "GB" in line
-
-
-def test_plan_for_another_problem_is_refused(capsys, tmp_path):
-    one, two = (random_problem(seed, num_groups=6, num_devices=2) for seed in range(2))
-    one.save(tmp_path / "1.problem.json")
-    two.save(tmp_path / "2.problem.json")
-    assert (
-        run(capsys, "place", str(tmp_path / "1.problem.json"), "--planner", "best", "--out", str(tmp_path / "p.plan.json"))[0]
-        == 0
-    )
-    code, _, err = run(capsys, "simulate", str(tmp_path / "2.problem.json"), str(tmp_path / "p.plan.json"))
-    assert code == 2 and "plan is for problem" in last_line(err)
 
 
 def test_interrupt_is_130(capsys, monkeypatch, problem_file):

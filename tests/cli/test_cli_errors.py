@@ -49,24 +49,6 @@ def models(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [], ["plce"], ["place"], ["place", "x", "--bogus"], ["place", "x", "--seed", "-1"], ["place", "x", "--seed", "x"],
-        ["place", "x", "--batch", "0"], ["place", "x", "--batch", "9" * 30], ["place", "x", "--batch", "9" * 5000],
-        ["place", "x", "--time-limit", "nan"], ["place", "x", "--time-limit", "1e400"], ["place", "x", "--time-limit", "soon"],
-        ["place", "x", "--dtype", "fp31"], ["compare", "x", "--seeds", "0"], ["train", "--fit-steps", "-3"],
-        ["place", "x", "--global-batch", "8", "--microbatches", "2"],
-        ["place", "x", "--global-batch", "8", "--schedule", "1f1b"],
-        ["compare", "x", "--planners", ","], ["train", "--device", "foo", "--out", "/nowhere"],
-    ],
-)  # fmt: skip
-def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    code, out, err = run(capsys, *arguments)
-    assert code == 2 and out == ""
-    assert err.startswith("rlplace: ") and err.count("\n") == 1 and len(err) < 300
-
-
 def test_what_a_model_prints_is_no_result(capsys: pytest.CaptureFixture[str], models: str) -> None:
     code, out, err = run(capsys, "place", f"{models}:good", "--cluster", "l4:2", "--planner", "best", "--json")
     assert code == 0 and json.loads(out)["planner"] == "best" and "hello from forward" in err

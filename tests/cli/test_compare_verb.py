@@ -104,23 +104,6 @@ def test_resume_goes_on_and_refuses_what_differs(capsys, problems, tmp_path):
     assert code == 2 and "was another problem" in err and err.count("\n") == err.count("rows are there") + 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--planners", "best,hefd"], "did you mean 'heft'"),
-        (["--resume"], "name it with --out"),
-        (["--cluster", "a100-80g:2"], "their own devices"),
-        (["--out", "rows.txt"], "*.json or *.jsonl"),
-        (["--csv", "/nowhere/rows.csv"], "no folder"),
-        (["--split", "--global-batch", "16"], "leave it out"),
-        (["--schedule", "1f1b"], "give their number"),
-    ],
-)
-def test_bad_input_is_one_line(capsys, problems, arguments, message):
-    code, out, err = run(capsys, problems[1], *arguments)
-    assert code == 2 and message in err and not out and err.count("\n") == 1
-
-
 def test_a_model_that_fails_does_not_end_the_comparison(capsys):
     arguments = ["zoo:mlpp", "zoo:mlp", "--batch", 16, "--granularity", 4, "--cluster", "cpu:2", "--planners", "best", "--json"]
     code, out, err = run(capsys, *arguments)

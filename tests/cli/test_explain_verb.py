@@ -45,29 +45,6 @@ def test_diff_two_plans(capsys, files):
     assert code == 0 and data["change_s"] == data["second"]["step_time_s"] - data["first"]["step_time_s"]
 
 
-def test_what_does_not_go_together(capsys, files, tmp_path):
-    problem, plan, other = files
-    cases = {
-        ("explain", plan): "says nothing of where its problem came from",
-        ("explain", plan, "--problem", problem, "--cluster", "cpu:2"): "has its own devices",
-        ("explain", plan, "--problem", problem, "--group", "group33"): "did you mean 'group3'",
-        ("explain", plan, "--problem", problem, "--batch", "4"): "leave --batch=4 out",
-        ("explain", plan, "--problem", problem, "--microbatches", "4"): "leave --microbatches out",
-        ("explain", problem, "--group", "group3"): "--group goes with a plan file",
-        ("explain", problem, "--problem", problem): "--problem goes with a plan file",
-        ("explain", problem, "--global-batch", "8"): "leave --global-batch out",
-        ("diff", plan, other, "--problem", problem, "--problem", problem, "--problem", problem): "at most twice",
-    }
-    for arguments, message in cases.items():
-        code, out, err = run(capsys, *arguments)
-        assert code == 2 and out == "" and message in err, (arguments, err)
-    foreign = random_problem(1, num_groups=8, num_devices=2)
-    path = str(tmp_path / "c.plan.json")
-    make_plan(foreign, [0] * 8, planner="test").save(path)
-    code, _, err = run(capsys, "diff", plan, path, "--problem", problem)
-    assert code == 2 and "give --problem twice" in err
-
-
 def test_a_problem_file_that_fits_is_planned_and_explained(capsys, files):
     code, out, err = run(capsys, "explain", files[0], "--no-what-if", "--groups", "1")
     assert code == 0 and "planner best" in out and "planning with best" in err

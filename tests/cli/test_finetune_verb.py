@@ -22,26 +22,6 @@ LIVE = [MODEL, "--batch", "8", "--granularity", "12", "--cluster", "lab.toml", "
 LIVE += ["--calls", "256", "--fit-steps", "40", "--rehearse", "1", "--measurements", "m.sqlite", "--out", "tuned"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "name a MODEL to measure"),
-        ([MODEL, "--out", "x"], "--cluster C describes the devices"),
-        ([MODEL, "--cluster", "cpu:2"], "--out DIR names the folder"),
-        ([MODEL, "--cluster", "cpu:2", "--out", "x", "--measurements", "a.sqlite", "b.sqlite"], "go to one file"),
-        (["--measurements", "missing.sqlite"], "--out DIR names the folder"),
-        (["--measurements", "missing.sqlite", "--out", "x"], "missing.sqlite"),
-        (["--measurements", "m.sqlite", "--out", "x", "--cluster", "cpu:2"], "go with a MODEL"),
-        (["--measurements", "m.sqlite", "--out", "x", "--agent", "nobody"], "unknown agent 'nobody'"),
-    ],
-)
-def test_refusals_are_one_line(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["finetune", *words]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and message in err
-
-
 def launch(folder, *words, plans):
     """A live campaign on three processes; returns the running job."""
     for name in ("lab.toml", "lab_true.toml"):

@@ -44,22 +44,6 @@ def test_options_of_the_script_change_the_answer(capsys):
     assert wide[0]["reserved_peak_bytes"] - plain[0]["reserved_peak_bytes"] == 20 << 20
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--memory", "--alloc-conf", "expandable:True"), "expandable_segments"),
-        (("--memory", "--alloc-conf", f"max_split_size_mb:{10**20}"), "2^50"),
-        (("--memory", "--alloc-conf", f"roundup_power2_divisions:{1 << 80}"), "a power of two"),
-        (("--alloc-conf", "expandable_segments:True"), "add --memory"),
-        (("--optimizer-kernel", "fused"), "add --memory"),
-        (("--master-weights",), "float32 already"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(capsys, options, words):
-    code, out, err = run(capsys, *PLACE, *options)
-    assert code == 2 and not out and words in err.splitlines()[-1] and "planning" not in err
-
-
 @pytest.mark.parametrize("options", [("--autocast", "bf16"), ("--dtype", "bf16", "--master-weights")])
 def test_mixed_precision_options_reach_the_capture(capsys, options):
     code, out, err = run(capsys, *PLACE, "--json", *options)

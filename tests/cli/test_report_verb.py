@@ -83,30 +83,6 @@ def test_infeasible_plans_are_reported(capsys, made):
     assert code == 0 and "infeasible: gpu0 needs" in out and "no plan: " in (folder / "r.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [
-        (("--out", "none/r.html"), "there is no folder"),
-        (("--out", "r.html", "--planners", "hef"), "unknown planner 'hef'; did you mean 'heft'?"),
-        (("--out", "r.html", "--cluster", "a100-80g:2"), "leave --cluster or --problem out"),
-        (("--out", "r.html", "--measurements", "none.json"), "cannot be read"),
-        (("--out", "r.html", "--measurements", "x.plan.json"), "expected format 'rlplace.plan_timings'"),
-    ],
-)
-def test_bad_input_is_one_line(capsys, made, monkeypatch, extra, said):
-    _, _, folder = made
-    monkeypatch.chdir(folder)
-    code, out, err = run(capsys, "x.plan.json", "--problem", "x.problem.json", *extra)
-    assert code == 2 and out == "" and len(err.splitlines()) == 1 and said in err
-    assert sorted(path.name for path in folder.iterdir()) == ["x.plan.json", "x.problem.json"]
-
-
-def test_a_plan_without_source_needs_its_problem(capsys, made):
-    _, _, folder = made
-    code, _, err = run(capsys, folder / "x.plan.json", "--out", folder / "r.html")
-    assert code == 2 and "name the problem file with --problem" in err
-
-
 def test_pictures_without_matplotlib(capsys, made, monkeypatch):
     import sys
 

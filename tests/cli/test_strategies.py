@@ -106,10 +106,3 @@ def test_planners_that_need_another_view_of_the_problem_get_it(capsys, tmp_path,
     code, out, _ = run(capsys, *arguments, "--out", str(plan_file))
     assert code == 0 and told in out
     assert json.loads(plan_file.read_text())["predicted"]["feasible"]
-
-
-def test_a_planner_that_cuts_one_batch_takes_no_global_batch(capsys):
-    code, _, err = run(
-        capsys, "place", GPT2, "--cluster", "a100-80g:2", "--seq", "64", "--planner", "pase", "--global-batch", "16"
-    )
-    assert code == 2 and "leave a global batch out and set the batch" in err

@@ -16,9 +16,7 @@ A, B, C, D = range(4)  # a feeds b and c, both feed d
 TENSORS = [TensorSpec(A, 1, [B]), TensorSpec(A, 1, [C]), TensorSpec(B, 1, [D]), TensorSpec(C, 1, [D])]
 
 
-def fork(
-    *, memory_bytes=(None, None), resident_bytes=None, slow=1.0, links=None, group_device=None, times=(1.0, 2.0, 3.0, 1.0)
-):
+def fork(*, memory_bytes=(None, None), resident_bytes=None, slow=1.0, links=None):
     """Times of 1, 2, 3 and 1 s, longer on the second device by `slow`; every transfer takes 1 s on a channel of its own."""
     devices = len(memory_bytes)
     time_s = [[t, *[t * slow] * (devices - 1)] for t in (1.0, 2.0, 3.0, 1.0)]

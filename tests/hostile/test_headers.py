@@ -26,7 +26,7 @@ MAPS = {"dims", "kinds", "shards", "op_dims", "parts", "predicted"}
 """Keys of objects whose own keys are names or numbers, or that take more than is known."""
 
 
-def refused(name: str, scratch: Path, file: str, content: Any, message: str) -> None:
+def refused(name: str, scratch: Path, file: str, content: Any, message: str | None = None) -> None:
     """A loader refuses a file with one line that names it, where what is loaded is a file of its own."""
     path = scratch / file
     before = path.read_text()
@@ -101,4 +101,4 @@ def test_unknown_keys_and_values_of_another_type(name, file, scratch):
         for wrong in (
             ("5", True) if number else ({"x": [3]},) if value is None else (3, [[3]] if isinstance(value, dict) else {})
         ):
-            refused(name, scratch, file, changed(data, way, wrong), "")
+            refused(name, scratch, file, changed(data, way, wrong))

@@ -64,11 +64,6 @@ def test_plans_say_how_they_run(problem: Problem) -> None:
     assert simulate(problem, moved).device_of_op.tolist() == [1] * problem.num_ops
 
 
-def test_shards_need_a_problem_that_says_how_to_cut(problem: Problem) -> None:
-    with pytest.raises(InputError, match="sharding=True"):
-        simulate(problem, make_plan(problem, [0] * 12, planner="test", shards={"group0/forward": {"batch": 2}}))
-
-
 def test_plans_that_only_spell_out_the_default_are_accepted(problem: Problem) -> None:
     plan = make_plan(problem, [0] * 12, planner="test", replicas=[[0, 1, 2]], shards={"group0/forward": {"batch": 1}})
     assert simulate(problem, plan).step_time_s == simulate(problem, [0] * 12).step_time_s

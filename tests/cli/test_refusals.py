@@ -1,0 +1,125 @@
+"""What the verbs refuse: one line that says why, exit code 2, nothing on stdout, no file written."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from command import run
+
+from rlplace.plan import make_plan
+from rlplace.problem.generate import random_problem
+
+TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
+PLACE = f"place {TINY} --cluster a100-80g:2 --planner balanced --batch 4 --seq 32"
+TUNE = "finetune zoo:moe_toy,width=64,layers=2,experts=4"
+REPORT = "report one.plan.json --problem x.problem.json --out r.html"
+EXPLAIN = "explain one.plan.json --problem x.problem.json"
+COMPARE = "compare x.problem.json"
+ONE_BATCH = f"place {TINY} --cluster a100-80g:2 --seq 16 --planner pase --global-batch 16"
+SIZES = ("--batch 16", "--seq 64", "--dtype bf16", "--optimizer sgd", "--granularity 20")
+PRICES = ("--autocast bf16", "--master-weights", "--costs c", "--host-mode compiled")
+CASES = [
+    ("", "required"),
+    ("plce", "invalid choice"),
+    ("place", "required"),
+    ("place x --bogus", "--bogus"),
+    ("place x --seed -1", "--seed"),
+    ("place x --seed x", "--seed"),
+    ("place x --batch 0", "--batch"),
+    (f"place x --batch {'9' * 30}", "--batch"),
+    (f"place x --batch {'9' * 5000}", "--batch"),
+    ("place x --time-limit nan", "--time-limit"),
+    ("place x --time-limit 1e400", "--time-limit"),
+    ("place x --time-limit soon", "--time-limit"),
+    ("place x --dtype fp31", "--dtype"),
+    ("place x --global-batch 8 --microbatches 2", "--global-batch"),
+    ("place x --global-batch 8 --schedule 1f1b", "--global-batch"),
+    ("place hf:gpt3", "did you mean"),
+    ("place zoo:incepton", "did you mean 'inception'"),
+    (f"place {TINY} --cluster a100-8g:4", "did you mean"),
+    (f"place {TINY} --planner metiss", "did you mean 'metis'"),
+    (f"place {TINY} --agent defalt --cluster v100:2 --seq 8", "unknown agent"),
+    ("place nothing.problem.json", "cannot be read"),
+    (f"{PLACE} --memory --alloc-conf expandable:True", "expandable_segments"),
+    (f"{PLACE} --memory --alloc-conf max_split_size_mb:{10**20}", "2^50"),
+    (f"{PLACE} --memory --alloc-conf roundup_power2_divisions:{1 << 80}", "a power of two"),
+    (f"{PLACE} --alloc-conf expandable_segments:True", "add --memory"),
+    (f"{PLACE} --optimizer-kernel fused", "add --memory"),
+    (f"{PLACE} --master-weights", "float32 already"),
+    (ONE_BATCH, "leave a global batch out and set the batch"),
+    *((f"place x.problem.json --planner single {o}", f"has its own sizes; leave {o.split()[0]} out") for o in SIZES),
+    *((f"place x.problem.json --planner single {o}", f"is priced already; leave {o.split()[0]} out") for o in PRICES),
+    ("simulate a.problem.json b.plan.json", "cannot be read"),
+    ("simulate x.problem.json foreign.plan.json", "plan is for problem"),
+    ("compare x --seeds 0", "--seeds"),
+    ("compare x --planners ,", "--planners"),
+    (f"compare {TINY} --planners best,worst", "unknown planner"),
+    (f"{COMPARE} --planners best,hefd", "did you mean 'heft'"),
+    (f"{COMPARE} --resume", "name it with --out"),
+    (f"{COMPARE} --cluster a100-80g:2", "their own devices"),
+    (f"{COMPARE} --out rows.txt", "*.json or *.jsonl"),
+    (f"{COMPARE} --csv /nowhere/rows.csv", "no folder"),
+    (f"{COMPARE} --split --global-batch 16", "leave it out"),
+    (f"{COMPARE} --schedule 1f1b", "give their number"),
+    ("train --fit-steps -3", "--fit-steps"),
+    ("train --device foo --out /nowhere", "foo"),
+    ("train --problems nowhere", "unknown problem set"),
+    ("train --problems synthetic --test all", "has no end"),
+    ("train --resume nowhere", "cannot be read"),
+    ("finetune", "name a MODEL to measure"),
+    (f"{TUNE} --out x", "--cluster C describes the devices"),
+    (f"{TUNE} --cluster cpu:2", "--out DIR names the folder"),
+    (f"{TUNE} --cluster cpu:2 --out x --measurements a.sqlite b.sqlite", "go to one file"),
+    ("finetune --measurements missing.sqlite", "--out DIR names the folder"),
+    ("finetune --measurements missing.sqlite --out x", "missing.sqlite"),
+    ("finetune --measurements m.sqlite --out x --cluster cpu:2", "go with a MODEL"),
+    ("finetune --measurements m.sqlite --out x --agent nobody", "unknown agent 'nobody'"),
+    ("report one.plan.json --problem x.problem.json --out none/r.html", "there is no folder"),
+    ("report one.plan.json --out r.html", "name the problem file with --problem"),
+    (f"{REPORT} --planners hef", "unknown planner 'hef'; did you mean 'heft'?"),
+    (f"{REPORT} --cluster a100-80g:2", "leave --cluster or --problem out"),
+    (f"{REPORT} --measurements none.json", "cannot be read"),
+    (f"{REPORT} --measurements one.plan.json", "expected format 'rlplace.plan_timings'"),
+    ("explain one.plan.json", "says nothing of where its problem came from"),
+    (f"{EXPLAIN} --cluster cpu:2", "has its own devices"),
+    (f"{EXPLAIN} --group group33", "did you mean 'group3'"),
+    (f"{EXPLAIN} --batch 4", "leave --batch=4 out"),
+    (f"{EXPLAIN} --microbatches 4", "leave --microbatches out"),
+    ("explain x.problem.json --group group3", "--group goes with a plan file"),
+    ("explain x.problem.json --problem x.problem.json", "--problem goes with a plan file"),
+    ("explain x.problem.json --global-batch 8", "leave --global-batch out"),
+    ("diff one.plan.json two.plan.json" + 3 * " --problem x.problem.json", "at most twice"),
+    ("diff one.plan.json foreign.plan.json --problem x.problem.json", "give --problem twice"),
+]
+LATE = ("place hf:gpt3", "place zoo:incepton", f"{PLACE} --master-weights", f"{EXPLAIN} --group group33", ONE_BATCH)
+"""Refused when the model or the step is looked at, which is announced."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A problem, two plans of it and one of another."""
+    folder = tmp_path_factory.mktemp("files")
+    problem = random_problem(0, num_groups=8, num_devices=2)
+    problem.save(folder / "x.problem.json")
+    for name, devices in (("one", [0, 0, 0, 0, 1, 1, 1, 1]), ("two", [0, 0, 1, 1, 1, 1, 1, 1])):
+        make_plan(problem, devices, planner=name).save(folder / f"{name}.plan.json")
+    foreign = random_problem(1, num_groups=8, num_devices=2)
+    make_plan(foreign, [0] * 8, planner="test").save(folder / "foreign.plan.json")
+    return folder
+
+
+@pytest.mark.parametrize(("line", "words"), CASES, ids=[line[:80] for line, _ in CASES])
+def test_refusals_are_one_line(capsys, monkeypatch, folder, line, words):
+    monkeypatch.chdir(folder)
+    before = sorted(folder.iterdir())
+    code, out, err = run(capsys, *shlex.split(line))
+    assert code == 2 and out == ""
+    *progress, last = err.splitlines()
+    assert last.startswith("rlplace: ") and words in last and len(last) < 300, err
+    progress = [text for text in progress if not text.startswith("first use on this machine")]
+    assert line in LATE or not progress, "nothing is begun first"
+    announced = ("building ", "captur", "op times ", "planning ", "simulating ")
+    assert all(text.startswith(announced) for text in progress)
+    assert sorted(folder.iterdir()) == before

@@ -131,11 +131,9 @@ def _export(model: nn.Module, example_inputs: Any) -> tuple[fx.GraphModule, dict
 
     from rlplace.graph.export import export_training_graph
     from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
+    from rlplace.runtime.distributed.graph.inputs import call_arguments
 
-    if isinstance(example_inputs, torch.Tensor):
-        example_inputs = (example_inputs,)
-    keyword = isinstance(example_inputs, Mapping)
-    args, kwargs = ((), dict(example_inputs)) if keyword else (tuple(example_inputs), {})
+    args, kwargs = call_arguments(example_inputs)
     mode = new_fake_mode()
     try:
         with torch.enable_grad(), warnings.catch_warnings():
@@ -231,7 +229,7 @@ def _spans(graph: fx.GraphModule, ops: Sequence[_Op]) -> dict[str, tuple[int, in
 def _find_cuts(
     ops: Sequence[_Op], anchors: Sequence[int], stages: int, spans: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[tuple[str, str], ...], list[int]]:
-    """The cuts, and the number of the first op behind each; between parameters, as few ops as possible change sides."""
+    """The cuts, and the number of the first op behind each; between parameters, as few ops as possible change stage."""
     cuts: list[tuple[str, str]] = []
     first_op: list[int] = []
     used: set[str] = set()
@@ -267,28 +265,24 @@ def _check_chain(graph: fx.GraphModule, ops: Sequence[_Op], stage: Sequence[int]
                     f"split points: {name!r} is read in stages {home[name]} and {stage_of[node]}: torch would train two copies "
                     "of it; keep the modules that share it in one stage, or run the plan with rlplace.distribute"
                 )
+    from torch import nn
+
     gradient: dict[Any, bool] = {}
-    place: dict[Any, int] = {}
+    stages: dict[Any, int] = {}
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         inputs = node.all_input_nodes
-        place[node] = stage_of.get(node.name, max((place[n] for n in inputs), default=0))
+        stages[node] = stage_of.get(node.name, max((stages[n] for n in inputs), default=0))
         if node.op == "get_attr":
-            gradient[node] = bool(getattr(value, "requires_grad", False)) or isinstance(value, _parameter())
+            gradient[node] = bool(getattr(value, "requires_grad", False)) or isinstance(value, nn.Parameter)
             continue
         gradient[node] = any(gradient[n] for n in inputs) and _is_floating(value)
         for source in inputs:
-            if source.op == "call_function" and gradient[source] and place[node] - place[source] > 1:
+            if source.op == "call_function" and gradient[source] and stages[node] - stages[source] > 1:
                 raise InputError(
-                    f"split points: {node.name!r} of stage {place[node]} reads {source.name!r} of stage {place[source]}: "
+                    f"split points: {node.name!r} of stage {stages[node]} reads {source.name!r} of stage {stages[source]}: "
                     "torch's pipelines pass gradients to the stage before only; run the plan with rlplace.distribute"
                 )
-
-
-def _parameter() -> type:
-    from torch import nn
-
-    return nn.Parameter
 
 
 def _is_floating(value: Any) -> bool:

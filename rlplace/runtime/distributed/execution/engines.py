@@ -6,7 +6,7 @@ import importlib
 from types import ModuleType
 
 from rlplace.errors import InputError, unknown_name
-from rlplace.runtime.distributed.execution.setup import Made, Setup
+from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup
 
 ENGINES = {
     "pipeline": "rlplace.runtime.distributed.pipeline.make",
@@ -27,7 +27,7 @@ def engine_module(name: str) -> ModuleType:
     return importlib.import_module(ENGINES[name])
 
 
-def choose_engine(setup: Setup, name: str | None = None) -> Made:
+def choose_engine(setup: Setup, name: str | None = None) -> ChosenEngine:
     """Makes the engine of that name, or the first that can run the plan.
 
     Raises:
@@ -40,7 +40,7 @@ def choose_engine(setup: Setup, name: str | None = None) -> Made:
         engine = engine_module(candidate)
         reason = engine.why_not(setup.plan, setup.graph, setup.ranks.world)
         if reason is None:
-            chosen: Made = engine.make(setup)
+            chosen: ChosenEngine = engine.make(setup)
             return chosen
         reasons.append(f"{candidate}: {reason}")
     raise InputError("distribute: no engine can run this plan: " + "; ".join(reasons))

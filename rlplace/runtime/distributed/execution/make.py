@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.engine import Engine, StepOptions
-from rlplace.runtime.distributed.execution.setup import Made, Setup, why_not_autograd, why_not_free
+from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup, why_not_autograd, why_not_free
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import Cut, cut_graph
@@ -22,7 +22,7 @@ def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | N
     return why_not_autograd(plan) or why_not_free(plan)
 
 
-def make(setup: Setup) -> Made:
+def make(setup: Setup) -> ChosenEngine:
     """The stage-graph engine of a plan."""
     return make_segments(setup, "stage_graph", "group", StageGraphEngine)
 
@@ -30,7 +30,7 @@ def make(setup: Setup) -> Made:
 MakeEngine = Callable[[Cut, Ranks, Own, StepOptions], Engine]
 
 
-def make_segments(setup: Setup, name: str, grain: str, make_engine: MakeEngine) -> Made:
+def make_segments(setup: Setup, name: str, grain: str, make_engine: MakeEngine) -> ChosenEngine:
     """An engine that runs segments of the forward.
 
     Args:
@@ -53,4 +53,4 @@ def make_segments(setup: Setup, name: str, grain: str, make_engine: MakeEngine) 
         options = StepOptions(plan.schedule, expected, recompute_sets(plan.recompute, assignment), plan.optimizer_sharding)
         return make_engine(cut, ranks, own.holding(graph.constants, ranks.device), options)
 
-    return Made(name, own, engine_for)
+    return ChosenEngine(name, own, engine_for)

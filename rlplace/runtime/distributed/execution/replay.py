@@ -14,7 +14,7 @@ import torch
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.engine import StepOptions
 from rlplace.runtime.distributed.execution.make import make_segments, why_not
-from rlplace.runtime.distributed.execution.setup import Made, Setup
+from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.cut import Cut, Segment
 from rlplace.runtime.distributed.graph.order import Expected, expected_of, segment_seconds
@@ -67,7 +67,7 @@ class ReplayEngine(StageGraphEngine):
         return float(sum(self._slept.update_s[group, plan_device] * share for group, share in shares))
 
 
-def make(setup: Setup) -> Made:
+def make(setup: Setup) -> ChosenEngine:
     """The engine that replays the times of a plan's problem, or of `Setup.replayed`, on the cut of the stage-graph engine.
 
     Raises:

@@ -40,7 +40,7 @@ class Setup:
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class ChosenEngine:
     """An engine chosen for a plan.
 
     Attributes:

@@ -8,7 +8,7 @@ import torch
 
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.engine import Engine
-from rlplace.runtime.distributed.execution.setup import Made, Setup, why_not_free, why_not_whole_ops
+from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup, why_not_free, why_not_whole_ops
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.assign import JointPlacement, place_joint_graph
 from rlplace.runtime.distributed.joint.engine import JointEngine
@@ -36,7 +36,7 @@ def build_joint(
     return place_joint_graph(source, joint_graph(source, kind=device.type), plan, owners)
 
 
-def make(setup: Setup) -> Made:
+def make(setup: Setup) -> ChosenEngine:
     """The joint-graph engine for a plan."""
     plan, ranks, source = setup.plan, setup.ranks, setup.graph
     first = build_joint(source, plan, ranks.device)
@@ -46,4 +46,4 @@ def make(setup: Setup) -> Made:
         placement = first if graph is source else build_joint(graph, plan, ranks.device, own.owners)
         return JointEngine(placement, ranks, own.holding(graph.constants, ranks.device), plan.schedule)
 
-    return Made("joint_graph", own, engine_for)
+    return ChosenEngine("joint_graph", own, engine_for)

@@ -6,7 +6,7 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.engine import Engine, StepOptions
 from rlplace.runtime.distributed.execution.make import make_segments
-from rlplace.runtime.distributed.execution.setup import Made, Setup, why_not_autograd
+from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup, why_not_autograd
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.assign import assign, planned_placements
 from rlplace.runtime.distributed.graph.cut import Cut, cut_graph
@@ -23,7 +23,7 @@ def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | N
     return why_not_autograd(plan) or unsupported(cut_graph(graph, assign(graph, planned_placements(plan))), plan)
 
 
-def make(setup: Setup) -> Made:
+def make(setup: Setup) -> ChosenEngine:
     """The pipeline engine; graphs without a loss, which are only evaluated, go to the stage-graph engine on the same cut."""
     plan = setup.plan
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from rlplace.runtime.distributed.sharded.spec import PARTIAL, WHOLE, Move, Spec, coarsened, moves
+from rlplace.simulator.replicas import BUCKET_BYTES
 
 
 class Meshes:
@@ -168,14 +169,11 @@ def _reduced(local: torch.Tensor, axes: frozenset[int], how: str, mesh: Meshes) 
         return _redistributed(local, Move(tuple(local.shape), source, (WHOLE,) * mesh.ndim), how, mesh)
 
 
-BUCKET_BYTES = 25 << 20
-"""Gradients are summed in buckets of this size, as the simulator's all-reduces and DDP's are."""
-
-
 def summed_together(
     locals_: Sequence[torch.Tensor], steps: Sequence[tuple[Move, ...]], shapes: Sequence[tuple[int, ...]], mesh: Meshes
 ) -> list[torch.Tensor]:
-    """As `move` for many tensors; those that are only to be summed over the same axes share an all-reduce.
+    """As `move` for many tensors; those that are only to be summed over the same axes share an all-reduce of
+    at most `BUCKET_BYTES`.
 
     Args:
         locals_: Local values.

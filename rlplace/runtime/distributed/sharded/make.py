@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rlplace.runtime.distributed.execution.engine import Engine
-from rlplace.runtime.distributed.execution.setup import Made, Setup
+from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.sharded.engine import ShardedEngine
 from rlplace.runtime.distributed.sharded.refuse import why_not
@@ -15,7 +15,7 @@ from rlplace.runtime.distributed.state.tensors import Own
 __all__ = ["make", "why_not"]
 
 
-def make(setup: Setup) -> Made:
+def make(setup: Setup) -> ChosenEngine:
     """The engine of a plan with shards.
 
     Every process must have been given the same model values: each keeps its pieces without asking the others.
@@ -42,4 +42,4 @@ def make(setup: Setup) -> Made:
             return first
         return ShardedEngine(graph, plan, {**parameters, **buffers}, ranks.device, first.mesh)
 
-    return Made("sharded", Own(parameters, buffers, dict.fromkeys(state, everywhere)), engine_for)
+    return ChosenEngine("sharded", Own(parameters, buffers, dict.fromkeys(state, everywhere)), engine_for)

@@ -36,15 +36,15 @@ PLANNERS: dict[str, str] = {
     "pipedream": "rlplace.planners.pipedream.pipedream:pipedream",
     "gpipe": "rlplace.planners.gpipe:gpipe",
     "bipartition": "rlplace.planners.bipartition.bipartition:bipartition",
-    "brkga": "rlplace.planners.brkga.brkga:brkga",
-    "annealing": "rlplace.planners.annealing.annealing:annealing",
-    "local_search": "rlplace.planners.local_search:local_search",
+    "brkga": "rlplace.planners.brkga.brkga:spend",
+    "annealing": "rlplace.planners.annealing.annealing:spend",
+    "local_search": "rlplace.planners.local_search:spend",
     "cp_sat": "rlplace.planners.cp_sat:cp_sat",
     "dlplacer": "rlplace.planners.dlplacer.dlplacer:dlplacer",
     "best": "rlplace.planners.best:best",
     "agent": "rlplace.agents.planner:agent",
 }
-"""Planner name to ``"module:function"``; a function `candidates` builds plans, of which `one_shot` takes the best."""
+"""Planner name to ``"module:function"``; `candidates` and `spend` are parts of one (`one_shot_planner`, `search_planner`)."""
 
 ONE_SHOT = (
     "single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin", "m_sct", "gpipe", "pipedream",
@@ -80,6 +80,10 @@ def get_planner(name: str) -> Planner:
         from rlplace.planners.common.floor import one_shot_planner
 
         return one_shot_planner(name, module)
+    if function == "spend":
+        from rlplace.planners.common.search import search_planner
+
+        return search_planner(name, module)
     planner: Planner = getattr(module, function)
     return planner
 

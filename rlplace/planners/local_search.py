@@ -19,16 +19,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from rlplace.errors import InputError, show, whole_number
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common.bottleneck import propose
-from rlplace.planners.common.evaluate import Execution
-from rlplace.planners.common.floor import finish
 from rlplace.planners.common.moves import MoveMaker
-from rlplace.planners.common.search import Search, Start
-from rlplace.problem import Problem
+from rlplace.planners.common.search import Search
 
 
 @dataclass(frozen=True)
@@ -56,45 +51,12 @@ class LocalSearchSettings:
             raise InputError(f"local_search: kick_worse must not be negative, found {show(self.kick_worse)}")
 
 
-def local_search(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    time_limit_s: float | None = None,
-    calls: int | None = None,
-    start: Start = None,
-    tries: int = LocalSearchSettings.tries,
-    random_tries: int = LocalSearchSettings.random_tries,
-    kick: int = LocalSearchSettings.kick,
-    kick_worse: float = LocalSearchSettings.kick_worse,
-    **execution: Any,
-) -> PlacementPlan:
-    """Bottleneck-guided descent with kicks.
-
-    Args:
-        problem: The problem.
-        seed: Of the kicks.
-        time_limit_s: Seconds, floor included.
-        calls: Simulator calls after the floor; default 4096 when there is no time limit.
-        start: Plan or assignment to start from; default the floor, `best`.
-        tries: See `LocalSearchSettings`, and so the following.
-        random_tries: Random moves.
-        kick: Random moves.
-        kick_worse: Relative increase of step time.
-        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
-
-    Raises:
-        InfeasibleError: Neither the floor nor the search found a plan that fits.
-    """
-    run = Execution(**execution)
-    search = Search(problem, "local_search", start, run, calls=calls, time_limit_s=time_limit_s)
-    settings = LocalSearchSettings(tries, random_tries, kick, kick_worse)
-    run_local_search(search, MoveMaker(problem, seed), Random(seed), settings)
-    return finish(problem, search.answer(), run, planner="local_search", seed=seed)
+SETTINGS = LocalSearchSettings
 
 
-def run_local_search(search: Search, moves: MoveMaker, rng: Random, settings: LocalSearchSettings) -> None:
-    """Spends the search's budget."""
+def spend(search: Search, seed: int, settings: LocalSearchSettings) -> None:
+    """Spends the search's budget; `seed` is that of the kicks."""
+    moves, rng = MoveMaker(search.evaluator.problem, seed), Random(seed)
     explored: set[tuple[int, ...]] = set()
     while moves.movable and search.progress() < 1.0:
         _descend(search, moves, explored, settings)

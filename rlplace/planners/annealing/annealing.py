@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import astuple, dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from rlplace.errors import InputError, show, whole_number
-from rlplace.plan import PlacementPlan
-from rlplace.planners.common.evaluate import Execution, Score, uncounted
-from rlplace.planners.common.floor import finish
+from rlplace.planners.common.evaluate import Score, uncounted
 from rlplace.planners.common.moves import MoveMaker
-from rlplace.planners.common.search import Search, Start
-from rlplace.problem import Problem
+from rlplace.planners.common.search import Search
 from rlplace.problem.generate import random_problem
 
 COOLING = 0.01
@@ -42,45 +39,35 @@ _CHUNK = 256
 _CHUNK_S = 0.01
 
 
-def annealing(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    time_limit_s: float | None = None,
-    calls: int | None = None,
-    start: Start = None,
-    start_temperature: float | None = None,
-    cooling: float = COOLING,
-    returns: int = RETURNS,
-    **execution: Any,
-) -> PlacementPlan:
-    """Tuned simulated annealing.
+@dataclass(frozen=True)
+class AnnealingSettings:
+    """Parameters of the search.
 
-    Args:
-        problem: The problem.
-        seed: Of the moves.
-        time_limit_s: Seconds, floor included.
-        calls: Simulator calls after the floor; default 4096 when there is no time limit.
-        start: Plan or assignment to start from; default the floor, `best`.
+    Attributes:
         start_temperature: Relative increase of step time that is accepted with probability 1/e at first; default by budget and
             number of groups.
         cooling: End temperature relative to the start temperature.
         returns: How often the search goes back to the best assignment so far; 0: never.
-        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
-
-    Raises:
-        InfeasibleError: Neither the floor nor the search found a plan that fits.
     """
-    run = Execution(**execution)
-    if start_temperature is not None and not 0.0 <= start_temperature < math.inf:
-        raise InputError(f"annealing: start_temperature must not be negative, found {show(start_temperature)}")
-    if not 0.0 < cooling <= 1.0:
-        raise InputError(f"annealing: cooling must be above 0 and at most 1, found {show(cooling)}")
-    whole_number(returns, "annealing: returns")
-    warm_up()
-    search = Search(problem, "annealing", start, run, calls=calls, time_limit_s=time_limit_s)
-    run_annealing(search, MoveMaker(problem, seed), start_temperature, cooling, returns)
-    return finish(problem, search.answer(), run, planner="annealing", seed=seed)
+
+    start_temperature: float | None = None
+    cooling: float = COOLING
+    returns: int = RETURNS
+
+    def __post_init__(self) -> None:
+        if self.start_temperature is not None and not 0.0 <= self.start_temperature < math.inf:
+            raise InputError(f"annealing: start_temperature must not be negative, found {show(self.start_temperature)}")
+        if not 0.0 < self.cooling <= 1.0:
+            raise InputError(f"annealing: cooling must be above 0 and at most 1, found {show(self.cooling)}")
+        whole_number(self.returns, "annealing: returns")
+
+
+SETTINGS = AnnealingSettings
+
+
+def spend(search: Search, seed: int, settings: AnnealingSettings) -> None:
+    """Spends the search's budget; `seed` is that of the moves."""
+    run_annealing(search, MoveMaker(search.evaluator.problem, seed), *astuple(settings))
 
 
 def default_temperature(calls: float, groups: int) -> float:

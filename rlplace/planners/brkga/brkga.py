@@ -21,23 +21,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, whole_number
-from rlplace.plan import PlacementPlan
 from rlplace.planners.brkga import kernels as brkgakernels
-from rlplace.planners.common.evaluate import Assignment, Execution
-from rlplace.planners.common.floor import finish
+from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.oparrays import op_arrays, upward_rank
-from rlplace.planners.common.search import Search, Start
+from rlplace.planners.common.search import CALLS, Search
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
 BARRED = 0.1
 """Affinities below this bar a device."""
+
+MAX_POPULATION = 64
+"""Chromosomes of a generation where there are calls enough."""
 
 _CHUNK = 16
 """Chromosomes that are decoded and simulated between two looks at the clock."""
@@ -51,21 +51,22 @@ class BrkgaSettings:
     """Parameters of the algorithm, tuned on generated problems; see docs/planners/brkga.md.
 
     Attributes:
-        population: Chromosomes of a generation.
+        population: Chromosomes of a generation; None: a sixteenth of the calls, 16 to `MAX_POPULATION`.
         elite: Share of them that lives on.
         mutants: Share of them that is new and random.
         rho: Probability that a child has a key of its elite parent.
         bias: Delay of an affinity of 0, in mean op times.
     """
 
-    population: int = 64
+    population: int | None = None
     elite: float = 0.2
     mutants: float = 0.05
     rho: float = 0.9
     bias: float = 4.0
 
     def __post_init__(self) -> None:
-        whole_number(self.population, "brkga: population", 4)
+        if self.population is not None:
+            whole_number(self.population, "brkga: population", 4)
         if not (0.0 < self.elite < 1.0 and 0.0 <= self.mutants < 1.0 and self.elite + self.mutants < 1.0):
             found = f"{show(self.elite)} and {show(self.mutants)}"
             raise InputError(f"brkga: elite must be above 0, mutants at least 0, both together below 1, found {found}")
@@ -75,46 +76,7 @@ class BrkgaSettings:
             raise InputError(f"brkga: bias must not be negative, found {show(self.bias)}")
 
 
-def brkga(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    time_limit_s: float | None = None,
-    calls: int | None = None,
-    start: Start = None,
-    population: int | None = None,
-    elite: float = BrkgaSettings.elite,
-    mutants: float = BrkgaSettings.mutants,
-    rho: float = BrkgaSettings.rho,
-    bias: float = BrkgaSettings.bias,
-    **execution: Any,
-) -> PlacementPlan:
-    """Biased random-key genetic algorithm.
-
-    Args:
-        problem: The problem.
-        seed: Of the keys.
-        time_limit_s: Seconds, floor included.
-        calls: Simulator calls after the floor; default 4096 when there is no time limit.
-        start: Plan or assignment to put into the first generation; default the plans of the floor.
-        population: See `BrkgaSettings`, and so the following; default a sixteenth of the calls, 16 to 64.
-        elite: Share of the population.
-        mutants: Share of the population.
-        rho: Probability.
-        bias: Mean op times.
-        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
-
-    Raises:
-        InfeasibleError: Neither the floor nor the search found a plan that fits.
-    """
-    run = Execution(**execution)
-    if population is None:
-        population = BrkgaSettings.population if calls is None else min(BrkgaSettings.population, max(16, calls // 16))
-    settings = BrkgaSettings(population, elite, mutants, rho, bias)
-    warm_up()
-    search = Search(problem, "brkga", start, run, calls=calls, time_limit_s=time_limit_s)
-    evolve(problem, search, np.random.default_rng(seed), settings)
-    return finish(problem, search.answer(), run, planner="brkga", seed=seed)
+SETTINGS = BrkgaSettings
 
 
 @cache
@@ -124,11 +86,13 @@ def warm_up() -> None:
     Decoder(problem, 1.0)(np.random.default_rng(0).random((1, 6, 4)))
 
 
-def evolve(problem: Problem, search: Search, rng: np.random.Generator, settings: BrkgaSettings) -> None:
-    """Spends the search's budget."""
+def spend(search: Search, seed: int, settings: BrkgaSettings) -> None:
+    """Spends the search's budget; `seed` is that of the keys."""
+    problem, rng = search.evaluator.problem, np.random.default_rng(seed)
     decoder = Decoder(problem, settings.bias)
     known = {answer.devices.tobytes(): answer.score.descent_s for answer in search.starts}
-    size, shape = settings.population, (problem.num_groups, problem.num_devices + 1)
+    size = settings.population or min(MAX_POPULATION, max(16, (CALLS if search.calls is None else search.calls) // 16))
+    shape = (problem.num_groups, problem.num_devices + 1)
     num_elite, num_mutants = max(1, round(settings.elite * size)), round(settings.mutants * size)
     known_keys = np.stack([encode(answer.devices, problem.num_devices) for answer in search.starts[:size]])
     keys = mix(known_keys[rng.integers(len(known_keys), size=size)], rng.random((size, *shape)), settings.rho, rng)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from rlplace.errors import InputError, whole_number
 from rlplace.plan import PlacementPlan
 from rlplace.planners.best import floor_answers, warm_up
 from rlplace.planners.common.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution, Score
+from rlplace.planners.common.floor import finish
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
@@ -127,3 +130,30 @@ class Search:
     def answer(self) -> Answer:
         """The best answer."""
         return Answer(self.best_devices, self.best_score, np.zeros(0, dtype=np.int64))
+
+
+def search_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
+    """The planner of a module that defines `SETTINGS`, a dataclass of its options, and `spend`, which spends a search's budget.
+
+    It raises InfeasibleError where neither the floor nor the search found a plan that fits.
+    """
+    own = {item.name for item in dataclasses.fields(module.SETTINGS)}
+
+    def planner(
+        problem: Problem,
+        *,
+        seed: int = 0,
+        time_limit_s: float | None = None,
+        calls: int | None = None,
+        start: Start = None,
+        **options: Any,
+    ) -> PlacementPlan:
+        settings = module.SETTINGS(**{key: value for key, value in options.items() if key in own})
+        run = Execution(**{key: value for key, value in options.items() if key not in own})
+        getattr(module, "warm_up", warm_up)()
+        search = Search(problem, name, start, run, calls=calls, time_limit_s=time_limit_s)
+        module.spend(search, seed, settings)
+        return finish(problem, search.answer(), run, planner=name, seed=seed)
+
+    planner.__name__, planner.__doc__ = name, module.__doc__
+    return planner

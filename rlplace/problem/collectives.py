@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import overload
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from rlplace.errors import InputError, show, unknown_name
 from rlplace.problem import Links
 from rlplace.problem.fabric import COLLECTIVES, Fabric, bus_factor
 from rlplace.problem.fabric_times import Phase, inside, line, phase_s, serves
+from rlplace.problem.memoized import memoized
 from rlplace.problem.rings import busiest_channel_s_per_byte, hops_of, ring_order, rounds_of
 
 COMPUTE_SLOWDOWN = 1.189
@@ -43,7 +43,6 @@ NCCL charges 3.4 us a hop over NVLink and 5.7 us over PCIe (tuning.cc, Simple pr
 
 _LARGE = float(1 << 30)  # bytes: where the slowest of several fabrics is looked for
 _Algorithm = tuple[Phase, ...]  # times of its phases add up
-_KEPT: WeakKeyDictionary[Links, dict[tuple[str, tuple[int, ...]], tuple[_Algorithm, ...]]] = WeakKeyDictionary()
 
 
 @overload
@@ -109,18 +108,13 @@ def _checked(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
     return group
 
 
+@memoized
 def _algorithms(links: Links, kind: str, group: tuple[int, ...]) -> tuple[_Algorithm, ...]:
-    kept = _KEPT.setdefault(links, {})
-    algorithms = kept.get((kind, group))
-    if algorithms is None:
-        parts = _parts(links, group)
-        fabric = parts[0][0] if len(parts) == 1 else None
-        if fabric is not None:
-            algorithms = ((inside(fabric, kind, group),),)
-        else:
-            algorithms = (*_over_links(links, kind, group), *_across(links, kind, parts))
-        kept[kind, group] = algorithms
-    return algorithms
+    parts = _parts(links, group)
+    fabric = parts[0][0] if len(parts) == 1 else None
+    if fabric is not None:
+        return ((inside(fabric, kind, group),),)
+    return *_over_links(links, kind, group), *_across(links, kind, parts)
 
 
 def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tuple[int, ...]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
+from rlplace.problem.memoized import memoized
 from rlplace.problem.order import grouped
 from rlplace.schedule import BACKWARD_GATES, FORWARD_GATES, LIST, NO_GATES, SCHEDULES, Schedule, free_schedule
 from rlplace.simulator import records as r
@@ -92,36 +92,24 @@ class Lowered:
             self.idle[timeline].append(work)
 
 
-_CACHE: weakref.WeakKeyDictionary[Problem, dict[tuple[int, str], Lowered]] = weakref.WeakKeyDictionary()
-_LEVELS: weakref.WeakKeyDictionary[Problem, NDArray[np.float64]] = weakref.WeakKeyDictionary()
-
-
 def lower(problem: Problem, microbatches: int = 1, schedule: str = LIST) -> Lowered:
     """The arrays of a step; built on the first call and kept as long as the problem."""
-    schedule = free_schedule(schedule, LIST)
-    kept = _CACHE.setdefault(problem, {})
-    lowered = kept.get((microbatches, schedule))
-    if lowered is None:
-        tasks = task_graph(problem, microbatches)
-        lowered = kept[microbatches, schedule] = _lower(problem, tasks, SCHEDULES[schedule])
-    return lowered
+    return _lower(problem, microbatches, free_schedule(schedule, LIST))
 
 
+@memoized
 def default_priority(problem: Problem) -> NDArray[np.float64]:
     """`reference.default_priority`, compiled: float64 [N], read-only."""
-    level = _LEVELS.get(problem)
-    if level is None:
-        level = np.zeros(problem.num_ops)
-        outputs = np.flatnonzero(problem.tensor_producer >= 0)
-        output_ptr, outputs = grouped(problem.tensor_producer[outputs], outputs, problem.num_ops)
-        bottom_levels(
-            _frozen(problem.topological_order, np.int32),
-            _frozen(problem.time_s, np.float64),
-            *(_frozen(array, np.int32) for array in (output_ptr, outputs, problem.consumer_ptr, problem.consumers)),
-            level,
-        )
-        level.setflags(write=False)
-        _LEVELS[problem] = level
+    level = np.zeros(problem.num_ops)
+    outputs = np.flatnonzero(problem.tensor_producer >= 0)
+    output_ptr, outputs = grouped(problem.tensor_producer[outputs], outputs, problem.num_ops)
+    bottom_levels(
+        _frozen(problem.topological_order, np.int32),
+        _frozen(problem.time_s, np.float64),
+        *(_frozen(array, np.int32) for array in (output_ptr, outputs, problem.consumer_ptr, problem.consumers)),
+        level,
+    )
+    level.setflags(write=False)
     return level
 
 
@@ -149,7 +137,9 @@ def with_inverse(task_of_rank: NDArray[Any]) -> NDArray[np.uint32]:
     return both
 
 
-def _lower(problem: Problem, tasks: TaskGraph, schedule: Schedule) -> Lowered:
+@memoized
+def _lower(problem: Problem, microbatches: int, schedule_name: str) -> Lowered:
+    tasks, schedule = task_graph(problem, microbatches), SCHEDULES[schedule_name]
     count, values = tasks.num_tasks, tasks.num_values
     size, makers, reads = problem.tensor_bytes[tasks.tensor], np.diff(tasks.producer_ptr), np.diff(tasks.consumer_ptr)
     value_of_made, value_of_read = np.repeat(np.arange(values), makers), np.repeat(np.arange(values), reads)

@@ -14,7 +14,6 @@ With one micro-batch, tasks are ops and values are tensors.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.problem import UPDATE, Problem
+from rlplace.problem.memoized import memoized
 from rlplace.problem.order import grouped
 
 MAX_TASKS = 1 << 26
@@ -81,9 +81,6 @@ def order_tasks(tasks: TaskGraph, order: Sequence[Sequence[Any]]) -> list[list[i
     return [[number[op, m] if (op, m) in number else number[op, once] for op, m in row] for row in pairs]
 
 
-_CACHE: weakref.WeakKeyDictionary[Problem, dict[int, TaskGraph]] = weakref.WeakKeyDictionary()
-
-
 def task_graph(problem: Problem, microbatches: int = 1) -> TaskGraph:
     """The tasks of a step; built on the first call and kept as long as the problem.
 
@@ -93,12 +90,10 @@ def task_graph(problem: Problem, microbatches: int = 1) -> TaskGraph:
     whole_number(microbatches, "microbatches", 1)
     if microbatches * (problem.num_ops + len(problem.consumers)) > MAX_TASKS:
         raise InputError(f"{microbatches} microbatches of {problem.num_ops} ops are more than a step may have ({MAX_TASKS})")
-    kept = _CACHE.setdefault(problem, {})
-    if microbatches not in kept:
-        kept[microbatches] = _build(problem, int(microbatches))
-    return kept[microbatches]
+    return _build(problem, int(microbatches))
 
 
+@memoized
 def _build(problem: Problem, count: int) -> TaskGraph:
     ops, once_op = problem.num_ops, problem.op_phase == UPDATE
     if count == 1:

@@ -9,12 +9,12 @@ Axes: D devices, G groups, M merged edges between two different groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, FORWARD, Problem
+from rlplace.problem.memoized import memoized
 from rlplace.problem.order import grouped, topological_order
 
 
@@ -57,17 +57,6 @@ class GroupGraph:
     def edge_s(self, latency_s: float, inverse_bandwidth: float) -> NDArray[np.float64]:
         """float64 [M], seconds of every edge over a link of the given latency and seconds per byte, without waiting."""
         return self.edge_count * latency_s + self.edge_bytes * inverse_bandwidth + self.edge_fixed_s
-
-
-_CACHE: WeakKeyDictionary[Problem, GroupGraph] = WeakKeyDictionary()
-
-
-def group_graph(problem: Problem) -> GroupGraph:
-    """The group graph of a problem, built on first use and kept while the problem lives."""
-    found = _CACHE.get(problem)
-    if found is None:
-        found = _CACHE[problem] = _build(problem)
-    return found
 
 
 def inverse_bandwidth(problem: Problem) -> NDArray[np.float64]:
@@ -120,7 +109,9 @@ def finite_mean(values: NDArray[np.float64], axis: int = 1) -> NDArray[np.float6
     return mean
 
 
-def _build(problem: Problem) -> GroupGraph:
+@memoized
+def group_graph(problem: Problem) -> GroupGraph:
+    """The group graph of a problem, built on first use and kept while the problem lives."""
     groups = problem.num_groups
     source, target, size, count, fixed = _edges(problem)
     order = _order(problem)

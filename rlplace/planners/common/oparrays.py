@@ -6,7 +6,6 @@ Axes: D devices, G groups, N ops, T tensors, E tensor-to-consumer pairs.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from rlplace.planners.common import listkernels
 from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_transfer_s
 from rlplace.problem import Problem
+from rlplace.problem.memoized import memoized
 from rlplace.problem.order import grouped
 
 
@@ -50,17 +50,6 @@ class OpArrays(NamedTuple):
         )  # fmt: skip
 
 
-_CACHE: WeakKeyDictionary[Problem, OpArrays] = WeakKeyDictionary()
-
-
-def op_arrays(problem: Problem) -> OpArrays:
-    """The arrays of a problem, built on first use and kept while the problem lives."""
-    found = _CACHE.get(problem)
-    if found is None:
-        found = _CACHE[problem] = _build(problem)
-    return found
-
-
 def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]:
     """float64 [N], mean time of an op plus the longest mean time to the end of the step after it.
 
@@ -90,7 +79,9 @@ def by_rank(problem: Problem, rank: NDArray[np.float64]) -> NDArray[np.int32]:
     return np.lexsort((position, -rank)).astype(np.int32)
 
 
-def _build(problem: Problem) -> OpArrays:
+@memoized
+def op_arrays(problem: Problem) -> OpArrays:
+    """The arrays of a problem, built on first use and kept while the problem lives."""
     input_ptr, inputs = grouped(problem.consumers, problem.edge_tensor, problem.num_ops)
     table = np.full(problem.num_tensors, -1, dtype=np.int32)
     count = problem.num_devices

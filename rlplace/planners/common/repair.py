@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from rlplace.planners.common import kernels
 from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator
 from rlplace.planners.common.groupgraph import GroupGraph, finite_links, group_graph
 from rlplace.problem import Problem
+from rlplace.problem.memoized import memoized
 from rlplace.simulator import Simulator
 
 MAX_CALLS = 400
@@ -94,19 +94,14 @@ def repair_answer(
     return current
 
 
-_TRAFFIC: WeakKeyDictionary[Problem, tuple[NDArray[Any], ...]] = WeakKeyDictionary()
-
-
+@memoized
 def traffic(problem: Problem) -> tuple[NDArray[Any], ...]:
-    """What the kernels of `rlplace.planners.common.kernels` need to price transfers; built once per problem."""
-    found = _TRAFFIC.get(problem)
-    if found is None:
-        graph = group_graph(problem)
-        found = _TRAFFIC[problem] = (
-            graph.neighbor_ptr, graph.neighbor, graph.neighbor_edge, graph.neighbor_out,
-            graph.edge_bytes, graph.edge_count, graph.edge_fixed_s, *finite_links(problem),
-        )  # fmt: skip
-    return found
+    """What the kernels of `rlplace.planners.common.kernels` need to price transfers."""
+    graph = group_graph(problem)
+    return (
+        graph.neighbor_ptr, graph.neighbor, graph.neighbor_edge, graph.neighbor_out,
+        graph.edge_bytes, graph.edge_count, graph.edge_fixed_s, *finite_links(problem),
+    )  # fmt: skip
 
 
 def _over(problem: Problem, peaks: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -58,7 +58,7 @@ def follow(problem, devices, *, rules=True, microbatches=1, static=False):
     if rules:
         assert keep_request_order(program) and start_at_once(program)
     add_hint(program, line)
-    fixed = [*program.start, *program.sent.values(), *(x for row in program.place for x in row.values())]
+    fixed = [*program.start, *program.sent.values(), *(x for row in program.placed for x in row.values())]
     hints = dict(zip(program.model.proto.solution_hint.vars, program.model.proto.solution_hint.values, strict=True))
     for variable in fixed:
         if variable.index in hints:
@@ -89,7 +89,7 @@ def test_simulated_steps_are_solutions_where_times_are_rounded(seed, devices, sh
     assert keep_request_order(program) and start_at_once(program)
     names = relabel(program, plan.astype(np.int32))
     for group, device in enumerate(names[plan].tolist()):
-        program.model.add(program.place[group][device] == 1)
+        program.model.add(program.placed[group][device] == 1)
     outcome = solve(program, hint=line, seed=0, effort=20.0, time_limit_s=math.inf)
     assert outcome.objective_s <= line.step_time_s  # every order is allowed here, rounding only helps
     assert not instance.ticks.exact

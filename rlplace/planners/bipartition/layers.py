@@ -123,10 +123,8 @@ def _attach(problem: Problem, layer: NDArray[np.int64]) -> None:
 
 
 def _group_edges(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    tensor = problem.edge_tensor
-    produced = problem.tensor_producer[tensor] >= 0
-    source = problem.op_group[problem.tensor_producer[tensor[produced]]].astype(np.int64)
-    return source, problem.op_group[problem.consumers[produced]].astype(np.int64)
+    maker, reader = problem.op_edges
+    return problem.op_group[maker].astype(np.int64), problem.op_group[reader].astype(np.int64)
 
 
 def make_layers(

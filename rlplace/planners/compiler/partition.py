@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.planners.common.groupgraph import finite_links, group_graph, mean_link
+from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_link
 from rlplace.planners.compiler import fm, seeds
 from rlplace.planners.compiler.coarsen import match
 from rlplace.planners.compiler.nets import Level, Nets, contract, finest_level, problem_nets
@@ -135,7 +135,7 @@ class Partitioner:
         """Seeds, at least one."""
         level = self.level
         finite = np.isfinite(level.time_s)
-        time = np.where(finite, level.time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
+        time = finite_mean(level.time_s)
         if self.limit.shape[1] == 1:
             speed = 1.0 / np.maximum(np.where(finite, level.time_s, time[:, None]).sum(axis=0), 1e-30)
             for order, crossing in zip(self.orders, self.crossings, strict=True):
@@ -241,7 +241,7 @@ class Partitioner:
 def _fair_loads(level: Level, bands: int) -> NDArray[np.float64]:
     """float64 [W], the time at which all devices would end if the work of a band could be shared at will."""
     finite = np.isfinite(level.time_s)
-    mean = np.where(finite, level.time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
+    mean = finite_mean(level.time_s)
     total = np.zeros((bands, level.time_s.shape[1]))
     np.add.at(total, level.band, np.where(finite, level.time_s, mean[:, None]))
     fair: NDArray[np.float64] = 1.0 / (1.0 / np.maximum(total, 1e-30)).sum(axis=1)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.compiled import entry
-from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.groupgraph import finite_mean, group_graph
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.planners.compiler.nets import Level
 from rlplace.problem import Problem
@@ -36,10 +36,8 @@ def bands(problem: Problem, count: int) -> NDArray[np.int32]:
 def earliest_starts(problem: Problem) -> NDArray[np.float64]:
     """float64 [G], longest path of mean times before the first op of each group, transfers left out."""
     arrays = op_arrays(problem)
-    finite = np.isfinite(arrays.time_s)
-    mean = np.where(finite, arrays.time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
     start = np.zeros(problem.num_ops)
-    _top_levels(arrays.order, mean, arrays.input_ptr, arrays.inputs, arrays.producer, start)
+    _top_levels(arrays.order, finite_mean(arrays.time_s), arrays.input_ptr, arrays.inputs, arrays.producer, start)
     first = np.full(problem.num_groups, np.inf)
     np.minimum.at(first, problem.op_group, start)
     return np.where(np.isfinite(first), first, 0.0)
@@ -62,7 +60,7 @@ def contiguous(
     Args:
         time_s: float64 [G], mean time of every vertex.
         order: int32 [G].
-        cut_s: float64 [G + 1], seconds that cross a cut before each place of the order.
+        cut_s: float64 [G + 1], seconds that cross a cut before each vertex of the order, and at its end.
         share: float64 [K], share of the work of each piece.
         eps: Allowed imbalance; a cut stays within half of it, in shares of a mean piece.
 
@@ -88,11 +86,9 @@ def contiguous(
 
 
 def crossing_seconds(problem: Problem, order: NDArray[np.int32], link: tuple[float, float]) -> NDArray[np.float64]:
-    """float64 [G + 1], seconds of all edges of the group graph over a cut before each place of an order."""
+    """float64 [G + 1], seconds of all edges of the group graph over a cut before each group of an order, and at its end."""
     graph = group_graph(problem)
-    groups = len(order)
-    position = np.empty(groups, dtype=np.int64)
-    position[order] = np.arange(groups)
+    groups, position = len(order), np.argsort(order)
     at, to = position[graph.source], position[graph.target]
     seconds = graph.edge_s(*link)
     opens = np.bincount(np.minimum(at, to) + 1, weights=seconds, minlength=groups + 2)

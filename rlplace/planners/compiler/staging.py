@@ -28,9 +28,7 @@ def staged_order(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32]
     number = np.array([first[circle] for circle in part.tolist()], dtype=np.int64)
     apart = number[a] != number[b]
     ranked, _ = topological_order(number[a][apart], number[b][apart], len(first))
-    rank = np.empty(len(first), dtype=np.int32)
-    rank[ranked] = np.arange(len(first))
-    vertex = rank[number]
+    vertex = np.argsort(ranked).astype(np.int32)[number]
     return vertex, order[np.argsort(vertex[order], kind="stable")]
 
 

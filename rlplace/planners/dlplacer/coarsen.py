@@ -243,8 +243,7 @@ def _forward_edges(problem: Problem) -> tuple[Any, Any, NDArray[np.float64]]:
     apart = source != target
     source, target, seconds = source[apart], target[apart], seconds[apart]
     order, stuck = topological_order(source, target, problem.num_groups)
-    position = np.empty(problem.num_groups, dtype=np.int64)
-    position[group_graph(problem).order if stuck is not None else order] = np.arange(problem.num_groups)
+    position = np.argsort(group_graph(problem).order if stuck is not None else order)
     along = position[source] < position[target]
     key, inverse_key = np.unique(source[along].astype(np.int64) * problem.num_groups + target[along], return_inverse=True)
     total = np.bincount(inverse_key, weights=seconds[along], minlength=len(key)).astype(np.float64)

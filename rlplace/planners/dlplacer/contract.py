@@ -110,7 +110,7 @@ CoarseTensor = tuple[int, int, int, Sequence[int], "NDArray[Any] | None"]
 
 def _tensors(problem: Problem, node_of_group: NDArray[np.int32], part: NDArray[np.int64]) -> list[CoarseTensor]:
     """(producer, owner, bytes, consumers, transfer times) of what leaves its part; equal senders and readers are one tensor."""
-    found: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
+    alike: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
     for tensor in range(problem.num_tensors):
         readers = problem.consumers[problem.consumer_ptr[tensor] : problem.consumer_ptr[tensor + 1]]
         producer, owner = int(problem.tensor_producer[tensor]), int(problem.tensor_owner[tensor])
@@ -122,10 +122,10 @@ def _tensors(problem: Problem, node_of_group: NDArray[np.int32], part: NDArray[n
             owner = int(node_of_group[owner])
             outside = set(part[readers[node_of_group[problem.op_group[readers]] != owner]].tolist())
         if outside:
-            found.setdefault((producer, owner, tuple(sorted(outside))), []).append(tensor)
+            alike.setdefault((producer, owner, tuple(sorted(outside))), []).append(tensor)
     sent = transfer_seconds(problem)
     rows: list[CoarseTensor] = []
-    for (producer, owner, outside_readers), tensors in found.items():
+    for (producer, owner, outside_readers), tensors in alike.items():
         table = None
         if len(tensors) > 1 or tensors[0] in problem.tensor_transfer_s:
             table = sent[tensors].sum(axis=0)

@@ -13,8 +13,8 @@ paper uses an integer linear program; ours goes to CP-SAT, which has intervals, 
 Steps: the graph is shrunk to at most `groups` nodes (`coarsen`: groups of no work join a neighbour, chains are fused, then
 pairs with much traffic); the program of the coarse problem is solved under a limit, with the better of `best` on the coarse
 problem and `best` on the problem itself as the hint; its solutions go back to the problem's groups, are simulated and repaired
-like any candidate. The floor is a candidate too, so the plan is never worse than `best`. ``plan.predicted.proof`` holds what
-the solver proved of the coarse program: it says nothing about plans that split a node, and the executor's step time may differ.
+like any candidate. The answer of `best` is a candidate too, so the plan is never worse. ``plan.predicted.proof`` holds what the
+solver proved of the coarse program: it says nothing about plans that split a node, and the executor's step time may differ.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def dlplacer(
 
     Args:
         problem: The problem.
-        seed: Of the solver.
-        time_limit_s: Seconds, floor included; without it the result depends on the problem and the seed alone.
+        seed: The solver's random seed.
+        time_limit_s: Seconds, those of `best` included; without it the result depends on the problem and the seed alone.
         groups: Nodes of the coarse graph; problems with fewer groups are not coarsened.
         effort: Limit in the solver's deterministic seconds.
         contention: Whether channels carry one transfer at a time in the program; None: where that keeps it small enough.
         **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
-        InfeasibleError: Neither the floor nor the program led to a plan that fits.
+        InfeasibleError: Neither `best` nor the program led to a plan that fits.
         MissingError: OR-tools is not installed.
     """
     whole_number(groups, "dlplacer: groups", 1)
@@ -89,19 +89,19 @@ def dlplacer(
     warm_up()
     deadline = Deadline(time_limit_s)
     evaluator = Evaluator(problem, run)
-    floor = best_answer(problem, evaluator, deadline)
+    baseline = best_answer(problem, evaluator, deadline)
     node_of_group = coarsen(problem, groups)
     coarse, part = contract(problem, node_of_group)
-    hint = _hint(coarse, node_of_group, floor, deadline)
+    hint = _hint(coarse, node_of_group, baseline, deadline)
     left_s = deadline.left_s()
     solver_s = left_s if math.isinf(left_s) else max(0.0, left_s - _KEPT_S * (time_limit_s or 0.0))
     outcome, program = _solve(coarse, hint, contention=contention, seed=seed, effort=effort, time_limit_s=solver_s)
-    known = [] if floor is None else [floor.devices]
-    found = [solution.device_of_group[node_of_group] for solution in outcome.solutions[:_CANDIDATES]]
-    answer = best_of(problem, [*known, *found], evaluator, deadline)
+    known = [] if baseline is None else [baseline.devices]
+    solved = [solution.device_of_group[node_of_group] for solution in outcome.solutions[:_CANDIDATES]]
+    answer = best_of(problem, [*known, *solved], evaluator, deadline)
     facts = _proof(outcome, coarse, program.instance, contention=bool(program.carried))
     best = None
-    for solution, devices in zip(outcome.solutions, found, strict=False):
+    for solution, devices in zip(outcome.solutions, solved, strict=False):
         rank = expand_solution(program.instance, solution, problem, part)
         order = ranked_orders(problem, devices, rank) if run.microbatches == 1 else None
         for way in realise(evaluator, devices, rank, order):
@@ -118,14 +118,14 @@ def dlplacer(
     return make_plan(problem, best.devices, planner="dlplacer", seed=seed, predicted=predicted, **arguments)
 
 
-def _hint(coarse: Problem, node_of_group: Any, floor: Answer | None, deadline: Deadline) -> Timeline | None:
+def _hint(coarse: Problem, node_of_group: Any, baseline: Answer | None, deadline: Deadline) -> Timeline | None:
     """The best simulated step of the coarse problem that is known without the solver."""
     evaluator = Evaluator(coarse)
     answers = [best_answer(coarse, evaluator, deadline)]
-    if floor is not None:
+    if baseline is not None:
         nodes = coarse.num_groups
         votes = np.zeros((nodes, coarse.num_devices), dtype=np.int64)
-        np.add.at(votes, (node_of_group, floor.devices), 1)
+        np.add.at(votes, (node_of_group, baseline.devices), 1)
         votes[~coarse.group_allowed] = -1
         answers.append(evaluator.answer(votes.argmax(axis=1).astype(np.int32)))
     known = [a for a in answers if a is not None and a.score.feasible]

@@ -120,18 +120,18 @@ def _start_task(program: PlacementProgram, task: int) -> None:
         model.add(program.start[task] <= 0).only_enforce_if(first)
         reasons.append(first)
     for other in range(instance.num_tasks):
-        shared = instance.group[other] == group or set(program.place[group]) & set(program.place[instance.group[other]])
+        shared = instance.group[other] == group or set(program.placed[group]) & set(program.placed[instance.group[other]])
         if other != task and instance.occupies[other] and shared:
             follows = _reason(program, program.start[task], program.end(other), slack, f"follows_{task}_{other}")
             if instance.group[other] != group:
                 model.add_implication(follows, ~program.apart_literal(group, int(instance.group[other])))
             reasons.append(follows)
     for value, source, device in program.carried:
-        if task in program.remote_readers(value) and device in program.place[group]:
+        if task in program.remote_readers(value) and device in program.placed[group]:
             arrival = program.sent[value, device] + int(instance.transfer[value, source, device])
             reads = _reason(program, program.start[task], arrival, slack, f"reads_{task}_{value}_{source}_{device}")
             model.add_implication(reads, program.carried[value, source, device])
-            model.add_implication(reads, program.place[group][device])
+            model.add_implication(reads, program.placed[group][device])
             reasons.append(reads)
     model.add_bool_or(reasons)
 

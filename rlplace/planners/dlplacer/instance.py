@@ -63,14 +63,13 @@ class Instance:
     def order(self) -> list[int]:
         """The tasks, producers before readers."""
         source, target = self.edges
-        found, _ = topological_order(source, target, self.num_tasks)
-        return found
+        return topological_order(source, target, self.num_tasks)[0]
 
     @cached_property
     def edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """int64 [E] and int64 [E], producer and reader of every pair of tasks that a value joins, each pair once."""
         rows = zip(self.producers, self.readers, strict=True)
-        pairs = sorted({(made, read) for makers, readers in rows for made in makers for read in readers})
+        pairs = sorted({(maker, reader) for makers, readers in rows for maker in makers for reader in readers})
         return np.array([p[0] for p in pairs], dtype=np.int64), np.array([p[1] for p in pairs], dtype=np.int64)
 
     @cached_property
@@ -86,8 +85,8 @@ class Instance:
 
     def _longest(self, source: NDArray[np.int64], target: NDArray[np.int64], order: list[int]) -> list[int]:
         before: list[list[int]] = [[] for _ in range(self.num_tasks)]
-        for made, read in zip(source.tolist(), target.tolist(), strict=True):
-            before[read].append(made)
+        for maker, reader in zip(source.tolist(), target.tolist(), strict=True):
+            before[reader].append(maker)
         length, shortest = [0] * self.num_tasks, self.shortest.tolist()
         for task in order:
             length[task] = max((length[p] + shortest[p] for p in before[task]), default=0)
@@ -110,7 +109,7 @@ def make_instance(problem: Problem, horizon_s: float, microbatches: int = 1) -> 
     ticks = choose_ticks(np.concatenate(used), horizon_s)
     producers = _rows(tasks.producer_ptr, tasks.producers)
     owner = problem.tensor_owner[tasks.tensor]
-    made = np.array([row[0] if row else -1 for row in producers], dtype=np.int64)
+    maker = np.array([row[0] if row else -1 for row in producers], dtype=np.int64)
     occupies = np.ones(problem.num_ops, dtype=bool)
     occupies[[op for collective in problem.collectives for op in collective.ops]] = False
     longest = int(ticks.down(np.array([horizon_s]))[0]) + (not ticks.exact)
@@ -124,7 +123,7 @@ def make_instance(problem: Problem, horizon_s: float, microbatches: int = 1) -> 
         group=group,
         producers=producers,
         readers=_rows(tasks.consumer_ptr, tasks.consumers),
-        holder=np.where(made >= 0, group[np.maximum(made, 0)], owner).astype(np.int32),
+        holder=np.where(maker >= 0, group[np.maximum(maker, 0)], owner).astype(np.int32),
         occupies=occupies[tasks.op],
     )
 

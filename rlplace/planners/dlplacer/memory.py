@@ -25,10 +25,11 @@ from rlplace.problem import Problem
 _MAX_UNITS = 1 << 24
 
 
-def limited_devices(problem: Problem) -> list[int]:
+def limited_devices(problem: Problem, microbatches: int = 1) -> list[int]:
     """Devices whose limit could bind: everything together would not fit."""
-    tasks = int(problem.resident_bytes.sum() + problem.tensor_bytes.sum() + problem.temporary_bytes.max(initial=0))
-    return [device for device, limit in enumerate(problem.memory_limit_bytes.tolist()) if limit < tasks]
+    tensors = microbatches * problem.tensor_bytes.sum()
+    everything = int(problem.resident_bytes.sum() + tensors + problem.temporary_bytes.max(initial=0))
+    return [device for device, limit in enumerate(problem.memory_limit_bytes.tolist()) if limit < everything]
 
 
 def limit_timeline(program: PlacementProgram) -> None:
@@ -36,9 +37,7 @@ def limit_timeline(program: PlacementProgram) -> None:
     instance, model = program.instance, program.model
     problem = instance.problem
     limits = problem.memory_limit_bytes
-    microbatches = instance.tasks.microbatches
-    everything = int(problem.resident_bytes.sum() + microbatches * problem.tensor_bytes.sum() + problem.temporary_bytes.max())
-    devices = [d for d in range(problem.num_devices) if limits[d] < everything]
+    devices = limited_devices(problem, instance.tasks.microbatches)
     if not devices:
         return
     freed = [_freed_at_home(program, value) for value in range(instance.num_values)]
@@ -48,7 +47,7 @@ def limit_timeline(program: PlacementProgram) -> None:
         intervals: list[Any] = []
         demands: list[int] = []
         for task in range(instance.num_tasks):
-            literal = program.place[instance.group[task]].get(device)
+            literal = program.placed[instance.group[task]].get(device)
             size = int(problem.temporary_bytes[instance.tasks.op[task]]) // unit
             if literal is not None and size > 0:
                 ticks = int(instance.duration[task, device])
@@ -62,7 +61,7 @@ def limit_timeline(program: PlacementProgram) -> None:
             size = int(problem.tensor_bytes[instance.tasks.tensor[value]]) // unit
             if size == 0:
                 continue
-            literal = program.place[instance.holder[value]].get(device)
+            literal = program.placed[instance.holder[value]].get(device)
             if literal is not None and instance.producers[value]:
                 born, end, length = freed[value]
                 intervals.append(model.new_optional_interval_var(born, length, end, literal, f"live_{value}_{device}"))
@@ -72,7 +71,7 @@ def limit_timeline(program: PlacementProgram) -> None:
                 demands.append(size)
         resident = [
             (int(problem.resident_bytes[group]) // unit) * literals[device]
-            for group, literals in enumerate(program.place)
+            for group, literals in enumerate(program.placed)
             if device in literals and problem.resident_bytes[group] >= unit
         ]
         room = model.new_int_var(0, max(capacity, 0), f"room_{device}")
@@ -100,7 +99,7 @@ def _freed_at_home(program: PlacementProgram, value: int) -> tuple[Any, Any, Any
         else:
             model.add(end >= program.end(reader)).only_enforce_if(~program.apart_literal(home, group))
     for device in range(instance.problem.num_devices):
-        for source in program.place[home]:
+        for source in program.placed[home]:
             carried = program.carried.get((value, source, device))
             if carried is not None:
                 ticks = int(instance.transfer[value, source, device])
@@ -114,7 +113,7 @@ def _copy(program: PlacementProgram, value: int, device: int) -> Any:
     length = model.new_int_var(0, instance.horizon, f"held_{value}_{device}")
     needed = program.needed[value, device]
     for reader in program.remote_readers(value):
-        literal = program.place[instance.group[reader]].get(device)
+        literal = program.placed[instance.group[reader]].get(device)
         if literal is not None:
             model.add(end >= program.end(reader)).only_enforce_if([needed, literal])
     return model.new_optional_interval_var(program.sent[value, device], length, end, needed, f"copy_{value}_{device}")
@@ -135,17 +134,17 @@ def limit_static(program: PlacementProgram) -> None:
     largest = np.zeros(problem.num_groups, dtype=np.int64)
     np.maximum.at(largest, problem.op_group, brief)
     for device in devices:
-        terms = [size * program.place[g][device] for g, size in enumerate(footprint) if device in program.place[g]]
+        terms = [size * program.placed[g][device] for g, size in enumerate(footprint) if device in program.placed[g]]
         for value in np.flatnonzero(saved[instance.tasks.tensor]).tolist():
             size = int(problem.tensor_bytes[instance.tasks.tensor[value]])
-            if size and any(device in program.place[instance.group[task]] for task in program.remote_readers(value)):
+            if size and any(device in program.placed[instance.group[task]] for task in program.remote_readers(value)):
                 terms.append(size * program.needs(value, device))
         limit = int(problem.memory_limit_bytes[device])
         base = model.new_int_var(0, max(limit, 0), f"base_{device}")
         model.add(base >= sum(terms))
         for group, size in enumerate(largest.tolist()):
-            if device in program.place[group]:
-                model.add(base + size * program.place[group][device] <= limit)
+            if device in program.placed[group]:
+                model.add(base + size * program.placed[group][device] <= limit)
 
 
 def _saved(problem: Problem) -> NDArray[np.bool_]:

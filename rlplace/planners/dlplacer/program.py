@@ -49,7 +49,7 @@ class PlacementProgram:
     Attributes:
         instance: What it was built from.
         model: The `CpModel`.
-        place: Per group its literal for each device it may sit on.
+        placed: For each group, by device that it may sit on, the literal that it sits there.
         start: Per task, ticks.
         duration: Per task, ticks; an expression where devices differ.
         makespan: Ticks.
@@ -62,7 +62,7 @@ class PlacementProgram:
 
     instance: Instance
     model: Any
-    place: list[dict[int, Any]]
+    placed: list[dict[int, Any]]
     start: list[Any]
     duration: list[Any]
     makespan: Any
@@ -84,9 +84,9 @@ class PlacementProgram:
     def needs(self, value: int, device: int) -> Any:
         """The literal that a value is sent to a device, made on first use."""
         if (value, device) not in self.needed:
-            home = self.place[self.instance.holder[value]].get(device, False)
+            home = self.placed[self.instance.holder[value]].get(device, False)
             groups = sorted({int(self.instance.group[task]) for task in self.remote_readers(value)})
-            there = [self.place[group][device] for group in groups if device in self.place[group]]
+            there = [self.placed[group][device] for group in groups if device in self.placed[group]]
             literal = self.model.new_bool_var(f"needed_{value}_{device}")
             self.model.add_bool_or([*there, ~literal])
             if home is not False:
@@ -101,7 +101,7 @@ class PlacementProgram:
         key = (min(first, second), max(first, second))
         if key not in self.apart:
             literal = self.model.new_bool_var(f"apart_{key[0]}_{key[1]}")
-            left, right = self.place[key[0]], self.place[key[1]]
+            left, right = self.placed[key[0]], self.placed[key[1]]
             for device in sorted(set(left) | set(right)):
                 if device not in left:
                     self.model.add_implication(right[device], literal)
@@ -127,15 +127,15 @@ def build_program(instance: Instance, *, contention: bool) -> PlacementProgram:
     """
     model = solver_library().CpModel()
     allowed = instance.problem.group_allowed
-    place = [
+    placed = [
         {d: model.new_bool_var(f"group_{g}_on_{d}") for d in np.flatnonzero(row).tolist()} for g, row in enumerate(allowed)
     ]
-    for literals in place:
+    for literals in placed:
         model.add_exactly_one(list(literals.values()))
-    start, duration = _starts(instance, model, place)
+    start, duration = _starts(instance, model, placed)
     least = max((h + int(t) + q for h, t, q in zip(instance.heads, instance.shortest, instance.tails, strict=True)), default=0)
     makespan = model.new_int_var(min(least, instance.horizon), instance.horizon, "makespan")
-    program = PlacementProgram(instance, model, place, start, duration, makespan, interchangeable(instance.problem))
+    program = PlacementProgram(instance, model, placed, start, duration, makespan, interchangeable(instance.problem))
     for task in range(instance.num_tasks):
         model.add(makespan >= program.end(task) + instance.tails[task])
     _one_task_at_a_time(program)
@@ -147,13 +147,13 @@ def build_program(instance: Instance, *, contention: bool) -> PlacementProgram:
     return program
 
 
-def _starts(instance: Instance, model: Any, place: list[dict[int, Any]]) -> tuple[list[Any], list[Any]]:
+def _starts(instance: Instance, model: Any, placed: list[dict[int, Any]]) -> tuple[list[Any], list[Any]]:
     start, duration = [], []
     for task in range(instance.num_tasks):
         latest = instance.horizon - instance.tails[task] - int(instance.shortest[task])
         first = min(instance.heads[task], latest)
         start.append(model.new_int_var(first, latest, f"start_{task}"))
-        literals = place[instance.group[task]]
+        literals = placed[instance.group[task]]
         ticks = {device: int(instance.duration[task, device]) for device in literals}
         if len(set(ticks.values())) == 1:
             duration.append(next(iter(ticks.values())))
@@ -167,7 +167,7 @@ def _one_task_at_a_time(program: PlacementProgram) -> None:
     for device in range(instance.problem.num_devices):
         intervals, load, first, last = [], [], [], []
         for task in range(instance.num_tasks):
-            literal = program.place[instance.group[task]].get(device)
+            literal = program.placed[instance.group[task]].get(device)
             if literal is None or not instance.occupies[task]:
                 continue
             ticks = int(instance.duration[task, device])
@@ -198,7 +198,7 @@ def _inputs(program: PlacementProgram) -> None:
             least = min(known, default=0)
             for (source, device), ticks in table.items():
                 if ticks < 0:
-                    model.add_bool_or([~program.place[home][source], ~program.place[group][device]])
+                    model.add_bool_or([~program.placed[home][source], ~program.placed[group][device]])
             for maker in instance.producers[value]:
                 if least > 0:
                     model.add(program.start[reader] >= program.end(maker) + least * program.apart_literal(home, group))
@@ -209,7 +209,7 @@ def _inputs(program: PlacementProgram) -> None:
                 model.add(program.start[reader] >= least * program.apart_literal(home, group))
             for (source, device), ticks in table.items():
                 if ticks > least:
-                    there = [program.place[home][source], program.place[group][device]]
+                    there = [program.placed[home][source], program.placed[group][device]]
                     for maker in instance.producers[value]:
                         model.add(program.start[reader] >= program.end(maker) + ticks).only_enforce_if(there)
                     if not instance.producers[value]:
@@ -219,7 +219,7 @@ def _inputs(program: PlacementProgram) -> None:
 def _pairs(program: PlacementProgram, value: int, home: int, group: int) -> dict[tuple[int, int], int]:
     """Ticks of a value by sender and receiver, for all pairs of different devices that two groups may sit on."""
     table = program.instance.transfer[value]
-    return {(s, d): int(table[s, d]) for s in program.place[home] for d in program.place[group] if s != d}
+    return {(s, d): int(table[s, d]) for s in program.placed[home] for d in program.placed[group] if s != d}
 
 
 def _channels(program: PlacementProgram) -> None:
@@ -230,9 +230,9 @@ def _channels(program: PlacementProgram) -> None:
     for value in range(instance.num_values):
         home = int(instance.holder[value])
         makers, readers = instance.producers[value], program.remote_readers(value)
-        devices = sorted({d for task in readers for d in program.place[instance.group[task]]})
+        devices = sorted({d for task in readers for d in program.placed[instance.group[task]]})
         for device in devices:
-            sources = [s for s in program.place[home] if s != device and instance.transfer[value, s, device] >= 0]
+            sources = [s for s in program.placed[home] if s != device and instance.transfer[value, s, device] >= 0]
             if not sources:
                 continue
             needed = program.needs(value, device)
@@ -244,9 +244,9 @@ def _channels(program: PlacementProgram) -> None:
             for source in sources:
                 ticks = int(instance.transfer[value, source, device])
                 carried = needed
-                if len(sources) > 1 or len(program.place[home]) > 2:
+                if len(sources) > 1 or len(program.placed[home]) > 2:
                     carried = model.new_bool_var(f"carried_{value}_{source}_{device}")
-                    at_source = program.place[home][source]
+                    at_source = program.placed[home][source]
                     model.add_implication(carried, needed)
                     model.add_implication(carried, at_source)
                     model.add_bool_or([carried, ~needed, ~at_source])
@@ -255,7 +255,7 @@ def _channels(program: PlacementProgram) -> None:
                 for channel in channels[source][device]:
                     held.setdefault(channel, []).append(interval)
                 for reader in readers:
-                    literal = program.place[instance.group[reader]].get(device)
+                    literal = program.placed[instance.group[reader]].get(device)
                     if literal is not None:
                         model.add(program.start[reader] >= sent + ticks).only_enforce_if([carried, literal])
     for channel in sorted(held):
@@ -269,7 +269,7 @@ def _symmetry(program: PlacementProgram) -> None:
         for earlier, later in pairwise(members):
             before: list[Any] = []
             for group in order:
-                literals = program.place[group]
+                literals = program.placed[group]
                 if later in literals:
                     program.model.add_bool_or([~literals[later], *before])
                 if earlier in literals:

@@ -63,11 +63,9 @@ def realise(
 
 def priorities(problem: Problem, first_start: NDArray[Any]) -> NDArray[np.float64]:
     """float64 [N], whole numbers that fall with the start; at equal starts, with the problem's topological order."""
-    position = np.empty(problem.num_ops, dtype=np.int64)
-    position[problem.topological_order] = np.arange(problem.num_ops)
-    found = np.empty(problem.num_ops)
-    found[np.lexsort((position, first_start))] = np.arange(problem.num_ops, 0.0, -1.0)
-    return found
+    falling = np.empty(problem.num_ops)
+    falling[np.lexsort((np.argsort(problem.topological_order), first_start))] = np.arange(problem.num_ops, 0.0, -1.0)
+    return falling
 
 
 def expand_solution(coarse: Instance, solution: Solution, problem: Problem, part: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -79,14 +77,14 @@ def expand_solution(coarse: Instance, solution: Solution, problem: Problem, part
         problem: The problem.
         part: int64 [N], coarse op of every op.
     """
-    inner, outer = np.empty(problem.num_ops, dtype=np.int64), np.empty(coarse.num_tasks, dtype=np.int64)
-    inner[problem.topological_order] = np.arange(problem.num_ops)
-    outer[coarse.order] = np.arange(coarse.num_tasks)
-    devices = solution.device_of_group[coarse.group]
-    end = solution.start + coarse.duration[np.arange(coarse.num_tasks), devices]
-    rank = np.empty(problem.num_ops, dtype=np.int64)
-    rank[np.lexsort((inner, outer[part], end[part], solution.start[part]))] = np.arange(problem.num_ops)
-    return rank
+    inner, outer, end = np.argsort(problem.topological_order), np.argsort(coarse.order), _ends(coarse, solution)
+    return np.argsort(np.lexsort((inner, outer[part], end[part], solution.start[part])))
+
+
+def _ends(instance: Instance, solution: Solution) -> NDArray[np.int64]:
+    """int64 [K], ticks at which each task ends."""
+    devices = solution.device_of_group[instance.group]
+    return np.asarray(solution.start + instance.duration[np.arange(instance.num_tasks), devices])
 
 
 def ranked_orders(problem: Problem, devices: Assignment, rank: NDArray[np.int64]) -> list[list[Any]]:
@@ -101,21 +99,18 @@ def ranked_orders(problem: Problem, devices: Assignment, rank: NDArray[np.int64]
 
 def first_starts(instance: Instance, solution: Solution) -> NDArray[np.int64]:
     """int64 [N], ticks at which each op starts for the first time."""
-    found = np.full(instance.problem.num_ops, np.iinfo(np.int64).max)
-    np.minimum.at(found, instance.tasks.op, solution.start)
-    return found
+    first = np.full(instance.problem.num_ops, np.iinfo(np.int64).max)
+    np.minimum.at(first, instance.tasks.op, solution.start)
+    return first
 
 
 def device_orders(instance: Instance, solution: Solution) -> list[list[Any]]:
     """Per device the ops, or (op, micro-batch) pairs, by start; ops of collectives are left out."""
     tasks, problem = instance.tasks, instance.problem
-    position = np.empty(instance.num_tasks, dtype=np.int64)
-    position[instance.order] = np.arange(instance.num_tasks)
     devices = solution.device_of_group[instance.group]
-    end = solution.start + instance.duration[np.arange(instance.num_tasks), devices]
     order: list[list[Any]] = [[] for _ in problem.devices]
     # An op of no time goes before one that starts with it, and what feeds it goes before it.
-    for task in np.lexsort((position, end, solution.start)).tolist():
+    for task in np.lexsort((np.argsort(instance.order), _ends(instance, solution), solution.start)).tolist():
         if instance.occupies[task]:
             op = int(tasks.op[task])
             once = problem.op_phase[op] == UPDATE

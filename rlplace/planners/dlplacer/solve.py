@@ -71,7 +71,7 @@ def solve(program: PlacementProgram, *, hint: Timeline | None, seed: int, effort
     Args:
         program: The program.
         hint: A simulated step that is a solution of it, to start from.
-        seed: Of the solver.
+        seed: The solver's random seed.
         effort: Limit in deterministic seconds.
         time_limit_s: Limit in seconds, inf for none.
     """
@@ -104,15 +104,15 @@ def solve(program: PlacementProgram, *, hint: Timeline | None, seed: int, effort
             return Outcome("infeasible", None, math.inf, ())
         bound_ticks = max(bound_ticks, float(solver.best_objective_bound))
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            found = round(solver.objective_value)
-            best_ticks = found if best_ticks is None else min(best_ticks, found)
+            ticks = round(solver.objective_value)
+            best_ticks = ticks if best_ticks is None else min(best_ticks, ticks)
             name = "optimal" if status == cp_model.OPTIMAL or bound_ticks >= best_ticks else "feasible"
             if name == "optimal":
                 break
             _hint_solution(program.model, solver)
-    ticks = program.instance.ticks
-    objective_s = None if best_ticks is None else ticks.seconds(best_ticks)
-    return Outcome(name, objective_s, ticks.seconds(bound_ticks), tuple(sorted(solutions[::-1], key=lambda s: s.makespan)))
+    seconds = program.instance.ticks.seconds
+    objective_s = None if best_ticks is None else seconds(best_ticks)
+    return Outcome(name, objective_s, seconds(bound_ticks), tuple(sorted(solutions[::-1], key=lambda s: s.makespan)))
 
 
 def _interruptible(solver: Any, model: Any, callback: Any) -> Any:
@@ -136,7 +136,7 @@ def _hint_solution(model: Any, solver: Any) -> None:
 
 
 def _read(program: PlacementProgram, value: Any, boolean: Any) -> Solution:
-    devices = [next(d for d, literal in literals.items() if boolean(literal)) for literals in program.place]
+    devices = [next(d for d, literal in literals.items() if boolean(literal)) for literals in program.placed]
     start = np.array([value(start) for start in program.start], dtype=np.int64)
     return Solution(np.array(devices, dtype=np.int32), start, int(value(program.makespan)))
 
@@ -145,11 +145,11 @@ def add_hint(program: PlacementProgram, line: Timeline) -> None:
     """Tells the solver of a simulated step, with devices renamed so that it obeys the symmetry breaking."""
     instance, model = program.instance, program.model
     model.clear_hints()
-    given = np.zeros(len(program.place), dtype=np.int32)
-    given[instance.problem.op_group] = line.device_of_op
-    names = relabel(program, given)
-    devices = names[given].tolist()
-    for group, literals in enumerate(program.place):
+    simulated = np.zeros(len(program.placed), dtype=np.int32)
+    simulated[instance.problem.op_group] = line.device_of_op
+    names = relabel(program, simulated)
+    devices = names[simulated].tolist()
+    for group, literals in enumerate(program.placed):
         for device, literal in literals.items():
             model.add_hint(literal, devices[group] == device)
     start = instance.ticks.down(line.start_s).tolist()
@@ -175,11 +175,11 @@ def _moved(program: PlacementProgram, line: Timeline, names: NDArray[np.int32]) 
     tasks = program.instance.tasks
     number = {key: v for v, key in enumerate(zip(tasks.tensor.tolist(), tasks.value_microbatch.tolist(), strict=True))}
     start = program.instance.ticks.down(line.transfer_start_s).tolist()
-    found = {}
+    transfers = {}
     rows = zip(
         line.transfer_tensor.tolist(), line.transfer_microbatch.tolist(), line.transfer_source.tolist(),
         line.transfer_destination.tolist(), start, strict=True,
     )  # fmt: skip
     for tensor, microbatch, source, destination, begun in rows:
-        found[number[tensor, microbatch], int(names[destination])] = (begun, int(names[source]))
-    return found
+        transfers[number[tensor, microbatch], int(names[destination])] = (begun, int(names[source]))
+    return transfers

@@ -16,8 +16,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.common.groupgraph import finite_links, group_graph
+from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph
 from rlplace.problem import FORWARD, Problem
+from rlplace.problem.order import grouped
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,8 @@ class NodeGraph:
     @cached_property
     def out(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float64]]:
         """int64 [V + 1] offsets, int32 [E] targets and float64 [E] costs of the edges by source."""
-        return _rows(self.num_nodes, self.source, self.target, self.cost_s)
+        ptr, edge = grouped(self.source, np.arange(len(self.source)), self.num_nodes)
+        return ptr, self.target[edge], self.cost_s[edge]
 
     @cached_property
     def restricted(self) -> NDArray[np.bool_]:
@@ -92,8 +94,7 @@ def folded_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     graph = group_graph(problem)
     latency, inverse = _mean_link(problem, devices)
     cost = graph.edge_s(latency, inverse)
-    position = np.empty(problem.num_groups, dtype=np.int64)
-    position[graph.order] = np.arange(problem.num_groups)
+    position = np.argsort(graph.order)
     first = np.where(position[graph.source] < position[graph.target], graph.source, graph.target).astype(np.int64)
     last = graph.source.astype(np.int64) + graph.target - first
     key, inverse_key = np.unique(first * problem.num_groups + last, return_inverse=True)
@@ -117,8 +118,7 @@ def _graph(
     parcel: NDArray,
     backward: NDArray[np.bool_],
 ) -> NodeGraph:
-    finite = np.isfinite(time_s)
-    weight = np.where(finite, time_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
+    weight = finite_mean(time_s)
     heaviest = np.lexsort((-weight, group))
     kept = heaviest[np.searchsorted(group[heaviest], np.unique(group))]
     footprint = np.zeros(len(group))
@@ -137,13 +137,6 @@ def _graph(
         distance=_distance(problem, devices),
         backward=backward,
     )
-
-
-def _rows(
-    count: int, row: NDArray[np.int32], column: NDArray[np.int32], cost: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float64]]:
-    perm = np.argsort(row, kind="stable")
-    return np.searchsorted(row[perm], np.arange(count + 1)).astype(np.int64), column[perm], cost[perm]
 
 
 def _distance(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:

@@ -83,9 +83,7 @@ def finish_clusters(graph: NodeGraph, cluster: NDArray[np.int32], primaries: int
     rank[sequence[sequence >= primaries]] = np.arange(primaries, number)
     rank[:primaries] = np.arange(primaries)
     cluster = rank[cluster]
-    position = np.empty(graph.num_nodes, dtype=np.int64)
-    position[graph.order] = np.arange(graph.num_nodes)
-    member = np.lexsort((position, cluster)).astype(np.int32)
+    member = np.lexsort((np.argsort(graph.order), cluster)).astype(np.int32)
     ptr = np.searchsorted(cluster[member], np.arange(number + 1)).astype(np.int64)
     return Clusters(cluster, primaries, ptr, member, top, bottom)
 

@@ -212,8 +212,8 @@ def _relieve(device, slack, moves, f, s):
             count += 1
     by_ratio, by_cost = np.argsort(cost[:count] / freed[:count]), np.argsort(cost[:count])
     gone = np.zeros(count, dtype=np.bool_)
-    made, first, second = 0, 0, 0
-    while need > 0.0 and made < moves:
+    moved, first, second = 0, 0, 0
+    while need > 0.0 and moved < moves:
         while first < count and gone[by_ratio[first]]:
             first += 1
         while second < count and (gone[by_cost[second]] or freed[by_cost[second]] < need):
@@ -233,8 +233,8 @@ def _relieve(device, slack, moves, f, s):
         _move(group, target, f, s)
         s.room[device] += f.resident[group]
         need -= gain
-        made += 1
-    return made
+        moved += 1
+    return moved
 
 
 @inner
@@ -266,7 +266,7 @@ def sweep(kind, item, destination, moves, slack, f, s):
     kind, item, destination: the events in order: ops that start and end, tensors that are sent to a device and arrive there.
     moves: how many may be made; 0 only measures. slack: float64 [D], bytes freed beyond the overflow.
     """
-    made = 0
+    moved = 0
     for event in range(len(kind)):
         what, which = kind[event], item[event]
         device = -1
@@ -289,6 +289,6 @@ def sweep(kind, item, destination, moves, slack, f, s):
                 _drop(which, source, f, s)
         else:
             _end(which, f, s)
-        if device >= 0 and made < moves and s.memory[device] > f.limit[device]:
-            made += _relieve(device, slack[device], moves - made, f, s)
-    return made
+        if device >= 0 and moved < moves and s.memory[device] > f.limit[device]:
+            moved += _relieve(device, slack[device], moves - moved, f, s)
+    return moved

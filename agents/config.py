@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
-from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from rlplace.agents.network import NetworkConfig
-from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import finite_number
+from rlplace.errors import unknown_name
+from rlplace.records import Record, build
 
 ENVIRONMENTS = {"placement": "rlplace/Placement-v0", "refinement": "rlplace/Refinement-v0"}
 
@@ -18,20 +18,11 @@ ENVIRONMENTS = {"placement": "rlplace/Placement-v0", "refinement": "rlplace/Refi
 MAX_HIDDEN, MAX_LAYERS = 4096, 64
 """Largest network, in widths and rounds of message passing."""
 
-_MOST = 1 << 53
-_LEAST_1 = ("cases", "part", "part_cases", "envs", "rollout", "batch_size", "epochs", "hidden", "second")
-_RANGES: dict[str, tuple[float, float]] = {
-    "hidden": (1, MAX_HIDDEN),
-    "second": (1, MAX_HIDDEN),
-    "layers": (0, MAX_LAYERS),
-    "envs": (1, 4096),
-    "gamma": (0, 1),
-    "gae_lambda": (0, 1),
-    "learning_rate": (1e-12, 10),
-    "clip_range": (1e-12, 10),
-    "entropy": (0, 100),
-    "seed": (0, (1 << 63) - 1),
-}
+_Count = Annotated[int, Meta(ge=1, le=1 << 53)]
+_Steps = Annotated[int, Meta(ge=0, le=1 << 53)]
+_Width = Annotated[int, Meta(ge=1, le=MAX_HIDDEN)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Positive = Annotated[float, Meta(ge=1e-12, le=10)]
 
 
 def features_of(environment: str) -> tuple[str, ...]:
@@ -45,8 +36,7 @@ def features_of(environment: str) -> tuple[str, ...]:
     return FEATURES
 
 
-@dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Record, frozen=True):
     """Everything that decides a training, read from ``hyperparams/<environment>.toml``.
 
     Attributes:
@@ -65,29 +55,29 @@ class TrainConfig:
         processes: That collect labels; 0: one a core.
     """
 
-    environment: str
-    cases: int
-    states: int
-    moves: int
-    fit_steps: int
-    steps: int
-    part: int
-    part_cases: int
-    envs: int
-    rollout: int
-    batch_size: int
-    epochs: int
-    learning_rate: float
-    gamma: float
-    gae_lambda: float
-    clip_range: float
-    entropy: float
-    hidden: int
-    second: int
-    layers: int
-    seed: int = 0
+    environment: Literal["placement", "refinement"]
+    cases: _Count
+    states: _Steps
+    moves: _Steps
+    fit_steps: _Steps
+    steps: _Steps
+    part: _Count
+    part_cases: _Count
+    envs: Annotated[int, Meta(ge=1, le=4096)]
+    rollout: _Count
+    batch_size: _Count
+    epochs: _Count
+    learning_rate: _Positive
+    gamma: _Share
+    gae_lambda: _Share
+    clip_range: _Positive
+    entropy: Annotated[float, Meta(ge=0, le=100)]
+    hidden: _Width
+    second: _Width
+    layers: Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     device: str = "auto"
-    processes: int = 0
+    processes: _Steps = 0
 
     @property
     def network(self) -> NetworkConfig:
@@ -101,25 +91,4 @@ class TrainConfig:
             raise unknown_name("environment", environment, ENVIRONMENTS)
         text = (files("rlplace.agents") / "hyperparams" / f"{environment}.toml").read_text(encoding="utf-8")
         values = {**tomllib.loads(text), **{key: value for key, value in changes.items() if value is not None}}
-        known = {field.name for field in dataclasses.fields(TrainConfig)}
-        for key in values:
-            if key not in known:
-                raise unknown_name("hyperparameter", key, known)
-        for field in dataclasses.fields(TrainConfig):
-            if field.name in values:
-                _check(field.name, str(field.type), values[field.name])
-        return TrainConfig(**{"environment": environment, **values})
-
-
-def _check(name: str, kind: str, value: Any) -> None:
-    """Refuses a value of another type or out of range: hyperparameters also come from the config of a run that is resumed."""
-    where = f"hyperparameter {name}"
-    if kind == "str":
-        if not isinstance(value, str):
-            raise InputError(f"{where}: expected text, found {show(value)}")
-        return
-    if kind == "int" and (isinstance(value, bool) or not isinstance(value, int)):
-        raise InputError(f"{where}: expected a whole number, found {show(value)}")
-    least, most = _RANGES.get(name, (1 if name in _LEAST_1 else 0, _MOST))
-    if not least <= finite_number(value, where) <= most:
-        raise InputError(f"{where}: {show(value)} is outside {least:g}..{most:g}")
+        return build(TrainConfig, {"environment": environment, **values}, "hyperparameters")

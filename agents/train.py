@@ -11,10 +11,10 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from rlplace.agents import ppo
@@ -221,14 +221,14 @@ class _Run:
     def save(self, moments: dict[str, Any] | None) -> None:
         """Writes the checkpoint, and before it what a run goes on from, whole in one file."""
         self.notes["seconds"] = round(self._before_s + time.monotonic() - self._begin_s, 1)
-        config = replace(self.config, device="auto")
+        config = msgspec.structs.replace(self.config, device="auto")
         training = {
             "steps_done": self.decisions,
             "fitted": self.fitted,
             "parts": self.parts,
             "seed": config.seed,
             "problem_set": self.source.name,
-            "hyperparameters": asdict(config),
+            "hyperparameters": msgspec.structs.asdict(config),
             "notes": self.notes,
             "versions": versions(),
         }

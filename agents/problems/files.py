@@ -11,19 +11,41 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.errors import InputError, show
-from rlplace.files import check_keys, read_json, write_json
+from rlplace.files import read_json, write_json
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
+from rlplace.records import Record, build, plain
 
 FORMAT, VERSION = "rlplace.cases", 1
 INDEX = "cases.json"
 _SUFFIX = ".problem.json"
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # part of a file name
 _SOURCES = ("graph", "cluster", "cost", "problem", "zoo", "simulator")
+
+
+class _Entry(Record, frozen=True):
+    """A case as the index has it; its problem by fingerprint."""
+
+    name: str
+    family: str
+    problem: str
+    microbatches: Annotated[int, Meta(ge=1, le=1 << 53)]
+    schedule: str
+    branchy: bool
+    unseen_cluster: bool
+
+
+class _Index(Record, frozen=True):
+    """``cases.json``."""
+
+    made_by: dict[str, str]
+    cases: tuple[_Entry, ...]
 
 
 def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[str, str] | None = None) -> None:
@@ -49,13 +71,8 @@ def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[st
     try:
         for case in cases:
             case.problem.save(fresh / f"{case.name}{_SUFFIX}")
-        index = {
-            "format": FORMAT,
-            "version": VERSION,
-            "made_by": dict(made_by or {}),
-            "cases": [_to_dict(case) for case in cases],
-        }
-        write_json(fresh / INDEX, index)
+        index = _Index(dict(made_by or {}), tuple(_entry(case) for case in cases))
+        write_json(fresh / INDEX, {"format": FORMAT, "version": VERSION, **plain(index)})
         if folder.exists():
             shutil.rmtree(folder)
         fresh.chmod(0o755)
@@ -69,17 +86,17 @@ def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[st
 def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
     """Reads what `save_cases` wrote: the cases, and what made them."""
     folder = Path(folder)
-    data = _index(folder)
-    cases = [_from_dict(item, folder, str(folder / INDEX)) for item in data["cases"]]
+    index = _index(folder)
+    cases = [_case(entry, folder) for entry in index.cases]
     if len({case.name for case in cases}) < len(cases):
         raise InputError(f"{folder / INDEX}: a case appears twice")
-    return cases, dict(data["made_by"])
+    return cases, index.made_by
 
 
 def set_made_by(folder: str | Path) -> dict[str, str] | None:
     """What made the cases of a folder, None when it holds no set of cases."""
     folder = Path(folder)
-    return dict(_index(folder)["made_by"]) if (folder / INDEX).is_file() else None
+    return _index(folder).made_by if (folder / INDEX).is_file() else None
 
 
 def load_problem_cases(path: str | Path, executions: Sequence[Execution]) -> list[Case]:
@@ -135,37 +152,23 @@ def made_by() -> dict[str, str]:
     return {**found, "sources": digest.hexdigest()}
 
 
-def _index(folder: Path) -> dict[str, Any]:
-    data = read_json(folder / INDEX, FORMAT, VERSION)
-    where = str(folder / INDEX)
-    check_keys(data, ("cases", "made_by"), (), where)
-    if not isinstance(data["cases"], list) or not isinstance(data["made_by"], dict):
-        raise InputError(f"{where}: cases must be a list and made_by an object")
-    return data
+def _index(folder: Path) -> _Index:
+    return build(_Index, read_json(folder / INDEX, FORMAT, VERSION), str(folder / INDEX))
 
 
-def _to_dict(case: Case) -> dict[str, Any]:
-    return {
-        "name": case.name,
-        "family": case.family,
-        "problem": case.problem.fingerprint,
-        "microbatches": case.execution.microbatches,
-        "schedule": case.execution.schedule,
-        "branchy": case.branchy,
-        "unseen_cluster": case.unseen_cluster,
-    }
+def _entry(case: Case) -> _Entry:
+    run = case.execution
+    return _Entry(
+        case.name, case.family, case.problem.fingerprint, run.microbatches, run.schedule, case.branchy, case.unseen_cluster
+    )
 
 
-def _from_dict(data: Any, folder: Path, where: str) -> Case:
-    keys = ("name", "family", "problem", "microbatches", "schedule", "branchy", "unseen_cluster")
-    check_keys(data, keys, (), f"{where}: case")
-    name = data["name"]
-    if not isinstance(name, str) or not _SAFE.fullmatch(name):
-        raise InputError(f"{where}: {show(name)} is not the name of a case")
-    if not isinstance(data["family"], str) or not all(isinstance(data[key], bool) for key in ("branchy", "unseen_cluster")):
-        raise InputError(f"{where}: case {name}: family must be text, branchy and unseen_cluster true or false")
-    problem = Problem.load(folder / f"{name}{_SUFFIX}")
-    if problem.fingerprint != data["problem"]:
-        raise InputError(f"{folder / name}{_SUFFIX}: is not the problem that {INDEX} names; make the set anew")
-    execution = Execution(data["microbatches"], data["schedule"])
-    return Case(name, data["family"], problem, execution, data["branchy"], data["unseen_cluster"])
+def _case(entry: _Entry, folder: Path) -> Case:
+    if not _SAFE.fullmatch(entry.name):
+        raise InputError(f"{folder / INDEX}: {show(entry.name)} is not the name of a case")
+    path = folder / f"{entry.name}{_SUFFIX}"
+    problem = Problem.load(path)
+    if problem.fingerprint != entry.problem:
+        raise InputError(f"{path}: is not the problem that {INDEX} names; make the set anew")
+    execution = Execution(entry.microbatches, entry.schedule)
+    return Case(entry.name, entry.family, problem, execution, entry.branchy, entry.unseen_cluster)

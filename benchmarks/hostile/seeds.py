@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 CURVES: tuple[dict[str, Any], ...] = (
     {"name": "resnet", "points": [[256, 64], [2048, 64], [8192, 70], [32768, 110]]},
     {"min_epochs": 60, "critical_batch": 30000},
@@ -285,7 +287,7 @@ def _agent(folder: Path, problem: Any) -> None:
     optimizer = torch.optim.Adam(network.parameters())
     sum(p.square().sum() for p in network.parameters()).backward()
     optimizer.step()
-    config = dataclasses.asdict(dataclasses.replace(TrainConfig.load("refinement"), hidden=4, second=4, layers=1))
+    config = msgspec.structs.asdict(TrainConfig.load("refinement", hidden=4, second=4, layers=1))
     training = {
         "steps_done": 2,
         "fitted": 1,

@@ -272,5 +272,9 @@ def test_hyperparameters_are_checked():
         TrainConfig.load("refinement", learning_rat=1.0)
     with pytest.raises(InputError, match="unknown environment"):
         TrainConfig.load("refine")
+    with pytest.raises(InputError, match=r"hyperparameters: hidden: expected a whole number in 1\.\.4096, found True"):
+        TrainConfig.load("refinement", hidden=True)
+    with pytest.raises(InputError, match=r"hyperparameters: gamma: expected a number in 0\.\.1, found 1\.5"):
+        TrainConfig.load("refinement", gamma=1.5)
     assert TrainConfig.load("refinement", steps=None) == TrainConfig.load("refinement")
     assert TrainConfig.load("placement", hidden=7).network.hidden == 7

@@ -137,7 +137,7 @@ def memory() -> None:
             limited = with_memory(problem, int(tight * peak / 0.9))
             rounds: list[FifoStep] = []
 
-            def run_of(devices: Assignment, limited: Problem = limited, rounds: list[FifoStep] = rounds) -> FifoStep:
+            def run_of(devices: Assignment, limited: Problem = limited, rounds: list[FifoStep] = rounds) -> Any:
                 rounds.append(fifo(limited, devices))
                 return rounds[-1]
 

@@ -10,7 +10,7 @@ Axes: G vertices, K devices in use, N nets, P readers of nets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,7 +139,7 @@ def make_level(
     count = len(footprint_bytes)
     net_of_pin = np.repeat(np.arange(len(nets.source)), np.diff(nets.pin_ptr))
     by_vertex = (nets.source, np.arange(len(nets.source))), (nets.pins, net_of_pin), (pairs[1], pairs[0]), (pairs[0], pairs[1])
-    rows = [grouped(key, entry.astype(np.int32), count) for key, entry in by_vertex]
+    rows: list[Any] = [grouped(key, entry.astype(np.int32), count) for key, entry in by_vertex]
     return Level(time_s, footprint_bytes, band, nets, *(array for row in rows for array in row))
 
 

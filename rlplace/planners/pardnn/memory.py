@@ -20,7 +20,6 @@ Of the devices with room now, those with room at their peak come first, then the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
+from rlplace.simulator import Timeline
 
 RESERVE = 0.1
 """Share of a device's memory that stays free."""
@@ -43,30 +43,19 @@ MAX_MOVED = 0.15
 """Share of the ops that H1 may move in all; one op always may."""
 
 
-class ExecutedStep(Protocol):
-    """What the sweep reads of a step; a simulated one (`rlplace.simulator.Timeline`) has it."""
-
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
-    transfer_tensor: NDArray[np.int32]
-    transfer_destination: NDArray[np.int32]
-    transfer_start_s: NDArray[np.float64]
-    transfer_end_s: NDArray[np.float64]
-
-
 def limits(problem: Problem, reserve: float = RESERVE) -> NDArray[np.float64]:
     """float64 [D], bytes that Mcons may reach."""
     total = problem.capacity_bytes
     return (1.0 - reserve) * total - np.array([d.reserved_bytes for d in problem.devices], dtype=np.float64)
 
 
-def peak_bytes(problem: Problem, devices: Assignment, run: ExecutedStep) -> NDArray[np.float64]:
+def peak_bytes(problem: Problem, devices: Assignment, run: Timeline) -> NDArray[np.float64]:
     """float64 [D], peaks of Mcons over a run, with resident bytes, without the devices' reserved ones."""
     return _sweep(problem, devices.copy(), run, np.full(problem.num_devices, np.inf), 0)[1]
 
 
 def reduce_peaks(
-    problem: Problem, devices: Assignment, run_of: Callable[[Assignment], ExecutedStep], *, reserve: float = RESERVE
+    problem: Problem, devices: Assignment, run_of: Callable[[Assignment], Timeline], *, reserve: float = RESERVE
 ) -> Assignment:
     """Heuristic H1.
 
@@ -146,7 +135,7 @@ def balance_residents(problem: Problem, devices: Assignment, tolerance: float = 
 def _sweep(
     problem: Problem,
     devices: Assignment,
-    run: ExecutedStep,
+    run: Timeline,
     limit: NDArray[np.float64],
     moves: int,
     *,
@@ -191,7 +180,7 @@ def _sweep(
     return int(kernels.sweep(*_events(run), moves, slack, facts, state)), state.peak
 
 
-def _events(run: ExecutedStep) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
+def _events(run: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
     """Kind, op or tensor, and device (-1 for ops) of all events, in order."""
     from rlplace.planners.pardnn import sweep_kernel as kernels
 

@@ -68,7 +68,7 @@ class Term:
     """One summand of a layer's cost: words that travel, but for `Work`.
 
     Attributes:
-        factor: Of a device's part of `dims`, words or multiply-adds an element.
+        factor: Words or multiply-adds for each element of a device's part of `dims`.
         dims: Names of dimensions.
     """
 

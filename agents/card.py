@@ -1,17 +1,22 @@
-"""The card of a checkpoint: what it is, how it was made, and how to make it again."""
+"""The card of a checkpoint: what it is, how it was made, how to make it again, and what a fine-tuned one comes from."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import sb3_contrib
 import torch
+from safetensors.torch import save as save_tensors
 
 import rlplace
+from rlplace.agents.checkpoint import Checkpoint, save_checkpoint
+from rlplace.agents.network import PlacerNetwork
 
 
 def versions() -> dict[str, str]:
@@ -30,24 +35,73 @@ def card_of(name: str, environment: str, training: Mapping[str, Any]) -> str:
     """Markdown text.
 
     Args:
-        name: Of the checkpoint.
+        name: Name of the checkpoint.
         environment: Id of the environment.
         training: What the config of the checkpoint says about its training.
     """
     notes, settings = training["notes"], training["hyperparameters"]
     captured = ", ".join(f"{100 * value:.1f} % ({rank})" for rank, value in notes.get("captured_gain", {}).items())
-    lines = [
-        f"# Agent {name}",
-        "",
-        f"- environment: {environment}",
+    return _text_of(
+        name,
+        environment,
+        training,
         f"- problems: {training['problem_set']}, seed {training['seed']}",
         f"- pre-training: {training['fitted']} steps on {notes.get('labels', 0):,} priced moves of {settings['cases']} cases",
         f"- gain of the best move that is among the first moves, on cases not fitted: {captured or 'not measured'}",
         f"- PPO: {training['steps_done']} decisions in {training['parts']} parts of {settings['part_cases']} cases",
         f"- seconds: {notes['seconds']:.0f}",
-        "- versions: " + ", ".join(f"{key} {value}" for key, value in training["versions"].items()),
         f"- reproduce: `rlplace train --problems {training['problem_set']} --seed {training['seed']}`, settings in config.json",
-        "- license: Apache-2.0",
-        "",
-    ]
-    return "\n".join(lines)
+    )
+
+
+def _text_of(name: str, environment: str, training: Mapping[str, Any], *lines: str) -> str:
+    versions = ", ".join(f"{key} {value}" for key, value in training["versions"].items())
+    head = (f"# Agent {name}", "", f"- environment: {environment}")
+    return "\n".join([*head, *lines, f"- versions: {versions}", "- license: Apache-2.0", ""])
+
+
+def weights_sha256(network: PlacerNetwork) -> str:
+    """What tells two networks apart."""
+    weights = {name: value.detach().cpu().contiguous() for name, value in sorted(network.state_dict().items())}
+    return hashlib.sha256(save_tensors(weights)).hexdigest()
+
+
+def save_tuned(
+    folder: str | Path, network: PlacerNetwork, parent: Checkpoint, *, method: str, learned: Mapping[str, Any]
+) -> None:
+    """Writes a checkpoint folder.
+
+    Args:
+        folder: A new agent's.
+        network: Fine-tuned.
+        parent: What it was fine-tuned from.
+        method: How: ``"corrected"`` or ``"direct"``, see `rlplace.agents.tuning.offline`.
+        learned: From what: numbers and text for the card.
+    """
+    before = list(parent.training.get("lineage", []))
+    line = {"name": parent.name, "weights_sha256": weights_sha256(parent.network)}
+    training = {
+        **{key: value for key, value in parent.training.items() if key not in ("lineage", "tuned", "versions")},
+        "versions": versions(),
+        "lineage": [*before, line],
+        "tuned": {"method": method, **learned},
+    }
+    ancestors = " -> ".join(each["name"] for each in training["lineage"])
+    card = _text_of(
+        Path(folder).name,
+        parent.environment,
+        training,
+        f"- fine-tuned from: {ancestors}",
+        f"- weights of {parent.name}: sha256 {line['weights_sha256']}",
+        *(f"- {key.replace('_', ' ')}: {_text(value)}" for key, value in training["tuned"].items()),
+        f"- before: problems {training.get('problem_set', 'unknown')}, seed {training.get('seed', 'unknown')}",
+    )
+    save_checkpoint(folder, network, environment=parent.environment, training=training, card=card)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+    return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)

@@ -36,11 +36,11 @@ def gather(
 
     Args:
         source: Where cases come from.
-        folder: Of the label files; those that are there stay.
+        folder: Where label files go; those that are there stay.
         cases: Files to make; cases without labels leave gaps.
         states: Plans of a case.
         moves: Moves priced from each.
-        seed: Of the plans and moves; the n-th file has the seed `seed` + n.
+        seed: Seed of the plans and moves; the n-th file has the seed `seed` + n.
         processes: 0: one a core.
         report: Called with lines that tell what happens.
 
@@ -88,11 +88,11 @@ def check_labels(source: CaseSource, folder: Path, *, states: int, moves: int, s
         make_folder(folder)
         write_json(path, {"format": FORMAT, "version": VERSION, **origin})
         return
-    found = read_json(path, FORMAT, VERSION)
+    noted = read_json(path, FORMAT, VERSION)
     for key, value in origin.items():
-        if found.get(key) != value:
+        if noted.get(key) != value:
             raise InputError(
-                f"{folder}: holds labels of another training: {key} {show(found.get(key))}, now {show(value)}; remove that "
+                f"{folder}: holds labels of another training: {key} {show(noted.get(key))}, now {show(value)}; remove that "
                 "folder, or choose another --out"
             )
 

@@ -104,7 +104,7 @@ def _compile(stamp):
             state: uint64 [1], of the random numbers.
             keys: uint64 [G, D], random, one for each group on each device: their XOR stands for a plan.
             seen: uint64 [2^n], plans that were tried.
-            shares: Of kinds of moves, see `draw_moves`.
+            shares: Shares of the kinds of moves, see `draw_moves`.
             ptr: int64 [K + 1], room for K moves; so are the next five.
             groups: See `draw_moves`.
             targets: See `draw_moves`.
@@ -112,7 +112,7 @@ def _compile(stamp):
             table: See `move_features`.
             logits: float32 [K].
             calls: How many.
-            microbatches: Of the step.
+            microbatches: Micro-batches of the step.
             noise: Scale of the Gumbel noise on the scores.
             tries: Moves that are tried before others are drawn.
             stale: Moves that may be made before the plan is looked at again.

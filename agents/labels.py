@@ -35,6 +35,11 @@ _SHARPNESS = 0.01  # otherwise a move that gains 1 % more is e times as likely
 _DEEP = (300, 3000)  # simulations of annealing before two of the starts
 
 
+Row = tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int32]]
+Rows = list[Row]
+"""Features, change and group of each state, as in `Labels`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Labels:
     """Labelled moves of one case: S states, K moves, G groups, E edges.
@@ -75,7 +80,7 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
         case: The case.
         states: Plans to label moves of.
         moves: Moves drawn from each.
-        seed: Of everything random.
+        seed: Seed of everything random.
     """
     problem, rng = case.problem, np.random.default_rng(seed)
     if problem.num_devices < 2:
@@ -85,7 +90,7 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
         return None
     instance = make_instance(problem, floor=starts[0], compute_floor=False, execution=case.execution)
     guide = Guide(instance, moves, seed)
-    rows: list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int32]]] = []
+    rows: Rows = []
     for number, start in enumerate(starts):
         share = (states * (number + 1)) // len(starts) - (states * number) // len(starts)
         rows += walk(guide, start, share, rng)
@@ -127,23 +132,27 @@ def starting_plans(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
     return starts
 
 
-def walk(
-    guide: Guide, start: NDArray[np.int32], states: int, rng: Generator
-) -> list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int32]]]:
+def labelled(guide: Guide, rows: NDArray[np.int64], which: NDArray[np.int64], change: NDArray[np.float64]) -> Row:
+    """Labels of one state: the moves `which` that were drawn last, with their changes, in these rows of the tables."""
+    moves = len(guide.kinds)
+    features, changes = np.zeros((moves, NUM_FEATURES), dtype=np.float16), np.full(moves, np.nan, dtype=np.float32)
+    first = np.full(moves, -1, dtype=np.int32)
+    features[rows], changes[rows], first[rows] = guide.table[which], change, guide.groups[guide.ptr[which]]
+    return features, changes, first
+
+
+def walk(guide: Guide, start: NDArray[np.int32], states: int, rng: Generator) -> Rows:
     """Labels along one descent that now and then goes astray.
 
     Args:
-        guide: Of the instance.
+        guide: Draws and prices moves of the instance.
         start: int32 [G], where the descent begins.
         states: Plans of which moves are priced.
         rng: Decides where it goes.
 
-    Returns:
-        Rows (features, change, group) as in `Labels`.
     """
-    rows = []
+    rows: Rows = []
     plan = np.array(start, dtype=np.int32)
-    moves = len(guide.ptr) - 1
     for _ in range(states):
         if guide.simulator.evaluate(plan)[0] == np.inf:
             break
@@ -154,12 +163,7 @@ def walk(
             break
         price = np.array([descent_s(*outcome) for outcome in zip(*guide.price(plan, which), strict=True)])
         change = np.log(np.clip(price, 1e-3 * before, 1e3 * before) / before)
-        features = np.zeros((moves, NUM_FEATURES), dtype=np.float16)
-        changes = np.full(moves, np.nan, dtype=np.float32)
-        features[: len(which)], changes[: len(which)] = guide.table[which], change
-        group = np.full(moves, -1, dtype=np.int32)
-        group[: len(which)] = guide.groups[guide.ptr[which]]
-        rows.append((features, changes, group))
+        rows.append(labelled(guide, np.arange(len(which)), which, change))
         if rng.random() < _EXPLORE:
             weight = np.where(change < _LOSS, 1.0, 1e-9)
         else:
@@ -169,6 +173,5 @@ def walk(
         if not weight.sum() > 0:
             break
         move = int(which[rng.choice(len(which), p=weight / weight.sum())])
-        part = slice(guide.ptr[move], guide.ptr[move + 1])
-        plan[guide.groups[part]] = guide.targets[part]
+        plan = guide.moved(plan, move)
     return rows

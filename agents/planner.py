@@ -18,19 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.agents.arguments import check_counts, check_limit, start_devices
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.first_use import compile_ahead
 from rlplace.agents.search import Search, warm_up
-from rlplace.envs.base import greedy_fit
-from rlplace.envs.instance import Instance, make_instance
-from rlplace.errors import InfeasibleError
-from rlplace.plan.plan import PlacementPlan, make_plan
-from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import Evaluator, Execution, Score
-from rlplace.planners.common.repair import legalize
+from rlplace.agents.setup import Setup, check_counts, set_up
+from rlplace.plan.plan import PlacementPlan
+from rlplace.planners.common.evaluate import Score
 from rlplace.planners.common.search import Start
-from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
@@ -97,40 +91,17 @@ class Agent:
         **execution: Any,
     ) -> PlacementPlan:
         """Places one problem; see `agent` for the arguments."""
-        run = Execution(**execution)
         check_counts(seed=seed, samples=samples, calls=calls)
         if time_limit_s is None and calls is None:
             time_limit_s = 5.0
-        if time_limit_s is not None:
-            check_limit(time_limit_s)
-        check_possible(problem)  # no search finds what a bound rules out
-        compile_ahead()
-        warm_up()
-        deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
-        base = floor_of(problem, start, run, seed=seed, time_limit_s=time_limit_s)
-        if problem.num_devices == 1 and base.plan is None:
-            raise base.reason or InfeasibleError("the problem does not fit on its only device; use a device with more memory")
-        instance = make_instance(problem, floor=base.plan, compute_floor=False, execution=run)
-        first = greedy_fit(instance) if base.devices is None else base.devices
-        best, score = first, base.score
-        told: dict[str, Any] = {"single_rollout_step_time_s": None, "samples_step_time_s": None, "search_calls": 0}
+        setup = set_up(problem, start, execution, seed=seed, time_limit_s=time_limit_s, warm=_warm_up)
+        rollouts = _Placement(self.checkpoint, setup, calls)
         if problem.num_devices > 1:
-            runner = _Placement(self.checkpoint, instance, first, seed, calls, deadline_s)
-            runner.sample(samples)
+            rollouts.sample(samples)
             if search:
-                runner.search()
-            told.update(runner.told)
-            Evaluator(problem, run).count(told["search_calls"])
-            if runner.best.objective_s < score.objective_s:
-                best, score = runner.plan, runner.best
-        priority = base.priority_of(best)
-        timeline = simulate(problem, best, priority=priority, **run.arguments)
-        if not timeline.feasible:
-            raise base.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
-        predicted = timeline.predicted(problem).told(
-            floor_step_time_s=base.score.step_time_s if base.score.feasible else None, agent=self.checkpoint.name, **told
-        )
-        return make_plan(problem, best, planner="agent", seed=seed, predicted=predicted, priority=priority, **run.arguments)
+                rollouts.search()
+        better = rollouts.best.objective_s < setup.score.objective_s
+        return setup.answer(rollouts.plan if better else setup.first, agent=self.checkpoint.name, **rollouts.told)
 
     def adapt(
         self,
@@ -152,7 +123,7 @@ class Agent:
         Args:
             problems: What to train on.
             steps: PPO decisions after the labels.
-            seed: Of everything random.
+            seed: Seed of everything random.
             out: Run folder.
         """
         from rlplace.agents.cases import Case
@@ -170,67 +141,20 @@ class Agent:
         return load_agent(out)
 
 
-@dataclass(frozen=True)
-class Base:
-    """What the agent starts from.
-
-    Attributes:
-        devices: int32 [G], where to search from; None when nothing is known.
-        score: Its score; a step time of inf unless it is feasible.
-        priority: Priority of ops that comes with it.
-        reason: Why there is no feasible one.
-    """
-
-    devices: NDArray[np.int32] | None
-    score: Score
-    priority: Any = None
-    reason: InfeasibleError | None = None
-
-    @property
-    def plan(self) -> NDArray[np.int32] | None:
-        """int32 [G], None when nothing feasible is known."""
-        return self.devices if self.score.feasible else None
-
-    def priority_of(self, devices: NDArray[np.int32]) -> Any:
-        """The priority that comes with a plan: that of the base for the base itself, None for any other."""
-        return self.priority if self.plan is not None and np.array_equal(devices, self.plan) else None
-
-
-def floor_of(problem: Problem, start: Start, run: Execution, *, seed: int, time_limit_s: float | None) -> Base:
-    """The given start, with its priority if it has one, or the plan of `best`."""
-    if start is None:
-        try:
-            floor = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s, **run.arguments)
-        except InfeasibleError as error:
-            return Base(None, Score(math.inf, 0.0), reason=error)
-        return Base(floor.device_of_group, Score(floor.predicted.step_s, 0.0))
-    given = start_devices(problem, start)
-    devices = legalize(problem, given)
-    priority = start.priority if isinstance(start, PlacementPlan) and np.array_equal(devices, given) else None
-    line = simulate(problem, devices, priority=priority, **run.arguments)
-    if line.step_time_s is None or not line.feasible:
-        return Base(devices, Score(math.inf, 0.0))
-    return Base(devices, Score(line.step_time_s, 0.0), priority)
+def _warm_up() -> None:
+    compile_ahead()
+    warm_up()
 
 
 class _Placement:
     """Rollouts and search of one call of `place`."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        instance: Instance,
-        first: NDArray[np.int32],
-        seed: int,
-        calls: int | None,
-        deadline_s: float,
-    ) -> None:
-        self.checkpoint, self.instance, self.first = checkpoint, instance, first
-        self._calls, self._deadline_s, self._seed = calls, deadline_s, seed
-        self._begin_s = time.monotonic()
+    def __init__(self, checkpoint: Checkpoint, setup: Setup, calls: int | None) -> None:
+        self.checkpoint, self.setup = checkpoint, setup
+        self._calls, self._begin_s = calls, time.monotonic()
         self._refines = checkpoint.environment == "rlplace/Refinement-v0"
-        self.plan, self.best = first, Score(math.inf, 0.0)
-        self.told: dict[str, Any] = {"search_calls": 0}
+        self.plan, self.best = setup.first, Score(math.inf, 0.0)
+        self.told: dict[str, Any] = {"single_rollout_step_time_s": None, "samples_step_time_s": None, "search_calls": 0}
         self._search: Search | None = None
 
     def sample(self, samples: int | None) -> None:
@@ -242,13 +166,13 @@ class _Placement:
                 break
             if self._refines:
                 search = self._make_search()
-                search.roll_out(self.first, min(ROLLOUT_LENGTH, self._left()), number, self._deadline_s)
-                found, score = search.best_plan, search.best
+                search.roll_out(self.setup.first, min(ROLLOUT_LENGTH, self._left()), number, self.setup.deadline_s)
+                plan, score = search.best_plan, search.best
                 self.told["search_calls"] = search.calls
             else:
-                found, score = self._construct(greedy=number == 0, number=number)
+                plan, score = self._construct(greedy=number == 0, number=number)
             if score.objective_s < self.best.objective_s:
-                self.plan, self.best = found, score
+                self.plan, self.best = plan, score
             step_s = self.best.step_time_s if self.best.feasible else None
             self.told["samples_step_time_s"] = step_s
             if number == 0:
@@ -259,23 +183,23 @@ class _Placement:
         if not self._refines or self._left() == 0:
             return
         search = self._make_search()
-        search.set_plan(self.plan if self.best.feasible else self.first)
-        search.run(calls=None if self._calls is None else self._left(), deadline_s=self._deadline_s)
+        search.set_plan(self.plan if self.best.feasible else self.setup.first)
+        search.run(calls=None if self._calls is None else self._left(), deadline_s=self.setup.deadline_s)
         if search.best.objective_s < self.best.objective_s:
             self.plan, self.best = search.best_plan, search.best
         self.told["search_calls"] = search.calls
 
     def _make_search(self) -> Search:
         if self._search is None:
-            self._search = Search(self.instance, self.checkpoint.network, self.first, seed=self._seed)
+            self._search = Search(self.setup.instance, self.checkpoint.network, self.setup.first, seed=self.setup.seed)
         return self._search
 
     def _construct(self, *, greedy: bool, number: int) -> tuple[NDArray[np.int32], Score]:
         from rlplace.agents.construct import construct
 
-        rng = np.random.default_rng([self._seed, number])
-        plan = construct(self.instance, self.checkpoint.network, rng, greedy=greedy)
-        line = simulate(self.instance.problem, plan, **self.instance.execution.arguments)
+        rng = np.random.default_rng([self.setup.seed, number])
+        plan = construct(self.setup.instance, self.checkpoint.network, rng, greedy=greedy)
+        line = simulate(self.setup.instance.problem, plan, **self.setup.instance.execution.arguments)
         self.told["search_calls"] += 1
         step_s = math.inf if line.step_time_s is None or not line.feasible else line.step_time_s
         return plan, Score(step_s, 0.0)
@@ -285,9 +209,9 @@ class _Placement:
         return 1 << 60 if self._calls is None else max(0, self._calls - done)
 
     def _spent(self) -> float:
-        if self._deadline_s == math.inf:
+        if self.setup.deadline_s == math.inf:
             return 0.0
-        return (time.monotonic() - self._begin_s) / max(self._deadline_s - self._begin_s, 1e-9)
+        return (time.monotonic() - self._begin_s) / max(self.setup.deadline_s - self._begin_s, 1e-9)
 
 
 def load_agent(name: str | Path = "default") -> Agent:

@@ -50,9 +50,9 @@ def instances_of(source: CaseSource, first: int, count: int, environment: str) -
     Raises:
         InputError: The source has no case of use.
     """
-    found: list[Instance] = []
+    instances: list[Instance] = []
     number = misses = 0
-    while len(found) < count and misses < MOST_MISSES and source.count != 0:
+    while len(instances) < count and misses < MOST_MISSES and source.count != 0:
         if source.count is not None and number >= max(source.count, count):
             break
         case = source.case((first + number) % source.count if source.count is not None else first + number)
@@ -62,10 +62,10 @@ def instances_of(source: CaseSource, first: int, count: int, environment: str) -
             misses += 1
             continue
         misses = 0
-        found.append(instance)
-    if not found:
+        instances.append(instance)
+    if not instances:
         raise InputError("no problem to train on: needed is one with a feasible plan and, for refinement, two devices")
-    return found
+    return instances
 
 
 def make_env(environment: str, instances: Sequence[Instance], start: str = "mixed") -> PlacementEnv | RefinementEnv:
@@ -115,9 +115,9 @@ def run_part(
     Args:
         network: Before and after.
         moments: Adam's state after the part before; None at first.
-        instances: Of this part.
+        instances: Instances that this part trains on.
         config: Hyperparameters.
-        number: Of the part.
+        number: Which part this is; its seed follows from it.
         decisions: To make, rounded up to whole rollouts.
         logs: Folder of TensorBoard logs.
         tick: Called with the decisions of every step of the environments.

@@ -7,7 +7,7 @@ step reads follows from the seed and the number of the step, so that a run can s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -60,8 +60,8 @@ def fit(
         files: Label files.
         first: Number of the first step to make.
         last: Number after the last one.
-        steps: Of the whole fit; the learning rate falls linearly to zero there.
-        seed: Of the batches.
+        steps: Steps of the whole fit; the learning rate falls linearly to zero at the last one.
+        seed: Seed that batches are drawn by.
     """
     network.train()
     total = 0.0
@@ -69,11 +69,7 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = _RATE * (1.0 - step / steps) + 1e-5
         loss = _loss(network, *_batch(_window(files, step, seed), np.random.default_rng([seed, step])))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        total += loss.item()
+        total += descend(network, optimizer, loss)
     network.eval()
     return total / max(last - first, 1)
 
@@ -90,7 +86,7 @@ def set_standard(network: PlacerNetwork, files: Sequence[Path]) -> None:
 
 def captured_gain(network: PlacerNetwork, files: Sequence[Path]) -> dict[int, float]:
     """Share of the best move's gain that the best of the 1, 4 and 16 highest scored moves has, over all states with a gain."""
-    found, best = np.zeros(len(_RANKS)), 0.0
+    captured, best = np.zeros(len(_RANKS)), 0.0
     for path in files:
         labels = _labels(path)
         with torch.no_grad():
@@ -101,27 +97,17 @@ def captured_gain(network: PlacerNetwork, files: Sequence[Path]) -> dict[int, fl
         logits[~np.isfinite(labels.change)] = -np.inf
         ranked = np.take_along_axis(gain, np.argsort(-logits, axis=1), axis=1)
         best += gain.max(axis=1).clip(min=0.0).sum()
-        found += [ranked[:, :rank].max(axis=1).clip(min=0.0).sum() for rank in _RANKS]
-    return {rank: float(share) for rank, share in zip(_RANKS, found / max(best, 1e-12), strict=True)}
+        captured += [ranked[:, :rank].max(axis=1).clip(min=0.0).sum() for rank in _RANKS]
+    return {rank: float(share) for rank, share in zip(_RANKS, captured / max(best, 1e-12), strict=True)}
 
 
-def train_in_parts(
-    network: PlacerNetwork,
-    optimizer: torch.optim.Optimizer,
-    files: Sequence[Path],
-    *,
-    done: int,
-    steps: int,
-    seed: int,
-    every: int,
-    save: Callable[[int, float], None],
-) -> None:
-    """Makes the steps that are left and calls `save` with the steps done and the mean loss after every `every` of them."""
-    while done < steps:
-        last = min(steps, done + every)
-        loss = fit(network, optimizer, files, first=done, last=last, steps=steps, seed=seed)
-        done = last
-        save(done, loss)
+def descend(network: PlacerNetwork, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    """Makes one step of the optimizer, gradients clipped; returns the loss before it."""
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
 
 
 def _window(files: Sequence[Path], step: int, seed: int) -> list[Path]:

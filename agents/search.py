@@ -78,8 +78,8 @@ class Search:
             instance: What to solve.
             network: Ranks moves.
             start: int32 [G], the plan to start from.
-            seed: Of everything random.
-            settings: Of the compiled loop.
+            seed: Seed of everything random.
+            settings: How the compiled loop searches.
         """
         self.instance, self.settings, self._seed = instance, settings, seed
         self._guide = Guide(instance, settings.moves, seed)
@@ -130,9 +130,8 @@ class Search:
             if time.monotonic() > deadline_s:
                 return
             self.calls += 1
-            try:
-                score = Score(*guide.look(plan))
-            except ValueError:  # it cannot complete
+            score = Score(*guide.look(plan))
+            if score.step_time_s == math.inf:
                 return
             if score.objective_s < self.best.objective_s:
                 self._best[:], self._score[2:] = plan, (score.step_time_s, score.overflow)
@@ -143,8 +142,7 @@ class Search:
             values = np.where(legal, self._logits_of(count), -np.inf)
             if number:
                 values = values + rng.gumbel(size=count)
-            part = slice(*guide.ptr[int(np.argmax(values)) :][:2])
-            plan[guide.groups[part]] = guide.targets[part]
+            plan = guide.moved(plan, int(np.argmax(values)))
 
     def run(self, *, calls: int | None = None, deadline_s: float = math.inf, budget: float | None = None) -> None:
         """Searches until the calls or the time are used up, or nothing is left to try.

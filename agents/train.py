@@ -33,7 +33,7 @@ from rlplace.agents.checkpoint import (
 from rlplace.agents.config import ENVIRONMENTS, TrainConfig, features_of
 from rlplace.agents.gather import check_labels, gather
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.pretrain import captured_gain, set_standard, train_in_parts
+from rlplace.agents.pretrain import captured_gain, fit, set_standard
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.warmstart import imitate
 from rlplace.errors import InputError
@@ -159,7 +159,9 @@ class _Run:
         self.notes["labels"] = len(files) * rows
         self.report(f"fitting to {len(files) * rows:,} labels")
 
-        def save(done: int, loss: float) -> None:
+        while self.fitted < config.fit_steps:
+            done = min(config.fit_steps, self.fitted + _FIT_PART)
+            loss = fit(self.network, optimizer, fitted, first=self.fitted, last=done, steps=config.fit_steps, seed=config.seed)
             self.fitted = done
             share = captured_gain(self.network, held) if held else {}
             self.notes["captured_gain"] = {str(rank): round(value, 4) for rank, value in share.items()}
@@ -167,10 +169,6 @@ class _Run:
             known = ", ".join(f"{100 * value:.0f} % by the first {rank}" for rank, value in share.items())
             self.report(f"{done}/{config.fit_steps} steps, loss {loss:.3f}; of the best gain on cases not fitted: {known}")
 
-        train_in_parts(
-            self.network, optimizer, fitted, done=self.fitted, steps=config.fit_steps, seed=config.seed, every=_FIT_PART,
-            save=save,
-        )  # fmt: skip
         self._moments = None
 
     def _labelling(self) -> dict[str, int]:

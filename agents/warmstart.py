@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlplace.agents.bank import GraphBank
 from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.pretrain import descend
 from rlplace.envs.instance import Instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.errors import InputError
@@ -24,8 +25,8 @@ def imitate(network: PlacerNetwork, instances: Sequence[Instance], *, steps: int
     Args:
         network: Changed.
         instances: With a floor.
-        steps: Of Adam.
-        seed: Of the batches.
+        steps: Steps of Adam.
+        seed: Seed that batches are drawn by.
 
     Returns:
         Mean cross-entropy before and after, on a tenth of the states that is not fitted.
@@ -54,11 +55,7 @@ def imitate(network: PlacerNetwork, instances: Sequence[Instance], *, steps: int
     optimizer = torch.optim.Adam(network.parameters(), lr=_RATE)
     network.train()
     for _ in range(steps):
-        value = loss(rng.choice(fitted, min(_BATCH, len(fitted)), replace=False))
-        optimizer.zero_grad()
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
+        descend(network, optimizer, loss(rng.choice(fitted, min(_BATCH, len(fitted)), replace=False)))
     network.eval()
     with torch.no_grad():
         return before, float(loss(held))

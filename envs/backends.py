@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -53,21 +54,12 @@ class SimulatedBackend:
 
     Attributes:
         calls: Evaluations so far.
+        simulator: The reusable simulator of an instance's problem.
     """
 
     def __init__(self) -> None:
         self.calls = 0
-        self._simulators: dict[Instance, Simulator] = {}
-
-    def simulator(self, instance: Instance) -> Simulator:
-        """The reusable simulator of the instance's problem."""
-        simulator = self._simulators.pop(instance, None)
-        if simulator is None:
-            simulator = Simulator(instance.problem, **instance.execution.arguments)
-        self._simulators[instance] = simulator  # the youngest now
-        if len(self._simulators) > _SIMULATORS:
-            del self._simulators[next(iter(self._simulators))]
-        return simulator
+        self.simulator = lru_cache(_SIMULATORS)(lambda of: Simulator(of.problem, **of.execution.arguments))
 
     def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
         """Simulates one plan."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rlplace.envs.backends import Backend, SimulatedBackend
+from rlplace.envs.backends import Backend, Evaluation, SimulatedBackend
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.observation import NUM_CONTEXT, full_graph, memory_pressure, observation_space
@@ -22,6 +22,16 @@ from rlplace.problem import Problem
 Observation = dict[str, NDArray[Any]]
 
 
+class Common(TypedDict, total=False):
+    """Arguments of both environments; see their documentation."""
+
+    backend: Backend | None
+    max_devices: int | None
+    max_groups: int | None
+    observation: str
+    render_mode: str | None
+
+
 class PlacerEnv(gym.Env[Observation, np.int64]):
     """Base of the environments; see the subclasses."""
 
@@ -30,11 +40,12 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
     def __init__(
         self,
         problems: Sequence[Problem | Instance] | None,
-        backend: Backend | None,
-        max_devices: int | None,
-        max_groups: int | None,
-        observation: str,
-        render_mode: str | None,
+        *,
+        backend: Backend | None = None,
+        max_devices: int | None = None,
+        max_groups: int | None = None,
+        observation: str = "indexed",
+        render_mode: str | None = None,
     ) -> None:
         if isinstance(backend, str) or not (backend is None or callable(getattr(backend, "evaluate", None))):
             raise InputError(f"backend must have evaluate, as SimulatedBackend() has, found {show(backend)}")
@@ -42,8 +53,8 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
             raise InputError(f"observation must be 'indexed' or 'full', found {observation!r}")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise InputError(f"render_mode must be one of {self.metadata['render_modes']}, found {render_mode!r}")
-        given = _problem_list(problems) if problems is not None else default_instances()
-        self.instances = [item if isinstance(item, Instance) else make_instance(item) for item in given]
+        chosen = _problem_list(problems) if problems is not None else default_instances()
+        self.instances = [item if isinstance(item, Instance) else make_instance(item) for item in chosen]
         largest = max(instance.problem.num_groups for instance in self.instances)
         widest = max(instance.problem.num_devices for instance in self.instances)
         self.max_groups = largest if max_groups is None else max_groups
@@ -95,6 +106,19 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         padded = np.full(self.max_groups, -1, dtype=np.int32)
         padded[: len(device_of_group)] = device_of_group
         return padded
+
+    def _closing_info(self, result: Evaluation, plan: NDArray[np.int32]) -> dict[str, Any]:
+        """What the last info of an episode says about the plan that counts."""
+        info: dict[str, Any] = {
+            "problem": self._index,
+            "feasible": result.feasible,
+            "step_time_s": result.step_time_s,
+            "relative_overflow": result.relative_overflow,
+            "device_of_group": self._padded(plan),
+        }
+        if result.feasible:
+            info["vs_best_baseline"] = result.step_time_s / self.instance.reference_step_time_s
+        return info
 
     def _assemble(
         self,

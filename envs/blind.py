@@ -15,7 +15,7 @@ def blind_view(guide: Guide, plan: NDArray[np.int32]) -> None:
     The unit of time, which is the step time elsewhere, is the instance's lower reference.
 
     Args:
-        guide: Of the instance.
+        guide: Its view is filled.
         plan: int32 [G].
     """
     facts, view = guide.facts, guide.view

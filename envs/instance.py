@@ -5,7 +5,7 @@ Axes: D devices, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,11 +119,6 @@ def make_instance(
         depth=np.where(np.isfinite(start), start, 0.0) / longest,
         execution=execution,
     )
-
-
-def make_instances(problems: Iterable[Problem]) -> list[Instance]:
-    """Prepares several problems."""
-    return [make_instance(problem) for problem in problems]
 
 
 def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.backends import Backend, SimulatedBackend
-from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
+from rlplace.envs.backends import SimulatedBackend
+from rlplace.envs.base import Common, Observation, PlacerEnv, greedy_fit
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION, Construction
 from rlplace.envs.instance import Instance
 from rlplace.envs.reward import FinalReward, infeasible_reward, log_ratio
@@ -68,14 +68,10 @@ class PlacementEnv(PlacerEnv):
         self,
         problems: Sequence[Problem | Instance] | None = None,
         *,
-        backend: Backend | None = None,
-        max_devices: int | None = None,
-        max_groups: int | None = None,
-        observation: str = "indexed",
         reward: FinalReward = log_ratio,
-        render_mode: str | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(problems, backend, max_devices, max_groups, observation, render_mode)
+        super().__init__(problems, **common)
         self._reward = reward
         self._make_spaces(self.max_devices, NUM_CONSTRUCTION)
         self._repairer = SimulatedBackend()
@@ -135,19 +131,11 @@ class PlacementEnv(PlacerEnv):
                 repaired = True
                 self._plan = np.asarray(mended, dtype=np.int32)
                 result = self.backend.evaluate(self.instance, self._plan)
-        info: dict[str, Any] = {
-            "problem": self._index,
-            "feasible": result.feasible,
-            "repaired": repaired,
-            "step_time_s": result.step_time_s,
-            "relative_overflow": result.relative_overflow,
-            "device_of_group": self._padded(self._plan),
-        }
-        if not result.feasible:
-            return self._observe(), infeasible_reward(result.relative_overflow), True, False, info
-        reference = self.instance.reference_step_time_s
-        info["vs_best_baseline"] = result.step_time_s / reference
-        return self._observe(), self._reward(result.step_time_s, reference), True, False, info
+        reward = infeasible_reward(result.relative_overflow)
+        if result.feasible:
+            reward = self._reward(result.step_time_s, self.instance.reference_step_time_s)
+        info = self._closing_info(result, self._plan)
+        return self._observe(), reward, True, False, {**info, "repaired": repaired}
 
     def _observe(self) -> Observation:
         state, devices = self._construction, self.instance.problem.num_devices

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.backends import Backend, Evaluation, SimulatedBackend
-from rlplace.envs.base import Observation, PlacerEnv, greedy_fit
+from rlplace.envs.backends import Evaluation, SimulatedBackend
+from rlplace.envs.base import Common, Observation, PlacerEnv, greedy_fit
 from rlplace.envs.blind import blind_view
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.guide.guide import Guide
@@ -78,16 +79,12 @@ class RefinementEnv(PlacerEnv):
         self,
         problems: Sequence[Problem | Instance] | None = None,
         *,
-        backend: Backend | None = None,
-        max_devices: int | None = None,
-        max_groups: int | None = None,
         moves: int = 32,
         max_moves: int = 24,
         start: str = "best",
-        observation: str = "indexed",
-        render_mode: str | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(problems, backend, max_devices, max_groups, observation, render_mode)
+        super().__init__(problems, **common)
         if start not in STARTS:
             raise InputError(f"start must be one of {', '.join(STARTS)}, found {start!r}")
         if not (isinstance(moves, int) and isinstance(max_moves, int) and moves >= 2 and max_moves >= 1):
@@ -97,7 +94,7 @@ class RefinementEnv(PlacerEnv):
             )
         self._moves, self._max_moves, self._start = moves, max_moves, start
         self._make_spaces(moves, NUM_FEATURES)
-        self._guides: dict[Instance, Guide] = {}
+        self._guide_of = lru_cache(_GUIDES)(lambda instance: Guide(instance, moves - 1, 0))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode; options: ``problem`` (a number), ``plan`` (a device per group)."""
@@ -125,7 +122,7 @@ class RefinementEnv(PlacerEnv):
         if not self._legal[choice]:
             overflow = max(0.0, float(self._table[choice, _PINNED]) - 1.0)
             return self._end(infeasible_reward(overflow), illegal=True)
-        self._plan = self._after(choice)
+        self._plan = self._guide.moved(self._plan, choice - 1)
         result = self._evaluate()
         self._score = self._score_of(result)
         gain = max(0.0, self._best_score - self._score)
@@ -141,8 +138,7 @@ class RefinementEnv(PlacerEnv):
         """The groups that an offered move changes and the device each of them goes to, int32 [n] both; none for stop."""
         if not 1 <= action <= self._guide.count:
             return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32)
-        part = slice(self._guide.ptr[action - 1], self._guide.ptr[action])
-        return self._guide.groups[part], self._guide.targets[part]
+        return self._guide.move(action - 1)
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Bool [K]; stop is always legal."""
@@ -164,26 +160,10 @@ class RefinementEnv(PlacerEnv):
             self.backend.calls += len(which)
             results = [Evaluation(*pair) for pair in zip(*self._guide.price(self._plan, which), strict=True)]
         else:
-            results = [self.backend.evaluate(self.instance, self._after(int(k) + 1)) for k in which]
+            results = [self.backend.evaluate(self.instance, self._guide.moved(self._plan, int(k))) for k in which]
         for k, result in zip(which, results, strict=True):
             gains[k + 1] = self._score - self._score_of(result)
         return gains
-
-    def _after(self, action: int) -> NDArray[np.int32]:
-        """int32 [G], the plan after an offered move."""
-        plan = self._plan.copy()
-        groups, devices = self.move(action)
-        plan[groups] = devices
-        return plan
-
-    def _guide_of(self, instance: Instance) -> Guide:
-        guide = self._guides.pop(instance, None)
-        if guide is None:
-            guide = Guide(instance, self._moves - 1, 0)
-        self._guides[instance] = guide  # the youngest now
-        if len(self._guides) > _GUIDES:
-            del self._guides[next(iter(self._guides))]
-        return guide
 
     def _starting_plan(self, given: Any) -> NDArray[np.int32]:
         instance = self.instance
@@ -205,7 +185,7 @@ class RefinementEnv(PlacerEnv):
                 legal = np.flatnonzero(self._legal)
                 choice = int(legal[self.np_random.integers(len(legal))])
                 if choice > 0:
-                    self._plan = self._after(choice)
+                    self._plan = self._guide.moved(self._plan, choice - 1)
         return self._plan
 
     def _score_of(self, result: Evaluation) -> float:
@@ -213,15 +193,10 @@ class RefinementEnv(PlacerEnv):
 
     def _look(self) -> Evaluation:
         """Simulates the plan and analyses its timeline; a plan that cannot complete has none."""
-        guide = self._guide
-        try:
-            return Evaluation(*guide.look(self._plan))
-        except ValueError:
-            result = Evaluation(*guide.simulator.evaluate(self._plan))
-            if result.step_time_s != np.inf:
-                raise
-            blind_view(guide, self._plan)
-            return result
+        result = Evaluation(*self._guide.look(self._plan))
+        if result.step_time_s == np.inf:
+            blind_view(self._guide, self._plan)
+        return result
 
     def _evaluate(self) -> Evaluation:
         """The result that counts; a call of the backend."""
@@ -250,18 +225,8 @@ class RefinementEnv(PlacerEnv):
     def _end(self, reward: float, *, illegal: bool = False) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         self._done = True
         self._clear()
-        best = self._best_result
-        info: dict[str, Any] = {
-            "problem": self._index,
-            "feasible": best.feasible,
-            "illegal": illegal,
-            "step_time_s": best.step_time_s,
-            "relative_overflow": best.relative_overflow,
-            "device_of_group": self._padded(self._best_plan),
-        }
-        if best.feasible:
-            info["vs_best_baseline"] = best.step_time_s / self.instance.reference_step_time_s
-        return self._observe(), reward, True, False, info
+        info = self._closing_info(self._best_result, self._best_plan)
+        return self._observe(), reward, True, False, {**info, "illegal": illegal}
 
     def _observe(self) -> Observation:
         context = [

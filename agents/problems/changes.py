@@ -100,8 +100,8 @@ def limit_memory(
 def _group_bytes(problem: Problem) -> NDArray[np.float64]:
     """float64 [G], resident bytes and bytes of all tensors that a group produces."""
     need = problem.resident_bytes.astype(np.float64)
-    made = problem.tensor_producer >= 0
-    np.add.at(need, problem.op_group[problem.tensor_producer[made]], problem.tensor_bytes[made])
+    is_output = problem.tensor_producer >= 0
+    np.add.at(need, problem.op_group[problem.tensor_producer[is_output]], problem.tensor_bytes[is_output])
     return need + 1.0
 
 

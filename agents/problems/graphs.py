@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -10,7 +11,9 @@ import numpy as np
 from numpy.random import Generator
 
 if TYPE_CHECKING:
+    from rlplace.cluster.spec import Cluster
     from rlplace.graph.opgraph import OpGraph
+    from rlplace.problem import Problem
 
 MOST_GRAPHS = 32
 """Captured graphs that are kept in memory, a few MB each."""
@@ -97,6 +100,15 @@ def variant(families: tuple[str, ...], seed: int, slot: int) -> tuple[str, Recip
     turns = [name for name in families for _ in range(FAMILY_SHARES[name])]
     family = turns[slot % len(turns)]
     return family, FAMILIES[family](np.random.default_rng([seed, slot, 1]))
+
+
+def priced(recipe: Recipe, cluster: Cluster | str, groups: int, *, on: str) -> Problem:
+    """A captured model, grouped and priced for a cluster, whose text is `on`; the problem does not keep where it came from."""
+    from rlplace.cost.price import price
+
+    spec, batch, seq = recipe
+    problem = price(captured(recipe), cluster, groups=groups, name=f"{spec} b{batch} s{seq} on {on}")
+    return dataclasses.replace(problem, source=None, group_ops=None, group_modules=None)
 
 
 @lru_cache(maxsize=MOST_GRAPHS)

@@ -55,7 +55,7 @@ def cases_of(
     Args:
         names: One of `STREAMS` alone; or files ``*.problem.json`` and folders of them, any number. Empty: the
             default stream.
-        seed: Of a stream.
+        seed: Seed of a stream.
         cluster: Text of the one cluster that the captured models of a stream are priced for.
         executions: How the steps of problem files are executed; folders that `save_cases` wrote say it themselves.
 
@@ -75,8 +75,8 @@ def cases_of(
         return CaseSource(title, lambda number: training_case(seed, number, families=families, cluster=cluster), None)
     if cluster is not None:
         raise InputError(f"--problems {title}: these problems have clusters of their own; leave --cluster out")
-    found = [case for name in asked for case in _read(name, executions)]
-    return CaseSource(title, found.__getitem__, len(found))
+    cases = [case for name in asked for case in _read(name, executions)]
+    return CaseSource(title, cases.__getitem__, len(cases))
 
 
 def _read(name: str, executions: Sequence[Execution]) -> list[Case]:

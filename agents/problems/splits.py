@@ -20,12 +20,55 @@ from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.changes import limit_memory, settle, vary_hardware
 from rlplace.agents.problems.clusters import SEEN_CLUSTERS, TEST_CLUSTERS, VALIDATION_CLUSTERS, is_unseen, is_unseen_cluster
 from rlplace.agents.problems.files import load_cases, made_by, save_cases, set_folder, set_made_by
-from rlplace.agents.problems.graphs import Recipe, captured
-from rlplace.agents.problems.recipes import GROUPS, OTHER_GROUPS, TEST, TEST_COUNTS, VALIDATION, VALIDATION_COUNTS
+from rlplace.agents.problems.graphs import Recipe, priced
 from rlplace.agents.problems.training import log_uniform
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
 from rlplace.schedule import GPIPE, LIST, ONE_F_ONE_B
+
+_LLAMA = "hf:llama,hidden_size=1024,intermediate_size=2816,num_attention_heads=16,num_key_value_heads=16"
+_MIXTRAL = "hf:mixtral,hidden_size=1024,intermediate_size=2048,num_attention_heads=16,num_key_value_heads=8,num_local_experts=8"
+
+_WHISPER = "hf:whisper,encoder_layers=6,decoder_layers=6,d_model=512"
+
+VALIDATION: dict[str, tuple[Recipe | str, ...]] = {
+    "zoo:unet": (
+        ("zoo:unet", 16, 64), ("zoo:unet,depth=3,width=64", 8, 64), ("zoo:unet,depth=5,width=16", 32, 64),
+    ),
+    "hf:clip": (("hf:clip", 8, 64), ("hf:clip", 32, 64)),
+    "hf:llama": ((f"{_LLAMA},num_hidden_layers=2", 8, 256), (f"{_LLAMA},num_hidden_layers=6", 2, 512)),
+    "synthetic:towers": ("towers",) * 9,
+}  # fmt: skip
+"""Family to recipes of captured models, or shapes of synthetic graphs."""
+
+TEST: dict[str, tuple[Recipe | str, ...]] = {
+    "zoo:nasnet": (
+        ("zoo:nasnet", 64, 64), ("zoo:nasnet,cells=4,nodes=8,seed=1", 32, 64), ("zoo:nasnet,cells=8,nodes=6,seed=2", 128, 64),
+        ("zoo:nasnet,cells=6,nodes=7,seed=3,width=128", 32, 64), ("zoo:nasnet,cells=5,nodes=10,seed=4,width=96", 64, 64),
+    ),
+    "zoo:dlrm": (
+        ("zoo:dlrm", 4096, 64), ("zoo:dlrm,tables=8,rows=1000000", 16384, 64), ("zoo:dlrm,tables=60,width=32", 2048, 64),
+        ("zoo:dlrm,tables=26,width=128,hidden=1024,layers=4", 8192, 64), ("zoo:dlrm,tables=40,rows=200000,bag=16", 4096, 64),
+    ),
+    "synthetic:wavefront": ("wavefront",) * 12,
+    "hf:mixtral": ((f"{_MIXTRAL},num_hidden_layers=2", 4, 256), (f"{_MIXTRAL},num_hidden_layers=4", 2, 256)),
+    "hf:t5": (("hf:t5", 8, 128), ("hf:t5,num_layers=3,num_decoder_layers=3,d_model=1024,d_ff=4096", 4, 256)),
+    "hf:whisper": (("hf:whisper", 4, 64), (f"{_WHISPER},encoder_attention_heads=8,decoder_attention_heads=8", 8, 128)),
+    "hf:swin": (("hf:swin", 8, 64), ("hf:swin,depths=2/2/2/2,embed_dim=128,num_heads=4/8/16/32", 16, 64)),
+    "hf:convnext": (("hf:convnext", 8, 64), ("hf:convnext,depths=2/2/4/2,hidden_sizes=128/256/512/1024", 16, 64)),
+}  # fmt: skip
+"""The same for the test split; none of its families is in training or validation."""
+
+VALIDATION_COUNTS = {"zoo:unet": 5, "hf:clip": 5, "hf:llama": 5, "synthetic:towers": 9}
+TEST_COUNTS = {
+    "zoo:nasnet": 15, "zoo:dlrm": 15, "synthetic:wavefront": 12, "hf:mixtral": 6, "hf:t5": 6, "hf:whisper": 6, "hf:swin": 6,
+    "hf:convnext": 6,
+}  # fmt: skip
+
+GROUPS = {"zoo:nasnet": (64, 200), "zoo:dlrm": (64, 200)}
+"""Range of groups of families whose branches would be merged in fewer; that of the others is `OTHER_GROUPS`. Log-uniform."""
+OTHER_GROUPS = (24, 200)
+
 
 Item = TypeVar("Item")
 
@@ -89,12 +132,12 @@ class Split:
     """What a split is dealt from.
 
     Attributes:
-        name: Of the split.
+        name: Name of the split.
         families: Family to recipes of captured models, or shapes of synthetic graphs.
         counts: Cases of each family.
         unseen: Clusters that training never draws.
         synthetic: Devices and hosts of synthetic cases.
-        seed: Of the shuffles and draws.
+        seed: Seed of the shuffles and draws.
     """
 
     name: str
@@ -151,12 +194,9 @@ def _deal(rng: np.random.Generator, items: tuple[Item, ...], count: int) -> list
 
 def _captured_case(recipe: Recipe, groups: int, text: str, rng: np.random.Generator, *, vary: bool) -> Case:
     from rlplace.cluster.spec import Cluster
-    from rlplace.cost.price import price
 
-    spec, batch, seq = recipe
     cluster = Cluster.preset(text)
-    problem = price(captured(recipe), cluster, groups=groups, name=f"{spec} b{batch} s{seq} on {text}")
-    problem = dataclasses.replace(problem, source=None, group_ops=None, group_modules=None)
+    problem = priced(recipe, cluster, groups, on=text)
     if vary:
         problem = dataclasses.replace(vary_hardware(problem, rng), name=f"{problem.name}, varied")
     return Case("", "", problem, unseen_cluster=is_unseen_cluster(cluster))

@@ -18,7 +18,7 @@ from numpy.random import Generator
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.changes import limit_memory, vary_hardware
 from rlplace.agents.problems.clusters import draw_cluster, draw_hosts, draw_size
-from rlplace.agents.problems.graphs import FAMILIES, Recipe, captured, variant
+from rlplace.agents.problems.graphs import FAMILIES, Recipe, priced, variant
 from rlplace.errors import unknown_name
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem import Problem
@@ -62,7 +62,7 @@ def training_case(
     """Case `number` of the stream with this seed; the same in every process.
 
     Args:
-        seed: Of the stream.
+        seed: Seed of the stream.
         number: From 0.
         families: Some of `ALL_FAMILIES`.
         cluster: Text of the one cluster that captured models are priced for; None draws one a case.
@@ -110,12 +110,8 @@ def log_uniform(rng: Generator, low: float, high: float) -> float:
 
 
 def _priced(rng: Generator, recipe: Recipe, cluster: str | None, groups: tuple[int, int]) -> Problem:
-    from rlplace.cost.price import price
-
     text = cluster or draw_cluster(rng)
-    spec, batch, seq = recipe
-    problem = price(captured(recipe), text, groups=round(log_uniform(rng, *groups)), name=f"{spec} b{batch} s{seq} on {text}")
-    problem = dataclasses.replace(problem, source=None, group_ops=None, group_modules=None)
+    problem = priced(recipe, text, round(log_uniform(rng, *groups)), on=text)
     return problem if cluster else vary_hardware(problem, rng)
 
 

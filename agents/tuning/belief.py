@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -9,7 +11,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.agents.tuning.room import with_less_room
 from rlplace.errors import InfeasibleError
 from rlplace.measured.calibrate import Fit, fit_correction
 from rlplace.measured.campaign import Campaign
@@ -76,7 +77,7 @@ class Proposer(Protocol):
         Args:
             belief: What is known.
             calls: Simulations that it may cost.
-            number: Of the proposal, from 0, for seeds.
+            number: Which proposal this is, from 0; seeds follow from it.
         """
         ...
 
@@ -102,3 +103,42 @@ def believe(campaign: Campaign, before: Belief | None = None) -> Belief | None:
         best=next(n for n, trial in enumerate(trials) if trial.device_of_group == best.device_of_group),
         known=frozenset(trial.device_of_group for trial in campaign.trials),
     )
+
+
+_LESS = 0.98  # of the peak that did not fit is believed to fit
+
+
+def with_less_room(problem: Problem, trials: Iterable[Trial], execution: Execution) -> Problem:
+    """The problem with smaller memories where plans ran out of memory although they should have fitted.
+
+    Which device ran out is not known: the one whose simulated peak was nearest to its limit is blamed. No limit falls below
+    what a plan that worked has needed there.
+
+    Args:
+        problem: Any.
+        trials: Measurements of its plans.
+        execution: Micro-batches and schedule of the step.
+    """
+    known = list(trials)
+    failed = [trial for trial in known if trial.status == "out_of_memory"]
+    if not failed:
+        return problem
+    simulator = Simulator(problem, **execution.arguments)
+    limit = problem.capacity_bytes
+
+    def peak(trial: Trial) -> NDArray[np.float64]:
+        simulator.evaluate(np.array(trial.device_of_group, dtype=np.int32))
+        return np.asarray(simulator.peak_memory_bytes, dtype=np.float64)  # what is reserved is in it, as in the limit
+
+    needed = np.max([peak(trial) for trial in known if trial.timed], axis=0, initial=0.0)
+    room = limit.copy()
+    for trial in failed:
+        own = peak(trial)
+        fullest = int(np.argmax(own / np.minimum(limit, 1e18)))
+        room[fullest] = min(room[fullest], _LESS * own[fullest])
+    room = np.minimum(np.maximum(room, needed), limit)
+    devices = [
+        device if room[number] == limit[number] else dataclasses.replace(device, memory_bytes=int(room[number]))
+        for number, device in enumerate(problem.devices)
+    ]
+    return dataclasses.replace(problem, devices=tuple(devices))

@@ -27,7 +27,7 @@ def first_plans(
         count: How many.
         execution: Micro-batches and schedule of the step.
         first: int32 [G], a plan to begin with, such as the agent's.
-        seed: Of the random ones among the candidates.
+        seed: Seed of the random candidates.
     """
     answers = [a.devices for _, a in floor_answers(problem, Evaluator(problem, execution), Deadline(None)) if a.score.feasible]
     options = np.array([*answers, *candidates(problem, seed, samples=_RANDOM)], dtype=np.int32)

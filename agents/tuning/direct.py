@@ -12,8 +12,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from rlplace.agents.tuning.learn import MOVES, Rows
-from rlplace.envs.guide.features import NUM_FEATURES
+from rlplace.agents.labels import Rows, labelled
+from rlplace.agents.tuning.learn import MOVES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance
 from rlplace.errors import InputError
@@ -74,7 +74,7 @@ def log_rows(
         plans: int32 [P, G].
         seconds: float64 [P].
         states: Plans that moves are drawn from, each several times if there are fewer.
-        rng: Of the order of the plans.
+        rng: Draws the order of the plans.
     """
     model = LogModel(plans, seconds, instance.problem.num_devices)
     guide = Guide(instance, MOVES, int(rng.integers(1 << 30)))
@@ -82,19 +82,11 @@ def log_rows(
     order = np.concatenate([rng.permutation(len(plans)) for _ in range(-(-states // len(plans)))])[:states]
     for number in order:
         plan = plans[number]
-        try:
-            guide.look(plan)
-        except ValueError:  # it cannot complete in the simulator
+        if guide.look(plan)[0] == np.inf:  # it cannot complete in the simulator
             continue
         count = guide.draw(plan)
-        features = np.zeros((MOVES, NUM_FEATURES), dtype=np.float16)
-        change = np.full(MOVES, np.nan, dtype=np.float32)
-        first = np.full(MOVES, -1, dtype=np.int32)
-        for k in range(count):
-            part = slice(guide.ptr[k], guide.ptr[k + 1])
-            value = model.change(plan, guide.groups[part], guide.targets[part])
-            if np.isfinite(value):
-                features[k], change[k], first[k] = guide.table[k], value, guide.groups[part][0]
-        if np.isfinite(change).sum() >= 2:
-            rows.append((features, change, first))
+        change = np.array([model.change(plan, *guide.move(k)) for k in range(count)])
+        known = np.flatnonzero(np.isfinite(change))
+        if len(known) >= 2:
+            rows.append(labelled(guide, known, known, change[known]))
     return rows

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlplace.agents.labels import Rows, walk
 from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.instance import Instance
 
@@ -18,8 +19,6 @@ _BATCH = 16
 MOVES = 96
 """Moves that are priced from each plan."""
 _RATE = 3e-4
-
-Rows = list[tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int32]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,20 +53,19 @@ def price_moves(
         plans: Where descents begin, in turn.
         states: States in all; None: until the deadline.
         deadline_s: On the monotonic clock.
-        seed: Of the moves and of the descents.
+        seed: Seed of the moves and of the descents.
     """
-    from rlplace.agents.labels import walk
     from rlplace.envs.guide.guide import Guide
 
     guide, rng = Guide(instance, MOVES, seed), np.random.default_rng(seed)
     rows: Rows = []
     turn = 0
     while time.monotonic() < deadline_s and (states is None or len(rows) < states) and turn < 10_000:
-        found = walk(guide, plans[turn % len(plans)], 6 if states is None else min(6, states - len(rows)), rng)
+        walked = walk(guide, plans[turn % len(plans)], 6 if states is None else min(6, states - len(rows)), rng)
         turn += 1
-        if not found and turn >= len(plans) and not rows:
+        if not walked and turn >= len(plans) and not rows:
             break
-        rows += found
+        rows += walked
     return lesson_of(network, instance, rows, guide.simulator.calls)
 
 
@@ -103,13 +101,13 @@ def fit_moves(
         network: Changed.
         lessons: Each batch is drawn from one of them.
         rehearsed: Half of the batches are drawn from one of these, if there are any.
-        steps: Of Adam.
+        steps: Steps of Adam.
         deadline_s: On the monotonic clock.
-        seed: Of the batches.
+        seed: Seed that batches are drawn by.
         rate: Learning rate.
         keep: Weight of the squared distance to the weights at the start, which keeps old skills (L2-SP; Li et al. 2018).
     """
-    from rlplace.agents.pretrain import ranking_loss
+    from rlplace.agents.pretrain import descend, ranking_loss
 
     new, old = _tables(lessons), _tables(rehearsed)
     if not new:
@@ -132,19 +130,16 @@ def fit_moves(
         if keep:
             moved = sum(((now - then) ** 2).sum() for now, then in zip(network.parameters(), start, strict=True))
             loss = loss + keep * moved
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
+        descend(network, optimizer, loss)
     network.eval()
     return float(np.mean(losses[-max(1, len(losses) // 4) :])) if losses else float("nan")
 
 
 def _tables(lessons: Sequence[Lesson]) -> list[tuple[Tensor | None, Tensor, Tensor, Tensor]]:
     """(embed, features, change, group) of every lesson that has something to rank."""
-    found = []
+    tables = []
     for lesson in lessons:
         if len(lesson.rows) >= 2:
             features, change, group = (torch.from_numpy(np.stack(column)) for column in zip(*lesson.rows, strict=True))
-            found.append((lesson.embed, features, change, group))
-    return found
+            tables.append((lesson.embed, features, change, group))
+    return tables

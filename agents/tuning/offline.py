@@ -119,12 +119,12 @@ def finetune_offline(
     """Fine-tunes a copy of an agent's network.
 
     Args:
-        checkpoint: Of Refinement-v0.
+        checkpoint: An agent of Refinement-v0.
         sets: The measurements.
         method: One of `METHODS`.
-        steps: Of Adam.
+        steps: Steps of Adam.
         rehearse: Cases of the training stream whose moves are learned along.
-        seed: Of everything random.
+        seed: Seed of everything random.
         report: Called with lines that tell what happens.
 
     Raises:
@@ -138,27 +138,27 @@ def finetune_offline(
     network, rng = copy.deepcopy(checkpoint.network), np.random.default_rng(seed)
     lessons: list[Lesson] = []
     fits: list[Fit] = []
-    for number, found in enumerate(sets):
-        fit = fit_correction(found.problem, found.trials, execution=found.execution)
+    for number, measured in enumerate(sets):
+        fit = fit_correction(measured.problem, measured.trials, execution=measured.execution)
         fits.append(fit)
         report(
-            f"{found.problem.name}: {len(found.trials)} plans, error of predicted step times "
+            f"{measured.problem.name}: {len(measured.trials)} plans, error of predicted step times "
             f"{100 * fit.error_before:.1f} % before, {100 * fit.error_after:.1f} % after calibration"
         )
         if method in ("corrected", "both"):
-            lessons.append(_corrected_lesson(network, found, fit, seed + number))
+            lessons.append(_corrected_lesson(network, measured, fit, seed + number))
         if method in ("direct", "both"):
-            instance = _instance(found.problem, found)
-            rows = log_rows(instance, found.plans, found.seconds, states=_STATES, rng=rng)
+            instance = _instance(measured.problem, measured)
+            rows = log_rows(instance, measured.plans, measured.seconds, states=_STATES, rng=rng)
             lessons.append(lesson_of(network, instance, rows))
     old = _rehearsal(network, rehearse, seed, report)
     report(f"learning from {sum(len(lesson.rows) for lesson in lessons)} measured states and {len(old)} rehearsed cases")
     loss = fit_moves(network, lessons, rehearsed=old, steps=steps, seed=seed, keep=_KEEP)
     facts = {
-        "plans": sum(len(found.trials) for found in sets),
-        "problems": [found.problem.name for found in sets],
-        "clusters": sorted({found.site for found in sets}),
-        "modes": sorted({found.mode for found in sets}),
+        "plans": sum(len(measured.trials) for measured in sets),
+        "problems": [measured.problem.name for measured in sets],
+        "clusters": sorted({measured.site for measured in sets}),
+        "modes": sorted({measured.mode for measured in sets}),
         "prediction_error_before": [round(fit.error_before, 4) for fit in fits],
         "prediction_error_after": [round(fit.error_after, 4) for fit in fits],
         "steps": steps,
@@ -169,15 +169,15 @@ def finetune_offline(
     return Learned(network, tuple(fits), facts)
 
 
-def _corrected_lesson(network: PlacerNetwork, found: Measurements, fit: Fit, seed: int) -> Lesson:
-    instance = _instance(corrected(found.problem, fit.correction), found)
-    order = np.argsort(found.seconds)[:_FASTEST]
-    return price_moves(network, instance, list(found.plans[order]), states=_STATES, seed=seed)
+def _corrected_lesson(network: PlacerNetwork, measured: Measurements, fit: Fit, seed: int) -> Lesson:
+    instance = _instance(corrected(measured.problem, fit.correction), measured)
+    order = np.argsort(measured.seconds)[:_FASTEST]
+    return price_moves(network, instance, list(measured.plans[order]), states=_STATES, seed=seed)
 
 
-def _instance(problem: Problem, found: Measurements) -> Instance:
-    fastest = found.plans[int(found.seconds.argmin())]
-    return make_instance(problem, floor=fastest, compute_floor=False, execution=found.execution)
+def _instance(problem: Problem, measured: Measurements) -> Instance:
+    fastest = measured.plans[int(measured.seconds.argmin())]
+    return make_instance(problem, floor=fastest, compute_floor=False, execution=measured.execution)
 
 
 def _rehearsal(network: PlacerNetwork, count: int, seed: int, report: Callable[[str], None]) -> list[Lesson]:

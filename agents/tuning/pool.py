@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -38,8 +38,8 @@ class Pool:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def add(self, plans: NDArray[np.int32]) -> None:
-        """Simulates plans int32 [K, G] and takes those that are unknown, complete and fit."""
+    def add(self, plans: Iterable[NDArray[np.int32]]) -> None:
+        """Simulates plans int32 [G] and takes those that are unknown, complete and fit."""
         fresh = [plan for plan in plans if (key := tuple(plan.tolist())) not in self._belief.known and key not in self._plans]
         if not fresh:
             return
@@ -62,7 +62,7 @@ class Pool:
             plan = belief.plans[rng.choice(order)].copy()
             for group in rng.choice(len(plan), min(len(plan), int(rng.integers(1, 4))), replace=False):
                 plan[group] = rng.choice(np.flatnonzero(allowed[group]))
-            self.add(plan[None])
+            self.add([plan])
 
     def table(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         """int32 [K, G] and float64 [K], plans and simulated step times."""
@@ -95,7 +95,7 @@ def refine(
         begin: Plans to change first.
         value: What is to become small.
         calls: Simulations that it may cost.
-        seed: Of the moves.
+        seed: Seed that moves are drawn by.
     """
     guide, done = Guide(instance, _DRAWN, seed), pool.calls + calls
     embed = graph_part(network, instance)
@@ -111,9 +111,7 @@ def refine(
         plan = open_plans.pop(0)
         seen.add(tuple(plan.tolist()))
         done -= 1
-        try:
-            guide.look(plan)
-        except ValueError:  # it cannot complete
+        if guide.look(plan)[0] == np.inf:
             continue
         count = guide.draw(plan)
         first = torch.from_numpy(guide.groups[guide.ptr[:count]].astype(np.int64))
@@ -121,10 +119,4 @@ def refine(
             logits = network.scores(torch.from_numpy(guide.table[None, :count]), None if embed is None else embed[first][None])[
                 0
             ][0]
-        found = []
-        for k in np.argsort(-logits.numpy())[:_TRIED]:
-            moved, part = plan.copy(), slice(guide.ptr[k], guide.ptr[k + 1])
-            moved[guide.groups[part]] = guide.targets[part]
-            found.append(moved)
-        if found:
-            pool.add(np.array(found, dtype=np.int32))
+        pool.add([guide.moved(plan, k) for k in np.argsort(-logits.numpy())[:_TRIED]])

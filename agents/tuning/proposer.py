@@ -36,10 +36,10 @@ class AgentProposer:
         """Prepares.
 
         Args:
-            checkpoint: Of Refinement-v0.
+            checkpoint: An agent of Refinement-v0.
             learn: Whether the network is fine-tuned in the corrected simulator.
             residual: Whether to learn what the corrected simulator gets wrong.
-            seed: Of everything random.
+            seed: Seed of everything random.
         """
         warm_up()
         self.network = copy.deepcopy(checkpoint.network)
@@ -56,7 +56,7 @@ class AgentProposer:
         pool = Pool(belief)
         begin = [belief.incumbent]
         if search.best.feasible:
-            pool.add(search.best_plan[None])
+            pool.add([search.best_plan])
             begin.append(search.best_plan)
         refine(pool, instance, self.network, begin, self._value(belief, number), calls=int(calls * _REFINE_SHARE), seed=seed)
         pool.fill(np.random.default_rng([self._seed, number]), 0)

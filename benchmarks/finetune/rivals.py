@@ -37,7 +37,7 @@ class RandomProposer:
 
     def propose(self, belief: Belief, *, calls: int, number: int) -> NDArray[np.int32] | None:
         pool = Pool(belief)
-        pool.add(np.array(list(candidates(belief.problem, self._seed + 1000 * number, samples=calls)), dtype=np.int32))
+        pool.add(candidates(belief.problem, self._seed + 1000 * number, samples=calls))
         pool.fill(np.random.default_rng([self._seed, number]), 0)
         return pool.least(FASTEST)
 
@@ -58,7 +58,7 @@ class AnnealingProposer:
         except InfeasibleError:
             pass
         else:
-            pool.add(found.device_of_group[None])
+            pool.add([found.device_of_group])
         if not len(pool):
             pool.fill(rng, keep)
         return pool.least(FASTEST)

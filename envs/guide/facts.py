@@ -123,8 +123,8 @@ def _edges(
     graph, groups = instance.graph, problem.num_groups
     value = np.repeat(np.arange(tasks.num_values), np.diff(tasks.consumer_ptr))
     tensor = tasks.tensor[value]
-    owner, made = problem.tensor_owner[tensor], problem.tensor_producer[tensor]
-    source = np.where(owner >= 0, owner, problem.op_group[np.maximum(made, 0)]).astype(np.int64)
+    owner, producer = problem.tensor_owner[tensor], problem.tensor_producer[tensor]
+    source = np.where(owner >= 0, owner, problem.op_group[np.maximum(producer, 0)]).astype(np.int64)
     target = task_group[tasks.consumers].astype(np.int64)
     known = graph.source.astype(np.int64) * groups + graph.target
     by_key = np.argsort(known)

@@ -94,7 +94,7 @@ def _compile(stamp):
             plan: int32 [G].
             ptr, groups, targets, kinds: See `rlplace.envs.guide.draw.draw_moves`.
             count: Number of moves.
-            microbatches: Of the step.
+            microbatches: Micro-batches of the step.
             trial: int32 [G], equal to the plan before and after; a buffer.
             out: float32 [>= count, NUM_FEATURES].
         """

@@ -46,10 +46,14 @@ class Guide:
         self._trial = np.zeros(problem.num_groups, dtype=np.int32)
 
     def look(self, plan: NDArray[np.int32]) -> tuple[float, float]:
-        """Simulates a plan and fills the view; returns step time and overflow."""
+        """Simulates a plan and fills the view, but not for a step time of inf: a plan that cannot complete has no timeline.
+
+        Returns:
+            Step time and overflow.
+        """
         step, overflow = self.simulator.evaluate(plan)
         if step == np.inf:
-            raise ValueError("a plan that cannot complete has no timeline")
+            return step, overflow
         work = self.simulator.work
         sent = work.transfer[: work.layout[r.TRANSFERS]]
         analyse(*self.arguments, plan, work.time_s[0], work.time_s[1], sent, self.simulator.peak_memory_bytes, step, overflow)
@@ -64,6 +68,18 @@ class Guide:
             self._trial, self.table,
         )  # fmt: skip
         return self.count
+
+    def move(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The groups that a move changes and the device each of them goes to, int32 [n] both."""
+        part = slice(self.ptr[number], self.ptr[number + 1])
+        return self.groups[part], self.targets[part]
+
+    def moved(self, plan: NDArray[np.int32], number: int) -> NDArray[np.int32]:
+        """int32 [G], the plan after a move."""
+        groups, targets = self.move(number)
+        after = plan.copy()
+        after[groups] = targets
+        return after
 
     def price(self, plan: NDArray[np.int32], which: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Step time and overflow after each of the moves `which`."""

@@ -98,17 +98,17 @@ def run(options: argparse.Namespace) -> int:
             failures = compare(cases, names, store, views=views, report=report, strict=options.debug)
     except KeyboardInterrupt:
         interrupted = True
-    found = gather(store, cases, names, views)
-    store.finish(found.summaries, complete=found.complete)
+    comparison = gather(store, cases, names, views)
+    store.finish(comparison.summaries, complete=comparison.complete)
     if options.csv:
-        write_text(options.csv, to_csv(found))
+        write_text(options.csv, to_csv(comparison))
     if options.json:
-        print_json(found.to_dict())
+        print_json(comparison.to_dict())
     else:
-        show(found)
+        show(comparison)
     if interrupted:
         kept = f"{options.out} has them, --resume goes on" if options.out else "--out would have kept them for --resume"
-        say(f"rlplace: interrupted after {len(found.rows)} rows; {kept}")
+        say(f"rlplace: interrupted after {len(comparison.rows)} rows; {kept}")
         return 130
     for case, error in failures:
         if options.debug:
@@ -153,9 +153,9 @@ def _cases(options: argparse.Namespace) -> list[Case]:
             continue
         captured = functools.cache(functools.partial(capture_model, model, options))
         for text in texts:
-            given = captured, machines[text], options
-            ops = None if options.weight_gradients else functools.partial(_ops, *given)
-            cases.append(Case(model, text, functools.partial(_priced, *given), ops))
+            pricing = captured, machines[text], options
+            ops = None if options.weight_gradients else functools.partial(_ops, *pricing)
+            cases.append(Case(model, text, functools.partial(_priced, *pricing), ops))
     return cases
 
 

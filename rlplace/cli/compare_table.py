@@ -17,41 +17,41 @@ if TYPE_CHECKING:
 _BOUNDS = ("critical_path_s", "work_s", "largest_group_s", "memory_forced_s", "least_devices")
 
 
-def show(found: Comparison) -> None:
+def show(comparison: Comparison) -> None:
     """Prints problems, rows and summaries."""
     from rlplace.comparing.records import REFERENCE
     from rlplace.means import TIE
 
-    if not found.rows:
+    if not comparison.rows:
         print("no rows")
         return
     print_table(
         ["problem", "groups", "bound ms", "binds", "critical path", "work", "largest group", "memory", "least devices"],
-        [_problem_cells(info) for info in found.problems],
+        [_problem_cells(info) for info in comparison.problems],
     )
     print()
     print_table(
         ["problem", "planner", "metric", "step ms", "spread ms", "samples/s", "R x M", f"vs {REFERENCE}", "gap", "memory",
          "calls", "seconds", ""],
-        _row_cells(found.rows),
+        _row_cells(comparison.rows),
     )  # fmt: skip
-    for metric in dict.fromkeys(summary.metric for summary in found.summaries):
+    for metric in dict.fromkeys(summary.metric for summary in comparison.summaries):
         print(f"\nall problems, {metric}")
         print_table(
             ["planner", "feasible", f"vs {REFERENCE}", "95 % interval", "wins", "ties", "losses", f"only {REFERENCE}",
              "only it", "gap", "calls", "seconds"],
-            [_summary_cells(summary) for summary in found.summaries if summary.metric == metric],
+            [_summary_cells(summary) for summary in comparison.summaries if summary.metric == metric],
         )  # fmt: skip
-    print(f"\n{legend(found, REFERENCE, TIE)}")
+    print(f"\n{legend(comparison, REFERENCE, TIE)}")
 
 
-def legend(found: Comparison, reference: str, tie: float) -> str:
+def legend(comparison: Comparison, reference: str, tie: float) -> str:
     """What the numbers are; a table without it is worth nothing."""
-    settings = found.settings
+    settings = comparison.settings
     budget = f"{settings.time_limit_s:g} s a plan"
     if settings.calls is not None:
         budget = f"{settings.calls} simulator calls after the floor for every search, {budget} for the others"
-    used = {row.planner: row.random for row in found.rows}
+    used = {row.planner: row.random for row in comparison.rows}
     shuffled = [name for name, flag in used.items() if flag]
     rest = [name for name, flag in used.items() if not flag]
     lines = [
@@ -70,17 +70,17 @@ def legend(found: Comparison, reference: str, tie: float) -> str:
     return "\n".join(lines)
 
 
-def to_csv(found: Comparison) -> str:
+def to_csv(comparison: Comparison) -> str:
     """One line a row, with the bounds of its problem; empty where there is no value."""
     from msgspec.structs import asdict
 
-    problems = {info.key: info for info in found.problems}
+    problems = {info.key: info for info in comparison.problems}
     stream = io.StringIO()
     writer: csv.DictWriter[str] | None = None
-    for row in found.rows:
+    for row in comparison.rows:
         info = problems[row.model, row.cluster, row.view]
         data = {**asdict(row), "feasible": row.feasible, "fingerprint": info.fingerprint}
-        data |= {name: getattr(info, name) for name in _BOUNDS} | {"settings": canonical_json(asdict(found.settings))}
+        data |= {name: getattr(info, name) for name in _BOUNDS} | {"settings": canonical_json(asdict(comparison.settings))}
         if writer is None:
             writer = csv.DictWriter(stream, list(data), lineterminator="\n")
             writer.writeheader()
@@ -111,8 +111,8 @@ def _row_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
         name = place_of(row.model, row.cluster, row.view)
         note = row.reason or ""
         if row.status != "ok":
-            found = f", {row.feasible_seeds} of {row.seeds} seeds found a plan" if row.feasible_seeds else ""
-            note = f"{row.status}{found}: {note}"
+            partly = f", {row.feasible_seeds} of {row.seeds} seeds found a plan" if row.feasible_seeds else ""
+            note = f"{row.status}{partly}: {note}"
         table.append(
             [
                 name if name != last else "",

@@ -118,8 +118,8 @@ def _offline(options: argparse.Namespace) -> int:
 
 def teach(options: argparse.Namespace, checkpoint: Checkpoint, sets: Sequence[Measurements]) -> dict[str, Any]:
     """Fine-tunes an agent on measurements, saves the new one and returns the facts of its card."""
+    from rlplace.agents.card import save_tuned
     from rlplace.agents.tuning.offline import finetune_offline
-    from rlplace.agents.tuning.save import save_tuned
 
     learned = finetune_offline(
         checkpoint, sets, method=options.method, steps=options.fit_steps, rehearse=options.rehearse, seed=options.seed,

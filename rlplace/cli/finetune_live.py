@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, path: str) -> int:
     """Runs on this rank; rank 0 leads, the others time plans.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
         path: File that measurements go to.
     """
     import torch
@@ -88,10 +88,10 @@ def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | 
 
     problem = slept = None
     if dist.get_rank() == 0:
-        found = load(options.model, options.cluster, options)
-        problem = found.problem
+        priced = load(options.model, options.cluster, options)
+        problem = priced.problem
         if options.replay:
-            slept = _priced_alike(found.graph, options)
+            slept = _priced_alike(priced.graph, options)
     where = "cpu" if options.replay is None else "meta"  # what only sleeps needs no values
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
@@ -188,18 +188,18 @@ def _finish(
         if found.problem.fingerprint == campaign.problem.fingerprint
     ]
     facts = teach(options, checkpoint, sets)
-    found = report_of(campaign, tuned, untuned, facts)
+    report = report_of(campaign, tuned, untuned, facts)
     if options.best_plan:
         campaign.plan(tuned.best).with_predicted(Prediction(tuned.seconds, feasible=True, executor=campaign.mode)).save(
             options.best_plan
         )
         say(f"wrote {options.best_plan}")
-    text = report_text(found)
+    text = report_text(report)
     if options.report:
         write_text(options.report, text)
         say(f"wrote {options.report}")
     if options.json:
-        print_json(found)
+        print_json(report)
     else:
         print(text)
 

@@ -136,7 +136,7 @@ def compare_skills(
         after: What came of it.
         cases: Cases to place.
         calls: Simulator calls after the floor.
-        seed: Of both searches.
+        seed: Seed of both searches.
         progress: Called with the number of cases done.
     """
     best, agents = get_planner("best"), (Agent(before), Agent(after))

@@ -58,7 +58,7 @@ class Target:
     """A problem of the comparison, ready to plan.
 
     Attributes:
-        model, cluster, view: Of its `ProblemInfo`.
+        model, cluster, view: As in its `ProblemInfo`.
         priced: What planners are given.
         bounds: `execution_bound` by fingerprint, micro-batches and replicas.
         clock: Runs while other micro-batch sizes are captured and priced, which is no planner's time.
@@ -95,8 +95,8 @@ class Measured:
         metric: What it may be compared by.
         plan: The plan.
         problem: What it solves.
-        samples: Of a step.
-        step_time_s: Of the simulation.
+        samples: Samples of a step.
+        step_time_s: Simulated step time.
         memory_share: See `ComparisonRow`.
         remark: The planner's own prediction, where it differs.
     """
@@ -220,19 +220,19 @@ def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, view: 
     return Measured(metric, plan, problem, samples, line.step_time_s, max(shares, default=None), remark)
 
 
-def _with_plans(row: ComparisonRow, found: Sequence[Measured], target: Target) -> ComparisonRow:
+def _with_plans(row: ComparisonRow, measured: Sequence[Measured], target: Target) -> ComparisonRow:
     """The row with the figures of its plans, which must be of one kind."""
-    kinds = {(item.metric, item.samples) for item in found}
+    kinds = {(item.metric, item.samples) for item in measured}
     if len(kinds) > 1:
         return replace(row, status=FAILED, reason="plans of different seeds are of different kinds; run one seed")
     metric, samples = kinds.pop()
-    steps = [item.step_time_s for item in found]
-    best = min(found, key=lambda item: item.step_time_s)
+    steps = [item.step_time_s for item in measured]
+    best = min(measured, key=lambda item: item.step_time_s)
     mean = sum(steps) / len(steps)
     replicas = len(best.plan.replicas or [0])
     bound, binding = target.bound(best.problem, best.plan.microbatches, replicas)
     whole = not best.plan.optimizer_sharding and not best.plan.shards  # bounds count every op at its full time
-    shares = [item.memory_share for item in found if item.memory_share is not None]
+    shares = [item.memory_share for item in measured if item.memory_share is not None]
     return replace(
         row,
         metric=metric,

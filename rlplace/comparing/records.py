@@ -71,7 +71,7 @@ class Settings(Record, frozen=True):
         microbatches: Passes of a step, for every planner that knows micro-batches; not with a global batch.
         schedule: How micro-batches take turns; None: as each planner would have it.
         agent: Checkpoint of the planner `agent`.
-        version: Of rlplace.
+        version: Version of rlplace.
     """
 
     calls: Count | None = None
@@ -91,8 +91,8 @@ class ProblemInfo(Chosen, frozen=True):
         model: MODEL, or the path of the problem file.
         cluster: CLUSTER; of a problem file the cluster that it was priced for, or "".
         view: One of `VIEWS`.
-        fingerprint: Of the problem.
-        samples: Of one micro-batch.
+        fingerprint: Fingerprint of the problem.
+        samples: Samples of one micro-batch.
         groups, ops, devices: Sizes.
         critical_path_s, work_s, largest_group_s: See `rlplace.planners.common.bounds`.
         memory_forced_s: See `rlplace.planners.common.memory_bound`.
@@ -123,7 +123,7 @@ class ComparisonRow(Chosen, frozen=True):
     """One planner on one problem.
 
     Attributes:
-        model, cluster, view: Of the `ProblemInfo`.
+        model, cluster, view: As in the `ProblemInfo`.
         planner: Name.
         metric: One of `METRICS`, with the ending of its view; decided by the plan, and for a planner without one by what
             was asked of it.
@@ -131,12 +131,12 @@ class ComparisonRow(Chosen, frozen=True):
         reason: Why not "ok", in one line; on an "ok" row a remark or None.
         random: The planner uses its seed; others run once.
         seeds: Runs made.
-        feasible_seeds: Of these with a plan that fits.
+        feasible_seeds: Runs that found a plan that fits.
         step_time_s: Mean over the seeds that found a plan, simulated anew.
         spread_s: Largest minus smallest; None with fewer than two plans.
         samples: Samples that a step processes.
         samples_per_s: Mean.
-        replicas, microbatches, schedule: Of the fastest plan.
+        replicas, microbatches, schedule: Those of the fastest plan.
         memory_share: Peak memory, as the largest share of a device's memory, the largest over seeds; None without limits.
         simulator_calls: Mean simulator calls of a run, floor included.
         seconds: Mean wall time of a run.
@@ -190,11 +190,11 @@ class Summary(Record, frozen=True):
     """One planner over all problems, in one metric.
 
     Attributes:
-        metric: Of its rows.
+        metric: Metric of its rows.
         planner: Name.
         problems: Problems with a row of this planner.
-        feasible: Of these with a plan in every run.
-        compared: Of these where the reference has a plan too; the figures below are over them.
+        feasible: Problems with a plan in every run.
+        compared: Feasible problems where the reference has a plan too; the figures below are over them.
         ratio: Geometric mean of the step time over that of the reference, below 1 is faster; None without problems.
         low, high: 95 % bootstrap interval of `ratio` over problems; None below three problems.
         wins, ties, losses: Faster, as fast (within `rlplace.means.TIE`), slower than the reference.

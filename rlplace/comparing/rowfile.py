@@ -24,7 +24,7 @@ class RowFile:
     """A file with a header and records of some kinds, which one process writes.
 
     Attributes:
-        path: Of the file.
+        path: Where the file is.
         kinds: Names of the records.
     """
 

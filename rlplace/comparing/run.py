@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from rlplace.comparing.bounds import problem_info
 from rlplace.comparing.measure import Target, run_row, warm_up
-from rlplace.comparing.records import OPS, RATE, REFERENCE, SPLIT, TASKS, Comparison, ComparisonRow
+from rlplace.comparing.records import OPS, RATE, REFERENCE, SPLIT, TASKS, Comparison, ComparisonRow, ProblemInfo
 from rlplace.comparing.store import Store
 from rlplace.comparing.summary import References, summarize
 from rlplace.cost.split import split_backward
@@ -17,6 +16,9 @@ from rlplace.errors import InputError, RlplaceError
 from rlplace.placing import Priced
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
 from rlplace.planners.attempt import OK
+from rlplace.planners.common.bounds import device_time_s, lower_bounds
+from rlplace.planners.common.execution_bound import finite
+from rlplace.planners.common.memory_bound import least_devices, memory_forced
 from rlplace.problem import Problem
 
 VIEW_OF = {**dict.fromkeys(NEEDS_SPLIT, SPLIT), **dict.fromkeys(NEEDS_SHARDING, OPS)}
@@ -115,10 +117,10 @@ def compare(
             failures.append((case, error))
             continue
         for view, names in _asked(case, planners, views).items():
-            given = _given(case, priced, view)
-            info = problem_info(given.first, case.model, case.cluster, view=view)
+            shown = _viewed(case, priced, view)
+            info = problem_info(shown.first, case.model, case.cluster, view=view)
             store.add_problem(info)
-            target = Target.of(case.model, case.cluster, given, view=view)
+            target = Target.of(case.model, case.cluster, shown, view=view)
             for name in names:
                 if (case.model, case.cluster, view, name, False, None, None) in store.rows:
                     tell("", True)
@@ -132,7 +134,7 @@ def compare(
     return failures
 
 
-def _given(case: Case, priced: Priced, view: str) -> Priced:
+def _viewed(case: Case, priced: Priced, view: str) -> Priced:
     if view == OPS:
         assert case.load_ops is not None  # else the view is not asked for
         return Priced.problem(case.load_ops())
@@ -145,9 +147,9 @@ def _finish(row: ComparisonRow, target: Target, store: Store) -> None:
     if other is None and row.status == OK and row.samples is not None:
         batch = row.samples if row.metric.startswith(RATE) else None
         settings = replace(store.settings, global_batch=batch, microbatches=1, schedule=None)
-        made = run_row(REFERENCE, target, settings)
+        reference = run_row(REFERENCE, target, settings)
         # Even without a plan it is the row for this metric and this many samples, so that it is not tried again.
-        other = replace(made, reference=True, metric=row.metric, samples=row.samples)
+        other = replace(reference, reference=True, metric=row.metric, samples=row.samples)
         if other.key not in store.rows:
             store.add_row(other if other.status != OK else replace(other, ratio=1.0))
     ratio = None
@@ -172,3 +174,23 @@ def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], views: 
             if info is not None:
                 problems.append(info)
     return Comparison(store.settings, tuple(problems), tuple(rows), summarize(rows, order), complete)
+
+
+def problem_info(problem: Problem, model: str, cluster: str, *, view: str) -> ProblemInfo:
+    """The problem's sizes and bounds."""
+    bounds = lower_bounds(problem)
+    return ProblemInfo(
+        model=model,
+        cluster=cluster,
+        view=view,
+        fingerprint=problem.fingerprint,
+        samples=problem.samples_per_microbatch,
+        groups=problem.num_groups,
+        ops=problem.num_ops,
+        devices=problem.num_devices,
+        critical_path_s=bounds.critical_path_s,
+        work_s=finite(bounds.work_s),
+        largest_group_s=finite(bounds.largest_group_s),
+        memory_forced_s=finite(memory_forced(device_time_s(problem), problem.resident_bytes, problem.memory_limit_bytes)),
+        least_devices=least_devices(bounds.resident_bytes + bounds.live_bytes, problem.memory_limit_bytes),
+    )

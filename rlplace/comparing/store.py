@@ -23,7 +23,7 @@ class Store:
     """The problems and rows so far.
 
     Attributes:
-        settings: Of every row.
+        settings: What every row was made under.
         problems: By key.
         rows: By key, in the order in which they were made.
     """
@@ -32,7 +32,7 @@ class Store:
         """Opens a comparison.
 
         Args:
-            settings: Of every row.
+            settings: What every row was made under.
             path: ``*.json`` or ``*.jsonl``; None keeps everything in memory.
             resume: Go on with the file if there is one.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from toys import TOYS, memory_tight_pair
 
-from rlplace.agents import planner
+from rlplace.agents import planner, setup
 from rlplace.agents.planner import ROLLOUT_LENGTH, load_agent
 from rlplace.agents.search import Search
 from rlplace.errors import InfeasibleError, InputError
@@ -45,14 +45,14 @@ def test_never_worse_than_best_and_feasible(agents, name, seed):
     floor = get_planner("best")(problem, **execution).predicted.step_time_s
     plan = agents[name].place(problem, seed=seed, calls=90, samples=2, **execution)
     told = plan.predicted
-    assert told["step_time_s"] == step_s(problem, plan) == step_s(problem, plan.device_of_group, **execution)
-    assert told["step_time_s"] <= floor == told["floor_step_time_s"]
+    assert told.step_time_s == step_s(problem, plan) == step_s(problem, plan.device_of_group, **execution)
+    assert told.step_time_s <= floor == told.floor_step_time_s
     assert (plan.microbatches, plan.schedule) == (execution.get("microbatches", 1), execution.get("schedule", "list"))
     assert problem.group_allowed[np.arange(18), plan.device_of_group].all()
-    assert told["search_calls"] <= 90 and told["agent"] == agents[name].checkpoint.name
-    single, several = told["single_rollout_step_time_s"], told["samples_step_time_s"]
+    assert told.search_calls <= 90 and told.agent == agents[name].checkpoint.name
+    single, several = told.single_rollout_step_time_s, told.samples_step_time_s
     if several is not None:
-        assert told["step_time_s"] <= several and (single is None or several <= single)
+        assert told.step_time_s <= several and (single is None or several <= single)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 13, 100])
@@ -89,7 +89,6 @@ def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls, s
         plan = agents[name].place(problem, start=start, calls=calls, samples=samples)
     told = plan.predicted.search_calls
     if name == "placement":
-        looks = looks[1:-1]  # the floor and the answer
         assert told == sum(looks) == (calls if samples is None else min(calls, samples))
     else:
         assert told == sum(made) + sum(looks) == calls  # nothing of the budget is left on a problem of this size
@@ -192,7 +191,7 @@ def test_a_start_that_cannot_complete(agents, monkeypatch):
     problem = random_problem(0, num_groups=6, num_devices=2, shape="chain", training=False)
     problem = with_links(problem, np.array([[0.0, 1e9], [0.0, 0.0]]))
     start = np.array([1, 0] * 3, dtype=np.int32)
-    monkeypatch.setattr(planner, "legalize", lambda problem, devices: devices)
+    monkeypatch.setattr(setup, "legalize", lambda problem, devices: devices)
     assert simulate(problem, start).step_time_s is None
     with pytest.raises(InfeasibleError):
         agents["refinement"].place(problem, start=start, calls=0)
@@ -220,7 +219,7 @@ def test_infeasible_problems_are_errors(agents, name):
 
 
 def test_a_problem_that_a_bound_rules_out_is_not_searched(agents, monkeypatch):
-    monkeypatch.setattr(planner, "make_instance", lambda *args, **options: pytest.fail("searched"))
+    monkeypatch.setattr(setup, "make_instance", lambda *args, **options: pytest.fail("searched"))
     problem = random_problem(1, num_groups=8, num_devices=2)
     small = tuple(replace(device, memory_bytes=1) for device in problem.devices)
     with pytest.raises(InfeasibleError, match="short"):
@@ -249,12 +248,12 @@ def test_nothing_but_rollouts(agents):
     for name in NAMES:
         one = agents[name].place(problem, start=start, samples=1, search=False, time_limit_s=30.0)
         told = one.predicted
-        assert 1 <= told["search_calls"] <= ROLLOUT_LENGTH
-        assert told["single_rollout_step_time_s"] == told["samples_step_time_s"] is not None
-        assert told["step_time_s"] == min(told["single_rollout_step_time_s"], step_s(problem, start))
+        assert 1 <= told.search_calls <= ROLLOUT_LENGTH
+        assert told.single_rollout_step_time_s == told.samples_step_time_s is not None
+        assert told.step_time_s == min(told.single_rollout_step_time_s, step_s(problem, start))
         several = agents[name].place(problem, start=start, samples=4, search=False, calls=1000)
-        assert several.predicted.samples_step_time_s <= told["single_rollout_step_time_s"]
-        assert several.predicted.single_rollout_step_time_s == told["single_rollout_step_time_s"]
+        assert several.predicted.samples_step_time_s <= told.single_rollout_step_time_s
+        assert several.predicted.single_rollout_step_time_s == told.single_rollout_step_time_s
         nothing = agents[name].place(problem, start=start, samples=0, search=False, calls=1000)
         assert nothing.device_of_group.tolist() == start.tolist() and nothing.predicted.search_calls == 0
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlplace.agents import problems
 from rlplace.agents.cases import Case, is_branchy
-from rlplace.agents.problems import clusters, files, graphs, recipes, sources, splits, training
+from rlplace.agents.problems import clusters, files, graphs, sources, splits, training
 from rlplace.agents.problems.changes import limit_memory, settle, vary_hardware
 from rlplace.cluster.spec import Cluster
 from rlplace.errors import InfeasibleError, InputError
@@ -183,10 +183,10 @@ def test_settled_problems_do_not_tell_the_last_bits_of_a_machine():
 
 def test_families_of_the_sets_are_disjoint():
     trained = {*graphs.FAMILIES, *(f"synthetic:{shape}" for shape in training.SHAPES)}
-    tuned, tested = set(recipes.VALIDATION), set(recipes.TEST)
+    tuned, tested = set(splits.VALIDATION), set(splits.TEST)
     assert not trained & tuned and not trained & tested and not tuned & tested
-    assert set(recipes.VALIDATION_COUNTS) == tuned and set(recipes.TEST_COUNTS) == tested
-    for table in (recipes.VALIDATION, recipes.TEST):
+    assert set(splits.VALIDATION_COUNTS) == tuned and set(splits.TEST_COUNTS) == tested
+    for table in (splits.VALIDATION, splits.TEST):
         for family, variants in table.items():
             for item in variants:
                 spec = item if isinstance(item, str) else item[0].split(",")[0]
@@ -194,8 +194,8 @@ def test_families_of_the_sets_are_disjoint():
 
 
 def test_the_splits_are_as_large_as_promised():
-    assert sum(recipes.TEST_COUNTS.values()) >= 60
-    assert 20 <= sum(recipes.VALIDATION_COUNTS.values()) <= 30
+    assert sum(splits.TEST_COUNTS.values()) >= 60
+    assert 20 <= sum(splits.VALIDATION_COUNTS.values()) <= 30
 
 
 def only(table, family, count):
@@ -203,7 +203,7 @@ def only(table, family, count):
 
 
 def test_cases_of_a_split_are_the_same_again_and_mixed():
-    split = only(recipes.TEST, "synthetic:wavefront", 12)
+    split = only(splits.TEST, "synthetic:wavefront", 12)
     one, two = (splits.build(split) for _ in range(2))
     assert [facts(case) for case in one] == [facts(case) for case in two]
     assert len({case.name for case in one}) == 12
@@ -237,7 +237,7 @@ def test_closing_cases_without_transformers_are_those_that_need_none(monkeypatch
     monkeypatch.setattr(splits, "captured", lambda recipe: asked.append(recipe[0]) or graph)
     cases = problems.closing_cases()
     assert {case.family for case in cases} == {"zoo:unet", "synthetic:towers"}
-    assert len(asked) == recipes.VALIDATION_COUNTS["zoo:unet"]
+    assert len(asked) == splits.VALIDATION_COUNTS["zoo:unet"]
     whole = splits.build(splits.SPLITS["validation"])
     assert {case.name for case in cases} < {case.name for case in whole}
     by_name = {case.name: facts(case) for case in whole}
@@ -263,7 +263,7 @@ def test_the_whole_splits(tmp_path):
     kept, _ = problems.load_cases(tmp_path / "test")
     assert [facts(case) for case in kept] == [facts(case) for case in tested]
     graphs.captured.cache_clear()
-    again = splits.build(only(recipes.TEST, "zoo:nasnet", recipes.TEST_COUNTS["zoo:nasnet"]))
+    again = splits.build(only(splits.TEST, "zoo:nasnet", splits.TEST_COUNTS["zoo:nasnet"]))
     assert all(case.problem.num_groups >= 64 - 8 for case in again)
     first = splits.build(splits.SPLITS["validation"])
     assert [facts(case) for case in first] == [facts(case) for case in tuned]

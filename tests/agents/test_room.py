@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlplace.agents.tuning.room import with_less_room
+from rlplace.agents.tuning.belief import with_less_room
 from rlplace.measured.trial import Trial
 from rlplace.planners.common.evaluate import PLAIN
 from rlplace.problem.generate import random_problem

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlplace.agents import checkpoint, gather, ppo, pretrain
+from rlplace.agents import checkpoint, gather, ppo
 from rlplace.agents import train as training
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint, read_tensors
@@ -91,8 +91,8 @@ def test_cut_anywhere_and_resumed(tmp_path, tiny, monkeypatch, layers):
     done = []
     for module, name, calls in (
         (gather, "collect_labels", 1),  # while labels are collected
-        (pretrain, "fit", 0),
-        (pretrain, "fit", 1),
+        (training, "fit", 0),
+        (training, "fit", 1),
         (ppo, "instances_of", 0),  # pre-trained, nothing practised
         (ppo, "run_part", 1),
         (ppo, "run_part", 1),

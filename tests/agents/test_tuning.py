@@ -12,6 +12,7 @@ import pytest
 import torch
 from simulated_cluster import SimulatedCluster, random_plans
 
+from rlplace.agents.card import save_tuned, weights_sha256
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.planner import load_agent
@@ -23,7 +24,6 @@ from rlplace.agents.tuning.offline import METHODS, finetune_offline, measurement
 from rlplace.agents.tuning.pool import Pool
 from rlplace.agents.tuning.proposer import AgentProposer
 from rlplace.agents.tuning.residual import Residual
-from rlplace.agents.tuning.save import save_tuned, weights_sha256
 from rlplace.agents.tuning.tune import tune
 from rlplace.comparing.closing import compare_skills
 from rlplace.cost.timings import rank_correlation

@@ -148,13 +148,14 @@ def test_the_last_observation_offers_nothing():
 
 def test_episodes_repeat_though_guides_are_dropped(monkeypatch):
     problems = [random_problem(seed, num_groups=10, num_devices=3) for seed in range(4)]
-    env, small = RefinementEnv(problems, start="mixed"), RefinementEnv(problems, start="mixed")
+    env = RefinementEnv(problems, start="mixed")
     first = [env.reset(seed=seed, options={"problem": seed % 4})[0] for seed in range(8)]
-    assert len(env._guides) == 4
+    assert env._guide_of.cache_info().currsize == 4
     monkeypatch.setattr(refinement, "_GUIDES", 2)
+    small = RefinementEnv(problems, start="mixed")
     for seed in (5, 1, 7, 3, 0, 6, 2, 4):
         again, _ = small.reset(seed=seed, options={"problem": seed % 4})
-        assert len(small._guides) <= 2
+        assert small._guide_of.cache_info().currsize <= 2
         for key, value in first[seed].items():
             np.testing.assert_array_equal(again[key], value)
 
@@ -164,7 +165,10 @@ def test_kept_guides_are_bounded(monkeypatch):
     env = RefinementEnv([random_problem(seed, num_groups=6, num_devices=2) for seed in range(4)])
     for number in (0, 1, 0, 2, 3):
         env.reset(seed=0, options={"problem": number})
-    assert list(env._guides) == env.instances[2:]
+    kept, made = env._guide_of.cache_info().currsize, env._guide_of.cache_info().misses
+    for number in (2, 3):
+        env.reset(seed=0, options={"problem": number})
+    assert kept == 2 and env._guide_of.cache_info().misses == made == 5 - 1
 
 
 def test_starts():

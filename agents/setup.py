@@ -1,0 +1,135 @@
+"""How placing and adapting begin and end: a floor, an instance and a moment to be ready at, and the plan of an answer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.agents.search import warm_up
+from rlplace.envs.base import greedy_fit
+from rlplace.envs.instance import Instance, make_instance
+from rlplace.errors import InfeasibleError, InputError, show, whole_number
+from rlplace.plan.plan import PlacementPlan, make_plan
+from rlplace.planners import get_planner
+from rlplace.planners.common.evaluate import Evaluator, Execution, Score
+from rlplace.planners.common.repair import legalize
+from rlplace.planners.common.search import Start
+from rlplace.planners.common.shortage import check_possible
+from rlplace.problem import Problem
+from rlplace.simulator import simulate
+from rlplace.simulator.inputs import check_devices
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What the agent starts from.
+
+    Attributes:
+        instance: The problem and how its step is executed.
+        seed: Seed of everything random.
+        deadline_s: Moment on the monotonic clock; inf without a time limit.
+        first: int32 [G], where to search from.
+        score: Score of `first`; a step time of inf unless it is feasible.
+        priority: Priority of ops that comes with `first`.
+        reason: Why no feasible plan is known.
+    """
+
+    instance: Instance
+    seed: int
+    deadline_s: float
+    first: NDArray[np.int32]
+    score: Score
+    priority: Any
+    reason: InfeasibleError | None
+
+    def answer(self, devices: NDArray[np.int32], *, search_calls: int, **told: Any) -> PlacementPlan:
+        """The plan of an assignment int32 [G], with what it tells of itself beside figures of the simulator.
+
+        Raises:
+            InfeasibleError: It does not fit.
+        """
+        problem, run = self.instance.problem, self.instance.execution
+        Evaluator(problem, run).count(search_calls)
+        priority = self.priority if np.array_equal(devices, self.first) else None
+        line = simulate(problem, devices, priority=priority, **run.arguments)
+        if not line.feasible:
+            raise self.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
+        floor_s = self.score.step_time_s if self.score.feasible else None
+        predicted = line.predicted(problem).told(floor_step_time_s=floor_s, search_calls=search_calls, **told)
+        order: dict[str, Any] = {"priority": priority, **run.arguments}
+        return make_plan(problem, devices, planner="agent", seed=self.seed, predicted=predicted, **order)
+
+
+def set_up(
+    problem: Problem,
+    start: Start,
+    execution: Mapping[str, Any],
+    *,
+    seed: int,
+    time_limit_s: float | None,
+    warm: Callable[[], None] = warm_up,
+) -> Setup:
+    """Checks the arguments of a placement and finds where to begin.
+
+    Args:
+        problem: What to place.
+        start: Plan or assignment to start from instead of `best`.
+        execution: Fields of `rlplace.planners.common.evaluate.Execution`.
+        seed: Seed of everything random.
+        time_limit_s: Wall time from here, compiling left out; None: no limit.
+        warm: Compiles what will be run.
+    """
+    run = Execution(**execution)
+    if time_limit_s is not None:
+        check_limit(time_limit_s)
+    check_possible(problem)  # no search finds what a bound rules out
+    warm()
+    deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    first, score, priority, reason = None, Score(math.inf, 0.0), None, None
+    if start is None:
+        try:
+            best = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s, **run.arguments)
+            first, score = best.device_of_group, Score(best.predicted.step_s, 0.0)
+        except InfeasibleError as error:
+            reason = error
+    else:
+        given = start_devices(problem, start)
+        first = legalize(problem, given)
+        order = start.priority if isinstance(start, PlacementPlan) and np.array_equal(first, given) else None
+        line = simulate(problem, first, priority=order, **run.arguments)
+        if line.step_time_s is not None and line.feasible:
+            score, priority = Score(line.step_time_s, 0.0), order
+    if problem.num_devices == 1 and not score.feasible:
+        raise reason or InfeasibleError("the problem does not fit on its only device; use a device with more memory")
+    instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False, execution=run)
+    return Setup(instance, seed, deadline_s, greedy_fit(instance) if first is None else first, score, priority, reason)
+
+
+def check_limit(time_limit_s: Any) -> None:
+    """Refuses what is no number of seconds."""
+    number = isinstance(time_limit_s, Real) and not isinstance(time_limit_s, bool)
+    if not number or not 0.0 <= float(time_limit_s) < math.inf:
+        raise InputError(f"agent: time_limit_s must be a finite number of seconds from 0 up, found {show(time_limit_s)}")
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuses what is no whole number from 0 up; None stands for a default."""
+    for name, value in counts.items():
+        if value is not None:
+            whole_number(value, f"agent: {name}")
+
+
+def start_devices(problem: Problem, start: Start) -> NDArray[np.int32]:
+    """int32 [G] of a given start."""
+    given = start.device_of_group if isinstance(start, PlacementPlan) else start
+    try:
+        return check_devices(given, (problem.num_groups,), problem)
+    except InputError as error:
+        raise InputError(f"agent: start must be a plan or name a device for every group: {error}") from None

@@ -8,16 +8,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, structs
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.files import check_keys, finite_number
 from rlplace.problem import Problem
+from rlplace.records import Record, build
 
-_RANGE = (1e-4, 1e4)
+_Factor = Annotated[float, Meta(ge=1e-4, le=1e4)]
+_Factors = tuple[_Factor, ...]
+_Seconds = Annotated[float, Meta(ge=0, le=1e3)]
+
+
+class _Plain(Record, frozen=True):
+    """A correction as plain data."""
+
+    device_factor: Annotated[_Factors, Meta(min_length=1)]
+    group_factor: Annotated[tuple[_Factors, ...], Meta(min_length=1)] | None
+    channel_slowdown: _Factors
+    pair_slowdown: tuple[_Factors, ...]
+    latency_s: tuple[tuple[_Seconds, ...], ...]
+    step_factor: _Factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,22 +76,14 @@ class Correction:
         Raises:
             InputError: Names what is wrong.
         """
-        names = {f.name for f in dataclasses.fields(Correction)}
-        check_keys(data, names, set(), "correction")
-        arrays = {
-            name: None if name == "group_factor" and data[name] is None else _array(data[name], name)
-            for name in names - {"step_factor"}
-        }
-        shapes = {name: array.shape for name, array in arrays.items() if array is not None}
-        devices, groups = shapes["device_factor"], shapes.get("group_factor", ())[:1]
-        expected = {"pair_slowdown": 2 * devices, "latency_s": 2 * devices, "group_factor": groups + devices}
-        for name, shape in shapes.items():
-            if shape != expected.get(name, shape) or len(shape) != 1 + (name in expected):
-                raise InputError(f"correction.{name}: it is of shape {shape}, which does not fit the other parts")
-        factor = finite_number(data["step_factor"], "correction.step_factor")
-        if not _RANGE[0] <= factor <= _RANGE[1]:
-            raise InputError(f"correction.step_factor: numbers must be from {_RANGE[0]:g} to {_RANGE[1]:g}")
-        return Correction(step_factor=factor, **arrays)  # type: ignore[arg-type]
+        values: dict[str, Any] = structs.asdict(build(_Plain, data, "correction"))
+        devices = len(values["device_factor"])
+        for name in ("group_factor", "pair_slowdown", "latency_s"):
+            rows = values[name] or ()
+            if any(len(row) != devices for row in rows) or (name != "group_factor" and len(rows) != devices):
+                raise InputError(f"correction.{name}: does not have a number for each of the {devices} devices")
+        values = {key: np.array(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        return Correction(**values)
 
 
 def no_correction(problem: Problem) -> Correction:
@@ -133,17 +139,3 @@ def time_factor(problem: Problem, correction: Correction) -> NDArray[np.float64]
     """float64 [N, D], factors on the times of ops."""
     factor = np.broadcast_to(correction.device_factor, (problem.num_ops, problem.num_devices))
     return factor if correction.group_factor is None else factor * correction.group_factor[problem.op_group]
-
-
-def _array(value: Any, name: str) -> NDArray[np.float64]:
-    try:
-        raw = np.array(value)
-        if raw.dtype.kind not in "iuf":
-            raise ValueError
-        array = raw.astype(np.float64)
-    except (TypeError, ValueError, OverflowError):
-        raise InputError(f"correction.{name}: expected numbers") from None
-    low, high = (0.0, 1e3) if name == "latency_s" else _RANGE
-    if not (np.isfinite(array).all() and (array >= low).all() and (array <= high).all()):
-        raise InputError(f"correction.{name}: numbers must be from {low:g} to {high:g}")
-    return array

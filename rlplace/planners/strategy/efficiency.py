@@ -18,15 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
-from rlplace.errors import InputError, show
-from rlplace.files import check_keys, finite_number, read_record, write_json
+from rlplace.errors import InputError
+from rlplace.files import read_record, write_json
+from rlplace.records import Record, build, plain
 
 FORMAT = "rlplace.batch_curve"
 VERSION = 1
+
+_Positive = Annotated[float, Meta(ge=1e-12, le=1e18)]
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,18 @@ class BatchCurve:
         return read_record(path, FORMAT, VERSION, batch_curve_from_dict)
 
 
+class _File(Record, frozen=True):
+    """A curve in one of its `_FORMS`; a critical batch of None is none."""
+
+    name: str = ""
+    points: Annotated[tuple[tuple[_Positive, _Positive], ...], Meta(min_length=1)] = ()
+    min_epochs: _Positive = 0.0
+    critical_batch: _Positive | None = None
+    updates_floor: Annotated[float, Meta(ge=0, le=1e18)] = 0.0
+    updates_samples: _Positive = 0.0
+    samples_per_epoch: _Positive = 0.0
+
+
 _FORMS: tuple[set[str], ...] = (
     {"points"},
     {"min_epochs", "critical_batch"},
@@ -165,41 +181,18 @@ def batch_curve_from_dict(data: Mapping[str, Any]) -> BatchCurve:
     Raises:
         InputError: Names the key that is wrong.
     """
-    keys = set().union(*_FORMS)
-    check_keys(data, set(), keys | {"name"}, "batch curve")
-    name = data.get("name", "")
-    if not isinstance(name, str):
-        raise InputError(f"batch curve: name: expected text, found {show(name)}")
-    given = set(data) & keys
+    file, given = build(_File, data, "batch curve"), set(data) - {"name"}
     if given not in _FORMS:
         forms = "; or ".join(", ".join(sorted(form)) for form in _FORMS)
         raise InputError(f"batch curve: give one form and all of its keys: {forms}")
-    if given == _FORMS[0]:
-        return BatchCurve(points=_points(data["points"]), name=name)
-    if given == _FORMS[1]:
-        critical = data["critical_batch"]
-        return BatchCurve(
-            min_epochs=finite_number(data["min_epochs"], "batch curve: min_epochs"),
-            critical_batch=math.inf if critical is None else finite_number(critical, "batch curve: critical_batch"),
-            name=name,
-        )
-    floor, samples, size = (
-        finite_number(data[key], f"batch curve: {key}") for key in ("updates_floor", "updates_samples", "samples_per_epoch")
-    )
-    return BatchCurve.from_updates(floor, samples, size, name=name)
-
-
-def _points(value: Any) -> tuple[tuple[float, float], ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(row, list) and len(row) == 2 for row in value):
-        raise InputError("batch curve: points: expected a list of [batch, epochs] pairs")
-    return tuple(
-        (finite_number(b, f"batch curve: points[{i}]"), finite_number(e, f"batch curve: points[{i}]"))
-        for i, (b, e) in enumerate(value)
-    )
+    if file.points:
+        return BatchCurve(points=file.points, name=file.name)
+    if file.min_epochs:
+        critical = math.inf if file.critical_batch is None else file.critical_batch
+        return BatchCurve(min_epochs=file.min_epochs, critical_batch=critical, name=file.name)
+    return BatchCurve.from_updates(file.updates_floor, file.updates_samples, file.samples_per_epoch, name=file.name)
 
 
 def _positive(value: Any, what: str) -> float:
-    number = finite_number(value.item() if isinstance(value, np.generic) else value, f"batch curve: {what}")
-    if not 1e-12 <= number <= 1e18:
-        raise InputError(f"batch curve: {what} must be in 1e-12..1e18, found {show(number)}")
+    number: float = build(_Positive, plain(value), f"batch curve: {what}")
     return number

@@ -42,8 +42,8 @@ def layer_segments(problem: Problem, *, layers: int | None = 1, depth: int = 1) 
             f"layer_segments: no group lies in {depth} numbered module(s); list the group numbers of segments yourself"
         )
     segments = []
-    for found in groups_of.values():
-        rows = list(found.values())
+    for groups_of_layer in groups_of.values():
+        rows = list(groups_of_layer.values())
         size = max(1, round(math.sqrt(len(rows)))) if layers is None else layers
         segments += [sorted(itertools.chain(*rows[i : i + size])) for i in range(0, len(rows), size)]
     return sorted(segments)

@@ -62,8 +62,8 @@ def accelerate(
         raise InputError(f"accelerate: memory_share must be above 0 and at most 1, found {show(memory_share)}")
     check_possible(problem)
     run = Execution(**execution)
-    found = infer_map(problem, memory_share)
-    raw = devices_of_map(problem, found)
+    by_path = infer_map(problem, memory_share)
+    raw = devices_of_map(problem, by_path)
     offloaded = raw == OFFLOADED
     deadline = Deadline(time_limit_s)
     evaluator = Evaluator(problem, run)
@@ -75,7 +75,7 @@ def accelerate(
     report = {
         "raw_feasible": fits,
         "offloaded_groups": int(offloaded.sum()),
-        "device_map": {path: device if isinstance(device, str) else int(device) for path, device in found.items()},
+        "device_map": {path: device if isinstance(device, str) else int(device) for path, device in by_path.items()},
     }
     return plan.with_predicted(plan.predicted.told(accelerate=report))
 
@@ -96,7 +96,7 @@ def infer_map(problem: Problem, memory_share: float = 1.0) -> dict[str, int | st
     # It warns that this machine does not have the devices that it is asked about.
     logger.setLevel(logging.ERROR)
     try:
-        found: dict[str, int | str] = infer_auto_device_map(skeleton(problem), max_memory=_max_memory(problem, memory_share))
+        by_path: dict[str, int | str] = infer_auto_device_map(skeleton(problem), max_memory=_max_memory(problem, memory_share))
     except IndexError:  # it looks for the partner of a tie among the modules that it has not placed yet
         raise InputError(
             "accelerate: its infer_auto_device_map cannot follow parameters that are tied in a chain, one module to a second "
@@ -104,7 +104,7 @@ def infer_map(problem: Problem, memory_share: float = 1.0) -> dict[str, int | st
         ) from None
     finally:
         logger.setLevel(level)
-    return dict(found)
+    return dict(by_path)
 
 
 def leaf_paths(problem: Problem) -> list[str]:
@@ -132,17 +132,17 @@ def skeleton(problem: Problem) -> Any:
         return nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), requires_grad=False)
 
     root = nn.Module()
-    made = {"": root}
+    modules = {"": root}
     leaves = []
     for path in leaf_paths(problem):
         above = ""
         for part in path.split("."):
             here = f"{above}.{part}" if above else part
-            if here not in made:
-                made[here] = nn.Module()
-                made[above].add_module(part, made[here])
+            if here not in modules:
+                modules[here] = nn.Module()
+                modules[above].add_module(part, modules[here])
             above = here
-        leaves.append(made[path])
+        leaves.append(modules[path])
     own = np.where(problem.weight_bytes >= 0, problem.weight_bytes, problem.resident_bytes)
     for tensor in np.flatnonzero(problem.tensor_owner >= 0):
         owner, size = int(problem.tensor_owner[tensor]), int(problem.tensor_bytes[tensor])

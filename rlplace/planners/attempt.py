@@ -74,7 +74,7 @@ def attempt(
         planner: A planner, or a function that is called like one.
         problem: What to place.
         execution: Micro-batches and schedule of the step.
-        seed: Of everything random.
+        seed: The seed of everything random.
         judge: Looks at the plan when the clock has stopped; what it raises is held against the planner.
         catch: Errors that end in the record; others are raised.
         **options: Budget (`calls`, `time_limit_s`), `start` and what else the planner takes.

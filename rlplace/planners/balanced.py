@@ -82,14 +82,14 @@ def min_max_split(
         bound = high if best is None else 0.5 * (low + high)
         if best is not None and (bound <= low or bound >= high):
             break
-        found = _cover(bound, prefix, barrier, size, limits, counts, sequences)
-        if found is None:
+        split = _cover(bound, prefix, barrier, size, limits, counts, sequences)
+        if split is None:
             if best is None:
                 return None
             low = bound
             continue
-        best = found
-        high = min(bound, _largest(prefix, *found))
+        best = split
+        high = min(bound, _largest(prefix, *split))
         if high <= low:
             break
     assert best is not None
@@ -231,12 +231,12 @@ def _cheapest(prefix, barrier, size, limits, cut_s, bound, best, start, queue, v
 def _splits(problem: Problem, order: NDArray[np.int32], subset: Sequence[int]) -> Iterator[Assignment]:
     graph = group_graph(problem)
     for sizes in (graph.footprint_bytes, problem.resident_bytes):
-        found = min_max_split(problem, order, subset, sizes)
-        if found is not None:
+        split = min_max_split(problem, order, subset, sizes)
+        if split is not None:
             break
     else:
         return
-    bound, devices, cuts = found
+    bound, devices, cuts = split
     yield _assign(problem, order, devices, cuts)
     if len(subset) == 1:
         return

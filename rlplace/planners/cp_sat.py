@@ -59,7 +59,7 @@ def cp_sat(
 
     Args:
         problem: The problem.
-        seed: Of the solver.
+        seed: The seed of the solver.
         time_limit_s: Seconds, floor included; without it the result depends on the problem and the seed alone.
         effort: Limit in the solver's deterministic seconds.
         max_tasks: Larger problems are refused.

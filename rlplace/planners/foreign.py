@@ -33,18 +33,18 @@ def foreign_planner(extension: Extension) -> Any:
     @functools.wraps(function)
     def planner(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlacementPlan:
         try:
-            found = function(problem, seed=seed, time_limit_s=time_limit_s, **options)
+            answer = function(problem, seed=seed, time_limit_s=time_limit_s, **options)
         except RlplaceError:
             raise
         except Exception as error:  # another package's code may raise anything
             reason = " ".join(str(error).split())[:200]
             raise RlplaceError(f"{extension.label} failed with {type(error).__name__}: {reason}") from error
-        return checked(extension, problem, found, seed=seed, options=options)
+        return checked(extension, problem, answer, seed=seed, options=options)
 
     return planner
 
 
-def checked(extension: Extension, problem: Problem, found: Any, *, seed: int, options: dict[str, Any]) -> PlacementPlan:
+def checked(extension: Extension, problem: Problem, answer: Any, *, seed: int, options: dict[str, Any]) -> PlacementPlan:
     """The plan, with the simulator's prediction.
 
     Raises:
@@ -54,7 +54,7 @@ def checked(extension: Extension, problem: Problem, found: Any, *, seed: int, op
     from rlplace.simulator import simulate
 
     try:
-        plan = _as_plan(problem, found, extension.name, seed, options)
+        plan = _as_plan(problem, answer, extension.name, seed, options)
         check_plan(plan, problem)
     except InputError as error:
         raise wrong(extension, f"what it returned is no plan for this problem: {error}") from error
@@ -70,12 +70,12 @@ def checked(extension: Extension, problem: Problem, found: Any, *, seed: int, op
     )
 
 
-def _as_plan(problem: Problem, found: Any, name: str, seed: int, options: dict[str, Any]) -> PlacementPlan:
-    if isinstance(found, PlacementPlan):
-        return found
-    devices = np.asarray(found)
+def _as_plan(problem: Problem, answer: Any, name: str, seed: int, options: dict[str, Any]) -> PlacementPlan:
+    if isinstance(answer, PlacementPlan):
+        return answer
+    devices = np.asarray(answer)
     if devices.shape != (problem.num_groups,) or devices.dtype.kind not in "iu":
-        raise InputError(f"expected a PlacementPlan, or {problem.num_groups} device numbers, found {show(found)}")
+        raise InputError(f"expected a PlacementPlan, or {problem.num_groups} device numbers, found {show(answer)}")
     execution = {key: options[key] for key in _EXECUTION if options.get(key) is not None}
     return make_plan(problem, devices, planner=name, seed=seed, **execution)
 

@@ -54,7 +54,7 @@ def gpipe(
         problem: Split or not: a layer's passes sit on one device either way.
         seed: Unused: nothing is random.
         time_limit_s: Wall time.
-        microbatches: Of a step.
+        microbatches: Micro-batches of a step.
         schedule: Default `gpipe` when there are several micro-batches, else `list`.
 
     Raises:

@@ -75,9 +75,9 @@ def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]], s
 
     Guided moves are the same whenever the search comes back to an assignment, so they are tried there only once.
     """
-    found = True
-    while found and search.progress() < 1.0:
-        found = False
+    improved = True
+    while improved and search.progress() < 1.0:
+        improved = False
         here = tuple(search.devices)
         guided = propose(search.evaluator, search.devices, limit=settings.tries) if here not in explored else []
         explored.add(here)
@@ -91,8 +91,8 @@ def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]], s
             if score.step_time_s == math.inf or score.descent_s > search.score.descent_s:
                 continue
             # Random moves also drift sideways: much of a plan is off the critical chain and can move freely.
-            found = score.descent_s < search.score.descent_s
-            if found or index >= len(guided):
+            improved = score.descent_s < search.score.descent_s
+            if improved or index >= len(guided):
                 search.accept(move, score)
-            if found:
+            if improved:
                 break

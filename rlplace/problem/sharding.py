@@ -234,7 +234,7 @@ def sharding_of(entry: ShardingEntry, dims: Mapping[int, Mapping[str, int]], dev
     """What an entry describes; ranges are checked with the problem.
 
     Args:
-        entry: Of a problem file.
+        entry: What a problem file holds.
         dims: Dimensions by op, from the problem's ops.
         devices: Number of devices.
     """

@@ -112,11 +112,11 @@ def resident_by_device(problem: Problem, device_of_group: NDArray[np.int32]) -> 
 def placement_violations(problem: Problem, device_of_group: NDArray[np.int32]) -> list[str]:
     """Reasons why the step cannot complete: ops without a time where they sit, and needed links that do not exist."""
     device_of_op = device_of_group[problem.op_group]
-    found = []
+    broken = []
     null = np.isnan(problem.time_s[np.arange(problem.num_ops), device_of_op])
     if null.any():
         op = int(np.flatnonzero(null)[0])
-        found.append(
+        broken.append(
             f"{int(null.sum())} ops sit where they cannot run, first {problem.op_names[op]!r} "
             f"on {problem.devices[device_of_op[op]].name}"
         )
@@ -128,8 +128,10 @@ def placement_violations(problem: Problem, device_of_group: NDArray[np.int32]) -
     if unlinked.any():
         edge = int(np.flatnonzero(unlinked)[0])
         names = problem.devices[source[edge]].name, problem.devices[target[edge]].name
-        found.append(f"{int(unlinked.sum())} tensor edges need a link that does not exist, first from {names[0]} to {names[1]}")
-    return found
+        broken.append(
+            f"{int(unlinked.sum())} tensor edges need a link that does not exist, first from {names[0]} to {names[1]}"
+        )
+    return broken
 
 
 def fixed_violations(problem: Problem, device_of_group: NDArray[np.int32]) -> list[str]:

@@ -69,12 +69,12 @@ def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64]
     once = csr_matrix((np.ones(count), (group, columns)), shape=(groups, count + 1))
     cost = np.zeros(count + 1)
     cost[count] = 1.0
-    found = linprog(cost, A_ub=upper, b_ub=room, A_eq=once, b_eq=np.ones(groups), method="highs")
-    if found.status == 2:
+    solution = linprog(cost, A_ub=upper, b_ub=room, A_eq=once, b_eq=np.ones(groups), method="highs")
+    if solution.status == 2:
         return float("inf")
-    if found.ineqlin is None or found.status != 0:
+    if solution.ineqlin is None or solution.status != 0:
         return 0.0  # no bound is a bound
-    price = np.maximum(-found.ineqlin.marginals, 0.0)
+    price = np.maximum(-solution.ineqlin.marginals, 0.0)
     load, memory = price[:devices], price[devices:]
     if load.sum() <= 0.0:
         return 0.0

@@ -81,16 +81,16 @@ def repair_answer(
     while not current.score.feasible and current.score.step_time_s != np.inf:
         if evaluator.calls - first >= max_calls or deadline.passed():
             break
-        found = None
+        better = None
         if estimating:
-            found = _shed_all(problem, graph, current, evaluator)
-        if found is None:
+            better = _shed_all(problem, graph, current, evaluator)
+        if better is None:
             # Estimates failed here: go on with exact tries, then trust them again from the new assignment.
-            found = _try_moves(problem, graph, current, evaluator, deadline, first + max_calls)
-            if found is None:
+            better = _try_moves(problem, graph, current, evaluator, deadline, first + max_calls)
+            if better is None:
                 break
             estimating = True
-        current = found
+        current = better
     return current
 
 

@@ -110,12 +110,12 @@ def favorites(problem: Problem, *, max_nodes: int = MAX_NODES, time_limit_s: flo
         bound[which[group[source] != group[target]]] = False
         left_s = None if end_s is None else max(0.02, (end_s - time.monotonic()) / 2)
         length = np.bincount(run, weights=mean, minlength=nodes).astype(np.float64)
-        found = favorite_children(
+        solution = favorite_children(
             length, (pair // nodes)[apart].astype(np.int32),
             (pair % nodes)[apart].astype(np.int32), carried[apart], bound=bound[apart], time_limit_s=left_s,
         )  # fmt: skip
-        if found is not None:
-            chosen = (found.child[first] == second) & (first != second) & (group[source] != group[target])
+        if solution is not None:
+            chosen = (solution.child[first] == second) & (first != second) & (group[source] != group[target])
             # Later edges overwrite earlier ones: the last op of a run that feeds the favorite run keeps it.
             taken = np.full(nodes, -1, dtype=np.int64)
             taken[first[chosen]] = np.flatnonzero(chosen)

@@ -57,7 +57,7 @@ def pipedream(
         problem: Split or not: a layer's passes sit on one device either way.
         seed: Unused: nothing is random.
         time_limit_s: Wall time.
-        microbatches: Of a step, of all replicas together.
+        microbatches: Micro-batches of a step, those of all replicas together.
         schedule: Default `1f1b` when there are several micro-batches and stages form no cycle, else `list`.
         replicas: Copies of the pipeline; each runs its share of the micro-batches. None: as many as make the step shortest.
 
@@ -80,12 +80,12 @@ def pipedream(
         if best is not None and deadline.passed():
             break
         try:
-            found = _uniform(problem, count, microbatches, schedule, seed, _left_s(deadline))
+            pipeline = _uniform(problem, count, microbatches, schedule, seed, _left_s(deadline))
         except InfeasibleError as error:
             reason = reason or error
             continue
-        if best is None or found.predicted.step_s < best.predicted.step_s:
-            best = found
+        if best is None or pipeline.predicted.step_s < best.predicted.step_s:
+            best = pipeline
     if best is None:
         assert reason is not None
         raise reason

@@ -73,9 +73,9 @@ def solve_levels(
     """The slowest stage's time and the stages, or None when nothing fits.
 
     Args:
-        states: Of the chain or graph; the slowest worker's times count.
+        states: The states of the chain or graph; the slowest worker's times count.
         levels: From the inside out.
-        memory_bytes: Of a device.
+        memory_bytes: Memory of a device.
     """
     seconds = states.time_s.max(axis=0)
     base = np.where(states.inside, seconds[None, :] - seconds[:, None], np.inf)
@@ -104,7 +104,7 @@ def solve_levels(
 def _trace(
     origin: NDArray[np.int32], copies: NDArray[np.int32], stage: ReplicatedStage, machines: int
 ) -> list[ReplicatedStage]:
-    found = []
+    stages_backwards = []
     end, left = stage.end, machines
     while True:
         count = int(copies[stage.begin, end, left])
@@ -112,9 +112,9 @@ def _trace(
             left -= 1
             continue
         before = int(origin[stage.begin, end, left])
-        found.append(ReplicatedStage(stage.begin if before < 0 else before, end, count * stage.replicas))
+        stages_backwards.append(ReplicatedStage(stage.begin if before < 0 else before, end, count * stage.replicas))
         if before < 0:
-            return found[::-1]
+            return stages_backwards[::-1]
         end, left = before, left - count
 
 

@@ -42,9 +42,9 @@ def place_one(
         problem: Priced for the micro-batches of the strategy.
         strategy: Replicas and micro-batches.
         planner: Plans a replica; one that may use a single device is put there.
-        seed: Of the planner.
-        time_limit_s: Of the planner.
-        options: Of the planner.
+        seed: The seed of the planner.
+        time_limit_s: Wall time of the planner.
+        options: Options of the planner.
         schedules: With which the planner is run, in this order, when there are several micro-batches.
 
     Raises:
@@ -93,15 +93,15 @@ def _best_schedule(problem: Problem, plan: PlacementPlan) -> PlacementPlan:
     if plan.microbatches == 1 or plan.order is not None or plan.shards or not _plain(plan):
         return plan
     best = plan
-    for found in other_schedules(problem, plan.device_of_group, plan.microbatches, known=plan.schedule):
-        step = found.line.step_time_s
-        if found.line.feasible and step is not None and step < best.predicted.step_s:
+    for way in other_schedules(problem, plan.device_of_group, plan.microbatches, known=plan.schedule):
+        step = way.line.step_time_s
+        if way.line.feasible and step is not None and step < best.predicted.step_s:
             best = dataclasses.replace(
                 plan,
-                device_of_group=found.devices,
-                schedule=found.schedule,
-                stage_of_group=found.stage_of_group,
-                predicted=plan.predicted.simulated(found.line.predicted(problem)),
+                device_of_group=way.devices,
+                schedule=way.schedule,
+                stage_of_group=way.stage_of_group,
+                predicted=plan.predicted.simulated(way.line.predicted(problem)),
             )
     return best
 

@@ -66,7 +66,7 @@ def place_strategies(
         curve: Epochs by global batch; the global batch is then chosen as well.
         samples: The only micro-batch size that `problem_of` knows; None for any.
         planner: Works on the most promising strategy; a quick one on all of them.
-        seed: Of the planner.
+        seed: The seed of the planner.
         time_limit_s: Wall time of the planning, pricing excluded.
         **options: Options of the planner.
 

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.problem.check import COLLECTIVE
 from rlplace.problem.problem import FORWARD, Collective, Device, Links, Problem
@@ -33,7 +32,7 @@ def tensor_rows(problem: Problem) -> list[TensorRow]:
     return [(*row, consumers[begin:end]) for *row, begin, end in zip(*columns, ptr[:-1], ptr[1:], strict=True)]
 
 
-def tensor_fields(rows: Sequence[TensorRow]) -> dict[str, NDArray[Any]]:
+def tensor_fields(rows: Sequence[TensorRow]) -> dict[str, Any]:
     """The fields of a `Problem` about its tensors."""
     producers, owners, sizes, consumers = zip(*rows, strict=True) if rows else ((), (), (), ())
     return {

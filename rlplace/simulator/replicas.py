@@ -141,7 +141,10 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
     tensors = [  # a bucket reads a tensor once
         (*row[:3], sorted(set(target[begins[tensor] : begins[tensor + 1]]))) for tensor, row in enumerate(tensor_rows(copies))
     ]
-    names, groups, times, hosts = [], [], [], []
+    names: list[str] = []
+    groups: list[int] = []
+    times: list[float] = []
+    hosts: list[int] = []
     collectives = list(copies.collectives)
     updates = np.flatnonzero(copies.op_phase == UPDATE)
     by_member: dict[tuple[int, int], list[int]] = {}

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from rlplace.envs.backends import Evaluation, SimulatedBackend
 from rlplace.envs.base import Common, Observation, PlacerEnv, greedy_fit
-from rlplace.envs.blind import blind_view
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
-from rlplace.envs.guide.guide import Guide
+from rlplace.envs.guide.guide import Guide, blind_view
 from rlplace.envs.instance import Instance
 from rlplace.envs.reward import infeasible_reward, score
 from rlplace.errors import InputError, show

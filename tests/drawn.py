@@ -11,7 +11,6 @@ from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Collective, Links, Problem
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import Device
-from rlplace.simulator import Timeline
 
 PHASES = (FORWARD, FORWARD, BACKWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE)
 
@@ -92,17 +91,6 @@ def _with_collectives(rng: Generator, problem: Problem) -> Problem:
         return dataclasses.replace(problem, collectives=tuple(collectives), op_kind=tuple(kinds))
     except InputError:
         return problem
-
-
-def assert_same(ours: Timeline, theirs: Timeline, case: object = None) -> None:
-    """Both are equal bit for bit, types of arrays included."""
-    for item in dataclasses.fields(Timeline):
-        got, wanted = getattr(ours, item.name), getattr(theirs, item.name)
-        if isinstance(wanted, np.ndarray):
-            same = got.dtype == wanted.dtype and got.shape == wanted.shape and got.tobytes() == wanted.tobytes()
-        else:
-            same = got == wanted
-        assert same, (case, item.name, got, wanted)
 
 
 def renumbered(problem: Problem, new: np.ndarray) -> Problem:

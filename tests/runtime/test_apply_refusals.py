@@ -82,6 +82,8 @@ def test_devices_that_are_none():
     model = tiny()
     with pytest.raises(InputError, match="'gpu:0' is not a device"):
         apply(model, plan_of(model), ["gpu:0"])
+    with pytest.raises(InputError, match="must be a list"):
+        apply(model, plan_of(model), "cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test needs to be missing")

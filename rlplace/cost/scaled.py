@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
-from rlplace.cluster.presets import KINDS, DeviceKind
+from rlplace.cluster.presets import KINDS, DeviceKind, DType
 from rlplace.cost.table import CostTable, Curve, Key
 
 
@@ -81,7 +82,7 @@ def precision_of(kind: DeviceKind, op: str, dtype: str) -> str:
 
 def peak_of(kind: DeviceKind, precision: str) -> float:
     """FLOP/s that `Curve.compute_efficiency` of that precision is a fraction of."""
-    return kind.peak_flops.get(precision, kind.peak_flops["float32"])
+    return kind.peak_flops.get(cast(DType, precision), kind.peak_flops["float32"])
 
 
 def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -> Curve:
@@ -91,7 +92,7 @@ def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -
     if op == "attention":
         efficiency = _ATTENTION.get(base_name(kind.name), efficiency)
     if item.matrix:
-        efficiency *= kind.gemm_efficiency.get(precision, kind.gemm_efficiency["float32"])
+        efficiency *= kind.gemm_efficiency.get(cast(DType, precision), kind.gemm_efficiency["float32"])
     if direction in ("backward", "backward_weight"):
         efficiency *= item.backward_compute
     peak = peak_of(kind, precision)

@@ -95,11 +95,7 @@ def mean_link(problem: Problem) -> tuple[float, float]:
 def mean_transfer_s(problem: Problem) -> NDArray[np.float64]:
     """float64 [T], seconds of every tensor over the mean link, or the mean of its own times."""
     latency, inverse = mean_link(problem)
-<<<<<<< HEAD
     seconds: NDArray[np.float64] = np.float64(latency) + problem.tensor_bytes.astype(np.float64) * inverse
-=======
-    seconds: NDArray[np.float64] = latency + problem.tensor_bytes * inverse
->>>>>>> cdee8d6 (Types of problem fields, precisions and mean links)
     apart = ~np.eye(problem.num_devices, dtype=bool)
     for tensor, table in problem.tensor_transfer_s.items():
         seconds[tensor] = table[apart].mean() if apart.any() else 0.0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from rlplace.errors import InputError
+from msgspec import Meta
+
+from rlplace.records import Count, Record, check_record
 
 
 class BudgetSpent(Exception):
     """The campaign may measure nothing more."""
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(Record, frozen=True):
     """What a campaign may cost; None: no limit.
 
     Attributes:
@@ -21,16 +23,12 @@ class Budget:
         minutes: Time spent measuring: set-up and steps, as the trials say; for a plan that failed, all the time that it took.
     """
 
-    plans: int | None = 60
-    steps: int | None = None
-    minutes: float | None = None
+    plans: Count | None = 60
+    steps: Count | None = None
+    minutes: Annotated[float, Meta(gt=0)] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("plans", "steps", "minutes"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and value > 0):
-                raise InputError(f"budget: {name} must be above 0, found {value!r}")
+        check_record(self, "budget")
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from rlplace.errors import InputError, show
+import msgspec
 
-_OBJECTS = ("graph", "costs", "capture", "op_times")
-_TEXTS = ("cluster", "cluster_fingerprint", "graph_fingerprint", "level", "host")
+from rlplace.records import build
+
+
+class Source(msgspec.Struct, frozen=True):
+    """What is read of a source, which may hold more: how the problem was made."""
+
+    graph: dict[str, Any] | None = None
+    costs: dict[str, Any] | None = None
+    capture: dict[str, Any] | None = None
+    op_times: dict[str, dict[str, float]] | None = None
+    cluster: str | None = None
+    cluster_fingerprint: str | None = None
+    graph_fingerprint: str | None = None
+    level: str | None = None
+    host: str | None = None
 
 
 def check_source(source: Any, where: str) -> None:
@@ -17,15 +29,4 @@ def check_source(source: Any, where: str) -> None:
     Raises:
         InputError: It is no object, or an entry that says how the problem was made is of another kind than rlplace writes.
     """
-    if not isinstance(source, Mapping):
-        raise InputError(f"{where}: source: expected an object")
-    for key in _OBJECTS:
-        if not isinstance(source.get(key), (Mapping, type(None))):
-            raise InputError(f"{where}: source.{key}: expected an object, found {show(source[key])}")
-    for key in _TEXTS:
-        if not isinstance(source.get(key), (str, type(None))):
-            raise InputError(f"{where}: source.{key}: expected text, found {show(source[key])}")
-    for kind, shares in (source.get("op_times") or {}).items():
-        numbers = isinstance(shares, Mapping) and all(type(share) in (int, float) for share in shares.values())
-        if not numbers:
-            raise InputError(f"{where}: source.op_times: {show(kind)}: expected shares by basis, found {show(shares)}")
+    build(Source, source, f"{where}: source")

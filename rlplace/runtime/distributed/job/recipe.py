@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan
-from rlplace.problem.source import check_source
+from rlplace.problem.source import Source
+from rlplace.records import Count, build, plain
 
 if TYPE_CHECKING:
     from rlplace.cluster.spec import Cluster
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from rlplace.zoo import LoadedModel
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(msgspec.Struct, frozen=True):
     """What was captured.
 
     Attributes:
@@ -37,12 +36,12 @@ class Recipe:
     """
 
     model: str
-    batch: int
-    seq: int
+    batch: Count
+    seq: Count
     dtype: str
     optimizer: str
-    autocast: str | None
-    master_weights: bool
+    autocast: str | None = None
+    master_weights: bool = False
 
     def build(self, device: str, seed: int, batch: int | None = None) -> LoadedModel:
         """Builds the model, with random weights that depend on `seed` only, and inputs of one micro-batch."""
@@ -62,43 +61,38 @@ def recipe_of(plan: PlacementPlan) -> Recipe:
     Raises:
         InputError: The plan was not made from a MODEL text.
     """
-    source = _source(plan).get("graph") or {}
+    source = _source(plan).graph or {}
     if not isinstance(source.get("model"), str):
         raise InputError(
             "plan: its source does not name a MODEL, so it cannot be built again; plan with 'rlplace place MODEL', or call "
             "rlplace.distribute(model, plan) in a script of your own"
         )
     try:
-        return Recipe(
-            model=source["model"],
-            batch=int(source["batch"]),
-            seq=int(source["seq"]),
-            dtype=str(source["dtype"]),
-            optimizer=str(source["optimizer"]),
-            autocast=None if source.get("autocast") is None else str(source["autocast"]),
-            master_weights=bool(source.get("master_weights", False)),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise InputError(
-            "plan: its source lacks batch, seq, dtype or optimizer; plan again with 'rlplace place MODEL'"
-        ) from None
+        return build(Recipe, source, "plan: source.graph")
+    except InputError as error:
+        raise InputError(f"{error}; plan again with 'rlplace place MODEL'") from None
 
 
-_KINDS: dict[str, type] = {"groups": int, "weight_gradients": bool, "sharding": bool, "split_backward": bool}
+class _Costs(msgspec.Struct, frozen=True):
+    path: str | None = None
 
 
-def _source(plan: PlacementPlan) -> Mapping[str, Any]:
+class _Priced(Source, frozen=True):
+    """What a problem is priced from."""
+
+    costs: _Costs | None = None  # type: ignore[assignment]
+    groups: Count | None = None
+    weight_gradients: bool | None = None
+    sharding: bool | None = None
+    split_backward: bool | None = None
+
+
+def _source(plan: PlacementPlan) -> _Priced:
     """A plan's `source`, which may come from a file: what is read of it here is of the right type, or null."""
-    source: Mapping[str, Any] = plan.source or {}
-    check_source(source, "plan")
-    for key, kind in _KINDS.items():
-        value = source.get(key)
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise InputError(f"plan: source.{key}: {show(value)} is no {kind.__name__}; plan again with 'rlplace place MODEL'")
-    path = (source.get("costs") or {}).get("path")
-    if path is not None and not isinstance(path, str):
-        raise InputError(f"plan: source.costs.path: {show(path)} is no file name")
-    return source
+    try:
+        return build(_Priced, plain(plan.source or {}), "plan: source")
+    except InputError as error:
+        raise InputError(f"{error}; plan again with 'rlplace place MODEL'") from None
 
 
 def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
@@ -110,17 +104,17 @@ def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
     from rlplace.cluster.parse import parse
 
     source = _source(plan)
-    text, wanted = source.get("cluster"), source.get("cluster_fingerprint")
-    if given is None and text is None:
+    text, wanted = source.cluster, source.cluster_fingerprint
+    name = text if given is None else given
+    if name is None:
         raise InputError("plan: it does not say for which cluster it was made; name it with --cluster")
-    name = given if given is not None else str(text)
     try:
         cluster = parse(name)
     except InputError as error:
         raise InputError(f"the plan's cluster {show(name)} cannot be read ({error}); name it with --cluster") from None
     if wanted is not None and cluster.fingerprint != wanted:
         raise InputError(
-            f"the plan is for cluster {str(wanted)[:12]} ({text or 'no name'}), {show(name)} is "
+            f"the plan is for cluster {wanted[:12]} ({text or 'no name'}), {show(name)} is "
             f"{cluster.fingerprint[:12]}; plan again for this cluster, or name the one that it was made for with --cluster"
         )
     return cluster
@@ -147,14 +141,14 @@ def rebuild_problem(plan: PlacementPlan, cluster: Cluster) -> Problem:
     problem = price(
         _graph(plan),
         cluster,
-        groups=int(source.get("groups", 200)),
-        level=str(source.get("level", "task")),
-        weight_gradients=bool(source.get("weight_gradients", False)),
-        sharding=bool(source.get("sharding", False)),
-        costs=(source.get("costs") or {}).get("path"),
-        host=str(source.get("host", "eager")),
+        groups=source.groups or 200,
+        level=source.level or "task",
+        weight_gradients=bool(source.weight_gradients),
+        sharding=bool(source.sharding),
+        costs=None if source.costs is None else source.costs.path,
+        host=source.host or "eager",
     )
-    return split_backward(problem) if source.get("split_backward") else problem
+    return split_backward(problem) if source.split_backward else problem
 
 
 def check_problem(plan: PlacementPlan, problem: Problem) -> None:
@@ -182,20 +176,17 @@ def check_problem(plan: PlacementPlan, problem: Problem) -> None:
 
 
 def _graph(plan: PlacementPlan) -> OpGraph:
-    source: Mapping[str, Any] = _source(plan).get("graph") or {}
+    source = _source(plan).graph or {}
     recipe = recipe_of(plan)
     if "rescaled_from" not in source:
         return _captured(recipe, recipe.batch, source)
     from rlplace.graph.rescale import rescale
 
-    sizes = source["rescaled_from"]
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(samples) is int and samples > 0 for samples in sizes):
-        raise InputError(f"plan: source.graph.rescaled_from: expected two numbers of samples, found {show(sizes)}")
-    small, large = sizes
+    small, large = build(tuple[Count, Count], source["rescaled_from"], "plan: source.graph.rescaled_from")
     return rescale(_captured(recipe, small, source), _captured(recipe, large, source), recipe.batch)
 
 
-def _captured(recipe: Recipe, batch: int, source: Mapping[str, Any]) -> OpGraph:
+def _captured(recipe: Recipe, batch: int, source: dict[str, Any]) -> OpGraph:
     from rlplace.graph.capture import capture
 
     loaded = recipe.build("meta", seed=0, batch=batch)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from rlplace import limits
-from rlplace.errors import InputError, show, unknown_name
+from rlplace.errors import InputError, show, unknown_name, whole_number
 
 Record = TypeVar("Record")
 
@@ -165,9 +165,7 @@ def check_header(data: Any, format_name: str, version: int, where: str) -> dict[
     found = data.get("format")
     if found != format_name:
         raise InputError(f"{where}: expected format {format_name!r}, found {show(found)}")
-    number = data.get("version")
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise InputError(f"{where}: version must be a positive integer, found {show(number)}")
+    number = whole_number(data.get("version"), f"{where}: version", 1)
     if number > version:
         raise InputError(
             f"{where}: written as {format_name} version {show(number)}, this rlplace reads up to {version}; upgrade rlplace"

@@ -65,7 +65,7 @@ def test_kinds_of_ones_own(tmp_path):
         (HEAD + "device = []", r"cluster: device: expected a list of 1 to 1024, found \[\]"),
         (HEAD + "device = 4", "cluster: device: expected a list of 1 to 1024, found 4"),
         (HEAD.replace("1", "2") + DEVICE, "upgrade rlplace"),
-        (HEAD.replace("1", "true") + DEVICE, "positive integer"),
+        (HEAD.replace("1", "true") + DEVICE, "version must be a whole number from 1 up, found True"),
         (HEAD + DEVICE + "memroy_bytes = 4", "did you mean 'memory_bytes'"),
         (HEAD + "devices = 3\n" + DEVICE, "did you mean 'device'"),
         (HEAD + DEVICE.replace("l4", "l44"), "did you mean 'l4'"),

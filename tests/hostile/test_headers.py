@@ -47,9 +47,9 @@ def refused(name: str, scratch: Path, file: str, content: Any, message: str | No
         ({"format": "rlplace.other"}, "expected format"),
         ({"format": 3}, "expected format"),
         ({"version": 99}, "upgrade rlplace"),
-        ({"version": True}, "version must be a positive integer"),
-        ({"version": "1"}, "version must be a positive integer"),
-        ({"version": 0}, "version must be a positive integer"),
+        ({"version": True}, "version must be a whole number from 1 up"),
+        ({"version": "1"}, "version must be a whole number from 1 up"),
+        ({"version": 0}, "version must be a whole number from 1 up"),
     ],
 )
 @pytest.mark.parametrize("name", [*NAMES, "comparison"])

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rlplace.graph.checkpointing import refuse_checkpoints
 from rlplace.graph.fake import any_dtype_grouped_mm
 from rlplace.graph.quiet import quiet_logs, quiet_prints
+from rlplace.graph.recomputation import refuse_recomputation
 from rlplace.graph.recurrent import quick_recurrent_shapes
 from rlplace.graph.scan import whole_scans
 
@@ -59,13 +59,13 @@ def export_training_graph(
         The graph. Shapes are those of the example inputs.
 
     Raises:
-        CheckpointedError: The model checkpoints activations.
+        RecomputationError: The model checkpoints activations.
         TransformedError: It calls `torch.vmap` or another function of `torch.func`.
     """
     with any_dtype_grouped_mm(), quick_recurrent_shapes(), whole_scans(), warnings.catch_warnings():
         # nn.LSTM and nn.GRU re-list their own weights while they are traced; export warns about that.
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        with quiet_logs(), quiet_prints(), refuse_checkpoints():
+        with quiet_logs(), quiet_prints(), refuse_recomputation():
             program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
     _refuse_transforms(program.graph)
     module = program.module(check_guards=False)

@@ -1,4 +1,4 @@
-"""Models that checkpoint their activations themselves (`torch.utils.checkpoint`).
+"""Models that recompute their activations themselves (`torch.utils.checkpoint`).
 
 Their backward runs parts of the forward again. An eager trace shows that: the recomputed ops are work of the backward ops that
 need them, and what they make again is not saved in between. `torch.export` does not: it traces through a checkpoint as if it
@@ -16,20 +16,20 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 
 
-class CheckpointedError(RuntimeError):
+class RecomputationError(RuntimeError):
     """The forward checkpoints activations, which an exported graph cannot show."""
 
 
 @contextlib.contextmanager
-def refuse_checkpoints() -> Iterator[None]:
-    """Raises `CheckpointedError` when `torch.utils.checkpoint.checkpoint` runs inside.
+def refuse_recomputation() -> Iterator[None]:
+    """Raises `RecomputationError` when `torch.utils.checkpoint.checkpoint` runs inside.
 
     Both implementations are replaced, not `checkpoint` itself, which libraries import by name.
     """
     from torch.utils import checkpoint
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise CheckpointedError(
+        raise RecomputationError(
             "the model checkpoints activations, and an exported graph has no recomputation; use method 'dispatch'"
         )
 

@@ -17,7 +17,7 @@ from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import draw_moves
 from rlplace.envs.guide.features import move_features
 from rlplace.planners.common import movekernels, objective
-from rlplace.planners.common.movekernels import Tables, draw_move, random
+from rlplace.planners.common.movekernels import Tables, draw_move, draw_uniform
 from rlplace.planners.common.objective import descent_s, objective_s
 from rlplace.simulator import records as r
 from rlplace.simulator.fast import STAMP, simulate_plans
@@ -163,13 +163,13 @@ def _compile(stamp):
                 if table[k, 12] > fill:
                     logits[k] = -1e30
                 else:
-                    logits[k] -= noise * np.log(-np.log(random(state) * (1.0 - 2e-16) + 1e-16))
+                    logits[k] -= noise * np.log(-np.log(draw_uniform(state) * (1.0 - 2e-16) + 1e-16))
             order = np.argsort(-logits[:count])
             tried, made, at = 0, 0, 0
             improved = False
             while tried < tries and used < calls:
                 size = 0
-                if mixed > 0.0 and random(state) < mixed:
+                if mixed > 0.0 and draw_uniform(state) < mixed:
                     size = draw_move(t, state, plan, own_groups, own_targets)
                     if size == 0:
                         tried += 1
@@ -208,7 +208,7 @@ def _compile(stamp):
                     if not taken:
                         temperature = hot * cooling ** min(1.0, progress + slope * used)
                         scale = temperature * _descent_s(score[BEST_STEP], score[BEST_OVERFLOW])
-                        taken = scale > 0.0 and random(state) < np.exp((before - now) / scale)
+                        taken = scale > 0.0 and draw_uniform(state) < np.exp((before - now) / scale)
                 if taken:
                     score[STEP], score[OVERFLOW] = step, overflow
                     key = moved_key
@@ -233,7 +233,7 @@ def _compile(stamp):
                 counts[STALLED] = 0
                 counts[FRESH] = 0
                 plan[:] = best
-                for _ in range(1 + np.int64(random(state) * kick)):
+                for _ in range(1 + np.int64(draw_uniform(state) * kick)):
                     size = draw_move(t, state, plan, own_groups, own_targets)
                     for i in range(size):
                         plan[own_groups[i]] = own_targets[i]

@@ -32,7 +32,7 @@ PINNED = FEATURES.index("pinned_target")
 
 
 @dataclass(frozen=True)
-class Settings:
+class SearchSettings:
     """How the compiled loop searches.
 
     Attributes:
@@ -57,7 +57,7 @@ class Settings:
     patience: int = 8
 
 
-SETTINGS = Settings()
+SETTINGS = SearchSettings()
 """Tuned on the validation split; the same for every budget, since nothing else was better by more than the noise."""
 
 
@@ -70,7 +70,13 @@ class Search:
     """
 
     def __init__(
-        self, instance: Instance, network: PlacerNetwork, start: NDArray[np.int32], *, seed: int, settings: Settings = SETTINGS
+        self,
+        instance: Instance,
+        network: PlacerNetwork,
+        start: NDArray[np.int32],
+        *,
+        seed: int,
+        settings: SearchSettings = SETTINGS,
     ) -> None:
         """Prepares; nothing is simulated yet.
 

@@ -25,7 +25,7 @@ import rlplace
 from rlplace.cost.timings import PlanTimings, rank_correlation
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import run_planner
-from rlplace.planners.strategy.choices import Layout, Strategy
+from rlplace.planners.strategy.choices import StageLayout, Strategy
 from rlplace.planners.strategy.one import place_one
 from rlplace.zoo import load_model
 from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
@@ -97,7 +97,7 @@ def plans_for(graphs: dict[int, Any], cluster: Any, costs: str | None, seed: int
         if replicas > hosts:
             continue
         width = hosts // replicas
-        layout = Layout(tuple(tuple(range(r * width, (r + 1) * width)) for r in range(replicas)))
+        layout = StageLayout(tuple(tuple(range(r * width, (r + 1) * width)) for r in range(replicas)))
         for parts in (1, 2):
             samples = SAMPLES // replicas // parts
             if samples not in problems:

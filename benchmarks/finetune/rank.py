@@ -58,7 +58,7 @@ class Rank:
     """One rank; opens models when rank 0 says so."""
 
     def __init__(self, cluster: Emulated) -> None:
-        self.device = job.start(job.JobOptions(device="cpu"))
+        self.device = job.start_job(job.JobOptions(device="cpu"))
         self.cluster = cluster
         self._services: dict[str, PlanService] = {}
         self._problems: dict[str, Problem] = {}

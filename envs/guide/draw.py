@@ -16,7 +16,7 @@ from rlplace.envs.guide import facts, view
 from rlplace.envs.guide.facts import Facts
 from rlplace.envs.guide.view import STEP, View
 from rlplace.planners.common import movekernels
-from rlplace.planners.common.movekernels import random
+from rlplace.planners.common.movekernels import draw_uniform
 
 SINGLE, RUN, CLUSTER, SWAP, EMPTY, EXCHANGE = range(6)
 SHARES = np.cumsum([0.40, 0.25, 0.17, 0.10, 0.04, 0.04])
@@ -28,7 +28,7 @@ _TIGHT = 0.25  # share drawn by tightness; the others are uniform
 
 @inner
 def _below(state, count):
-    return min(np.int64(random(state) * count), count - 1)
+    return min(np.int64(draw_uniform(state) * count), count - 1)
 
 
 @inner
@@ -37,7 +37,7 @@ def _pick(cumulative, state):
     total = cumulative[len(cumulative) - 1]
     if not total > 0.0:
         return -1
-    wanted, low, high = random(state) * total, 0, len(cumulative) - 1
+    wanted, low, high = draw_uniform(state) * total, 0, len(cumulative) - 1
     while low < high:
         middle = (low + high) >> 1
         if cumulative[middle] > wanted:
@@ -51,7 +51,7 @@ def _pick(cumulative, state):
 def _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state):
     """A group and a device that it may go to; the device is -1 where there is none."""
     groups, devices = group_s.shape
-    number = random(state)
+    number = draw_uniform(state)
     if number < _ON_CHAIN:
         at = _pick(on_chain, state)
         if at >= 0:
@@ -64,7 +64,7 @@ def _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state):
     if g < 0:
         g = _below(state, groups)
     d = np.int64(-1)
-    kind = random(state)
+    kind = draw_uniform(state)
     degree = neighbor_ptr[g + 1] - neighbor_ptr[g]
     if kind < 0.5 and degree > 0:
         d = np.int64(plan[neighbor[neighbor_ptr[g] + _below(state, degree)]])
@@ -95,8 +95,8 @@ def _put(group_s, plan, g, d, groups, targets, count):
 def _run(group_s, order, position, plan, g, d, state, groups, targets, at):
     """Consecutive groups on the seed's device: up to a number of them, or all up to the next group on the target."""
     size, here = len(plan), plan[g]
-    reach = np.int64(2.0 ** (random(state) * np.log2(max(2.0, size / 2.0))))
-    side = random(state)
+    reach = np.int64(2.0 ** (draw_uniform(state) * np.log2(max(2.0, size / 2.0))))
+    side = draw_uniform(state)
     low = high = position[g]
     if side < 0.67:
         while high + 1 < size and high - position[g] < reach and plan[order[high + 1]] == here:
@@ -114,7 +114,7 @@ def _run(group_s, order, position, plan, g, d, state, groups, targets, at):
 def _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets, at, mark):
     """Connected groups on the seed's device, nearest first."""
     here = plan[g]
-    size = min(2 + np.int64(2.0 ** (random(state) * np.log2(max(2.0, len(plan) / 4.0)))), len(plan))
+    size = min(2 + np.int64(2.0 ** (draw_uniform(state) * np.log2(max(2.0, len(plan) / 4.0)))), len(plan))
     groups[at] = g
     mark[g] = True
     found, near = 1, 0

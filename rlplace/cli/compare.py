@@ -22,7 +22,7 @@ from rlplace.cli.common import (
     say,
     seconds,
 )
-from rlplace.cli.compare_table import show, to_csv
+from rlplace.cli.compare_table import print_comparison, to_csv
 from rlplace.errors import InputError
 from rlplace.schedule import FREE_SCHEDULES
 
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(comparison.to_dict())
     else:
-        show(comparison)
+        print_comparison(comparison)
     if interrupted:
         kept = f"{options.out} has them, --resume goes on" if options.out else "--out would have kept them for --resume"
         say(f"rlplace: interrupted after {len(comparison.rows)} rows; {kept}")

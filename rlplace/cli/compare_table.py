@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _BOUNDS = ("critical_path_s", "work_s", "largest_group_s", "memory_forced_s", "least_devices")
 
 
-def show(comparison: Comparison) -> None:
+def print_comparison(comparison: Comparison) -> None:
     """Prints problems, rows and summaries."""
     from rlplace.comparing.records import REFERENCE
     from rlplace.means import TIE

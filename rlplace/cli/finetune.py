@@ -112,7 +112,7 @@ def _offline(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"agent": options.out, "method": options.method, **facts})
     else:
-        show(options.out, facts)
+        print_tuned(options.out, facts)
     return 0
 
 
@@ -164,7 +164,7 @@ def compare(before: Checkpoint, after: Checkpoint, count: int) -> Skills | None:
     return compare_skills(before, after, chosen, progress=tell)
 
 
-def show(out: str, facts: dict[str, Any]) -> None:
+def print_tuned(out: str, facts: dict[str, Any]) -> None:
     """Prints what was learned."""
     print(f"learned from {facts['plans']} plans of {', '.join(facts['problems'])}")
     pairs = zip(facts["prediction_error_before"], facts["prediction_error_after"], strict=True)

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, path: str) -> int:
     execution = Execution(options.microbatches, options.schedule)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    device = job.start(job.JobOptions(device=check_device(options.device).type))
+    device = job.start_job(job.JobOptions(device=check_device(options.device).type))
     with faults.guard(timeout_s=options.timeout, debug=options.debug):
         problem, service = _open(options, device)
         site = _site(options, device)

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     check_output(options.out)
     if options.trace:
         check_output(options.trace)
-    device = job.start(job.JobOptions(device=check_device(options.device).type))
+    device = job.start_job(job.JobOptions(device=check_device(options.device).type))
     try:
         timings = _measure(options, device)
         if dist.get_rank() == 0:

@@ -108,7 +108,7 @@ def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespac
 
     from rlplace.runtime.distributed.job import faults, job
 
-    device = job.start(settings)
+    device = job.start_job(settings)
     with faults.guard(timeout_s=options.timeout, debug=options.debug):
         result = job.train(plan, device, settings, _step_printer(options))
         equal = result.comparison is None or dist.get_rank() != 0 or result.comparison.equal

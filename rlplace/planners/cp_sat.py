@@ -32,7 +32,7 @@ from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_hor
 from rlplace.planners.dlplacer.memory import limit_timeline
 from rlplace.planners.dlplacer.program import build_program, solver_library
 from rlplace.planners.dlplacer.realise import Realised, device_orders, first_starts, realise
-from rlplace.planners.dlplacer.solve import EFFORT, Outcome, solve
+from rlplace.planners.dlplacer.solve import EFFORT, Outcome, solve_program
 from rlplace.problem import Problem
 from rlplace.schedule import SCHEDULES
 
@@ -92,7 +92,7 @@ def cp_sat(
     keep_request_order(program)
     limit_timeline(program)
     ways = [] if hint is None or floor is None else [Realised(hint, floor.devices, {})]
-    outcome = solve(program, hint=hint, seed=seed, effort=effort, time_limit_s=deadline.left_s())
+    outcome = solve_program(program, hint=hint, seed=seed, effort=effort, time_limit_s=deadline.left_s())
     if outcome.status == "infeasible" and hint is None:
         raise InfeasibleError(
             "cp_sat proved that no plan fits: every assignment and order exceeds some device's memory or needs a missing link; "
@@ -107,7 +107,7 @@ def cp_sat(
     waits = not SCHEDULES[run.schedule].by_priority_alone or bool(problem.collectives)
     if best is not None and best.line.feasible and outcome.status == "optimal" and not waits:
         if best.rank > (False, bound_s * (1 + OPTIMAL_GAP)) and start_at_once(program):
-            outcome = solve(program, hint=best.line, seed=seed, effort=effort, time_limit_s=deadline.left_s())
+            outcome = solve_program(program, hint=best.line, seed=seed, effort=effort, time_limit_s=deadline.left_s())
             bound_s = max(bound_s, outcome.bound_s if math.isfinite(outcome.bound_s) else 0.0)
             best = min([best, *_realise_all(instance, evaluator, outcome)], key=lambda way: way.rank)
     if best is None or not best.line.feasible:

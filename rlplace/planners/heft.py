@@ -38,7 +38,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class HeftSchedule:
     """HEFT's own schedule.
 
     Attributes:
@@ -65,7 +65,7 @@ def schedule(
     contention: bool,
     decided: NDArray[np.int32] | None = None,
     room_bytes: NDArray[np.float64] | None = None,
-) -> Schedule:
+) -> HeftSchedule:
     """Insertion-based earliest finish time.
 
     Args:
@@ -91,4 +91,4 @@ def schedule(
         arrays.footprint, *arrays.links(),
     )  # fmt: skip
     place_rest(problem, devices, room)
-    return Schedule(devices, start, finish)
+    return HeftSchedule(devices, start, finish)

@@ -48,7 +48,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
         for weight, by_speed in weights:
             share = _speeds(problem, subset[:parts]) if by_speed else limits[subset[:parts]] / limits[subset[:parts]].sum()
             for imbalance in IMBALANCES:
-                part = partition(problem, weight, share, imbalance, seed)
+                part = metis_partition(problem, weight, share, imbalance, seed)
                 yield map_parts(problem, part, subset[:parts])
 
 
@@ -62,7 +62,7 @@ def _speeds(problem: Problem, subset: Sequence[int]) -> NDArray[np.float64]:
     return share
 
 
-def partition(
+def metis_partition(
     problem: Problem, weight: NDArray[np.float64], share: NDArray[np.float64], imbalance: int, seed: int
 ) -> NDArray[np.int32]:
     """One METIS partition of the group graph.

@@ -56,7 +56,7 @@ def apply(
         raise InputError(f"apply: level is {level!r}; it must be 'op', 'module' or None")
     check.check_plan_runs_here(plan)
     check.check_model(model)
-    check.check_names(model, plan)
+    check.check_module_names(model, plan)
     torch_devices = check.check_devices(plan, devices)
     why_not_op = "the module level was asked for"
     backward = check.backward_elsewhere(plan)
@@ -145,7 +145,7 @@ def _apply_modules(
         loss_device=_loss_device(plan, devices),
         notes=tuple(_notes(plan, 0, rounding.modules_split)),
     )
-    module_level.install(model, device_of_module, report)
+    module_level.install_moves(model, device_of_module, report)
     return report
 
 

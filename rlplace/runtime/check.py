@@ -72,7 +72,7 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_names(model: nn.Module, plan: PlacementPlan) -> None:
+def check_module_names(model: nn.Module, plan: PlacementPlan) -> None:
     """Refuses a plan whose modules the model lacks.
 
     Raises:

@@ -90,7 +90,7 @@ def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
             _collect(item, tensors)
 
 
-def install(model: nn.Module, device_of_module: Mapping[str, torch.device], report: ApplyReport) -> None:
+def install_moves(model: nn.Module, device_of_module: Mapping[str, torch.device], report: ApplyReport) -> None:
     """Replaces the forward of the modules that need it; parameters must already be in place.
 
     Args:

@@ -191,7 +191,7 @@ class _Placer:
     def _copy(self, operand: fx.Node, device: torch.device, early: fx.Node, late: fx.Node) -> fx.Node:
         """Starts a copy before one node and waits for it before another."""
         with self.graph.inserting_before(early):
-            moving = self.graph.call_function(streams.start, (operand, device))
+            moving = self.graph.call_function(streams.start_copy, (operand, device))
         with self.graph.inserting_before(late):
             copy = self.graph.call_function(streams.finish, (moving,))
         for node in (moving, copy):

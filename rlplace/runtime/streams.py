@@ -1,7 +1,7 @@
 """Copies between devices that overlap with compute.
 
-`start` issues a copy as soon as its tensor is made, on streams of their own at both ends; `finish` makes the reader's stream
-wait for it. In between both devices go on computing. Other devices than CUDA copy at `start`.
+`start_copy` issues a copy as soon as its tensor is made, on streams of their own at both ends; `finish` makes the reader's
+stream wait for it. In between both devices go on computing. Other devices than CUDA copy at `start_copy`.
 
 Torch waits with a copy for the current streams of both devices, and lets both wait for it afterwards. So the copy runs while
 side streams are current on both: the stream that computes on the source is only asked for what it has issued before, and the
@@ -31,7 +31,7 @@ class Moving:
     event: Any
 
 
-def start(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | Moving:
+def start_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | Moving:
     """Issues the copy of a tensor to a device; `finish` gives its result."""
     if tensor.device == device or tensor.device.type != "cuda" or device.type != "cuda":
         return tensor.to(device)

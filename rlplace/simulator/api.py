@@ -26,14 +26,14 @@ from rlplace.text import either
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
-    """Bottom level of every op, the default priority; see `rlplace.simulator.priority.default_priority`.
+    """Bottom level of every op, the default priority; see `rlplace.simulator.priority.reference_priority`.
 
     Returns:
         float64 [N] seconds, read-only.
     """
     from rlplace.simulator import lowering
 
-    return lowering.default_priority(problem)
+    return lowering.compiled_priority(problem)
 
 
 def simulate(

@@ -30,7 +30,7 @@ from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
 from rlplace.schedule import LIST, SCHEDULES
-from rlplace.simulator.priority import default_priority
+from rlplace.simulator.priority import reference_priority
 from rlplace.simulator.schedules import schedule_order
 
 
@@ -124,7 +124,7 @@ def lower_plan(problem: Problem, plan: PlacementPlan) -> Expanded:
     if (problem.group_device >= 0).any():
         raise InputError("plan: a problem with fixed groups cannot be replicated; free the groups, or use one replica")
     if not SCHEDULES[plan.schedule].free:  # a schedule would take the replicas for one chain
-        key = default_priority(problem) if priority is None else priority
+        key = reference_priority(problem) if priority is None else priority
         order, priority = schedule_order(problem, devices, plan.schedule, plan.microbatches, stages, key), None
     from rlplace.simulator.replicas import copy_problem, reduce_gradients
 

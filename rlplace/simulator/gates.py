@@ -62,7 +62,7 @@ def prepare_gates(g, w, stage):
     for s in range(stages):
         for m in range(batches):
             left[s * batches + m] = closing[s]
-    return stages_to_sink(part(g, r.LINKS), stage, stages)
+    return stages_to_sink_kernel(part(g, r.LINKS), stage, stages)
 
 
 @inner
@@ -77,7 +77,7 @@ def next_stage(apart_ptr, apart, stage, op, after):
 
 
 @inner
-def stages_to_sink(links, stage, stages):
+def stages_to_sink_kernel(links, stage, stages):
     """int64 [S], stages on the longest path to a sink of the forward stage graph, both ends counted; a cycle counts as one."""
     reach = np.zeros((stages, stages), dtype=np.bool_)
     for s in range(stages):

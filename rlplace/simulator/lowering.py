@@ -98,7 +98,7 @@ def lower(problem: Problem, microbatches: int = 1, schedule: str = LIST) -> Lowe
 
 
 @memoized
-def default_priority(problem: Problem) -> NDArray[np.float64]:
+def compiled_priority(problem: Problem) -> NDArray[np.float64]:
     """`reference.default_priority`, compiled: float64 [N], read-only."""
     level = np.zeros(problem.num_ops)
     outputs = np.flatnonzero(problem.tensor_producer >= 0)
@@ -120,7 +120,7 @@ def ranks(
 
     Tasks are numbered by micro-batch and op, so equal keys keep their order.
     """
-    value = -(default_priority(problem) if priority is None else priority)[tasks.op]
+    value = -(compiled_priority(problem) if priority is None else priority)[tasks.op]
     keys: list[NDArray[Any]] = [value]  # the last key counts most
     if tasks.microbatches > 1 and (priority is None or not schedule.by_priority_alone):
         keys.append(tasks.microbatch)
@@ -215,7 +215,7 @@ def _lower(problem: Problem, microbatches: int, schedule_name: str) -> Lowered:
     table = np.full(problem.num_tensors, -1, dtype=np.int32)
     table[overrides] = np.arange(len(overrides))
     value["bytes"][:values], value["table"][:values], value["readers"] = size, table[tasks.tensor], tasks.consumer_ptr
-    known = default_priority(problem), ranks(problem, tasks, schedule)
+    known = compiled_priority(problem), ranks(problem, tasks, schedule)
     return Lowered(tasks, schedule, frozen, value, *known, problem.num_devices, num_channels)
 
 

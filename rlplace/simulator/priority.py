@@ -12,7 +12,7 @@ from rlplace.schedule import SCHEDULES
 from rlplace.simulator.tasks import TaskGraph
 
 
-def default_priority(problem: Problem) -> NDArray[np.float64]:
+def reference_priority(problem: Problem) -> NDArray[np.float64]:
     """Bottom level of every op: the longest path from its start to the end of the step, without communication.
 
     An op counts with the mean of `time_s` over the devices that can run it, summed left to right.
@@ -43,7 +43,7 @@ def task_ranks(problem: Problem, tasks: TaskGraph, schedule: str, priority: NDAr
     Returns:
         int32 [K], distinct.
     """
-    value = (default_priority(problem) if priority is None else priority)[tasks.op]
+    value = (reference_priority(problem) if priority is None else priority)[tasks.op]
     keys: list[NDArray[Any]] = [tasks.op, -value, tasks.microbatch]  # the last key counts most
     if SCHEDULES[schedule].by_priority_alone and priority is not None:
         keys = [tasks.op, tasks.microbatch, -value]

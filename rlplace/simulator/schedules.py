@@ -20,7 +20,7 @@ from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
 from rlplace.problem.order import topological_order
 from rlplace.schedule import LIST, ONE_F_ONE_B, SCHEDULES
 from rlplace.simulator.actions import stage_layout
-from rlplace.simulator.priority import default_priority
+from rlplace.simulator.priority import reference_priority
 from rlplace.simulator.stages import forward_stage_links, stage_numbers
 
 _PHASES = {"F": (FORWARD,), "B": (BACKWARD, BACKWARD_WEIGHT), "I": (BACKWARD,), "W": (BACKWARD_WEIGHT,)}
@@ -37,7 +37,7 @@ def followed_order(
 ) -> Sequence[Sequence[Any]] | None:
     """The order that devices follow: what a schedule for chains makes, else `order` once checked; None: priorities decide."""
     if not SCHEDULES[schedule].free:
-        key = default_priority(problem) if priority is None else priority
+        key = reference_priority(problem) if priority is None else priority
         return schedule_order(problem, devices, schedule, microbatches, stage_of_group, key)
     if order is not None:
         check_order(order, devices, problem, microbatches)

@@ -43,7 +43,7 @@ def anneal_in_python(search, moves, calls, hot, chunk):
             search.accept(move, score)
         elif scale > 0:
             with np.errstate(over="ignore"):
-                number = movekernels.random.py_func(moves.state)
+                number = movekernels.draw_uniform.py_func(moves.state)
             if number < math.exp((before - now) / scale):
                 search.accept(move, score)
     if search.score != search.best_score:
@@ -101,7 +101,7 @@ def test_random_numbers_are_those_of_splitmix64():
     """First outputs for state 1234567, from the test vectors that come with the algorithm."""
     state = np.array([1234567], dtype=np.uint64)
     with np.errstate(over="ignore"):
-        numbers = [movekernels.random.py_func(state) for _ in range(3)]
+        numbers = [movekernels.draw_uniform.py_func(state) for _ in range(3)]
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert numbers == [(value >> 11) * 2.0**-53 for value in expected]
 

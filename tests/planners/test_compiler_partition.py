@@ -11,7 +11,7 @@ from rlplace.planners import get_planner
 from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.planners.compiler.nets import problem_nets
 from rlplace.planners.compiler.partition import partition
-from rlplace.planners.metis import partition as metis_partition
+from rlplace.planners.metis import metis_partition
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -14,7 +14,7 @@ from rlplace.planners.common.oparrays import by_rank, upward_rank
 from rlplace.planners.common.subsets import device_order, device_subsets, map_parts
 from rlplace.planners.critical_path import critical_ops
 from rlplace.planners.heft import schedule
-from rlplace.planners.metis import partition
+from rlplace.planners.metis import metis_partition
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -170,7 +170,7 @@ def test_metis_separates_two_cliques():
     problem = build_problem(
         "cliques", time_s=[[1.0, 1.0]] * 8, tensors=[*tensors, TensorSpec(3, 1, [4])], memory_bytes=[None] * 2
     )
-    part = partition(problem, np.ones(8), np.array([0.5, 0.5]), 50, seed=0)
+    part = metis_partition(problem, np.ones(8), np.array([0.5, 0.5]), 50, seed=0)
     assert len(set(part[:4])) == len(set(part[4:])) == 1 and part[0] != part[4]
 
 
@@ -233,6 +233,6 @@ def test_metis_keeps_its_warnings_off_stdout(capfd):
     """A part that is to hold nothing makes METIS complain; results are printed there."""
     problem = random_problem(3, 6, 4)
     print("before", end="")
-    partition(problem, np.ones(6), np.array([1.0, 0.0, 0.0, 0.0]), 50, 0)
+    metis_partition(problem, np.ones(6), np.array([1.0, 0.0, 0.0, 0.0]), 50, 0)
     print("after", end="")
     assert capfd.readouterr().out == "beforeafter"

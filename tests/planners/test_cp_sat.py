@@ -17,7 +17,7 @@ from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.dlplacer.instance import make_instance
 from rlplace.planners.dlplacer.program import build_program
-from rlplace.planners.dlplacer.solve import solve
+from rlplace.planners.dlplacer.solve import solve_program
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -102,7 +102,7 @@ def test_program_without_contention_equals_brute_force(seed):
     optimum = brute_force(problem)
     hint = simulate(problem, np.zeros(problem.num_groups, dtype=np.int32))
     program = build_program(make_instance(problem, hint.step_time_s), contention=False)
-    outcome = solve(program, hint=hint, seed=seed, effort=20.0, time_limit_s=math.inf)
+    outcome = solve_program(program, hint=hint, seed=seed, effort=20.0, time_limit_s=math.inf)
     assert outcome.status == "optimal" and outcome.objective_s == optimum
 
 

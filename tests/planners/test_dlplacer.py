@@ -6,7 +6,7 @@ import pytest
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
 from rlplace.planners.dlplacer.coarsen import coarsen
-from rlplace.planners.dlplacer.contract import contract
+from rlplace.planners.dlplacer.contract import contract_groups
 from rlplace.problem import FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -81,7 +81,7 @@ def test_coarse_graphs_are_small_and_acyclic(shape, count):
 
 def test_small_problems_are_left_alone():
     problem = random_problem(0, 12, 2)
-    coarse, part = contract(problem, coarsen(problem, 12))
+    coarse, part = contract_groups(problem, coarsen(problem, 12))
     assert coarse is problem and part.tolist() == list(range(problem.num_ops))
 
 
@@ -92,7 +92,7 @@ def test_groups_that_exclude_each_other_stay_apart():
     data["groups"][first]["device"], data["groups"][second]["device"] = 1, 2
     problem = problem_from_dict(data)
     node = coarsen(problem, 6)
-    coarse, _ = contract(problem, node)
+    coarse, _ = contract_groups(problem, node)
     assert coarse.group_device[node[first]] == 1 and coarse.group_device[node[second]] == 2
     assert coarse.group_allowed.any(axis=1).all()
     for number in range(coarse.num_groups):
@@ -111,7 +111,7 @@ def test_joined_groups_fit_a_device():
 def test_the_coarse_problem_keeps_work_bytes_and_traffic(seed):
     problem = random_problem(seed, 40, 2, unlike=True, shared_parameters=2)
     node = coarsen(problem, 10)
-    coarse, part = contract(problem, node)
+    coarse, part = contract_groups(problem, node)
     np.testing.assert_allclose(coarse.time_s.sum(axis=0), problem.time_s.sum(axis=0))
     assert coarse.resident_bytes.sum() == problem.resident_bytes.sum()
     assert (coarse.op_phase[part] == problem.op_phase).all() and (coarse.op_group[part] == node[problem.op_group]).all()
@@ -129,7 +129,7 @@ def test_ops_that_would_wait_for_each_other_are_not_joined():
         "sandwich", time_s=[[1.0, 1.0]] * 4, tensors=[TensorSpec(0, 1, [1]), TensorSpec(1, 1, [2]), TensorSpec(2, 1, [3])],
         memory_bytes=[None, None],
     )  # fmt: skip
-    coarse, part = contract(problem, np.array([0, 1, 0, 0], dtype=np.int32))
+    coarse, part = contract_groups(problem, np.array([0, 1, 0, 0], dtype=np.int32))
     assert coarse.num_groups == 2 and part[0] != part[2]
     assert simulate(coarse, [0, 1]).step_time_s == 6.0 and simulate(coarse, [0, 0]).step_time_s == 4.0
 
@@ -161,7 +161,7 @@ def test_bad_options():
 def test_thousands_of_groups_are_coarsened():
     problem = random_problem(1, 3000, 4, memory_factor=1.5)
     node = coarsen(problem, 40)
-    coarse, _ = contract(problem, node)
+    coarse, _ = contract_groups(problem, node)
     assert coarse.num_groups <= 40 and coarse.num_ops <= 40 * 3 * 2
     try:
         plan = get_planner("dlplacer")(problem, effort=0.1)

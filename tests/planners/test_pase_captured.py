@@ -17,7 +17,7 @@ from rlplace.graph.capture import capture
 from rlplace.plan import make_plan
 from rlplace.planners import run_planner
 from rlplace.planners.pase.captured import layer_graph, machine_of, shards_of
-from rlplace.planners.pase.dp import solve
+from rlplace.planners.pase.dp import least_cost_strategy
 from rlplace.planners.pase.pase import pase
 from rlplace.planners.pase.terms import AllReduce
 from rlplace.problem import FORWARD, Device
@@ -108,7 +108,7 @@ def test_the_cost_of_one_device_is_the_time_of_the_step(classifier):
 def test_published_strategy_for_large_layers(classifier):
     """Products alternate between output and input channels, so that only sums travel; no layer is cut along the batch alone."""
     graph = layer_graph(classifier, 4)
-    strategy = solve(graph, 4, machine=machine_of(classifier, 4))
+    strategy = least_cost_strategy(graph, 4, machine=machine_of(classifier, 4))
     first, second, third = (strategy.parts[f"{index}/linear{suffix}"] for index, suffix in ((0, ""), (2, "_1"), (4, "_2")))
     assert all(parts.get("m", 1) < 4 for parts in (first, second, third))
     assert first.get("n", 1) == second.get("k", 1) and second.get("n", 1) == third.get("k", 1)
@@ -164,7 +164,7 @@ def test_a_price_on_memory_cuts_weights(gpt):
     def largest(price):
         graph = layer_graph(gpt, 4, gradient_price=0.0, memory_price=price)
         plan = make_plan(gpt, np.zeros(gpt.num_groups, dtype=np.int32), planner="hand",
-                         shards=shards_of(gpt, solve(graph, 4, machine=machine_of(gpt, 4))))  # fmt: skip
+                         shards=shards_of(gpt, least_cost_strategy(graph, 4, machine=machine_of(gpt, 4))))  # fmt: skip
         return max(simulate(gpt, plan).peak_memory_bytes)
 
     assert largest(1e-9) < largest(0.0)

@@ -85,7 +85,7 @@ def matmuls(widths: list[int]) -> LayerGraph:
 def test_real_costs_brute_force() -> None:
     graph = matmuls([64, 512, 512, 512])
     tables = cost_tables(graph, 4, MACHINE)
-    found = dp.solve(graph, 4, machine=MACHINE)
+    found = dp.least_cost_strategy(graph, 4, machine=MACHINE)
     assert found.cost_flop == pytest.approx(brute_force(graph, tables), rel=1e-12)
     assert found.cost_flop == pytest.approx(strategy_cost(graph, found.configurations, MACHINE), rel=1e-12)
     assert all(prod(row) <= 4 for row in found.configurations)
@@ -95,15 +95,15 @@ def test_real_costs_brute_force() -> None:
 
 def test_more_devices_never_cost_more() -> None:
     graph = matmuls([64, 1024, 1024, 1024])
-    costs = [dp.solve(graph, p).cost_flop for p in (1, 2, 3, 4, 8, 16)]
+    costs = [dp.least_cost_strategy(graph, p).cost_flop for p in (1, 2, 3, 4, 8, 16)]
     assert costs == sorted(costs, reverse=True)
-    assert dp.solve(graph, 1).configurations == ((1, 1, 1),) * 3
+    assert dp.least_cost_strategy(graph, 1).configurations == ((1, 1, 1),) * 3
 
 
 def test_a_slow_link_makes_splitting_dear() -> None:
     graph = matmuls([512, 512, 512, 512])
-    fast = dp.solve(graph, 8, machine=Machine(bandwidth_bytes_per_s=1e15))
-    slow = dp.solve(graph, 8, machine=Machine(bandwidth_bytes_per_s=1e3))
+    fast = dp.least_cost_strategy(graph, 8, machine=Machine(bandwidth_bytes_per_s=1e15))
+    slow = dp.least_cost_strategy(graph, 8, machine=Machine(bandwidth_bytes_per_s=1e3))
     assert all(prod(row) == 8 for row in fast.configurations)
     assert all(prod(row) == 1 for row in slow.configurations)
 
@@ -120,8 +120,8 @@ def test_configurations() -> None:
 def test_refusals() -> None:
     graph = matmuls([64, 64, 64])
     with pytest.raises(InputError, match="at least 1"):
-        dp.solve(graph, 0)
+        dp.least_cost_strategy(graph, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dp, "MAX_TABLES_BYTES", 8)
         with pytest.raises(InputError, match="bytes of tables"):
-            dp.solve(graph, 4)
+            dp.least_cost_strategy(graph, 4)

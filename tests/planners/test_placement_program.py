@@ -11,7 +11,7 @@ from rlplace.planners.dlplacer.executor import keep_request_order, start_at_once
 from rlplace.planners.dlplacer.instance import make_instance, transfer_seconds
 from rlplace.planners.dlplacer.memory import limit_static, limit_timeline
 from rlplace.planners.dlplacer.program import build_program, relabel
-from rlplace.planners.dlplacer.solve import add_hint, solve
+from rlplace.planners.dlplacer.solve import add_hint, solve_program
 from rlplace.planners.dlplacer.symmetry import interchangeable
 from rlplace.planners.dlplacer.ticks import HORIZON_TICKS, choose_ticks
 from rlplace.problem import problem_from_dict, problem_to_dict
@@ -63,7 +63,7 @@ def follow(problem, devices, *, rules=True, microbatches=1, static=False):
     for variable in fixed:
         if variable.index in hints:
             program.model.add(variable == hints[variable.index])
-    return line, solve(program, hint=None, seed=0, effort=20.0, time_limit_s=math.inf)
+    return line, solve_program(program, hint=None, seed=0, effort=20.0, time_limit_s=math.inf)
 
 
 CASES = [(seed, 2 + seed % 2, ("layered", "branchy", "chain")[seed % 3]) for seed in range(12)]
@@ -90,7 +90,7 @@ def test_simulated_steps_are_solutions_where_times_are_rounded(seed, devices, sh
     names = relabel(program, plan.astype(np.int32))
     for group, device in enumerate(names[plan].tolist()):
         program.model.add(program.placed[group][device] == 1)
-    outcome = solve(program, hint=line, seed=0, effort=20.0, time_limit_s=math.inf)
+    outcome = solve_program(program, hint=line, seed=0, effort=20.0, time_limit_s=math.inf)
     assert outcome.objective_s <= line.step_time_s  # every order is allowed here, rounding only helps
     assert not instance.ticks.exact
 

@@ -8,7 +8,7 @@ from toys import pipeline_chain
 
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
-from rlplace.planners.strategy.choices import Layout, Strategy, kind_of, layouts, strategies
+from rlplace.planners.strategy.choices import StageLayout, Strategy, kind_of, layouts, strategies
 from rlplace.planners.strategy.sweep import place_strategies
 from rlplace.problem import Device, Problem
 from rlplace.problem.generate import random_problem
@@ -34,7 +34,7 @@ def splits(layout, share, **options):
 
 
 def test_all_splits_divide_the_share_of_a_replica():
-    one = Layout(((0,),))
+    one = StageLayout(((0,),))
     assert splits(one, 16) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
     assert splits(one, 12, samples=4) == [(3, 4)]
     assert splits(one, 10, samples=4) == []
@@ -42,7 +42,7 @@ def test_all_splits_divide_the_share_of_a_replica():
     assert [m for m, _ in splits(one, 9)] == [1, 3, 9]  # the next that divides 9 from 1, 2, 4, 8, ... on
     assert [m for m, _ in splits(one, 96)] == [1, 2, 4, 8, 16, 32]
     assert [m for m, _ in splits(one, 1009)] == [1]
-    assert Strategy(Layout(((0, 1), (2, 3))), 4, 3).global_batch == 24
+    assert Strategy(StageLayout(((0, 1), (2, 3))), 4, 3).global_batch == 24
 
 
 def rows_of(problem):

@@ -10,7 +10,7 @@ from toys import pipeline_chain
 from rlplace.errors import InputError
 from rlplace.planners import takes_microbatches
 from rlplace.planners.common.groupgraph import group_graph
-from rlplace.planners.strategy.choices import Layout, Strategy
+from rlplace.planners.strategy.choices import StageLayout, Strategy
 from rlplace.planners.strategy.efficiency import BatchCurve
 from rlplace.planners.strategy.one import place_one, problem_of_replica
 from rlplace.planners.strategy.stages import contiguous_parts, other_schedules
@@ -58,7 +58,7 @@ def test_the_quickest_schedule_of_a_pipeline_is_chosen():
     chain = dataclasses.replace(pipeline_chain(4, 2, split=True), samples_per_microbatch=1)
     tight = tuple(dataclasses.replace(device, memory_bytes=100) for device in chain.devices)
     problem = dataclasses.replace(chain, devices=tight, resident_bytes=np.full(4, 40, dtype=np.int64))  # two groups a device
-    strategy = Strategy(Layout(((0, 1),)), 4, 1)
+    strategy = Strategy(StageLayout(((0, 1),)), 4, 1)
     _, plan = place_one(problem, strategy, "balanced", seed=0, time_limit_s=None, options={})
     assert plan.schedule == "zero_bubble"
     line = simulate(problem, plan)

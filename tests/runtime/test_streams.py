@@ -64,7 +64,7 @@ def cuda(monkeypatch):
 
 
 def test_a_copy_holds_up_neither_device_until_it_is_read(cuda):
-    moving = streams.start(Tensor("cuda:0"), torch.device("cuda:1"))
+    moving = streams.start_copy(Tensor("cuda:0"), torch.device("cuda:1"))
     assert LOG == [
         "side of cuda:0 waits for compute of cuda:0",
         "copy to cuda:1, async, under side of cuda:0 and side of cuda:1",
@@ -84,7 +84,7 @@ def test_a_copy_holds_up_neither_device_until_it_is_read(cuda):
 )
 def test_other_copies_are_plain(cuda, sim, source, destination):
     tensor = Tensor(source)
-    moved = streams.finish(streams.start(tensor, torch.device(destination)))
+    moved = streams.finish(streams.start_copy(tensor, torch.device(destination)))
     assert moved.device == torch.device(destination)
     assert LOG == [f"copy to {destination}, not async, under "]
 
@@ -107,7 +107,7 @@ def test_copies_start_where_their_values_are_made(sim):
     apply(net, equality.plan_for(names, [places[name] for name in names]), sim(2), example_inputs=(x,))
     nodes = list(net.forward.first.module.graph.nodes)
     order = [node.name for node in nodes]
-    starts = [node for node in nodes if node.target is streams.start and node.args[0].name == "relu"]
+    starts = [node for node in nodes if node.target is streams.start_copy and node.args[0].name == "relu"]
     assert len(starts) == 1
     finish = next(iter(starts[0].users))
     assert finish.target is streams.finish

@@ -12,7 +12,7 @@ from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator import simulate
 from rlplace.simulator.actions import pipeline_actions
-from rlplace.simulator.priority import default_priority
+from rlplace.simulator.priority import reference_priority
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.schedules import schedule_order
 
@@ -86,7 +86,7 @@ def test_the_default_order_lets_the_second_stage_start_early():
     line = simulate_reference(problem, placed, microbatches=8)
     depth_first = (8 + 1) * (4 * 1.0 + 4 * 2.0)
     assert line.step_time_s <= depth_first
-    breadth_first = simulate_reference(problem, placed, microbatches=8, priority=default_priority(problem))
+    breadth_first = simulate_reference(problem, placed, microbatches=8, priority=reference_priority(problem))
     assert breadth_first.step_time_s > 1.15 * line.step_time_s
 
 
@@ -137,7 +137,7 @@ def test_1f1b_on_stages_of_many_tasks_is_torchs_list(microbatches):
     problem = pipeline_chain(20, 4, latency_s=0.01)
     problem = dataclasses.replace(problem, time_s=np.repeat(rng.uniform(0.5, 1.5, 40), 4).reshape(40, 4))
     placed = np.repeat(np.arange(4), 5).astype(np.int32)
-    order = schedule_order(problem, placed, "1f1b", microbatches, None, default_priority(problem))
+    order = schedule_order(problem, placed, "1f1b", microbatches, None, reference_priority(problem))
     line = simulate_reference(problem, placed, microbatches=microbatches, schedule="1f1b")
     listed = simulate_reference(problem, placed, microbatches=microbatches, order=order)
     assert line.step_time_s == pytest.approx(listed.step_time_s, rel=0.01)

@@ -15,7 +15,7 @@ from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import Device
 from rlplace.simulator import Simulator, Timeline, default_priority, simulate, simulate_many
 from rlplace.simulator import reference as plain
-from rlplace.simulator.priority import default_priority as plain_priority
+from rlplace.simulator.priority import reference_priority as plain_priority
 
 QUICK = settings(max_examples=300, derandomize=True)
 THOUSANDS = settings(max_examples=1500, derandomize=True)

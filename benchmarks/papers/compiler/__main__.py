@@ -33,7 +33,7 @@ from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.planners.compiler.compiler import compiler
 from rlplace.planners.compiler.nets import problem_nets
 from rlplace.planners.compiler.partition import partition
-from rlplace.planners.metis import partition as metis_partition
+from rlplace.planners.metis import metis_partition
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate
 from rlplace.zoo.load import load_model

@@ -42,7 +42,7 @@ from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.simulator.inputs import check_devices, check_priority
-from rlplace.simulator.priority import default_priority
+from rlplace.simulator.priority import reference_priority
 from rlplace.simulator.records import TRANSFER
 from rlplace.simulator.tasks import task_graph
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
@@ -111,7 +111,7 @@ def simulate_assisted(
         raise InputError(f"simulate_assisted: movable must hold true or false for each of {problem.num_groups} groups")
     if margin_s is not None and not (math.isfinite(margin_s) and margin_s >= 0):
         raise InputError(f"simulate_assisted: margin_s must be a finite number from 0 up, found {margin_s}")
-    key = default_priority(problem) if priority is None else check_priority(priority, problem)
+    key = reference_priority(problem) if priority is None else check_priority(priority, problem)
     actual = problem if actual_time_s is None else _with_times(problem, actual_time_s)
     tasks = task_graph(actual)
     moved = fixed_violations(problem, devices)

@@ -91,12 +91,12 @@ def network(name):
 def search(name, devices):
     """Cost, K, M, largest product, seconds, bytes of tables and of the process at its peak."""
     from benchmarks.papers.pase.orders import search_statistics
-    from rlplace.planners.pase.dp import solve
+    from rlplace.planners.pase.dp import least_cost_strategy
 
-    solve(network("alexnet"), 2)
+    least_cost_strategy(network("alexnet"), 2)
     graph = network(name)
     start_s = time.perf_counter()
-    found = solve(graph, devices)
+    found = least_cost_strategy(graph, devices)
     seconds = time.perf_counter() - start_s
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     s = search_statistics(graph, devices)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.planners.common import movekernels, objective
-from rlplace.planners.common.movekernels import Tables, draw_move, random
+from rlplace.planners.common.movekernels import Tables, draw_move, draw_uniform
 from rlplace.planners.common.objective import descent_s, objective_s
 from rlplace.simulator.fast import STAMP, simulate_plans
 
@@ -70,7 +70,7 @@ def _compile(stamp):
                 taken = now <= before
                 scale = temperature * _descent_s(score[2], score[3])
                 if not taken and scale > 0.0:
-                    taken = random(state) < np.exp((before - now) / scale)
+                    taken = draw_uniform(state) < np.exp((before - now) / scale)
             if taken:
                 score[0], score[1] = step, overflow
             for i in range(count):

@@ -62,7 +62,7 @@ def worker_costs(
 
 
 @entry
-def partition(
+def best_cuts(
     gap, bound, objective, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, left_ahead,
     left_back, best, origin,
 ):  # fmt: skip

@@ -116,7 +116,7 @@ def _fill(
     for prefix in arrays[:2]:
         quickest = np.diff(prefix, axis=1).min(axis=0)
         left.append(np.concatenate([np.cumsum(quickest[::-1])[::-1], [0.0]]))
-    kernels.partition(gap, bound, objective, *arrays, *left, best, origin)
+    kernels.best_cuts(gap, bound, objective, *arrays, *left, best, origin)
     return float(best[-1, -1, gap]), origin
 
 

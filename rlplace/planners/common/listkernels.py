@@ -22,7 +22,7 @@ from rlplace.compiled import entry, inner
 
 
 @entry
-def upward_rank(order, mean, edge, op_group, input_ptr, inputs, producer, below):
+def upward_rank_kernel(order, mean, edge, op_group, input_ptr, inputs, producer, below):
     """Adds to `below` [N] the mean time of each op plus the longest way to the end; `edge` [T] counts between groups."""
     for i in range(len(order) - 1, -1, -1):
         op = order[i]

@@ -36,7 +36,7 @@ class Tables(NamedTuple):
 
 
 @inner
-def random(state):
+def draw_uniform(state):
     """A float64 in [0, 1); `state` uint64 [1] moves on."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
@@ -49,7 +49,7 @@ def random(state):
 @inner
 def _below(state, count):
     """A whole number from 0 up, below `count`."""
-    return np.int64(random(state) * count)
+    return np.int64(draw_uniform(state) * count)
 
 
 @inner
@@ -70,7 +70,7 @@ def _neighbor(t, state, group, devices, groups, targets):
         count += there != here and t.may[group, there]
     groups[0] = group
     if count == 0:
-        if random(state) >= 0.3:
+        if draw_uniform(state) >= 0.3:
             return 0
         targets[0] = _other(t, state, group, devices)
         return 1
@@ -100,9 +100,9 @@ def _swap(t, state, group, devices, groups, targets):
 def _segment(t, state, group, devices, groups, targets):
     # Short segments are common, long ones possible: lengths fall off geometrically up to half of all groups.
     size = len(devices)
-    length = min(1 + np.int64(2.0 ** (random(state) * np.log2(max(2.0, size / 2)))), size)
+    length = min(1 + np.int64(2.0 ** (draw_uniform(state) * np.log2(max(2.0, size / 2)))), size)
     first = max(np.int64(0), min(t.position[group] - _below(state, length), size - length))
-    number = random(state)
+    number = draw_uniform(state)
     if number < 0.4 and first > 0:
         device = devices[t.order[first - 1]]
     elif number < 0.8 and first + length < size:
@@ -157,7 +157,7 @@ def draw_move(t, state, devices, groups, targets):
     """
     if len(t.movable) == 0:
         return 0
-    number = random(state)
+    number = draw_uniform(state)
     group = t.movable[_below(state, len(t.movable))]
     if number < NEIGHBOR:
         return _neighbor(t, state, group, devices, groups, targets)

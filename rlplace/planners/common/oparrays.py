@@ -60,7 +60,7 @@ def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]
     a = op_arrays(problem)
     edge = mean_transfer_s(problem) if communication else np.zeros(problem.num_tensors)
     rank = np.zeros(problem.num_ops)
-    listkernels.upward_rank(a.order, finite_mean(a.time_s), edge, a.op_group, a.input_ptr, a.inputs, a.producer, rank)
+    listkernels.upward_rank_kernel(a.order, finite_mean(a.time_s), edge, a.op_group, a.input_ptr, a.inputs, a.producer, rank)
     return rank
 
 

@@ -143,7 +143,7 @@ def make_level(
     return Level(time_s, footprint_bytes, band, nets, *(array for row in rows for array in row))
 
 
-def contract(level: Level, cluster: NDArray[np.int32]) -> Level:
+def contract_nets(level: Level, cluster: NDArray[np.int32]) -> Level:
     """The next coarser level: vertices of equal `cluster`, int32 [G] numbered from 0, become one."""
     count = int(cluster.max(initial=-1)) + 1
     time_s = np.zeros((count, level.time_s.shape[1]))

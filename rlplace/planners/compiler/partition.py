@@ -12,7 +12,7 @@ from rlplace.errors import InputError
 from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_link
 from rlplace.planners.compiler import fm, seeds
 from rlplace.planners.compiler.coarsen import match
-from rlplace.planners.compiler.nets import Level, Nets, contract, finest_level, problem_nets
+from rlplace.planners.compiler.nets import Level, Nets, contract_nets, finest_level, problem_nets
 from rlplace.planners.compiler.staging import in_order, staged_order
 from rlplace.problem import Problem
 
@@ -103,7 +103,7 @@ class Partitioner:
         self.crossings = [seeds.crossing_seconds(problem, order, mean_link(problem)) for order in self.orders]
         if stages:
             self.cluster, order = staged_order(problem)
-            self.level = contract(self.level, self.cluster)
+            self.level = contract_nets(self.level, self.cluster)
             self.orders = [np.arange(len(self.level.band), dtype=np.int32)]
             crossing = seeds.crossing_seconds(problem, order, mean_link(problem))
             ends = np.cumsum(np.bincount(self.cluster, minlength=len(self.level.band)))
@@ -200,7 +200,7 @@ class Partitioner:
                 coarse = np.zeros(count, dtype=np.int32)
                 coarse[cluster] = part
                 part = coarse
-            levels.append(contract(levels[-1], cluster))
+            levels.append(contract_nets(levels[-1], cluster))
             clusters.append(cluster)
         return levels, clusters
 

@@ -19,7 +19,7 @@ from rlplace.problem.build import tensor_fields
 from rlplace.problem.order import topological_order
 
 
-def contract(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple[Problem, NDArray[np.int64]]:
+def contract_groups(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple[Problem, NDArray[np.int64]]:
     """The problem with joined groups, and the op of it that each op is part of; the problem itself when no groups are joined.
 
     Args:

@@ -32,12 +32,12 @@ from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, Execut
 from rlplace.planners.common.floor import best_of, finish
 from rlplace.planners.common.shortage import check_possible
 from rlplace.planners.dlplacer.coarsen import coarsen
-from rlplace.planners.dlplacer.contract import contract
+from rlplace.planners.dlplacer.contract import contract_groups
 from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
 from rlplace.planners.dlplacer.memory import limit_static
 from rlplace.planners.dlplacer.program import PlacementProgram, build_program, solver_library
 from rlplace.planners.dlplacer.realise import expand_solution, ranked_orders, realise
-from rlplace.planners.dlplacer.solve import Outcome, solve
+from rlplace.planners.dlplacer.solve import Outcome, solve_program
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
@@ -91,7 +91,7 @@ def dlplacer(
     evaluator = Evaluator(problem, run)
     baseline = best_answer(problem, evaluator, deadline)
     node_of_group = coarsen(problem, groups)
-    coarse, part = contract(problem, node_of_group)
+    coarse, part = contract_groups(problem, node_of_group)
     hint = _hint(coarse, node_of_group, baseline, deadline)
     left_s = deadline.left_s()
     solver_s = left_s if math.isinf(left_s) else max(0.0, left_s - _KEPT_S * (time_limit_s or 0.0))
@@ -145,10 +145,10 @@ def _solve(
         contention = _ways(instance) <= MAX_CARRIED
     program = build_program(instance, contention=contention)
     limit_static(program)
-    outcome = solve(program, hint=hint, seed=seed, effort=effort, time_limit_s=time_limit_s)
+    outcome = solve_program(program, hint=hint, seed=seed, effort=effort, time_limit_s=time_limit_s)
     if outcome.status == "infeasible":
         program = build_program(instance, contention=contention)
-        outcome = solve(program, hint=hint, seed=seed, effort=effort, time_limit_s=time_limit_s)
+        outcome = solve_program(program, hint=hint, seed=seed, effort=effort, time_limit_s=time_limit_s)
         outcome = replace(outcome, status=f"{outcome.status} without memory" if outcome.solutions else outcome.status)
     return outcome, program
 

@@ -65,7 +65,9 @@ class Outcome:
         return max(0.0, 1.0 - self.bound_s / self.objective_s) if self.objective_s > 0 else 0.0
 
 
-def solve(program: PlacementProgram, *, hint: Timeline | None, seed: int, effort: float, time_limit_s: float) -> Outcome:
+def solve_program(
+    program: PlacementProgram, *, hint: Timeline | None, seed: int, effort: float, time_limit_s: float
+) -> Outcome:
     """Solves a program.
 
     Args:

@@ -126,7 +126,7 @@ def _assign(
 
 
 @entry
-def map_clusters(
+def map_clusters_kernel(
     chosen, sequence, rounds, most_communicating, distance, work_share, ticks, trees, open_tree, span_start, span_end,
     cluster_time, own_in_span, total, traffic, room, size, member_ptr, member, level, time_s, weight, near_ptr, near, near_cost,
 ):  # fmt: skip

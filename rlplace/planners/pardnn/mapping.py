@@ -66,7 +66,7 @@ def map_clusters(
     size = np.bincount(clusters.cluster, weights=graph.footprint_bytes, minlength=count)
     rounds = max(1, int(np.ceil(np.log2(max(graph.num_nodes, 2)))))
     ends = np.append(ticks, float((clusters.top_s + graph.weight_s).max()))
-    kernels.map_clusters(
+    kernels.map_clusters_kernel(
         device, np.flatnonzero(device < 0).astype(np.int32), rounds, most_communicating, graph.distance,
         -1.0 if work_share is None else work_share, ends, np.zeros((devices, len(ticks) + 1)), np.zeros(len(ticks) + 1),
         span_start.astype(np.int64), span_end.astype(np.int64), time_s, own, total, np.zeros((count, devices)), room, size,

@@ -149,7 +149,7 @@ def _sweep(
     ops, tensors, count, groups = problem.num_ops, problem.num_tensors, problem.num_devices, problem.num_groups
     by_group = np.argsort(problem.op_group, kind="stable").astype(np.int32)
     latency, inverse = mean_link(problem)
-    facts = kernels.Facts(
+    facts = kernels.SweepFacts(
         a.op_group, a.input_ptr, a.inputs, a.producer, a.holder, a.output_ptr, a.outputs, a.consumer_ptr, a.consumers, a.size,
         cost_s=latency + a.size * inverse,
         ops_ptr=np.searchsorted(problem.op_group[by_group], np.arange(groups + 1)).astype(np.int64),

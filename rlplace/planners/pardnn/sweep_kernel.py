@@ -17,7 +17,7 @@ OP_END, ARRIVED, SENT, OP_START, OP_END_AT_ONCE = range(5)
 """Kinds of events, in the order in which they count within an instant; the last is the end of an op of no time."""
 
 
-class Facts(NamedTuple):
+class SweepFacts(NamedTuple):
     """What does not change; names as in `rlplace.planners.common.oparrays.OpArrays` where they agree."""
 
     op_group: Any  # int32 [N]

@@ -49,7 +49,7 @@ class Table:
     values: FloatArray
 
 
-def solve(graph: LayerGraph, devices: int, *, machine: Machine | None = None) -> Strategy:
+def least_cost_strategy(graph: LayerGraph, devices: int, *, machine: Machine | None = None) -> Strategy:
     """The strategy of least cost for `devices` devices.
 
     Args:

@@ -26,7 +26,7 @@ from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.common.evaluate import Deadline, Evaluator, Execution
 from rlplace.planners.common.shortage import raise_infeasible
 from rlplace.planners.pase.captured import layer_graph, machine_of, sharding_of, shards_of
-from rlplace.planners.pase.dp import solve
+from rlplace.planners.pase.dp import least_cost_strategy
 from rlplace.problem import Problem
 from rlplace.schedule import LIST
 from rlplace.simulator import Timeline, simulate
@@ -134,7 +134,7 @@ def _strategies(
 
 def _search(problem: Problem, devices: int, gradient_price: float, memory_price: float = 0.0) -> Shards:
     graph = layer_graph(problem, devices, gradient_price=gradient_price, memory_price=memory_price)
-    return shards_of(problem, solve(graph, devices, machine=machine_of(problem, devices)))
+    return shards_of(problem, least_cost_strategy(graph, devices, machine=machine_of(problem, devices)))
 
 
 def _simulate(problem: Problem, shards: Shards, seed: int, evaluator: Evaluator, searched: Mapping[str, Any]) -> _Candidate:

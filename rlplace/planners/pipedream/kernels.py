@@ -37,7 +37,7 @@ def straight(inside, time_s, crossing, resident, stash, inverse, limit, flight, 
 
 
 @entry
-def replicated(inside, base, weight, kept, crossing, inverse, limit, every_start, best, origin, copies):
+def replicated_kernel(inside, base, weight, kept, crossing, inverse, limit, every_start, best, origin, copies):
     """Fills `best`, `origin`, `copies` [S, S, M + 1]: layers between two states on at most so many machines.
 
     ``best[i, j, m] = min over k between i and j and r < m of max(best[i, k, m - r], stage(k, j, r), crossing of k / (B r))``,

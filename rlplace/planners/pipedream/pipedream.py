@@ -112,7 +112,7 @@ def _uniform(
     if replicas == 1:
         run = pipeline_execution(problem, microbatches, schedule)
         return one_shot(problem, "pipedream", partial(candidates, **run), seed=seed, time_limit_s=time_limit_s, **run)
-    from rlplace.planners.strategy.one import problem_of_replica, replicated
+    from rlplace.planners.strategy.one import problem_of_replica, replicated_plan
 
     if problem.num_devices % replicas or microbatches % replicas:
         raise InputError(
@@ -127,7 +127,7 @@ def _uniform(
     rows = [list(range(r * share, (r + 1) * share)) for r in range(replicas)]
     first = problem_of_replica(problem, tuple(rows[0]))
     plan = _uniform(first, 1, microbatches // replicas, schedule, seed, time_limit_s)
-    return replicated(problem, plan, rows, "use fewer replicas of pipedream's plan")
+    return replicated_plan(problem, plan, rows, "use fewer replicas of pipedream's plan")
 
 
 def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = ONE_F_ONE_B) -> Iterator[Assignment]:

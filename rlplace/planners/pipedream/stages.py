@@ -87,7 +87,7 @@ def solve_levels(
         best = np.empty(shape)
         origin, copies = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
         inverse = 1.0 / level.bandwidth_bytes_per_s
-        kernels.replicated(
+        kernels.replicated_kernel(
             states.inside, base, states.weight_bytes, kept, states.crossing_bytes, inverse, float(memory_bytes) * devices,
             number + 1 < len(levels), best, origin, copies,
         )  # fmt: skip

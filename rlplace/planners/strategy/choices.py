@@ -22,7 +22,7 @@ MAX_GLOBAL_BATCH = 1 << 24
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """Replicas on devices.
 
     Attributes:
@@ -52,7 +52,7 @@ class Strategy:
         samples: Samples of one micro-batch.
     """
 
-    layout: Layout
+    layout: StageLayout
     microbatches: int
     samples: int
 
@@ -70,7 +70,7 @@ def kind_of(replicas: int, used: int, microbatches: int) -> str:
     return "data parallel" if used == 1 else f"data parallel x {inner}"
 
 
-def layouts(problem: Problem) -> list[Layout]:
+def layouts(problem: Problem) -> list[StageLayout]:
     """One device, all devices, and every number of replicas on equal blocks of consecutive devices.
 
     Replicas are copies, so their blocks must look alike: any block of like devices will do, and of unlike devices blocks with
@@ -79,9 +79,9 @@ def layouts(problem: Problem) -> list[Layout]:
     one replica.
     """
     everything = tuple(range(problem.num_devices))
-    found = {Layout((everything,)): None}
+    found = {StageLayout((everything,)): None}
     # The first device stands for any: with one replica on one device the planner `single` looks at all of them.
-    found[Layout(((0,),))] = None
+    found[StageLayout(((0,),))] = None
     if (problem.group_device >= 0).any() or not exchanges_gradients(problem):
         return list(found)
     classes = device_classes(problem)
@@ -92,7 +92,7 @@ def layouts(problem: Problem) -> list[Layout]:
             rows = tuple(tuple(members[r * width : (r + 1) * width]) for r in range(replicas))
             alike = width == 1 or len({tuple(kind[device] for device in row) for row in rows}) == 1
             if alike and all(problem.group_allowed[:, row].any(axis=1).all() for row in rows):
-                found[Layout(rows)] = None
+                found[StageLayout(rows)] = None
     return list(found)
 
 
@@ -103,7 +103,7 @@ def exchanges_gradients(problem: Problem) -> bool:
 
 
 def strategies(
-    layout: Layout, share: int, *, samples: int | None = None, microbatches: tuple[int, ...] = MICROBATCHES
+    layout: StageLayout, share: int, *, samples: int | None = None, microbatches: tuple[int, ...] = MICROBATCHES
 ) -> Iterator[Strategy]:
     """All ways to split the samples of a replica into micro-batches that are tried.
 

@@ -12,7 +12,7 @@ from rlplace.errors import InfeasibleError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import Execution
-from rlplace.planners.strategy.choices import Layout, Strategy
+from rlplace.planners.strategy.choices import StageLayout, Strategy
 from rlplace.planners.strategy.stages import other_schedules
 from rlplace.problem import Links, Problem
 from rlplace.schedule import LIST, ONE_F_ONE_B
@@ -62,7 +62,7 @@ def place_one(
             plan = get_planner(name)(target, seed=seed, time_limit_s=time_limit_s, **extra, **run)
             plan = _best_schedule(target, plan)
             if layout.replicas > 1:
-                plan = replicated(problem, plan, layout.rows, "use fewer samples a replica, or fewer replicas")
+                plan = replicated_plan(problem, plan, layout.rows, "use fewer samples a replica, or fewer replicas")
             return problem, plan
         except InfeasibleError as error:
             reason = reason or error
@@ -70,7 +70,7 @@ def place_one(
     raise reason
 
 
-def _check_resident(problem: Problem, layout: Layout) -> None:
+def _check_resident(problem: Problem, layout: StageLayout) -> None:
     """Refuses one device a replica where the weights and all that stays with them are too large.
 
     Raises:
@@ -111,7 +111,7 @@ def _plain(plan: PlacementPlan) -> bool:
     return plan.priority is None and plan.recompute is None and plan.replicas is None
 
 
-def replicated(problem: Problem, plan: PlacementPlan, rows: Sequence[Sequence[int]], advice: str) -> PlacementPlan:
+def replicated_plan(problem: Problem, plan: PlacementPlan, rows: Sequence[Sequence[int]], advice: str) -> PlacementPlan:
     """The plan of a replica as a plan for all of them, simulated with their gradient exchange.
 
     Args:

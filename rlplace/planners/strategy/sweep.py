@@ -29,7 +29,15 @@ from rlplace.planners import ONE_SHOT, takes_microbatches
 from rlplace.planners.best import warm_up
 from rlplace.planners.common.bounds import critical_path_s
 from rlplace.planners.common.evaluate import Deadline
-from rlplace.planners.strategy.choices import MICROBATCHES, MORE_MICROBATCHES, Layout, Strategy, kind_of, layouts, strategies
+from rlplace.planners.strategy.choices import (
+    MICROBATCHES,
+    MORE_MICROBATCHES,
+    StageLayout,
+    Strategy,
+    kind_of,
+    layouts,
+    strategies,
+)
 from rlplace.planners.strategy.one import Placed, place_one
 from rlplace.problem import UPDATE, Problem
 from rlplace.schedule import LIST, free_schedule
@@ -238,7 +246,7 @@ def _work_s(problem: Problem, strategy: Strategy) -> float:
     aside = [op for collective in problem.collectives for op in collective.ops]  # they hold no device
     longest = 0.0
     rows, width = strategy.layout.rows, strategy.layout.width
-    if strategy.layout == Layout(((0,),)):  # one device, any; where it may not run all groups, others help out
+    if strategy.layout == StageLayout(((0,),)):  # one device, any; where it may not run all groups, others help out
         rows = (tuple(range(problem.num_devices)),)
         width = 1 if problem.group_allowed.all() else problem.num_devices
     for row in rows:

@@ -73,7 +73,7 @@ def distribute(
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
     where = _device(device)
     ranks = ranks_of(plan, where)
-    faults.install(part_text(plan, ranks.plan_device))
+    faults.watch_over(part_text(plan, ranks.plan_device))
     check_same_plan(plan, ranks)
     meta = meta_copy(model)
     args, kwargs = micro_batch(plan, example_inputs)

@@ -17,7 +17,7 @@ from rlplace.runtime.distributed.execution.batches import by_signature, check_in
 from rlplace.runtime.distributed.execution.engine import Engine, Microbatch
 from rlplace.runtime.distributed.execution.events import Recorder
 from rlplace.runtime.distributed.execution.gradients import clip_grad_norm
-from rlplace.runtime.distributed.execution.outputs import exchange, join
+from rlplace.runtime.distributed.execution.outputs import exchange_outputs, join_microbatches
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, input_signature
 from rlplace.runtime.distributed.graph.inputs import has_target
 from rlplace.runtime.distributed.ranks import Ranks
@@ -185,13 +185,13 @@ class DistributedModel(nn.Module):
                 else:
                     replica_of = {n: split.replica[n] for n in (numbers if shared else own)}
                     outputs = dict(zip(own, engine.evaluate(parts), strict=False))
-                    results.update(exchange(graph, self._ranks, replica_of, outputs, everywhere=shared))
+                    results.update(exchange_outputs(graph, self._ranks, replica_of, outputs, everywhere=shared))
         assert graph is not None  # no batch is without parts
         send_from_first(self._own, written, self._ranks)
         if not training:
             order = sorted(results)
             mean = batching.reduction == "mean"
-            joined = join(graph, [results[n] for n in order], [split.samples[n] for n in order], mean)
+            joined = join_microbatches(graph, [results[n] for n in order], [split.samples[n] for n in order], mean)
             # A loss function outside the model: what it returns.
             return joined[-1] if len(joined) > len(graph.outputs) else pytree.tree_unflatten(joined, graph.out_spec)
         self._step += 1

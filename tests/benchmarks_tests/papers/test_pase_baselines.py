@@ -13,7 +13,7 @@ from benchmarks.papers.pase.rnnlm import rnnlm
 from benchmarks.papers.pase.transformer import transformer
 from rlplace.errors import InputError
 from rlplace.planners.pase.configs import all_configurations
-from rlplace.planners.pase.dp import solve
+from rlplace.planners.pase.dp import least_cost_strategy
 from rlplace.planners.pase.layers import LayerGraph, Machine, Strategy
 
 
@@ -28,7 +28,7 @@ def check(graph: LayerGraph, strategy: Strategy, optimum: float, devices: int) -
 @pytest.mark.parametrize("network", [alexnet, inception_v3, rnnlm, transformer])
 def test_no_baseline_beats_the_search(network: Callable[[], LayerGraph]) -> None:
     graph, devices = network(), 8
-    optimum = solve(graph, devices).cost_flop
+    optimum = least_cost_strategy(graph, devices).cost_flop
     start = expert(graph, devices)
     for strategy in (data_parallel(graph, devices), start, mcmc(graph, devices, start=start, proposals=20_000)):
         check(graph, strategy, optimum, devices)
@@ -59,13 +59,13 @@ def test_mcmc_is_seeded_and_finds_the_optimum_of_a_small_graph() -> None:
     graph = alexnet()
     first, again = (mcmc(graph, 4, seed=3, proposals=60_000) for _ in range(2))
     assert first.configurations == again.configurations
-    assert first.cost_flop == pytest.approx(solve(graph, 4).cost_flop, rel=1e-12)
+    assert first.cost_flop == pytest.approx(least_cost_strategy(graph, 4).cost_flop, rel=1e-12)
     assert mcmc(graph, 4, proposals=0).cost_flop == data_parallel(graph, 4).cost_flop
 
 
 def test_completion_is_the_best_of_what_is_left() -> None:
     graph = alexnet()
-    optimum = solve(graph, 8)
+    optimum = least_cost_strategy(graph, 8)
     assert complete(graph, 8, {}).cost_flop == optimum.cost_flop
     everything = complete(graph, 8, dict(enumerate(optimum.configurations)))
     assert everything.configurations == optimum.configurations

@@ -12,7 +12,7 @@ from benchmarks.papers.pase.orders import breadth_first, prefix_sets, search_sta
 from benchmarks.papers.pase.rnnlm import rnnlm
 from benchmarks.papers.pase.transformer import transformer, transformer_large
 from rlplace.planners.pase.costs import cost_tables
-from rlplace.planners.pase.dp import eliminate, solve
+from rlplace.planners.pase.dp import eliminate, least_cost_strategy
 from rlplace.planners.pase.layers import LayerGraph, Machine
 from rlplace.planners.pase.order import dependent_sets, neighbours
 
@@ -64,7 +64,7 @@ def seven_digits(value: float, golden: float) -> bool:
 @pytest.mark.parametrize(("network", "devices", "golden"), OPTIMA)
 def test_optimum(network: Callable[[], LayerGraph], devices: int, golden: float) -> None:
     graph = network()
-    found = solve(graph, devices)
+    found = least_cost_strategy(graph, devices)
     assert seven_digits(found.cost_flop, golden)
     assert found.cost_flop == pytest.approx(strategy_cost(graph, found.configurations, Machine()), rel=1e-12)
     assert all(math.prod(row) <= devices for row in found.configurations)
@@ -122,15 +122,18 @@ def test_inception_has_few_wide_layers_and_few_configurations() -> None:
 
 def test_alexnet_strategy() -> None:
     graph = alexnet()
-    rows = {layer.name.split(".")[0]: row for layer, row in zip(graph.layers, solve(graph, 32).configurations, strict=True)}
+    rows = {
+        layer.name.split(".")[0]: row
+        for layer, row in zip(graph.layers, least_cost_strategy(graph, 32).configurations, strict=True)
+    }
     assert [rows[i] for i in ("010", "011", "012", "013")] == [(1, 4, 8), (1, 8, 4), (1, 4, 8), (1, 4)]
     assert [rows[i][:2] for i in ("000", "002", "004", "005", "006")] == [(32, 1), (32, 1), (32, 1), (16, 2), (16, 2)]
-    rows8 = solve(graph, 8).configurations
+    rows8 = least_cost_strategy(graph, 8).configurations
     assert rows8[10:13] == ((1, 2, 4), (1, 4, 2), (1, 2, 4))
 
 
 def test_rnnlm_strategy() -> None:
-    embedding, lstm, projection, loss = solve(rnnlm(), 32).configurations
+    embedding, lstm, projection, loss = least_cost_strategy(rnnlm(), 32).configurations
     assert embedding == (1, 2, 1, 16)
     assert lstm == (2, 1, 4, 2, 2)
     assert projection == (4, 1, 8, 1)
@@ -139,12 +142,12 @@ def test_rnnlm_strategy() -> None:
 
 def test_transformer_and_inception_strategies() -> None:
     graph = transformer()
-    parts = solve(graph, 32).parts
+    parts = least_cost_strategy(graph, 32).parts
     assert all(parts[layer.name] == {"b": 16, "f": 2} for layer in graph.layers if layer.name.endswith(".ffn"))
     heads = [parts[layer.name] == {"b": 16, "h": 2} for layer in graph.layers if layer.name.endswith(".scores")]
     assert sum(heads) > len(heads) / 2
     graph = inception_v3()
-    parts = solve(graph, 32).parts
+    parts = least_cost_strategy(graph, 32).parts
     convolutions = [parts[layer.name] == {"b": 32} for layer in graph.layers if layer.kind == "conv"]
     assert all(convolutions[:60]) and sum(convolutions) == 77  # splitting channels pays in the last blocks only
 
@@ -157,7 +160,7 @@ def optimum_in_order(graph: LayerGraph, devices: int, order: tuple[int, ...]) ->
 
 def test_any_order_gives_the_optimum_of_a_real_network() -> None:
     graph = resnet101()
-    assert optimum_in_order(graph, 2, breadth_first(graph)) == pytest.approx(solve(graph, 2).cost_flop, rel=1e-12)
+    assert optimum_in_order(graph, 2, breadth_first(graph)) == pytest.approx(least_cost_strategy(graph, 2).cost_flop, rel=1e-12)
     graph = alexnet()
     backwards = tuple(reversed(range(len(graph.layers))))
     assert seven_digits(optimum_in_order(graph, 16, backwards), 7.032071e10)

@@ -142,7 +142,7 @@ def _slower(problem, factor):
 
 def main(path):
     torch.set_num_threads(1)
-    device = job.start(job.JobOptions(device="cpu"))
+    device = job.start_job(job.JobOptions(device="cpu"))
     model = loaded()
     with faults.guard(timeout_s=60):
         problem = problem_of(model) if dist.get_rank() == 0 else None

@@ -4,7 +4,7 @@ import small_models
 import torch
 
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
-from rlplace.runtime.distributed.graph.same_graph import describe
+from rlplace.runtime.distributed.graph.same_graph import graph_lines
 
 
 class Scaled(torch.nn.Module):
@@ -18,7 +18,7 @@ class Scaled(torch.nn.Module):
 
 
 def lines(model, inputs):
-    return describe(forward_graph(model, (), inputs))
+    return graph_lines(forward_graph(model, (), inputs))
 
 
 def test_the_same_model_gives_the_same_lines():

@@ -21,7 +21,7 @@ def output_names(graph: ForwardGraph) -> list[Any]:
     return names
 
 
-def exchange(
+def exchange_outputs(
     graph: ForwardGraph, ranks: Ranks, replica_of: Mapping[int, int], own: Mapping[int, Sequence[Any]], everywhere: bool
 ) -> dict[int, list[Any]]:
     """The outputs of micro-batches of one signature on every rank that wants them; those ranks call it together.
@@ -61,7 +61,7 @@ def _sent(graph: ForwardGraph, name: Any, value: Any, source: int, device: torch
     return tensor
 
 
-def join(graph: ForwardGraph, parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool) -> list[Any]:
+def join_microbatches(graph: ForwardGraph, parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool) -> list[Any]:
     """Micro-batches put together again.
 
     Floating-point scalars, such as losses, count by their share of the samples (or are added up), tensors whose first dimension

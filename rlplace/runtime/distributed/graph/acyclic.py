@@ -42,7 +42,7 @@ def topological(inputs: Mapping[K, set[K]], position: Mapping[K, Any] | None = N
     return order
 
 
-def join(edges: dict[int, set[int]], kinds: Mapping[int, Hashable]) -> dict[int, int]:
+def join_acyclic(edges: dict[int, set[int]], kinds: Mapping[int, Hashable]) -> dict[int, int]:
     """Joins nodes of one kind wherever the graph stays acyclic; changes `edges`.
 
     Args:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.graph.acyclic import contract, detour, join, reaches, topological
+from rlplace.runtime.distributed.graph.acyclic import contract, detour, join_acyclic, reaches, topological
 from rlplace.runtime.distributed.graph.assign import Assignment, Placement
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 
@@ -180,7 +180,7 @@ def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str, joint: M
         for other in before:
             if class_of[other] != class_of[number]:
                 edges[class_of[other]].add(class_of[number])
-    merged = join(edges, kinds)
+    merged = join_acyclic(edges, kinds)
     if grain == "group":
         merged = _merge_rows(edges, kinds, merged)
     joined = {number: merged[class_of[number]] for number in inputs}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from rlplace.runtime.distributed.graph.acyclic import join, topological
+from rlplace.runtime.distributed.graph.acyclic import join_acyclic, topological
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def convex_pieces(nodes: Sequence[fx.Node], unit: Mapping[fx.Node, int], label: 
         for other in before_it:
             if member[other] != member[number]:
                 edges[member[other]].add(member[number])
-    into = join(edges, {index: key[0] for key, index in sorted(of_set.items(), key=lambda item: item[0][::-1])})
+    into = join_acyclic(edges, {index: key[0] for key, index in sorted(of_set.items(), key=lambda item: item[0][::-1])})
     member = {number: into.get(index, index) for number, index in member.items()}
     between: dict[int, set[int]] = {index: set() for index in edges}
     start: dict[int, int] = {}

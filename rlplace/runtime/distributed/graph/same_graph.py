@@ -32,7 +32,7 @@ def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
     row = () if ranks.replica is None else ranks.replicas[ranks.replica]
     if len(row) < 2:
         return
-    lines = describe(graph)
+    lines = graph_lines(graph)
     group = group_of(row, "inputs")  # that compares batches, too
     own = {"nodes": [_number(line) for line in lines]}
     traced = [told["nodes"] for told in gather_texts(own, ranks.device, group)]
@@ -47,7 +47,7 @@ def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
     )
 
 
-def describe(graph: ForwardGraph) -> list[str]:
+def graph_lines(graph: ForwardGraph) -> list[str]:
     """A line for every node, then one for the rest, without what differs between processes that trace the same model."""
     lines = _lines(graph.module)
     rest = (graph.held, graph.inputs, _text(graph.outputs), graph.loss, sorted(graph.writes), list(graph.op_of_node.items()))

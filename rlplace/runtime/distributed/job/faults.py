@@ -46,7 +46,7 @@ _LOOK_S = 8.0
 _watch: Watch | None = None
 
 
-def install(part: str = "", timeout_s: float | None = None) -> None:
+def watch_over(part: str = "", timeout_s: float | None = None) -> None:
     """Watches over the default process group, and reports what ends this program; calling it again changes the settings.
 
     Args:
@@ -79,11 +79,11 @@ def guard(part: str = "", timeout_s: float | None = None, debug: bool = False) -
     """Ends the process, with one line for the whole job, when the block raises.
 
     Args:
-        part: See `install`.
-        timeout_s: See `install`.
+        part: See `watch_over`.
+        timeout_s: See `watch_over`.
         debug: Show the traceback, too.
     """
-    install(part, timeout_s)
+    watch_over(part, timeout_s)
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -118,7 +118,7 @@ def report(error: BaseException, *, debug: bool = False) -> int:
     return code
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What happened in this process, in one line without its name."""
     now = activity.current(error)
     where = f"in {now.text}" if not now.waits else f"while it waited for {now.text}"
@@ -150,7 +150,7 @@ def _text(error: BaseException) -> str:
     if isinstance(error, (InputError, MissingError)):
         return str(error)  # the same on every rank
     rank = os.environ.get("RANK", "0") if _watch is None else str(_watch.me)
-    return f"{rank} {describe(error)}"
+    return f"{rank} {describe_error(error)}"
 
 
 def _find_cause(watch: Watch, error: BaseException) -> str | None:

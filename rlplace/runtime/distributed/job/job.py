@@ -25,7 +25,7 @@ from rlplace.runtime.distributed.groups import start_group
 from rlplace.runtime.distributed.job.process_memory import StepMemory, held_tensors
 from rlplace.runtime.distributed.job.recipe import problem_of_plan, recipe_of
 from rlplace.runtime.distributed.job.synthetic import synthetic_batch
-from rlplace.runtime.distributed.job.verify import TOLERANCE, Comparison, Reference, gather_tensors, whole_gradients
+from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison, gather_tensors, whole_gradients
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -91,7 +91,7 @@ class JobResult:
     step_s: float | None = None
     predicted_step_s: float | None = None
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    comparison: Comparison | None = None
+    comparison: RunComparison | None = None
     engine: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class JobResult:
         }
 
 
-def start(options: JobOptions) -> torch.device:
+def start_job(options: JobOptions) -> torch.device:
     """Makes the process group of the job; one process alone is a group, too.
 
     Returns:
@@ -149,7 +149,7 @@ def train(
 
     Args:
         plan: With a `source` that names its model.
-        device: See `start`.
+        device: See `start_job`.
         options: The same on every rank.
         on_step: Called on rank 0 after each step with its number, loss and seconds.
 
@@ -184,7 +184,7 @@ def train(
     samples = problem.samples_per_microbatch * plan.microbatches * replicas
     tolerance = _tolerance(recipe.dtype, autocast)
     result = JobResult(predicted_step_s=plan.predicted.step_time_s, engine=model.report)
-    comparison = Comparison(tolerance) if options.verify else None
+    comparison = RunComparison(tolerance) if options.verify else None
     seconds: list[float] = []
     if options.resume and _has_checkpoint(options, device):
         result.first_step = load_checkpoint(str(options.checkpoint), model, optimizer).step
@@ -275,7 +275,9 @@ def _ranks(
     ]
 
 
-def _compare(comparison: Comparison, model: DistributedModel, reference: Reference | None, device: torch.device) -> Comparison:
+def _compare(
+    comparison: RunComparison, model: DistributedModel, reference: Reference | None, device: torch.device
+) -> RunComparison:
     parameters = gather_tensors(model.own_tensors.parameters, device)
     gradients = gather_tensors(whole_gradients(model), device)
     if reference is not None:

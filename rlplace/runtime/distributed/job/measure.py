@@ -250,7 +250,7 @@ def plan_timer(loaded: LoadedModel, device: torch.device, *, optimizer: str = "a
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedPlan:
     """What the simulator says of a plan, by device of the cluster."""
 
     step_s: float | None
@@ -258,11 +258,11 @@ class Prediction:
     peak_memory_bytes: Sequence[int]
 
 
-def predict(problem: Problem, plan: PlacementPlan) -> Prediction:
+def predict(problem: Problem, plan: PlacementPlan) -> PredictedPlan:
     """Simulates a plan, replicas, recomputation and shards included."""
     from rlplace.simulator import expand, simulate
 
     if plan.replicas or plan.recompute or plan.shards:
         problem, plan = expand(problem, plan)
     timeline = simulate(problem, plan)
-    return Prediction(timeline.step_time_s, timeline.busy_s.tolist(), timeline.peak_memory_bytes.tolist())
+    return PredictedPlan(timeline.step_time_s, timeline.busy_s.tolist(), timeline.peak_memory_bytes.tolist())

@@ -128,7 +128,7 @@ class Reference:
 
 
 @dataclass
-class Comparison:
+class RunComparison:
     """How far the distributed model is from the unplaced one; errors are in units of what is accepted.
 
     Attributes:

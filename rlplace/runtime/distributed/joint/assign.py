@@ -18,7 +18,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.assign import assign, planned_placements
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.graph import JointGraph
-from rlplace.runtime.distributed.joint.views import base_of, is_view
+from rlplace.runtime.distributed.joint.views import base_of, is_view_node
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ def place_joint_graph(
     device_of: dict[fx.Node, int] = {}
     home = min(placement.device for placement in planned.values())
     for node in joint.graph.nodes:
-        if node.op == "placeholder" or is_view(node):
+        if node.op == "placeholder" or is_view_node(node):
             continue
         if node.target is operator.getitem:
             device_of[node] = device_of[node.args[0]]

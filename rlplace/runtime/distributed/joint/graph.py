@@ -15,7 +15,7 @@ from rlplace.graph.fake import any_dtype_grouped_mm
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.randomness import seeded
 from rlplace.runtime.distributed.joint.record import Recorder
-from rlplace.runtime.distributed.joint.views import base_of, is_view
+from rlplace.runtime.distributed.joint.views import base_of, is_view_node
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +254,7 @@ def _find(graph: fx.Graph, name: str) -> fx.Node:
 
 def _own(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A node that makes the value itself."""
-    if not is_view(node) and node.op != "placeholder":
+    if not is_view_node(node) and node.op != "placeholder":
         return node
     copy = graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta.update(val=node.meta["val"], owner=node.meta.get("owner"), backward=False)

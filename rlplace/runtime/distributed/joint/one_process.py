@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from rlplace.runtime import streams
 from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.order import forward_nodes
-from rlplace.runtime.distributed.joint.views import base_of, is_view
+from rlplace.runtime.distributed.joint.views import base_of, is_view_node
 
 _aten = torch.ops.aten
 
@@ -161,7 +161,7 @@ class _Emitter:
     def at(self, node: fx.Node, plan_device: int | None) -> fx.Node:
         """A value on a device."""
         if (node, plan_device) not in self._made:
-            if is_view(node):
+            if is_view_node(node):
                 inner, op = self.at(node.args[0], plan_device), node.target  # type: ignore[arg-type]
                 if op in (_aten.view.default, _aten._unsafe_view.default):
                     op = _aten.reshape.default  # a copy may lie otherwise in memory than what was traced
@@ -195,5 +195,5 @@ class _Emitter:
             if plan_device in sources or (node, plan_device) in self._moving:
                 continue
             source = self._made[node, sources[0]]
-            self._moving[node, plan_device] = self.graph.call_function(streams.start, (source, self._devices[plan_device]))
+            self._moving[node, plan_device] = self.graph.call_function(streams.start_copy, (source, self._devices[plan_device]))
             self.copies += 1

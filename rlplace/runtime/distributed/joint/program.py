@@ -16,7 +16,7 @@ from rlplace.runtime.distributed.execution.messages import Message, Turn, posts_
 from rlplace.runtime.distributed.graph.layouts import Layout
 from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.order import Task
-from rlplace.runtime.distributed.joint.views import base_of, is_view
+from rlplace.runtime.distributed.joint.views import base_of, is_view_node
 
 AHEAD = 32
 """Receives are posted this many turns before their values are needed."""
@@ -176,7 +176,7 @@ def _call(node: fx.Node, device: torch.device) -> Call:
 
 def value_of(node: fx.Node, look_up: Callable[[fx.Node], Any]) -> Any:
     """The value of a node, views made from what is looked up for their base."""
-    if not is_view(node):
+    if not is_view_node(node):
         return look_up(node)
     inner = value_of(node.args[0], look_up)  # type: ignore[arg-type]
     op = node.target

@@ -24,13 +24,13 @@ VIEWS = frozenset(
 """Views that keep all elements of their base."""
 
 
-def is_view(node: fx.Node) -> bool:
+def is_view_node(node: fx.Node) -> bool:
     """Whether every reader makes the node for itself."""
     return node.op == "call_function" and node.target in VIEWS
 
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node that a chain of views starts from; the node itself when it is no view."""
-    while is_view(node):
+    while is_view_node(node):
         node = node.args[0]  # type: ignore[assignment]
     return node

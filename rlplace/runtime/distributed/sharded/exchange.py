@@ -66,7 +66,7 @@ class Exchange:
 
 
 @lru_cache(maxsize=1 << 14)
-def exchange(source: Spec, target: Spec, summed: frozenset[int], axes: int) -> Exchange | None:
+def exchange_between(source: Spec, target: Spec, summed: frozenset[int], axes: int) -> Exchange | None:
     """How a tensor gets where it is used; None when it is there.
 
     Args:

@@ -28,7 +28,7 @@ from rlplace.runtime.distributed.sharded.mesh import assignments
 from rlplace.runtime.distributed.sharded.spaces import OpSpace, Spaces, TensorShape, in_loss, spaces_of
 from rlplace.runtime.distributed.sharded.spec import WHOLE, Factor, Spec, moved_elements, normal, whole
 from rlplace.runtime.distributed.sharded.steps import Demand, ShardedProgram, Step, storable, writes_of, written_families
-from rlplace.runtime.distributed.sharded.views import is_view, view
+from rlplace.runtime.distributed.sharded.views import is_view_op, view
 
 Factors = Mapping[str, tuple[Factor, ...]]
 """Factors of the dimensions of an op that are cut."""
@@ -114,7 +114,7 @@ class _Maker:
             return self._whole(node, leaves, name, "it shares memory that is written to", writes)
         if not isinstance(target, torch._ops.OpOverload):
             return self._whole(node, leaves, name, "it is no single op", writes)
-        if is_view(target) and isinstance(leaves[0], fx.Node):
+        if is_view_op(target) and isinstance(leaves[0], fx.Node):
             return self._view(node, target, args, name)
         if base_name(str(target)) in _MADE:
             self._tell(name, "made whole everywhere, cut where it is read")

@@ -7,7 +7,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.distributed.sharded.mesh import factor_mesh
-from rlplace.runtime.distributed.sharded.spaces import check_names, spaces_of
+from rlplace.runtime.distributed.sharded.spaces import spaces_of, why_not_shards
 from rlplace.schedule import LIST
 
 
@@ -33,7 +33,7 @@ def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | N
     needed = devices_of(plan)
     if processes != needed:
         return f"the plan uses {needed} devices, but there are {processes} processes; start {needed}"
-    unknown = check_names(plan.shards, graph, spaces_of(graph))
+    unknown = why_not_shards(plan.shards, graph, spaces_of(graph))
     if unknown is not None:
         return unknown
     try:

@@ -223,7 +223,7 @@ def _described(leaf: Any) -> Any:
     return TensorShape(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def check_names(shards: Mapping[str, Mapping[str, int]], graph: ForwardGraph, spaces: Spaces) -> str | None:
+def why_not_shards(shards: Mapping[str, Mapping[str, int]], graph: ForwardGraph, spaces: Spaces) -> str | None:
     """Why the shards cannot be those of this graph: an op or a dimension that it does not have, or parts that do not divide."""
     node_of = {op: node for node, op in graph.op_of_node.items()}
     for op, dims in shards.items():
@@ -237,4 +237,4 @@ def check_names(shards: Mapping[str, Mapping[str, int]], graph: ForwardGraph, sp
     return None
 
 
-__all__ = ["OpSpace", "Spaces", "TensorShape", "check_names", "spaces_of"]
+__all__ = ["OpSpace", "Spaces", "TensorShape", "spaces_of", "why_not_shards"]

@@ -15,7 +15,7 @@ from rlplace.runtime import aliases
 from rlplace.runtime.distributed.execution.engine import to_device
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.randomness import seeded
-from rlplace.runtime.distributed.sharded.exchange import Meshes, exchange, exchanged
+from rlplace.runtime.distributed.sharded.exchange import Meshes, exchange_between, exchanged
 from rlplace.runtime.distributed.sharded.local_ops import bound, dropped_attention
 from rlplace.runtime.distributed.sharded.spec import Spec, whole
 from rlplace.runtime.distributed.sharded.steps import Demand, ShardedProgram, Step
@@ -106,7 +106,7 @@ class Values:
         known = self.read_as.setdefault(name, {})
         if (spec, summed) not in known:
             local: torch.Tensor = self.values[name]
-            route = exchange(self.program.specs[name], spec, summed, self.mesh.ndim)
+            route = exchange_between(self.program.specs[name], spec, summed, self.mesh.ndim)
             known[spec, summed] = local if route is None else exchanged(local, route, self.mesh)
         return known[spec, summed]
 

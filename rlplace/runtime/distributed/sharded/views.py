@@ -35,7 +35,7 @@ class Viewed:
     call: Call | None = None
 
 
-def is_view(target: Any) -> bool:
+def is_view_op(target: Any) -> bool:
     """Whether `view` knows the op."""
     return base_name(str(target)) in _VIEWS and not str(target).endswith(".dtype")
 
@@ -44,7 +44,7 @@ def view(target: Any, args: Sequence[Any], spec: Spec, shapes: Sequence[Shape]) 
     """The view of a tensor.
 
     Args:
-        target: ATen op with `is_view`.
+        target: ATen op with `is_view_op`.
         args: All its arguments but the tensor, in order, keyword ones and defaults included.
         spec: Layout of the tensor.
         shapes: Shapes of the whole results.

@@ -115,7 +115,7 @@ def check_storage(storage: Any, folder: Path) -> None:
             raise InputError(f"{folder / name}: is missing, or no regular file; take an earlier checkpoint")
 
 
-def check_names(path: Path, index: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> None:
+def check_index(path: Path, index: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> None:
     """Refuses a checkpoint of another model.
 
     Args:

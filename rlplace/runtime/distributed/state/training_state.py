@@ -32,7 +32,7 @@ from rlplace.files import read_json, write_json
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
 from rlplace.runtime.distributed.state.training_facts import check_facts, check_scheduler, check_sizes
-from rlplace.runtime.distributed.state.training_index import IndexReader, check_names
+from rlplace.runtime.distributed.state.training_index import IndexReader, check_index
 from rlplace.runtime.distributed_text import broadcast_text, gather_texts, one_line
 
 FORMAT = "rlplace.training"
@@ -42,7 +42,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class TrainingState:
     """What a checkpoint holds beside tensors.
 
     Attributes:
@@ -132,7 +132,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     scheduler: Any = None,
-) -> Checkpoint:
+) -> TrainingState:
     """Loads a checkpoint that any plan wrote into a model; every rank calls it for a distributed one.
 
     Args:
@@ -157,7 +157,7 @@ def load_checkpoint(
         check_sizes(index, folder)
         state = _tensors(model.state_dict())
         whole = model.meta_model if isinstance(model, DistributedModel) else model
-        check_names(folder, index, _tensors(whole.state_dict()))
+        check_index(folder, index, _tensors(whole.state_dict()))
         fill = partial(_load, path=folder, model=model)
         fill({"model": state})
         model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
@@ -170,7 +170,7 @@ def load_checkpoint(
         scheduler.load_state_dict(facts["scheduler"])
     if isinstance(model, DistributedModel) and facts["random"] is not None:
         model.random_state = int(facts["random"]["seed"]), int(facts["random"]["step"])
-    return Checkpoint(folder, int(facts["step"]), facts["extra"])
+    return TrainingState(folder, int(facts["step"]), facts["extra"])
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:

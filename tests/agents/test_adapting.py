@@ -8,8 +8,8 @@ import torch
 from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import adapt as adapting
-from rlplace.agents import labels
 from rlplace.agents.pretrain import ranking_loss
+from rlplace.agents.tuning import learn
 from rlplace.agents.tuning.learn import graph_part
 from rlplace.envs import make_instance
 from rlplace.errors import InfeasibleError, InputError
@@ -39,7 +39,7 @@ def test_it_learns_from_moves_around_a_plan(make_network, layers, monkeypatch):
     """Moves that gain score higher afterwards; the calls that this takes are told."""
     instance = make_instance(random_problem(3, num_groups=24, num_devices=4), compute_floor=False)
     plan, network = (np.arange(24) % 4).astype(np.int32), make_network(layers=layers)
-    rows, calls, walk = [], [0], labels.walk
+    rows, calls, walk = [], [0], learn.walk
 
     def noted(guide, *args):
         found = walk(guide, *args)
@@ -47,7 +47,7 @@ def test_it_learns_from_moves_around_a_plan(make_network, layers, monkeypatch):
         calls[0] = guide.simulator.calls
         return found
 
-    monkeypatch.setattr(labels, "walk", noted)
+    monkeypatch.setattr(learn, "walk", noted)
 
     def loss():
         features, change, group = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))

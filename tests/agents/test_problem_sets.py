@@ -63,9 +63,10 @@ def test_synthetic_cases_hold_their_ranges():
 
 
 def test_captured_models_are_few_at_a_time_and_change_later(monkeypatch):
-    graph = graphs.captured(("zoo:mlp,layers=2,width=64", 8, 8))
+    kept = graphs.captured
+    graph = kept(("zoo:mlp,layers=2,width=64", 8, 8))
     asked = []
-    monkeypatch.setattr(training, "captured", lambda recipe: asked.append(recipe) or graph)
+    monkeypatch.setattr(graphs, "captured", lambda recipe: asked.append(recipe) or graph)
     options = {"families": training.ZOO_FAMILIES, "graphs": 3, "refresh": 30}
     for number in range(30):
         training.training_case(1, number, **options)
@@ -76,12 +77,12 @@ def test_captured_models_are_few_at_a_time_and_change_later(monkeypatch):
         training.training_case(1, number, **options)
     assert 1 < len(set(asked)) <= 3
     assert set(asked) != first
-    assert graphs.captured.cache_info().maxsize == graphs.MOST_GRAPHS >= training.GRAPHS
+    assert kept.cache_info().maxsize == graphs.MOST_GRAPHS >= training.GRAPHS
 
 
 def test_a_captured_case_is_the_same_again_and_knows_no_source(monkeypatch):
     graph = graphs.captured(("zoo:mlp,layers=2,width=64", 8, 8))
-    monkeypatch.setattr(training, "captured", lambda recipe: graph)
+    monkeypatch.setattr(graphs, "captured", lambda recipe: graph)
     one, two = (training.training_case(3, 5, families=("zoo:mlp",)) for _ in range(2))
     assert facts(one) == facts(two)
     assert one.family == "zoo:mlp"
@@ -234,7 +235,7 @@ def test_closing_cases_without_transformers_are_those_that_need_none(monkeypatch
     monkeypatch.setattr(splits, "find_spec", lambda name: None)
     graph = graphs.captured(("zoo:mlp,layers=2,width=64", 8, 8))
     asked = []
-    monkeypatch.setattr(splits, "captured", lambda recipe: asked.append(recipe[0]) or graph)
+    monkeypatch.setattr(graphs, "captured", lambda recipe: asked.append(recipe[0]) or graph)
     cases = problems.closing_cases()
     assert {case.family for case in cases} == {"zoo:unet", "synthetic:towers"}
     assert len(asked) == splits.VALIDATION_COUNTS["zoo:unet"]

@@ -103,8 +103,8 @@ def check_sizes(sizes: NetworkConfig, features: Sequence[str], path: Path, paylo
     """Reads weights and checks them against a network of these sizes, before memory is taken for such a network.
 
     Args:
-        sizes: Of the network.
-        features: Of the network.
+        sizes: Layer sizes of the network.
+        features: Names of its inputs.
         path: The file of the weights.
         payload: Its contents, where they are read already.
 

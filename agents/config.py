@@ -50,7 +50,7 @@ class TrainConfig(Record, frozen=True):
         envs: Environments side by side. rollout: Decisions per environment between updates.
         batch_size, epochs, learning_rate, gamma, gae_lambda, clip_range, entropy: PPO's own.
         hidden, second, layers: Network sizes, see `NetworkConfig`.
-        seed: Of everything random.
+        seed: Seed of everything random.
         device: torch device of PPO, or ``auto``.
         processes: That collect labels; 0: one a core.
     """

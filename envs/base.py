@@ -158,13 +158,13 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
 def _problem_list(problems: Any) -> list[Problem | Instance]:
     if isinstance(problems, (Problem, Instance)):
         return [problems]
-    given = list(problems) if isinstance(problems, Iterable) else [problems]
-    if not given:
+    chosen = list(problems) if isinstance(problems, Iterable) else [problems]
+    if not chosen:
         raise InputError("an environment needs at least one problem")
-    for item in given:
+    for item in chosen:
         if not isinstance(item, (Problem, Instance)):
             raise InputError(f"problems: expected rlplace problems, found {type(item).__name__}; Problem.load reads a file")
-    return given
+    return chosen
 
 
 def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.float32]:

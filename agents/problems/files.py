@@ -105,15 +105,15 @@ def load_problem_cases(path: str | Path, executions: Sequence[Execution]) -> lis
     if path.is_dir():
         if (path / INDEX).is_file():
             return load_cases(path)[0]
-        found = sorted(path.glob(f"*{_SUFFIX}"))
-        if not found:
+        files = sorted(path.glob(f"*{_SUFFIX}"))
+        if not files:
             raise InputError(f"{path}: the folder holds no *{_SUFFIX} file; make one with 'rlplace capture'")
     elif path.is_file():
-        found = [path]
+        files = [path]
     else:
         raise InputError(f"{path}: no such file or folder of *{_SUFFIX} files")
     cases = []
-    for file in found:
+    for file in files:
         problem = Problem.load(file)
         branchy = is_branchy(problem)
         family = file.name.removesuffix(_SUFFIX)
@@ -125,9 +125,9 @@ def load_problem_cases(path: str | Path, executions: Sequence[Execution]) -> lis
 
 def set_folder(name: str) -> Path:
     """Where a named set is kept: ``cases/<name>`` in ``$RLPLACE_CACHE``, else in the person's cache folder."""
-    given = os.environ.get("RLPLACE_CACHE")
-    if given:
-        return Path(given) / "cases" / name
+    cache_folder = os.environ.get("RLPLACE_CACHE")
+    if cache_folder:
+        return Path(cache_folder) / "cases" / name
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "rlplace" / "cases" / name
 
@@ -135,11 +135,11 @@ def set_folder(name: str) -> Path:
 @cache
 def made_by() -> dict[str, str]:
     """Versions and a digest of the sources that captured and priced cases depend on."""
-    found = {name: metadata.version(name) for name in ("torch", "numpy")}
+    versions = {name: metadata.version(name) for name in ("torch", "numpy")}
     try:
-        found["transformers"] = metadata.version("transformers")
+        versions["transformers"] = metadata.version("transformers")
     except metadata.PackageNotFoundError:
-        found["transformers"] = ""
+        versions["transformers"] = ""
     digest = hashlib.sha256()
     base = Path(__file__).resolve().parent
     files = [*base.glob("*.py"), base.parent / "cases.py"]
@@ -149,7 +149,7 @@ def made_by() -> dict[str, str]:
     files += [file for room in _SOURCES for file in (package / room).rglob("*") if file.suffix in (".py", ".json")]
     for file in sorted(files, key=lambda item: (item.parent.name, item.name)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return {**found, "sources": digest.hexdigest()}
+    return {**versions, "sources": digest.hexdigest()}
 
 
 def _index(folder: Path) -> _Index:

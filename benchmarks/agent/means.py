@@ -39,7 +39,7 @@ def mean_ratio(ours: Mapping[str, float], theirs: Mapping[str, float], cases: Co
         ours: Case to log step time.
         theirs: Likewise.
         cases: Names to look at.
-        seed: Of the resampling.
+        seed: Seed of the resampling.
     """
     logs = [ours[name] - theirs[name] for name in sorted(cases) if name in ours and name in theirs]
     return mean_of(logs, resamples=RESAMPLES, seed=seed)

@@ -59,7 +59,7 @@ class CaseInfo(Record, frozen=True):
 
     Attributes:
         name, family: Of the case.
-        fingerprint: Of its problem.
+        fingerprint: Its problem's fingerprint.
         groups, ops, devices: Sizes.
         microbatches, schedule: How its step is executed.
         branchy: See `rlplace.agents.cases.Case`.
@@ -93,7 +93,7 @@ class Method(Record, frozen=True):
         name: Unique label.
         role: One of `ROLES`.
         checkpoint: Name or folder of an agent; None of a classical search.
-        fingerprint: Of its weights.
+        fingerprint: Fingerprint of its weights.
         options: Further arguments of `Agent.place`; ``untrained``: with a network that was never trained.
         code: Fingerprint of the program text that runs it.
     """
@@ -112,9 +112,9 @@ class BenchmarkRow(Record, frozen=True):
     Attributes:
         case, method: Names.
         budget: Text of a `Budget`.
-        seed: Of the run.
+        seed: Seed of the run.
         status: "ok" (a plan came back), "infeasible" (the method says there is none) or "failed".
-        step_time_s: Of the plan, simulated anew; None without a plan or when its step cannot complete.
+        step_time_s: Step time of the plan, simulated anew; None without a plan or when its step cannot complete.
         violation: What is wrong with the plan, in one line; None: nothing.
         stated_s: What the plan says of itself.
         calls: Simulator calls of the run.

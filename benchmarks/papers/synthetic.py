@@ -78,7 +78,7 @@ class GraphBuilder:
             reads: Tensors that it reads.
             output_bytes: Size of its output; unused with `writes` and for views.
             kind: Entry of `OP_KINDS`; a "view" makes no tensor, it returns the first one that it reads.
-            flops: Of the forward; the backward takes twice as many.
+            flops: Work of the forward; the backward takes twice as many.
             temporary_bytes: Live only while it runs.
             dtype: Compute dtype.
             saved: Whether its backward reads its activations and its output.

@@ -23,15 +23,15 @@ def show_strategies(entries: Sequence[Entry]) -> None:
     header = ["strategy", "replicas x devices", "micro-batches", "schedule", "step ms", "samples/s", "busy"]
     rows = []
     for entry in best:
-        found = entry["step_time_s"] is not None
+        has_plan = entry["step_time_s"] is not None
         row = [
             entry["kind"],
             f"{entry['replicas']} x {entry['width']}",
             f"{entry['microbatches']} x {entry['samples']}",
             entry["schedule"] or "-",
             ms(entry["step_time_s"]),
-            f"{entry['samples_per_s']:.2f}" if found else "-",
-            f"{100 * entry['busy']:.0f} %" if found else "-",
+            f"{entry['samples_per_s']:.2f}" if has_plan else "-",
+            f"{100 * entry['busy']:.0f} %" if has_plan else "-",
         ]
         rows.append([*row, _epochs(entry, entries[0])] if curve else row)
     print_table([*header, "epochs, time to target"] if curve else header, rows)

@@ -154,9 +154,9 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
         for entry, kind in entries
     )
     device_kinds, hosts = [kind for _, kind in entries], tuple(entry.host for entry, _ in entries)
-    given = [key for key in ("links", "interconnect", "topology") if key in data]
-    if len(given) > 1:
-        raise InputError(f"cluster: give either [{given[0]}] or [{given[1]}], not both")
+    link_keys = [key for key in ("links", "interconnect", "topology") if key in data]
+    if len(link_keys) > 1:
+        raise InputError(f"cluster: give either [{link_keys[0]}] or [{link_keys[1]}], not both")
     if file.links is not None:
         links = _matrix_links(file.links, len(devices))
     elif file.topology is not None:

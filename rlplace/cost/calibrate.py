@@ -107,8 +107,8 @@ def calibrate(
         holdout: Share of the distinct shapes of a target that are held out to state the error by shape; 0 leaves that out.
             The table that is returned is fitted on everything.
         by_model: Whether to state the error on each model by a fit on the others; needs two models.
-        seed: Of the choice of held-out shapes.
-        name: Of the table.
+        seed: Decides which shapes are held out.
+        name: Name of the table.
 
     Returns:
         Table and errors.
@@ -161,7 +161,7 @@ def fit(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float = 1.0, 
     Args:
         rows: Distinct ops.
         kind: Their device.
-        source: Of the curves.
+        source: Where the curves come from, for their records.
         scale: Factor on all times, see `_time_scale`.
         wanted: Only what it takes to predict these; None: everything.
     """

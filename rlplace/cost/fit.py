@@ -27,7 +27,7 @@ class OpTiming:
     """One timed op.
 
     Attributes:
-        flops: Of the whole op.
+        flops: Work of the whole op.
         size_bytes: Read plus written.
         seconds: Measured.
         calls: Kernels of equal work that the op consists of; FLOPs and bytes are split between them.
@@ -58,7 +58,7 @@ def fit_op_curve(
     Args:
         rows: Timed ops, at least one; from about 20 log-spaced shapes on the fit is worth something.
         peak_flops: FLOP/s of the device at that dtype.
-        bandwidth_bytes_per_s: Of the device.
+        bandwidth_bytes_per_s: Memory bandwidth of the device.
         basis: "fitted" or "calibrated".
         source: For people: what the rows are.
         prior: Where coefficients go that the rows do not determine.

@@ -26,7 +26,7 @@ class PlaceTiming(Record, frozen=True):
     """One device during the median step. Seconds; what is left of the step it was idle, or did what is counted nowhere.
 
     Attributes:
-        rank: Of its process.
+        rank: Rank of its process.
         host: Name of its machine.
         busy_s: In forward and backward passes.
         wait_s: Waiting for other processes.

@@ -294,9 +294,9 @@ class _Relaxing:
             best = tested(high)
         for _ in range(3 if best is not None and best.fits else 0):
             middle = 0.5 * (low + high)
-            found = tested(middle)
-            if found is not None and found.fits:
-                high, best = middle, found
+            relaxed = tested(middle)
+            if relaxed is not None and relaxed.fits:
+                high, best = middle, relaxed
             else:
                 low = middle
         if best is not None:

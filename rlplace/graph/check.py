@@ -157,8 +157,8 @@ def _check_order(graph: OpGraph) -> None:
     if not bad.any():
         return
     edge = _first(bad)
-    made = producer >= 0
-    _, stuck = topological_order(producer[made], graph.consumers[made], graph.num_ops)
+    produced = producer >= 0
+    _, stuck = topological_order(producer[produced], graph.consumers[produced], graph.num_ops)
     if stuck is not None:
         raise _fail(f"op {graph.op_names[stuck][:80]!r}", "the graph is cyclic; this op waits on a cycle")
     names = graph.op_names[graph.consumers[edge]][:80], graph.op_names[producer[edge]][:80]

@@ -154,11 +154,11 @@ def _check_groups(problem: Problem) -> None:
     for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
         _check_bytes(getattr(problem, name), f"groups.{name}", count, least=-1)
         parts.append(getattr(problem, name))
-    given = np.stack(parts) >= 0 if count else np.zeros((3, 0), dtype=bool)
-    partial = given.any(axis=0) & ~given.all(axis=0)
+    known = np.stack(parts) >= 0 if count else np.zeros((3, 0), dtype=bool)
+    partial = known.any(axis=0) & ~known.all(axis=0)
     if partial.any():
         raise _fail(f"groups[{_first(partial)}]", "weight_bytes, gradient_bytes and optimizer_bytes go together")
-    wrong = given.all(axis=0) & (sum(parts) != problem.resident_bytes)
+    wrong = known.all(axis=0) & (sum(parts) != problem.resident_bytes)
     if wrong.any():
         index = _first(wrong)
         total = int(sum(int(p[index]) for p in parts))

@@ -58,7 +58,7 @@ def memory_curves(problem: Problem, device_of_group: NDArray[np.int32], timeline
     Args:
         problem: What was simulated: for a plan with replicas and the like, what `rlplace.expand` returns.
         device_of_group: int [G] of that problem.
-        timeline: Of that problem. When the step does not complete, the curves are the resident bytes.
+        timeline: A run of that problem. When the step does not complete, the curves are the resident bytes.
     """
     devices = np.asarray(device_of_group, dtype=np.int32)
     if timeline.step_time_s is None:

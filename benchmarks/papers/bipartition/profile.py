@@ -41,8 +41,8 @@ class ProfileNode:
         name: ``"node4"``.
         description: What it is, for people.
         forward_s, backward_s: Seconds for a mini-batch.
-        activation_bytes: Of all its outputs.
-        parameter_bytes: Of its weights.
+        activation_bytes: Size of all its outputs.
+        parameter_bytes: Size of its weights.
         inputs: Names of the nodes that feed it.
         stage: A stage that the profile assigns, or None.
     """
@@ -144,9 +144,9 @@ def profile_problem(
     Args:
         nodes: The profile.
         num_devices: D.
-        bandwidth_bytes_per_s: Of every link; inf: tensors move at no cost.
-        memory_bytes: Of every device; None: no limit.
-        name: Of the problem.
+        bandwidth_bytes_per_s: Rate of every link; inf: tensors move at no cost.
+        memory_bytes: Memory of every device; None: no limit.
+        name: Name of the problem.
     """
     layers = profile_layers(nodes)
     place = {node.name: i for i, node in enumerate(layers)}

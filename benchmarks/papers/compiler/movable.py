@@ -34,7 +34,7 @@ def movable(
         device_of_group: int [G].
         delta: Share of the step time that the cheapest move of a group may add in transfers.
         move_weights: Whether groups with parameters may move; weights and gradients then count as transfers.
-        step_time_s: Of the plan; simulated by default.
+        step_time_s: Step time of the plan; simulated by default.
 
     Returns:
         bool [G].

@@ -34,7 +34,7 @@ class Chip:
         bandwidth_bytes_per_s: What kernels that stream memory reach.
         launch_s: Added to the time of every kernel.
         small_s: Time of a small node.
-        memory_bytes: Of one device.
+        memory_bytes: Memory of one device.
         link_bytes_per_s, latency_s: Between any two devices.
     """
 
@@ -108,9 +108,9 @@ class Tape:
 
         Args:
             inputs: Tensors it reads.
-            size_bytes: Of its outputs.
+            size_bytes: Sizes of its outputs.
             grads: Which inputs have gradients. Its own outputs, which are not made yet, are -1 (the first), -2 and so on.
-            flops: Of the kernel, and of each of its gradient kernels.
+            flops: Work of the kernel, and of each of its gradient kernels.
             with_weight: The kernel sits with its last input, a weight of which it reads a part and whose update takes
                 gradients as they are (a lookup).
         """

@@ -41,7 +41,7 @@ def mcmc(
         devices: p.
         machine: Rates; default: the paper's.
         start: Where the chain starts; default: data parallelism.
-        seed: Of all random choices.
+        seed: Seed of all random choices.
         proposals: Most proposals; the paper: 250,000.
         alpha_per_ms: Reluctance to take a strategy that is a millisecond worse.
 

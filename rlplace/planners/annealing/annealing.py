@@ -110,18 +110,18 @@ def run_annealing(
     longest = _CHUNK if search.calls is None else min(_CHUNK, max(1, search.calls // max(1, returns)))
     chunk = 1 if timed else longest
     progress, left_s = search.progress(), search.deadline.left_s()
-    began_s, made = time.monotonic(), 0
+    began_s, calls_made = time.monotonic(), 0
     while progress < 1.0:
         if start_temperature is None:
             # The budget in calls is what the rate so far promises; before there is one, nothing uphill is accepted.
             spent_s = time.monotonic() - began_s
-            promised = 0.0 if made == 0 else made / spent_s * left_s
+            promised = 0.0 if calls_made == 0 else calls_made / spent_s * left_s
             hot = default_temperature(min(budget, promised) if timed else budget, groups)
         calls = chunk if search.calls is None else min(chunk, search.calls - search.used())
         chunk_began_s = time.monotonic()
         used = anneal(simulation, trial, *fixed, calls, hot, cooling, progress, slope)
         search.evaluator.count(used)
-        made += used
+        calls_made += used
         search.deadline.secured |= score[3] == 0.0
         if used < calls:
             break

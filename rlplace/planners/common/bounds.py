@@ -140,9 +140,9 @@ def largest_op_bytes(problem: Problem) -> NDArray[np.float64]:
     """
     need = problem.temporary_bytes.astype(np.float64)
     producer = problem.tensor_producer
-    made = producer >= 0
-    np.add.at(need, producer[made], problem.tensor_bytes[made])
-    edges = made[problem.edge_tensor]
+    produced = producer >= 0
+    np.add.at(need, producer[produced], problem.tensor_bytes[produced])
+    edges = produced[problem.edge_tensor]
     np.add.at(need, problem.consumers[edges], problem.tensor_bytes[problem.edge_tensor[edges]])
     largest = np.zeros(problem.num_groups)
     np.maximum.at(largest, problem.op_group, need)

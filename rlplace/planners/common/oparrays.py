@@ -91,8 +91,8 @@ def op_arrays(problem: Problem) -> OpArrays:
     latency, inverse = finite_links(problem)
     held = [channels for row in problem.links.effective_channels for channels in row]
     number = {channel: i for i, channel in enumerate(sorted({c for channels in held for c in channels}))}
-    made = np.flatnonzero(problem.tensor_producer >= 0)
-    output_ptr, outputs = grouped(problem.tensor_producer[made], made, problem.num_ops)
+    produced = np.flatnonzero(problem.tensor_producer >= 0)
+    output_ptr, outputs = grouped(problem.tensor_producer[produced], produced, problem.num_ops)
     arrays = OpArrays(
         time_s=np.where(problem.group_allowed[problem.op_group], problem.time_s, np.inf),
         op_group=problem.op_group,

@@ -79,11 +79,11 @@ def layouts(problem: Problem) -> list[StageLayout]:
     one replica.
     """
     everything = tuple(range(problem.num_devices))
-    found = {StageLayout((everything,)): None}
+    layouts_found = {StageLayout((everything,)): None}
     # The first device stands for any: with one replica on one device the planner `single` looks at all of them.
-    found[StageLayout(((0,),))] = None
+    layouts_found[StageLayout(((0,),))] = None
     if (problem.group_device >= 0).any() or not exchanges_gradients(problem):
-        return list(found)
+        return list(layouts_found)
     classes = device_classes(problem)
     kind = {device: index for index, members in enumerate(classes) for device in members}
     for members in ([list(everything)] if len(classes) > 1 else []) + classes:
@@ -92,8 +92,8 @@ def layouts(problem: Problem) -> list[StageLayout]:
             rows = tuple(tuple(members[r * width : (r + 1) * width]) for r in range(replicas))
             alike = width == 1 or len({tuple(kind[device] for device in row) for row in rows}) == 1
             if alike and all(problem.group_allowed[:, row].any(axis=1).all() for row in rows):
-                found[StageLayout(rows)] = None
-    return list(found)
+                layouts_found[StageLayout(rows)] = None
+    return list(layouts_found)
 
 
 def exchanges_gradients(problem: Problem) -> bool:

@@ -90,12 +90,12 @@ def place_strategies(
     warm_up()  # not on the clock
 
     def listed(microbatches: tuple[int, ...]) -> list[Strategy]:
-        found: list[Strategy] = []
+        possible: list[Strategy] = []
         for layout in layouts(first):
             share = first.samples_per_microbatch if global_batch is None else global_batch // layout.replicas
             if global_batch is None or global_batch % layout.replicas == 0:
-                found += strategies(layout, share, samples=samples, microbatches=microbatches)
-        return found if takes_microbatches(planner) else [s for s in found if s.microbatches == 1]
+                possible += strategies(layout, share, samples=samples, microbatches=microbatches)
+        return possible if takes_microbatches(planner) else [s for s in possible if s.microbatches == 1]
 
     every = listed(MICROBATCHES)
     if not every and samples is not None:
@@ -190,13 +190,13 @@ class _Sweep:
 
     def _try(self, problem: Problem, strategy: Strategy, entry: dict[str, Any], limit_s: float | None) -> None:
         try:
-            found = place_one(problem, strategy, self._planner, seed=self._seed, time_limit_s=limit_s, options=self._options)
+            placed = place_one(problem, strategy, self._planner, seed=self._seed, time_limit_s=limit_s, options=self._options)
         except InfeasibleError as error:
             if self.reason is None or 0 < error.short_bytes < self.reason.short_bytes:
                 self.reason = error
             entry |= {"bound_s": None, "reason": f"does not fit: {error}"}
             return
-        plan = found[1]
+        plan = placed[1]
         busy_s = plan.predicted.compute or 0.0
         predicted, used = plan.predicted, len(np.unique(plan.device_of_group))
         entry |= {
@@ -210,7 +210,7 @@ class _Sweep:
             "epochs": None if self._curve is None else self._curve.epochs(strategy.global_batch),
         }
         if self.best is None or entry["cost"] < self._best_cost():
-            self.best = found, strategy
+            self.best = placed, strategy
 
     def _cost(self, step_s: float, strategy: Strategy) -> float:
         """Seconds a sample, times the epochs that so large a batch needs."""

@@ -9,6 +9,7 @@ import rlplace
 from rlplace.cli.main import main
 from rlplace.cost.measurement import Measurement
 from rlplace.errors import CaptureError, InputError, MissingError
+from rlplace.records import plain
 from rlplace.runtime.environment import check_device
 from rlplace.runtime.marks import HostMarks, mark_cost_s
 from rlplace.runtime.measure_ops import describe_ops, load_and_measure, measure_model
@@ -58,7 +59,7 @@ def test_every_op_of_the_graph_has_a_time(files):
     assert all(op.seconds > 0 for op in found.ops if op.kind == "gemm")
     assert all(op.p10_s <= op.p90_s and op.repeats == 5 for op in found.ops)
     assert found.cache == "step" and found.step.repeats >= 5 and found.environment.threads == 1
-    assert found.model == {"model": MLP, "batch": 4, "seq": 512, "dtype": "fp32", "optimizer": "adam"}
+    assert plain(found.model) == {"model": MLP, "batch": 4, "seq": 512, "dtype": "fp32", "optimizer": "adam"}
     assert found.step.peak_memory_bytes is None and found.environment.details["allocator"] in ("keep", "default")
 
 

@@ -76,16 +76,27 @@ def build(kind: Any, data: Any, where: str, *, whole_floats: bool = False) -> An
 
 
 def plain(value: Any) -> Any:
-    """A record, or anything that holds records, as plain data for JSON or TOML: values that equal their defaults left out."""
+    """A record, or anything that holds records, as plain data for JSON or TOML: values that equal their defaults left out.
+
+    Raises:
+        InputError: The data is nested too deeply to be written.
+    """
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise InputError(f"{type(value).__name__}: nested too deeply to be written") from None
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         items = ((name, getattr(value, attribute), default) for name, attribute, default in _fields(type(value)))
         if value.__struct_config__.array_like:
-            return [plain(item) for _, item, _ in items]
-        return {name: plain(item) for name, item, default in items if item is not default and item != default}
+            return [_plain(item) for _, item, _ in items]
+        return {name: _plain(item) for name, item, default in items if item is not default and item != default}
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(key): plain(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [_plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value  # numpy's numbers and arrays
 
 

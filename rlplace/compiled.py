@@ -36,6 +36,7 @@ def entry(function: Any = None, *, nogil: bool = False) -> Any:
     kernel = njit(cache=True, nogil=nogil, error_model="numpy", no_cfunc_wrapper=True)(function)
     lock = Path(kernel._cache.cache_path) / f"{kernel._cache._impl.filename_base}.lock"
     compile_now = kernel.compile
+    _forgive(kernel._cache._cache_file)
 
     def compile_once(signature: Any) -> Any:
         with contextlib.suppress(OSError):  # without a place for a lock there is none for a cache
@@ -47,6 +48,19 @@ def entry(function: Any = None, *, nogil: bool = False) -> Any:
 
     kernel.compile = compile_once
     return kernel
+
+
+def _forgive(index: Any) -> None:
+    """Lets an index that names classes of older sources count as empty; numba reads it before it looks at its age."""
+    load = index._load_index
+
+    def load_index() -> Any:
+        try:
+            return load()
+        except Exception:  # whatever reading a pickle of other sources may raise
+            return {}
+
+    index._load_index = load_index
 
 
 def inner(function: Any = None, *, fastmath: bool = False, forceinline: bool = False) -> Any:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ast
 import dis
+import os
+import subprocess
+import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 from numba.core.dispatcher import Dispatcher
 
 from rlplace import schedule
@@ -76,3 +81,17 @@ def test_the_walk_finds_what_a_kernel_holds() -> None:
     assert {"rlplace.simulator.loop", "rlplace.envs.guide.draw", "rlplace.planners.common.movekernels"} <= reached(
         guided.search
     )
+
+
+def test_an_index_of_older_sources_counts_as_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signatures may name a class that is gone."""
+    (tmp_path / "kernels.py").write_text(
+        "from typing import NamedTuple\nfrom rlplace.compiled import entry\n\n"
+        "class Pair(NamedTuple):\n    a: int\n    b: int\n\n@entry\ndef total(pair):\n    return pair.a + pair.b\n"
+    )
+    code = "import kernels; print(kernels.total(kernels.{}(2, 3)))"
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    assert run([sys.executable, "-c", code.format("Pair")]).stdout == "5\n"
+    (tmp_path / "kernels.py").write_text((tmp_path / "kernels.py").read_text().replace("Pair", "Two"))
+    assert run([sys.executable, "-c", code.format("Two")]).stdout == "5\n"

@@ -6,9 +6,10 @@ import argparse
 import contextlib
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from rlplace.cli.common import print_json, print_table, say
 from rlplace.errors import InputError, RlplaceError

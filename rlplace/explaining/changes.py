@@ -210,7 +210,7 @@ def with_links(problem: Problem, factor: float, channel: int | None = None) -> P
 def _quicker(fabric: Fabric, factor: float) -> Fabric:
     """Every message takes what one of 1 / factor of its size took."""
     curves = [
-        dataclasses.replace(
+        msgspec.structs.replace(
             curve,
             pieces=tuple(
                 msgspec.structs.replace(p, from_bytes=p.from_bytes * factor, bus_bytes_per_s=p.bus_bytes_per_s * factor)

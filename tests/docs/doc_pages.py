@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> None:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     exec(compile(GIVEN, "given", "exec"), names)
     for page, folder in zip(map(Path, arguments[::2]), map(Path, arguments[1::2]), strict=True):
-        for name in ("examples", "benchmarks"):
+        for name in ("examples", "benchmarks", "tools"):
             (folder / name).symlink_to(ROOT / name)
         child = os.fork()
         if child == 0:

@@ -18,7 +18,7 @@ from rlplace.problem import Problem
 
 WRITER = """
 import dataclasses, os, sys, time
-import torch
+import msgspec, torch
 from pathlib import Path
 from rlplace.agents.checkpoint import load_checkpoint, save_checkpoint
 from rlplace.agents.labels import Labels
@@ -38,7 +38,7 @@ with torch.no_grad():
     for value in network.parameters():
         value.fill_(number)
 rows = Store(Settings(calls=4), out / "rows.jsonl", resume=True)
-row = dataclasses.replace(next(iter(rows.rows.values())), planner="heft", step_time_s=float(number), binding="b" * 20_000)
+row = msgspec.structs.replace(next(iter(rows.rows.values())), planner="heft", step_time_s=float(number), binding="b" * 20_000)
 print("ready", flush=True)
 sys.stdin.readline()
 for turn in range(25):

@@ -151,7 +151,7 @@ simulate_plans = _compile(STAMP)
 
 @entry(nogil=True)
 def bottom_levels(topological_order, time_s, output_ptr, outputs, consumer_ptr, consumers, level):
-    """Fills `level` float64 [N] with `reference.default_priority`: mean time plus the longest way to the end."""
+    """Fills `level` float64 [N] with `reference_priority`: mean time plus the longest way to the end."""
     for i in range(len(level) - 1, -1, -1):
         op = topological_order[i]
         total, count, longest = 0.0, 0, 0.0

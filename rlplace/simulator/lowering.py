@@ -99,7 +99,7 @@ def lower(problem: Problem, microbatches: int = 1, schedule: str = LIST) -> Lowe
 
 @memoized
 def compiled_priority(problem: Problem) -> NDArray[np.float64]:
-    """`reference.default_priority`, compiled: float64 [N], read-only."""
+    """`reference_priority`, compiled: float64 [N], read-only."""
     level = np.zeros(problem.num_ops)
     outputs = np.flatnonzero(problem.tensor_producer >= 0)
     output_ptr, outputs = grouped(problem.tensor_producer[outputs], outputs, problem.num_ops)

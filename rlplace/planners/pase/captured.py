@@ -1,4 +1,4 @@
-"""The layer graph of a captured model: what `solve` searches, from a problem that says how its ops can be cut.
+"""The layer graph of a captured model: what `least_cost_strategy` searches, from a problem that says how its ops can be cut.
 
 Vertices are forward ops with their backward ops. Element-wise ops, norms and everything else whose dimensions all run along
 their output join the op that makes their input and take its configuration, so a residual stream is one vertex; products,
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from rlplace.planners.pase.layers import Layer, LayerEdge, LayerGraph, Machine, 
 from rlplace.planners.pase.terms import AllReduce, Dim, Exchange, Layout, Term, Work
 from rlplace.problem import FORWARD, Problem
 from rlplace.problem.collectives import collective_s
+from rlplace.problem.memoized import memoized
 from rlplace.problem.sharding import Names, Sharding, gradient_sums
 
 FLOP_PER_S = 1e12
@@ -86,7 +86,7 @@ def layer_graph(
 
 def shards_of(problem: Problem, strategy: Strategy) -> dict[str, dict[str, int]]:
     """The strategy as the `shards` of a plan, for every op of every layer that is cut."""
-    leaders, members = _cluster(problem, sharding_of(problem))
+    leaders, members = _cluster(problem)
     shards: dict[str, dict[str, int]] = {}
     for op, member in members.items():
         parts = strategy.parts[problem.op_names[leaders[member.layer]]]
@@ -104,17 +104,10 @@ class _Member:
     names: dict[str, str]
 
 
-_KEPT: WeakKeyDictionary[Problem, tuple[list[int], dict[int, _Member]]] = WeakKeyDictionary()
-
-
-def _cluster(problem: Problem, sharding: Sharding) -> tuple[list[int], dict[int, _Member]]:
+@memoized
+def _cluster(problem: Problem) -> tuple[list[int], dict[int, _Member]]:
     """The first op of every layer, and the layer of every op that belongs to one; kept with the problem."""
-    if problem not in _KEPT:
-        _KEPT[problem] = _clustered(problem, sharding)
-    return _KEPT[problem]
-
-
-def _clustered(problem: Problem, sharding: Sharding) -> tuple[list[int], dict[int, _Member]]:
+    sharding = sharding_of(problem)
     inputs: dict[int, list[int]] = {}
     for tensor, access in sharding.access.items():
         maker = int(problem.tensor_producer[tensor])
@@ -154,7 +147,7 @@ class _Layers:
     def __init__(self, problem: Problem, devices: int, gradient_price: float, memory_price: float) -> None:
         self.problem, self.sharding = problem, sharding_of(problem)
         self.gradient_price, self.memory_price = gradient_price, memory_price
-        self.leaders, self.of = _cluster(problem, self.sharding)
+        self.leaders, self.of = _cluster(problem)
         self.terms: list[list[Term]] = [[] for _ in self.leaders]
         self.sizes = [self.sharding.dims.get(leader, {}) for leader in self.leaders]
         self.members: list[list[int]] = [[] for _ in self.leaders]

@@ -1,6 +1,6 @@
 """Schedules: how the micro-batches of a step take turns. One record each, in the registry that everything else asks.
 
-To add one, add its record here. If it is for chains of stages, `rlplace.simulator.actions` gets the list of its actions; if it
+To add one, add its record here. If it is for chains of stages, `rlplace.actions` gets the list of its actions; if it
 holds tasks back in a new way, `rlplace.simulator.stages` and its compiled twin `gates` get the rule.
 """
 
@@ -29,7 +29,7 @@ class Schedule:
         backward_first: A device prefers backward to forward ops, and goes on with the pass (one micro-batch in one direction)
             that it is working on while one of its ops is ready.
         free: Runs any plan. False: the stages must form a chain, in one of the layouts of `torch_class`, and every device
-            follows its list of actions (`rlplace.simulator.actions`).
+            follows its list of actions (`rlplace.actions`).
         splits_backward: Runs the gradients of weights apart from the gradient of a stage's input, so needs a problem that has
             them apart, and stages that are not recomputed: each half would run the forward again.
         torch_class: By layout, the class of ``torch.distributed.pipelining`` that runs it; empty when torch has none.

@@ -2,14 +2,14 @@
 
 Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B and interleaved 1F1B), Qi et al. 2023 (zero bubble, where the papers'
 tables assume equal times of forward, input gradient and weight gradient; the general form below is the makespan of torch's
-order). A replay of `rlplace.simulator.actions` gives exactly these numbers, which is what they are for: to test executors.
+order). A replay of `rlplace.actions` gives exactly these numbers, which is what they are for: to test executors.
 """
 
 from __future__ import annotations
 
+from rlplace.actions import LAYOUTS, pipeline_actions
 from rlplace.errors import InputError, unknown_name
 from rlplace.schedule import PIPELINE_SCHEDULES
-from rlplace.simulator.actions import LAYOUTS, pipeline_actions
 
 
 def bubble_s(

@@ -19,6 +19,7 @@ LEVEL = {
     "means": 1,
     "interrupts": 1,
     "schedule": 1,
+    "actions": 2,
     "extensions": 1,
     "compiled": 2,
     "problem": 2,

@@ -18,7 +18,7 @@ from rlplace.simulator import simulate
 from rlplace.simulator.reference import simulate_reference
 
 ROOT = Path(__file__).resolve().parent.parent
-HOME = {"rlplace/schedule.py", "rlplace/simulator/actions.py"}
+HOME = {"rlplace/schedule.py", "rlplace/actions.py"}
 """What a schedule is made of; for a new kind of gate with `simulator/stages.py` and its compiled twin, four files."""
 OTHER_MEANINGS = {
     "list": {

@@ -1,7 +1,7 @@
 """Schedules for chains of stages as explicit orders: every device runs its pipeline actions in torch's sequence.
 
 In a chain, forward ops read from earlier stages only and gradients flow back.
-An action (`rlplace.simulator.actions`) runs all tasks of one stage, one kind and one micro-batch; within it, ops run in the
+An action (`rlplace.actions`) runs all tasks of one stage, one kind and one micro-batch; within it, ops run in the
 topological order that takes the op of highest priority first. Update ops come after all actions. A device waits when its next
 task is not ready, as torch does.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.actions import stage_layout
 from rlplace.errors import InputError
 from rlplace.plan.plan import check_order
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
 from rlplace.problem.order import topological_order
 from rlplace.schedule import LIST, ONE_F_ONE_B, SCHEDULES
-from rlplace.simulator.actions import stage_layout
 from rlplace.simulator.priority import reference_priority
 from rlplace.simulator.stages import forward_stage_links, stage_numbers
 

@@ -7,11 +7,11 @@ import pytest
 from pipeline_theory import bubble_s, in_flight
 from toys import pipeline_chain
 
+from rlplace.actions import pipeline_actions
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator import simulate
-from rlplace.simulator.actions import pipeline_actions
 from rlplace.simulator.priority import reference_priority
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.schedules import schedule_order

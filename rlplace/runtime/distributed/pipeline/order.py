@@ -1,4 +1,4 @@
-"""The actions of every device of a pipeline, as `rlplace.simulator.actions` names them."""
+"""The actions of every device of a pipeline, as `rlplace.actions` names them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from rlplace.actions import BACKWARD_ACTION, FORWARD_ACTION, Action, StageLayout, stage_layout
 from rlplace.errors import InputError
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD
@@ -13,7 +14,6 @@ from rlplace.runtime.distributed.graph.order import Expected, segment_seconds
 from rlplace.runtime.distributed.pipeline.chain import Chain
 from rlplace.schedule import free_schedule
 from rlplace.simulator import simulate
-from rlplace.simulator.actions import BACKWARD_ACTION, FORWARD_ACTION, Action, StageLayout, stage_layout
 
 
 def torch_layout(chain: Chain, schedule: str, microbatches: int) -> StageLayout | None:

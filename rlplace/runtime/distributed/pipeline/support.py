@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from rlplace.actions import stage_layout
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.cut import Cut
 from rlplace.runtime.distributed.pipeline.chain import chain_of
 from rlplace.runtime.distributed.pipeline.versions import unsupported_version
 from rlplace.schedule import PIPELINE_SCHEDULES, SCHEDULES
-from rlplace.simulator.actions import stage_layout
 from rlplace.text import either
 
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
 
+from rlplace.actions import Action, StageLayout
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
 from rlplace.runtime.distributed.pipeline.stage import StageModule
 from rlplace.runtime.distributed.pipeline.versions import unsupported_version
 from rlplace.schedule import LOOP, ONE, SCHEDULES
-from rlplace.simulator.actions import Action, StageLayout
 
 
 class Stage(pipelining.PipelineStage):

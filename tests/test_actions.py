@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipeline_theory import bubble_s, in_flight
 
+from rlplace.actions import Action, pipeline_actions, stage_layout
 from rlplace.errors import InputError
-from rlplace.simulator.actions import Action, pipeline_actions, stage_layout
 
 CASES = {
     ("gpipe", "loop"): ("ScheduleGPipe", (1,)),

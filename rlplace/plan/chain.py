@@ -1,0 +1,36 @@
+"""Whether a schedule runs a chain of stages as it sits on its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlplace.actions import stage_layout
+from rlplace.errors import InputError
+from rlplace.schedule import LIST, PIPELINE_SCHEDULES
+from rlplace.text import either
+
+
+def check_chain(schedule: str | None, places: Sequence[tuple[int, ...]], microbatches: int, where: str) -> None:
+    """Refuses a schedule that does not fit the chain.
+
+    Args:
+        schedule: Name of the schedule; None or `LIST` where there is one stage.
+        places: Per stage its devices.
+        microbatches: Passes a step; of unlike replicas the fewest.
+        where: What it belongs to, for messages.
+
+    Raises:
+        InputError: No schedule for several stages, one for a single stage, a layout that it cannot run, or too few passes.
+    """
+    if len(places) == 1:
+        if schedule not in (None, LIST):
+            raise InputError(f"{where}: schedule {schedule} is for several stages, found one; leave it out")
+        return
+    if schedule is None or schedule == LIST:
+        known = either(PIPELINE_SCHEDULES)
+        raise InputError(f"{where}: {len(places)} stages need a schedule for chains: {known}")
+    number = {place: index for index, place in enumerate(dict.fromkeys(places))}
+    try:
+        stage_layout([number[place] for place in places], schedule).actions(schedule, microbatches)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None

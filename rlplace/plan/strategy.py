@@ -1,0 +1,309 @@
+"""The `Strategy` record: how a training step uses its devices, apart from where single ops run.
+
+Words: a *block* is a module that strategies speak of (an element of a module list, or another repeated or top-level module),
+named by its path. A *stage* is consecutive blocks on one *mesh* of devices. A *pipeline* is the chain of stages, in model
+order; a device that holds several stages holds several *chunks*. The *data degree* of a stage is replicate x shard; one
+coordinate of it is a *replica*. docs/strategy.md has the whole vocabulary, docs/formats.md the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from rlplace.errors import InputError, show
+from rlplace.limits import DEVICES, MICROBATCHES
+from rlplace.plan.chain import check_chain
+from rlplace.records import Count, Record, Text, build, check_record, plain
+from rlplace.text import either
+
+AXES = ("replicate", "shard", "context", "tensor", "branch")
+"""Axes of a stage's mesh, outermost first; devices fill it in row-major order."""
+
+Axis = Literal["replicate", "shard", "context", "tensor", "branch"]
+Recompute = Literal["selective", "full"]
+"""What of a block's forward runs again in the backward: all but weight products, attention and collectives, or all."""
+
+Offload = Literal["optimizer", "all"]
+"""What of a block lives in host memory: the optimizer state, or parameters, gradients and optimizer state."""
+
+_Device = Annotated[int, Meta(ge=0, lt=DEVICES)]
+_Microbatches = Annotated[int, Meta(ge=1, le=MICROBATCHES)]
+
+
+class Stage(Record, frozen=True):
+    """Consecutive blocks on one mesh of devices.
+
+    Attributes:
+        blocks: Paths of its blocks in model order; empty in a plan for a problem whose groups are no modules.
+        devices: Device numbers of the cluster, filling the mesh in row-major order.
+        mesh: Size of each axis; an axis that is left out is 1.
+        sharding: 0 whole copies; 1 parameters, gradients and optimizer state are shared over `shard`, gathered once a step,
+            gradients reduced once a step; 2 the same, reduced every micro-batch; 3 gathered again in the backward, too.
+        sequence_parallel: Activations between the tensor-parallel parts of a block are split along the sequence.
+        expert: Expert-parallel degree; it divides shard x context x tensor.
+        recompute: Block to what runs again; blocks that are left out keep everything.
+        offload: Block to what lives in host memory; blocks that are left out keep everything on their device.
+        tensor: Module path, or name of a captured op, to its layout over `tensor`; what is left out has the block's standard
+            layout.
+    """
+
+    blocks: tuple[Text, ...]
+    devices: Annotated[tuple[_Device, ...], Meta(min_length=1)]
+    mesh: dict[Axis, Count] = msgspec.field(default_factory=dict)
+    sharding: Annotated[int, Meta(ge=0, le=3)] = 0
+    sequence_parallel: bool = False
+    expert: Count = 1
+    recompute: dict[str, Recompute] = msgspec.field(default_factory=dict)
+    offload: dict[str, Offload] = msgspec.field(default_factory=dict)
+    tensor: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def axis(self, name: str) -> int:
+        """Size of an axis of the mesh."""
+        return self.mesh.get(name, 1)  # type: ignore[call-overload]
+
+    @property
+    def data_degree(self) -> int:
+        """Replicas that the stage runs: replicate x shard."""
+        return self.axis("replicate") * self.axis("shard")
+
+    def replica_devices(self, replica: int) -> tuple[int, ...]:
+        """Devices of one coordinate of the data axes, outermost first."""
+        width = len(self.devices) // self.data_degree
+        return self.devices[replica * width : (replica + 1) * width]
+
+
+class Pipeline(Record, frozen=True):
+    """A chain of stages, and how a step's micro-batches pass through it.
+
+    Attributes:
+        stages: In model order.
+        microbatch: Samples of one pass of one replica: one entry, or one a replica.
+        microbatches: Passes a step: one entry, or one a replica.
+        schedule: One of `rlplace.schedule`; None with one stage.
+    """
+
+    stages: Annotated[tuple[Stage, ...], Meta(min_length=1)]
+    microbatch: Annotated[tuple[Count, ...], Meta(min_length=1)] = (1,)
+    microbatches: Annotated[tuple[_Microbatches, ...], Meta(min_length=1)] = (1,)
+    schedule: str | None = None
+
+    @property
+    def data_degree(self) -> int:
+        """Replicas of the pipeline: the largest data degree of its stages."""
+        return max(stage.data_degree for stage in self.stages)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices of the pipeline in the order in which its stages name them."""
+        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+
+    @property
+    def device_sets(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each place in the chain; a place with several chunks stands once."""
+        return tuple(dict.fromkeys(stage.devices for stage in self.stages))
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step, over all replicas."""
+        degree = self.data_degree
+        sizes = self.microbatch * (degree if len(self.microbatch) == 1 else 1)
+        counts = self.microbatches * (degree if len(self.microbatches) == 1 else 1)
+        return sum(size * count for size, count in zip(sizes, counts, strict=True))
+
+
+class Strategy(Record, frozen=True):
+    """How a step is run.
+
+    Attributes:
+        batch: Samples a step, everything together.
+        pipelines: Usually one. Several are replicas that are unlike in cut, depth or degrees; each shards inside itself, and
+            the gradients of a block are summed over all that hold it.
+
+    Raises:
+        InputError: It contradicts itself; says where and how.
+    """
+
+    batch: Count
+    pipelines: Annotated[tuple[Pipeline, ...], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        check_record(self, "strategy")
+        for number, pipeline in enumerate(self.pipelines):
+            where = "strategy" if len(self.pipelines) == 1 else f"strategy: pipelines[{number}]"
+            for index, stage in enumerate(pipeline.stages):
+                _check_stage(stage, f"{where}: stages[{index}]")
+            _check_pipeline(pipeline, where)
+        _check_together(self)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Stages of all pipelines."""
+        return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices in use."""
+        return tuple(dict.fromkeys(device for pipeline in self.pipelines for device in pipeline.devices))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data; one pipeline stands without its list."""
+        data: dict[str, Any] = {"batch": self.batch}
+        if len(self.pipelines) > 1:
+            return data | {"pipelines": [_written(pipeline) for pipeline in self.pipelines]}
+        return data | _written(self.pipelines[0])
+
+    @staticmethod
+    def from_dict(data: Any, where: str = "strategy") -> Strategy:
+        """Builds a strategy from parsed JSON.
+
+        Raises:
+            InputError: Malformed, or it contradicts itself.
+        """
+        if isinstance(data, Mapping) and "batch" in data and "pipelines" not in data:
+            batch = build(Count, data["batch"], f"{where}: batch")
+            return Strategy(batch, (build(Pipeline, {key: item for key, item in data.items() if key != "batch"}, where),))
+        several = build(_File, data, where)
+        return Strategy(several.batch, several.pipelines)
+
+
+class _File(Record, frozen=True):
+    """A strategy of several pipelines as it stands in a file."""
+
+    batch: Count
+    pipelines: tuple[Pipeline, ...]
+
+
+def _written(pipeline: Pipeline) -> dict[str, Any]:
+    data = {"microbatch": list(pipeline.microbatch), "microbatches": list(pipeline.microbatches)}
+    return data | plain(pipeline)
+
+
+def _check_stage(stage: Stage, where: str) -> None:
+    """Refuses a stage that contradicts itself."""
+    if len(set(stage.blocks)) < len(stage.blocks):
+        raise InputError(f"{where}: a block stands twice; name every block once")
+    if len(set(stage.devices)) < len(stage.devices):
+        raise InputError(f"{where}: a device stands twice; name every device once")
+    size = prod(stage.mesh.values())
+    if size != len(stage.devices):
+        shape = " x ".join(f"{name} {stage.axis(name)}" for name in AXES if stage.axis(name) > 1) or "1"
+        raise InputError(f"{where}: a mesh of {shape} has {size} devices, found {len(stage.devices)}; make them agree")
+    if (stage.sharding > 0) != (stage.axis("shard") > 1):
+        raise InputError(
+            f"{where}: sharding level {stage.sharding} with shard {stage.axis('shard')}; levels 1 to 3 share parameters over a "
+            "shard axis of 2 or more, level 0 has none (its copies are the axis replicate)"
+        )
+    if stage.sequence_parallel and stage.axis("tensor") == 1:
+        raise InputError(f"{where}: sequence_parallel splits activations over the tensor axis, which is 1; leave it out")
+    if stage.tensor and stage.axis("tensor") == 1:
+        raise InputError(f"{where}: it gives tensor layouts, but the tensor axis is 1; leave them out")
+    shared = stage.axis("shard") * stage.axis("context") * stage.axis("tensor")
+    if shared % stage.expert:
+        raise InputError(f"{where}: expert {stage.expert} does not divide shard x context x tensor = {shared}")
+    for key, blocks in (("recompute", stage.recompute), ("offload", stage.offload)):
+        strange = next((block for block in blocks if block not in stage.blocks), None)
+        if strange is not None:
+            raise InputError(f"{where}: {key}: {show(strange)} is no block of the stage")
+
+
+def _check_pipeline(pipeline: Pipeline, where: str) -> None:
+    """Refuses stages that do not make one pipeline."""
+    stages, degree = pipeline.stages, pipeline.data_degree
+    places: dict[int, Stage] = {}
+    for index, stage in enumerate(stages):
+        if degree % stage.data_degree:
+            raise InputError(
+                f"{where}: stages[{index}] has data degree {stage.data_degree}, which does not divide the largest, {degree}"
+            )
+        for device in stage.devices:
+            first = places.setdefault(device, stage)
+            if (first.devices, first.mesh, first.sharding) != (stage.devices, stage.mesh, stage.sharding):
+                raise InputError(
+                    f"{where}: stages[{index}] shares device {device} with another stage, but not its devices, mesh and "
+                    "sharding level; chunks on the same devices share all three"
+                )
+    for key, values in (("microbatch", pipeline.microbatch), ("microbatches", pipeline.microbatches)):
+        if len(values) not in (1, degree):
+            raise InputError(f"{where}: {key} has {len(values)} entries; give one, or one for each of {degree} replicas")
+    if len(stages) > 1 and any(stage.sharding > 1 for stage in stages):
+        raise InputError(
+            f"{where}: a pipeline has sharding level 0 or 1: torch keeps its gradients unsharded until the step ends, and "
+            "resharding under a split backward would lose gradients"
+        )
+    if len(set(pipeline.microbatches)) > 1 and any(stage.sharding > 1 for stage in stages):
+        raise InputError(
+            f"{where}: replicas with unlike numbers of micro-batches need sharding level 0 or 1; at higher levels their "
+            "collectives would wait for each other for ever"
+        )
+    check_chain(pipeline.schedule, [stage.devices for stage in stages], min(pipeline.microbatches), where)
+
+
+def _check_together(strategy: Strategy) -> None:
+    """Refuses pipelines that share devices, miss blocks, or process another number of samples than the batch."""
+    users = [set(pipeline.devices) for pipeline in strategy.pipelines]
+    named: set[int] = set()
+    for number, devices in enumerate(users):
+        if named & devices:
+            raise InputError(f"strategy: pipelines[{number}] shares device {min(named & devices)} with another pipeline")
+        named |= devices
+    held = [[block for stage in pipeline.stages for block in stage.blocks] for pipeline in strategy.pipelines]
+    for number, blocks in enumerate(held):
+        where = "strategy" if len(held) == 1 else f"strategy: pipelines[{number}]"
+        if len(set(blocks)) < len(blocks):
+            twice = next(block for block in blocks if blocks.count(block) > 1)
+            raise InputError(f"{where}: block {show(twice)} is in two stages; name every block once")
+        if blocks and len(pipeline_stages := strategy.pipelines[number].stages) > 1:
+            empty = next((index for index, stage in enumerate(pipeline_stages) if not stage.blocks), None)
+            if empty is not None:
+                raise InputError(f"{where}: stages[{empty}] has no blocks; leave the stage out")
+    for one, other in pairwise(held):
+        if one != other:
+            raise InputError("strategy: every pipeline runs all blocks, in the same order; these differ")
+    samples = sum(pipeline.samples for pipeline in strategy.pipelines)
+    if samples != strategy.batch:
+        raise InputError(
+            f"strategy: batch is {strategy.batch}, but its replicas process {samples} samples a step (micro-batch x "
+            "micro-batches, summed over replicas); make them agree"
+        )
+
+
+def uniform_words(strategy: Strategy) -> str:
+    """The strategy in one line that a person can say aloud."""
+    parts = [_pipeline_words(pipeline) for pipeline in strategy.pipelines]
+    return "; beside it ".join(parts)
+
+
+def _pipeline_words(pipeline: Pipeline) -> str:
+    stages = pipeline.stages
+    words: list[str] = []
+    places = len(pipeline.device_sets)
+    if len(stages) > 1:
+        chunks = f" ({len(stages)} chunks)" if len(stages) > places else ""
+        words.append(f"{places} pipeline stages{chunks}, {pipeline.schedule}")
+    names = {"replicate": "replicas", "shard": "fully sharded over", "tensor": "tensor parallel"}
+    for axis in ("tensor", "shard", "replicate", "context"):
+        sizes = sorted({stage.axis(axis) for stage in stages})
+        if sizes != [1]:
+            text = "-".join(map(str, sizes))
+            words.append(f"{text} replicas" if axis == "replicate" else f"{names.get(axis, axis)} {text}")
+            levels = sorted({stage.sharding for stage in stages})
+            if axis == "shard":
+                words[-1] += f" (level {either(map(str, levels))})"
+    blocks = sum(len(stage.blocks) for stage in stages)
+    for key in ("recompute", "offload"):
+        chosen: Sequence[str] = [how for stage in stages for how in getattr(stage, key).values()]
+        for how in sorted(set(chosen)):
+            count = chosen.count(how)
+            words.append(f"{how} {key} of {'all' if count == blocks else f'{count} of {blocks}'} blocks")
+    sizes = "/".join(map(str, sorted(set(pipeline.microbatch))))
+    counts = "/".join(map(str, sorted(set(pipeline.microbatches))))
+    one = counts == "1"
+    words.append(f"{counts} micro-batch{'' if one else 'es'} of {sizes}")
+    used = len(pipeline.devices)
+    return (", ".join(words) if used > 1 else f"one device, {', '.join(words)}") + (f" on {used} devices" if used > 1 else "")

@@ -31,6 +31,7 @@ LEVEL = {
     "cost": 6,
     "planners": 6,
     "measured": 7,
+    "strategy": 7,
     "reporting": 7,
     "envs": 8,
     "runtime": 8,

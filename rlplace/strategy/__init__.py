@@ -1,0 +1,1 @@
+"""Whole strategies: what blocks cost, what a strategy takes, and the search for the best one."""

@@ -1,0 +1,177 @@
+"""What blocks cost: the one thing that executor, memory and search know about a model.
+
+Axes: B blocks in model order. A *pass* is one micro-batch through a block on one device of its tensor group. The numbers come
+from the captured ops (`rlplace.strategy.price`) or, in tests, from a generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Bytes = NDArray[np.int64]
+
+NONE, SELECTIVE, FULL = range(3)
+"""What runs again in the backward; index of axis R."""
+
+RECOMPUTE = ("none", "selective", "full")
+
+COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""Index of axis K."""
+
+FORWARD_PASS, BACKWARD_PASS = range(2)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one pass of a block is cut.
+
+    Attributes:
+        samples: Of the micro-batch of one replica.
+        tensor: Tensor-parallel degree.
+        sequence_parallel: Whether activations between tensor-parallel parts are split along the sequence.
+        context: Context-parallel degree: parts of the sequence.
+        expert: Expert-parallel degree.
+    """
+
+    samples: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class PassCosts:
+    """One pass of every block on one device.
+
+    Attributes:
+        forward_s: float64 [B], seconds of the forward, collectives apart.
+        backward_s: float64 [B], seconds of the whole backward without anything that runs again.
+        weight_s: float64 [B], the part of `backward_s` that makes gradients of weights, which split schedules put off.
+        again_s: float64 [R, B], forward seconds that run again in the backward.
+        kept_bytes: int64 [R, B], kept from the forward to the backward of one micro-batch, the block's input included unless it
+            is the output of the block before, which counts there.
+        working_bytes: int64 [2, R, B], the most that forward and backward hold for a moment on top of what is kept before and
+            after; where ops run again, what they keep is part of the backward's.
+        sent_bytes: int64 [B], what later blocks read of what this and earlier ones made: the bytes that a stage border behind
+            this block sends forward; 0 for the last.
+        returned_bytes: int64 [B], gradients that the same border sends back.
+        collective_bytes: float64 [2, K, B], bytes of the whole tensors that the tensor (and expert) group moves, by pass and
+            kind.
+        collective_calls: float64 [2, K, B], in so many calls.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    weight_s: Floats
+    again_s: Floats
+    kept_bytes: Bytes
+    working_bytes: Bytes
+    sent_bytes: Bytes
+    returned_bytes: Bytes
+    collective_bytes: Floats
+    collective_calls: Floats
+
+    def __post_init__(self) -> None:
+        _freeze(self)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldCosts:
+    """What one device of a tensor group holds of every block between steps, nothing sharded.
+
+    A tied weight counts in every block that reads it.
+
+    Attributes:
+        weight_bytes: int64 [B], parameters and buffers.
+        gradient_bytes: int64 [B].
+        optimizer_bytes: int64 [B], optimizer state and master weights.
+        gradient_item: Bytes of an element in which gradients are exchanged between replicas, over those of `gradient_bytes`.
+    """
+
+    weight_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
+    gradient_item: float = 1.0
+
+    def __post_init__(self) -> None:
+        _freeze(self)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A weight that several blocks hold: copies with a summed gradient where stages part them.
+
+    Attributes:
+        blocks: Numbers of the blocks.
+        weight_bytes: Of one copy.
+        gradient_bytes: Of one copy.
+        optimizer_bytes: Of one copy.
+    """
+
+    blocks: tuple[int, ...]
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+class BlockCosts(Protocol):
+    """What a model costs on the device kinds of a cluster.
+
+    Attributes:
+        names: B module paths in model order.
+        kinds: Names of the device kinds.
+        ties: Weights that several blocks share.
+        classes: int64 [B]; blocks of one number cost the same.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    ties: tuple[Tie, ...]
+    classes: NDArray[np.int64]
+
+    def why_not(self, cut: Cut) -> str | None:
+        """Why a pass cannot be cut like that; None where it can."""
+        ...
+
+    def passes(self, kind: int, cut: Cut) -> PassCosts:
+        """A pass on a device of that kind.
+
+        Raises:
+            InputError: `why_not` has a reason.
+        """
+        ...
+
+    def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
+        """What one device holds at these degrees."""
+        ...
+
+    def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
+        """float64 [B], seconds of the optimizer step of whole blocks; a share takes its part of it."""
+        ...
+
+
+def tied_once(held: HeldCosts, ties: Sequence[Tie], blocks: range) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state of consecutive blocks on one device, a tied weight counted once."""
+    totals = [
+        int(part[blocks.start : blocks.stop].sum()) for part in (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes)
+    ]
+    for tie in ties:
+        again = sum(block in blocks for block in tie.blocks) - 1
+        if again > 0:
+            for index, size in enumerate((tie.weight_bytes, tie.gradient_bytes, tie.optimizer_bytes)):
+                totals[index] -= again * size
+    return totals[0], totals[1], totals[2]
+
+
+def _freeze(record: Any) -> None:
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if isinstance(value, np.ndarray):
+            value.setflags(write=False)

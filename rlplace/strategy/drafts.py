@@ -1,0 +1,152 @@
+"""`Draft`: a strategy by numbers instead of names, as search and executor handle it by the thousand.
+
+A draft says what a `rlplace.plan.strategy.Pipeline` says. It is cheap to make, hash and change, and checked only when it
+becomes a strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlplace.plan.strategy import Offload, Pipeline, Recompute, Stage, Strategy
+from rlplace.strategy.costs import Cut
+
+RECOMPUTE: tuple[Recompute | None, ...] = (None, "selective", "full")
+OFFLOAD: tuple[Offload | None, ...] = (None, "optimizer", "all")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A mesh of devices that holds one or more stages.
+
+    Attributes:
+        devices: Device numbers, filling replicate x shard x context x tensor in row-major order.
+        replicate: Whole copies.
+        shard: Devices that share parameters, gradients and optimizer state by `sharding`.
+        context: Parts of the sequence.
+        tensor: Tensor-parallel degree.
+        expert: Expert-parallel degree; divides shard x context x tensor.
+        sharding: Level 0 to 3.
+        sequence_parallel: See `rlplace.plan.strategy.Stage`.
+    """
+
+    devices: tuple[int, ...]
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    sharding: int = 0
+    sequence_parallel: bool = False
+
+    @property
+    def data_degree(self) -> int:
+        """Replicas: replicate x shard."""
+        return self.replicate * self.shard
+
+    def cut(self, samples: int) -> Cut:
+        """How a pass of so many samples of a replica is cut."""
+        return Cut(samples, self.tensor, self.sequence_parallel, self.context, self.expert)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One pipeline, or one stage, over all B blocks.
+
+    Attributes:
+        bounds: S + 1 block numbers; stage s holds blocks ``bounds[s]`` to ``bounds[s + 1] - 1``.
+        places: The meshes.
+        place_of_stage: S indices into `places`.
+        recompute: B indices into `RECOMPUTE`.
+        offload: B indices into `OFFLOAD`.
+        microbatch: Samples of a pass: one entry, or one a replica.
+        microbatches: Passes a step: likewise.
+        schedule: Name of a schedule for chains; None with one stage.
+    """
+
+    bounds: tuple[int, ...]
+    places: tuple[Place, ...]
+    place_of_stage: tuple[int, ...]
+    recompute: bytes
+    offload: bytes
+    microbatch: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    schedule: str | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, S."""
+        return len(self.place_of_stage)
+
+    @property
+    def data_degree(self) -> int:
+        """Replicas: the largest data degree of the places."""
+        return max(place.data_degree for place in self.places)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices in use."""
+        return tuple(device for place in self.places for device in place.devices)
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step, over all replicas."""
+        degree = self.data_degree
+        sizes = self.microbatch * (degree if len(self.microbatch) == 1 else 1)
+        counts = self.microbatches * (degree if len(self.microbatches) == 1 else 1)
+        return sum(size * count for size, count in zip(sizes, counts, strict=True))
+
+    def pipeline(self, names: Sequence[str]) -> Pipeline:
+        """With the names of the blocks, and checked.
+
+        Raises:
+            InputError: It contradicts itself.
+        """
+        return Pipeline(
+            stages=tuple(self._stage(index, names) for index in range(self.stages)),
+            microbatch=self.microbatch,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+        )
+
+    def strategy(self, names: Sequence[str]) -> Strategy:
+        """A strategy of this pipeline alone."""
+        return Strategy(self.batch, (self.pipeline(names),))
+
+    def _stage(self, index: int, names: Sequence[str]) -> Stage:
+        place = self.places[self.place_of_stage[index]]
+        blocks = range(self.bounds[index], self.bounds[index + 1])
+        axes = {"replicate": place.replicate, "shard": place.shard, "context": place.context, "tensor": place.tensor}
+        return Stage(
+            blocks=tuple(names[block] for block in blocks),
+            devices=place.devices,
+            mesh={axis: size for axis, size in axes.items() if size > 1},  # type: ignore[misc]
+            sharding=place.sharding,
+            sequence_parallel=place.sequence_parallel,
+            expert=place.expert,
+            recompute={names[b]: how for b in blocks if (how := RECOMPUTE[self.recompute[b]]) is not None},
+            offload={names[b]: how for b in blocks if (how := OFFLOAD[self.offload[b]]) is not None},
+        )
+
+
+def draft_of(pipeline: Pipeline, names: Sequence[str]) -> Draft:
+    """The numbers of a pipeline whose blocks have these names, in this order."""
+    number = {name: index for index, name in enumerate(names)}
+    places: dict[Place, int] = {}
+    bounds, place_of_stage = [0], []
+    recompute, offload = bytearray(len(names)), bytearray(len(names))
+    for stage in pipeline.stages:
+        place = Place(
+            stage.devices, stage.axis("replicate"), stage.axis("shard"), stage.axis("context"), stage.axis("tensor"),
+            stage.expert, stage.sharding, stage.sequence_parallel,
+        )  # fmt: skip
+        place_of_stage.append(places.setdefault(place, len(places)))
+        bounds.append(bounds[-1] + len(stage.blocks))
+        for key, values, chosen in (("recompute", RECOMPUTE, recompute), ("offload", OFFLOAD, offload)):
+            for block, how in getattr(stage, key).items():
+                chosen[number[block]] = values.index(how)
+    return Draft(
+        tuple(bounds), tuple(places), tuple(place_of_stage), bytes(recompute), bytes(offload), pipeline.microbatch,
+        pipeline.microbatches, pipeline.schedule,
+    )  # fmt: skip

@@ -29,20 +29,18 @@ _SIMULATOR = [
     for name in (
         "timelines_by_hand",
         "simulator_identities",
-        "simulator_golden",
         "reference_properties",
         "simulator_api",
         "collectives",
         "pipelines",
         "pipeline_actions",
         "expand",
-        "twin_schedules",
         "twin",
     )
 ]
 _MEMORY = [
     f"tests/cost/test_{name}.py"
-    for name in ("memory_closed_forms", "memory_allocator", "memory_footprint", "inner_peak", "update_memory")
+    for name in ("memory_real", "memory_allocator", "memory_footprint")
 ]
 TARGETS = {
     **{

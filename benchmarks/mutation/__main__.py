@@ -33,16 +33,13 @@ _SIMULATOR = [
         "simulator_api",
         "collectives",
         "pipelines",
-        "pipeline_actions",
         "expand",
         "twin",
     )
-]
-_MEMORY = [
-    f"tests/cost/test_{name}.py"
-    for name in ("memory_real", "memory_allocator", "memory_footprint")
-]
+] + ["tests/test_actions.py"]
+_MEMORY = [f"tests/cost/test_{name}.py" for name in ("memory_real", "memory_allocator", "memory_footprint")]
 TARGETS = {
+    "rlplace/actions.py": _SIMULATOR,
     **{
         f"rlplace/simulator/{name}.py": _SIMULATOR
         for name in (
@@ -55,7 +52,6 @@ TARGETS = {
             "priority",
             "stages",
             "schedules",
-            "actions",
             "inputs",
             "lowering",
             "replicas",

@@ -1,6 +1,7 @@
 """What the tests of emulated hosts share: they need root, and leave the machine as they found it."""
 
 import os
+from pathlib import Path
 
 import pytest
 from host_checks import kernel_lacks, left_behind, links

@@ -49,7 +49,6 @@ TARGETS = {
             "api",
             "expand",
             "tasks",
-            "priority",
             "stages",
             "schedules",
             "inputs",
@@ -65,7 +64,7 @@ TARGETS = {
         f"rlplace/cost/{name}.py": _MEMORY
         for name in ("lifetimes", "holdings", "footprint", "allocator", "memory", "allocator_kernel")
     },
-    "envs/memory.py": [
+    "envs/instance.py": [
         "tests/envs/test_memory_bounds.py",
         "tests/envs/test_construction.py",
         "tests/envs/test_environments.py",

@@ -7,9 +7,8 @@ from toys import memory_tight_pair
 
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
-from rlplace.agents.construct import construct
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.agents.planner import Agent
+from rlplace.agents.planner import Agent, construct
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
 from rlplace.comparing.closing import compare_agent, format_rows

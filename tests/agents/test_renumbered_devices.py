@@ -8,7 +8,7 @@ import torch
 from drawn import renumbered
 
 from rlplace.agents.bank import graph_tensors
-from rlplace.agents.construct import construct
+from rlplace.agents.planner import construct
 from rlplace.envs import make_instance
 from rlplace.envs.guide.features import move_features
 from rlplace.envs.guide.guide import Guide

@@ -17,14 +17,12 @@ from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.planner import load_agent
 from rlplace.agents.tuning.belief import believe
-from rlplace.agents.tuning.design import first_plans
 from rlplace.agents.tuning.direct import LogModel, log_rows
 from rlplace.agents.tuning.learn import fit_moves, lesson_of, price_moves
 from rlplace.agents.tuning.offline import METHODS, finetune_offline, measurements_of
 from rlplace.agents.tuning.pool import Pool
-from rlplace.agents.tuning.proposer import AgentProposer
-from rlplace.agents.tuning.residual import Residual
-from rlplace.agents.tuning.tune import tune
+from rlplace.agents.tuning.proposer import AgentProposer, Residual
+from rlplace.agents.tuning.tune import first_plans, tune
 from rlplace.comparing.closing import compare_skills
 from rlplace.cost.timings import rank_correlation
 from rlplace.envs import MeasuredBackend, RefinementEnv

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlplace.envs.memory import group_footprint_bytes, group_pinned_bytes, group_saved_bytes
+from rlplace.envs.instance import group_footprint_bytes, group_pinned_bytes, group_saved_bytes
 from rlplace.problem import BACKWARD, FORWARD
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rlplace.planners.common.bounds import lower_bounds
-from rlplace.planners.common.execution_bound import execution_bound, largest
-from rlplace.planners.common.memory_bound import least_devices, memory_forced, memory_forced_s
+from rlplace.planners.common.execution_bound import execution_bound, largest, least_devices, memory_forced, memory_forced_s
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem

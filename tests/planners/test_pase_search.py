@@ -12,10 +12,9 @@ from benchmarks.papers.pase.baselines import strategy_cost
 from benchmarks.papers.pase.kinds import contiguous, gemm
 from rlplace.errors import InputError
 from rlplace.planners.pase import dp
-from rlplace.planners.pase.configs import configurations
-from rlplace.planners.pase.costs import CostTables, cost_tables
+from rlplace.planners.pase.costs import CostTables, configurations, cost_tables
+from rlplace.planners.pase.dp import dependent_sets, min_degree
 from rlplace.planners.pase.layers import Layer, LayerEdge, LayerGraph, Machine
-from rlplace.planners.pase.order import dependent_sets, min_degree
 from rlplace.planners.pase.terms import Dim
 
 MACHINE = Machine()

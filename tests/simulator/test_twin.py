@@ -17,8 +17,8 @@ from toys import pipeline_chain
 from rlplace.problem import UPDATE, Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, Timeline, default_priority, simulate, simulate_many
-from rlplace.simulator.priority import reference_priority
 from rlplace.simulator.reference import STUCK_ORDER, simulate_reference
+from rlplace.simulator.schedules import reference_priority
 
 DRAWS = {"training": training_problem, "dense": dense_problem}
 QUICK = settings(max_examples=200, derandomize=True)

@@ -12,7 +12,7 @@ from benchmarks.papers.pase.mcmc import mcmc
 from benchmarks.papers.pase.rnnlm import rnnlm
 from benchmarks.papers.pase.transformer import transformer
 from rlplace.errors import InputError
-from rlplace.planners.pase.configs import all_configurations
+from rlplace.planners.pase.costs import all_configurations
 from rlplace.planners.pase.dp import least_cost_strategy
 from rlplace.planners.pase.layers import LayerGraph, Machine, Strategy
 

@@ -12,9 +12,8 @@ from benchmarks.papers.pase.orders import breadth_first, prefix_sets, search_sta
 from benchmarks.papers.pase.rnnlm import rnnlm
 from benchmarks.papers.pase.transformer import transformer, transformer_large
 from rlplace.planners.pase.costs import cost_tables
-from rlplace.planners.pase.dp import eliminate, least_cost_strategy
+from rlplace.planners.pase.dp import dependent_sets, eliminate, least_cost_strategy, neighbours
 from rlplace.planners.pase.layers import LayerGraph, Machine
-from rlplace.planners.pase.order import dependent_sets, neighbours
 
 OPTIMA = [
     (alexnet, 4, 1.482157e11),

@@ -9,10 +9,11 @@ from equal import build, keywords, parts_of
 from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
-from rlplace.runtime.distributed.pipeline import support, versions
+from rlplace.runtime.distributed.pipeline import make as support
+from rlplace.runtime.distributed.pipeline import torch_schedules as versions
 from rlplace.runtime.distributed.pipeline.chain import chain_of
 from rlplace.runtime.distributed.pipeline.current import asides_of
-from rlplace.runtime.distributed.pipeline.order import pipeline_order
+from rlplace.runtime.distributed.pipeline.engine import pipeline_order
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
 from rlplace.runtime.distributed.state.tensors import meta_copy
 

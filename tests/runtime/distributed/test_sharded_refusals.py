@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
+from rlplace.runtime.distributed.sharded.make import devices_of, why_not
 from rlplace.runtime.distributed.sharded.program import make_program
-from rlplace.runtime.distributed.sharded.refuse import devices_of, why_not
 from rlplace.runtime.distributed.sharded.spec import WHOLE, whole
 
 

@@ -60,7 +60,7 @@ def test_place_model_with_the_agent(capsys, tmp_path, agent):
     assert data["predicted"]["feasible"] and data["predicted"]["executor"] == "list"
     assert data["predicted"]["step_time_s"] <= data["predicted"]["floor_step_time_s"]
     assert data["predicted"]["op_level"]["step_time_s"] > 0
-    assert len(data["groups"]) == len(data["device_of_group"]) <= 20
+    assert len(data["groups"]) == len(data["placement"]["device_of_group"]) <= 20
     assert data["source"]["graph"]["model"] == TINY
 
 

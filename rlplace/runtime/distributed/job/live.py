@@ -20,7 +20,7 @@ from rlplace.files import check_header
 from rlplace.measured.campaign import PlanFailed
 from rlplace.measured.race import Race
 from rlplace.measured.site import Site, site_of
-from rlplace.plan.parse import plan_from_dict
+from rlplace.plan.file import plan_from_dict
 from rlplace.plan.plan import FORMAT, VERSION, PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.io import problem_from_dict, problem_to_dict

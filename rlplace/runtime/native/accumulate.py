@@ -17,25 +17,28 @@ Loss = Callable[[Any, Batch], torch.Tensor]
 """Called with the model's output and the micro-batch; returns the mean loss over its samples."""
 
 
-def accumulate(root: nn.Module, parts: Sequence[Batch], loss: Loss, weight: float, *, every_pass: bool) -> torch.Tensor:
-    """Forward and backward of every micro-batch; returns the weighted sum of their losses.
+class Accumulation:
+    """Runs micro-batches one after the other.
 
     Args:
         root: The model as `wrap_stage` returned it.
-        parts: The micro-batches.
-        loss: The loss of one.
-        weight: What it counts.
+        weight: What the loss of one micro-batch counts.
         every_pass: Reduce gradients after every micro-batch (levels 2 and 3), not once a step.
     """
-    total = None
-    for number, part in enumerate(parts):
-        last = number == len(parts) - 1
-        with _reducing(root, last or every_pass, last):
-            value = loss(root(**part), part) * weight
-            value.backward()  # type: ignore[no-untyped-call]
-        total = value.detach() if total is None else total + value.detach()
-    assert total is not None
-    return total
+
+    def __init__(self, root: nn.Module, weight: float, *, every_pass: bool) -> None:
+        self._root, self._weight, self._every_pass = root, weight, every_pass
+
+    def step(self, parts: Sequence[Batch], loss: Loss) -> torch.Tensor:
+        """Forward and backward of every micro-batch; returns the weighted sum of their losses."""
+        losses = []
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            with _reducing(self._root, last or self._every_pass, last):
+                value = loss(self._root(**part), part) * self._weight
+                value.backward()  # type: ignore[no-untyped-call]
+            losses.append(value.detach())
+        return torch.stack(losses).sum()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,29 +11,42 @@ from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.accumulate import Loss, accumulate
+from rlplace.runtime.native.accumulate import Accumulation, Loss
 from rlplace.runtime.native.batches import Batch, micro_batches, own_samples, share_of
-from rlplace.runtime.native.blocks import units
+from rlplace.runtime.native.blocks import tied_names, units
+from rlplace.runtime.native.capture import capture
+from rlplace.runtime.native.cut import cut, stage_module
 from rlplace.runtime.native.facts import model_facts
 from rlplace.runtime.native.mesh import Place, find_place
+from rlplace.runtime.native.pipeline import PipelineRun, StageModule
+from rlplace.runtime.native.ties import Ties
 from rlplace.runtime.native.why_not import why_not
 from rlplace.runtime.native.wrap import wrap_stage
+
+
+class Runner(Protocol):
+    """What runs the passes of a step: one stage by itself, or torch's schedules."""
+
+    def step(self, parts: list[dict[str, Any]], loss: Loss) -> torch.Tensor:
+        """Forward and backward of all micro-batches; returns the weighted sum of their losses."""
 
 
 class NativeModel:
     """This process's part of a model under a strategy.
 
     Attributes:
-        model: The model that was prepared; its modules hold the parameters of this process's stages, shared out in place.
         strategy: What is run.
         place: Where this process stands.
         share: What its replica computes of a step.
+        bodies: By number of the stage, the modules that this process holds; the whole model where there is one stage.
     """
 
-    def __init__(self, model: nn.Module, strategy: Strategy, place: Place, roots: Mapping[int, nn.Module]) -> None:
-        self.model, self.strategy, self.place = model, strategy, place
+    def __init__(
+        self, strategy: Strategy, place: Place, bodies: Mapping[int, nn.Module], runner: Runner, ties: Ties | None = None
+    ) -> None:
+        self.strategy, self.place, self.bodies = strategy, place, dict(bodies)
         self.share = share_of(strategy, place.replica)
-        self._roots = dict(roots)
+        self._runner, self._ties = runner, ties
 
     def own_samples(self, batch: Batch) -> dict[str, Any]:
         """The samples of this process's replica out of a whole batch, the same on all processes."""
@@ -48,21 +61,24 @@ class NativeModel:
 
         Returns:
             The mean loss over all samples of the batch, the same on every process.
+
+        Raises:
+            InputError: The batch has another number of samples than the strategy.
         """
         parts = micro_batches(batch, self.share)
-        total = self._run(parts, loss)
-        degree = self.strategy.pipelines[0].data_degree * self.place.mesh["tensor"].size()
-        total = (total.double() if self.place.device.type == "cpu" else total.float()) / degree
+        if self._ties is not None:
+            self._ties.begin(self.bodies)
+        total = self._runner.step(parts, loss)
+        if self._ties is not None:
+            self._ties.sum_gradients(self.bodies)
+        total = total.double() if self.place.device.type == "cpu" else total.float()
         dist.all_reduce(total)
-        return total
-
-    def _run(self, parts: list[dict[str, Any]], loss: Loss) -> torch.Tensor:
-        level = self.strategy.stages[0].sharding
-        return accumulate(self._roots[0], parts, loss, self.share.weight, every_pass=level > 1)
+        return total / (self.strategy.pipelines[0].data_degree * self.place.mesh["tensor"].size())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's names; `DTensor` where they are shared or laid out."""
-        yield from self.model.named_parameters()
+        for body in self.bodies.values():
+            yield from body.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What an optimizer gets."""
@@ -70,12 +86,12 @@ class NativeModel:
 
     def state_dict(self) -> dict[str, Any]:
         """This process's parameters and buffers under the model's names, for `torch.distributed.checkpoint`."""
-        return dict(self.model.state_dict())
+        return {name: value for body in self.bodies.values() for name, value in body.state_dict().items()}
 
-    def zero_grad(self) -> None:
-        """Drops all gradients."""
-        for parameter in self.parameters():
-            parameter.grad = None
+    def train(self, mode: bool = True) -> None:
+        """Sets the mode of the blocks; ops between them stay as they were recorded."""
+        for body in self.bodies.values():
+            body.train(mode)
 
 
 def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_type: str = "cpu") -> NativeModel:
@@ -84,9 +100,9 @@ def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_
     Every process of the job calls it with the same model, values included, after `torch.distributed.init_process_group`.
 
     Args:
-        model: On any device; its modules are changed in place, and parameters keep their names.
+        model: Its modules are changed in place, and keep their names; what only other processes run loses its values.
         strategy: Stages on meshes; its lowest device number is the first process.
-        example_inputs: Keyword inputs of one micro-batch; only shapes and dtypes matter.
+        example_inputs: Keyword inputs of one micro-batch of this process; only shapes and dtypes matter.
         device_type: ``"cpu"`` or an accelerator's, such as ``"cuda"``.
 
     Raises:
@@ -96,8 +112,31 @@ def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_
     if reason is not None:
         raise InputError(f"native: {reason}")
     place = find_place(strategy, device_type)
+    if len(strategy.stages) > 1:
+        return _pipelined(model, strategy, example_inputs, place)
     stage = strategy.stages[0]
     model.to(place.device)
-    blocks = dict(units(model, stage.blocks))
-    root = wrap_stage(model, blocks, stage, place, pipelined=False)
-    return NativeModel(model, strategy, place, {0: root})
+    root = wrap_stage(model, dict(units(model, stage.blocks)), stage, place, pipelined=False)
+    share = share_of(strategy, place.replica)
+    return NativeModel(strategy, place, {0: model}, Accumulation(root, share.weight, every_pass=stage.sharding > 1))
+
+
+def _pipelined(model: nn.Module, strategy: Strategy, example_inputs: Batch, place: Place) -> NativeModel:
+    pipeline, share = strategy.pipelines[0], share_of(strategy, place.replica)
+    names = tied_names(model)
+    captured = capture(model, example_inputs, [block for stage in pipeline.stages for block in stage.blocks])
+    stages = cut(captured, [stage.blocks for stage in pipeline.stages])
+    ties = Ties(names, pipeline, place)
+    bodies = {number: stage_module(captured, stages[number], place.device) for number in place.stages}
+    ties.part(bodies)
+    held = {id(module) for body in bodies.values() for module in body.modules()}
+    for module in captured.units.values():
+        if id(module) not in held:
+            module.to("meta")
+    roots = {}
+    for number, body in bodies.items():
+        root = StageModule(body, stages[number], captured.out_spec, share.weight)
+        inside = {path: module for path, module in captured.units.items() if id(module) in {id(m) for m in body.modules()}}
+        wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
+        roots[number] = root
+    return NativeModel(strategy, place, bodies, PipelineRun(pipeline, place, roots, stages, share.microbatches), ties)

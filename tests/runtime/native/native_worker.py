@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 
 import torch
@@ -107,7 +108,9 @@ def run_cases(cases):
         if name not in plain:
             plain[name] = plain_run(name)
         try:
+            start = time.monotonic()
             results[key] = run_case(name, strategy, plain[name])
+            results[key]["s"] = time.monotonic() - start
         except Exception:
             results[key] = traceback.format_exc()
             if dist.get_rank() == 0:

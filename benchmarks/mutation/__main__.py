@@ -65,14 +65,13 @@ TARGETS = {
         for name in ("lifetimes", "holdings", "footprint", "allocator", "memory", "allocator_kernel")
     },
     "envs/instance.py": [
-        "tests/envs/test_memory_bounds.py",
         "tests/envs/test_construction.py",
         "tests/envs/test_environments.py",
         "tests/envs/test_awkward_problems.py",
         "tests/envs/test_refinement_moves.py",
     ],
-    "rlplace/planners/common/repair.py": ["tests/planners/test_repair.py", "tests/planners/test_memory_bound.py"],
-    "rlplace/planners/common/shortage.py": ["tests/planners/test_shortage.py", "tests/planners/test_memory_bound.py"],
+    "rlplace/planners/common/repair.py": ["tests/planners/test_repair.py", "tests/planners/test_shortage.py"],
+    "rlplace/planners/common/shortage.py": ["tests/planners/test_shortage.py"],
 }
 """Files and the tests that should notice."""
 

@@ -190,11 +190,6 @@ def test_first_plans_begin_with_a_given_one():
     assert all(np.array_equal(a, b) for a, b in zip(plans, again, strict=True))
 
 
-def test_first_plans_of_a_tiny_problem():
-    problem = random_problem(1, 1, 2)
-    assert 1 <= len(first_plans(problem, 8, execution=PLAIN)) <= 2
-
-
 def some_belief(problem=PROBLEM, count=6, **options):
     campaign = Campaign(problem, SimulatedCluster(problem, **options), retime_every=0)
     for plan in first_plans(problem, count, execution=PLAIN):

@@ -135,17 +135,6 @@ def test_infeasible_plan_simulates_and_says_so(capsys, tmp_path):
     assert code == 0 and "infeasible" in out and "short" in out
 
 
-def test_compare(capsys, problem_file, agent):
-    code, out, _ = run(
-        capsys, "compare", problem_file, "--planners", "single,best,annealing,agent", "--calls", "64", "--seeds", "2",
-        "--agent", agent, "--json",
-    )  # fmt: skip
-    assert code == 0
-    rows = {row["planner"]: row for row in json.loads(out)["rows"]}
-    assert list(rows) == ["single", "best", "annealing", "agent"]
-    assert rows["agent"]["step_time_s"] <= rows["best"]["step_time_s"] <= rows["single"]["step_time_s"]
-
-
 def test_info(capsys):
     code, out, _ = run(capsys, "info", "--json")
     data = json.loads(out)

@@ -224,15 +224,6 @@ def test_unknown_resident_parts_are_refused():
         footprint(problem, [0])
 
 
-def test_inner_peak_by_hand():
-    # Task 0: ops 0, 2, 3; task 1: op 1. Op 0 makes 100 for op 3, op 2 makes 10 for itself and 50 that leaves the task.
-    task = np.array([0, 1, 0, 0])
-    temporary = np.array([0, 7, 5, 1])
-    producer, last_use = np.array([0, 2, 2]), np.array([3, 2, -1])
-    found = inner_temporary_bytes(task, 3, temporary, producer, last_use, np.array([100, 10, 50]))
-    assert found.tolist() == [100 + 10 + 50 + 5 - 50, 7, 0]
-
-
 def test_inner_peak_agrees_with_a_plain_replay():
     rng = np.random.default_rng(0)
     for _ in range(50):

@@ -53,17 +53,6 @@ def test_contiguous_plan_on_two_devices_trains_with_sgd(sim, name, level):
     equality.train_both(placed, reference, inputs, loss_of, equality.sgd)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["op", "module"])
-@pytest.mark.parametrize("name", small_models.MODELS)
-@pytest.mark.parametrize("seed", range(4))
-def test_more_random_plans(sim, name, level, seed):
-    model, reference, inputs, loss_of = build(name)
-    plan = equality.random_plan(op_names(name), 2 + seed, seed=seed + 10)
-    placed = apply(model, plan, sim(2 + seed), example_inputs=inputs, level=level)
-    equality.train_both(placed, reference, inputs, loss_of, equality.sgd, steps=2)
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,10 +1,10 @@
 """Which plans the pipeline engine runs, what its stages hand to each other, and its split backward."""
 
 import numpy as np
-import pipeline_worker
 import pytest
 import torch
 from equal import build, keywords, parts_of
+from plans import stage_plan
 
 from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import cut_graph
@@ -33,7 +33,7 @@ def graphs():
 
 
 def cut_of(graph, places, schedule="1f1b", **fields):
-    plan = pipeline_worker.stage_plan(graph, places, schedule=schedule, **{"microbatches": 4, **fields})
+    plan = stage_plan(graph, places, schedule=schedule, **{"microbatches": 4, **fields})
     return cut_graph(graph, assign(graph, planned_placements(plan), None, planned_groups(plan))), plan
 
 

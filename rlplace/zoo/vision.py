@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rlplace.zoo.tabular import random_floats, random_tokens
+from rlplace.zoo.sequence import random_tokens
+from rlplace.zoo.tabular import random_floats
 
 
 class ConvUnit(nn.Sequential):

@@ -1,0 +1,201 @@
+"""What blocks cost adds up to what the op level says: times by phase, held bytes, and the peak of a whole step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from captured import at, captured
+
+from rlplace.cost import price
+from rlplace.errors import InputError
+from rlplace.graph.coarsen import Grouping
+from rlplace.plan.recompute import recompute
+from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
+from rlplace.simulator import simulate
+from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut, tied_once
+from rlplace.strategy.price import PricedBlocks
+
+CLUSTER = "a100-80g:1 + l4:1"
+MODELS = ("llama", "gpt2", "gpt2-untied", "bert", "vit", "t5", "resnet")
+FOUR = Cut(4)
+
+
+@pytest.fixture(scope="module")
+def priced():
+    return {name: PricedBlocks(captured(name), CLUSTER) for name in MODELS}
+
+
+def grouped(graph, of_op, names):
+    number = np.arange(len(names), dtype=np.int32)
+    return Grouping(np.array(of_op, dtype=np.int32), number, tuple(names), tuple(() for _ in names))
+
+
+def peak_bytes(blocks, how):
+    """Of a step of one micro-batch on one device."""
+    costs, held = blocks.passes(0, FOUR), blocks.held()
+    before = np.cumsum(costs.kept_bytes[how])
+    working = (before + costs.working_bytes[:, how]).max()
+    return sum(tied_once(held, blocks.ties, range(len(blocks.names)))) + int(working)
+
+
+def simulated_peak(problem, order=None):
+    timeline = simulate(problem, [0] * problem.num_groups, order=order)
+    assert np.isfinite(timeline.step_time_s)
+    return int(timeline.peak_memory_bytes[0]) - problem.devices[0].reserved_bytes
+
+
+def op_level(name, blocks):
+    """Ops in their blocks; gradients of tied weights add up where the other gradient is."""
+    graph = captured(name)
+    problem = price(graph, CLUSTER, level="op", groups=grouped(graph, blocks.blocks.of_op, blocks.names))
+    summed = problem.edge_tensor[problem.op_phase[problem.consumers] == UPDATE]
+    return replace(problem, tensor_bytes=np.where(np.isin(np.arange(problem.num_tensors), summed), 0, problem.tensor_bytes))
+
+
+def one_by_one(problem):
+    """Ops in the order of blocks: forward, backward in reverse, what runs again before what reads it, updates."""
+    starts = [name.partition(".recompute")[0] in problem.group_names for name in problem.op_names]
+
+    def position(op):
+        phase, again = int(problem.op_phase[op]), problem.op_names[op].endswith(".recompute")
+        block = int(problem.op_group[op]) * (1 if phase == FORWARD else -1)
+        return phase, block if phase != UPDATE else 0, not again, not starts[op], op
+
+    return [sorted(range(problem.num_ops), key=position), []]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_times_add_up(priced, name):
+    graph, blocks = captured(name), priced[name]
+    assert blocks.kinds == ("a100-80g", "l4")
+    problem = price(graph, CLUSTER, level="op")
+    for kind in range(2):
+        costs = blocks.passes(kind, FOUR)
+        found = [costs.forward_s.sum(), costs.backward_s.sum(), blocks.update_s(kind).sum()]
+        wanted = [problem.time_s[problem.op_phase == phase, kind].sum() for phase in (FORWARD, BACKWARD, UPDATE)]
+        np.testing.assert_allclose(found, wanted, rtol=1e-9)
+        split = price(graph, CLUSTER, level="op", weight_gradients=True)
+        weight = split.time_s[split.op_phase == BACKWARD_WEIGHT, kind].sum()
+        np.testing.assert_allclose(costs.weight_s.sum(), weight, rtol=1e-9)
+        assert (costs.weight_s <= costs.backward_s).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_held_bytes_add_up(priced, name):
+    graph, blocks = captured(name), priced[name]
+    held = tied_once(blocks.held(), blocks.ties, range(len(blocks.names)))
+    assert held == tuple(
+        sum(getattr(p, f) for p in graph.parameters) for f in ("size_bytes", "gradient_bytes", "optimizer_bytes")
+    )
+    assert bool(blocks.ties) == (name in ("gpt2", "t5"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_peak_is_that_of_the_op_level(priced, name):
+    graph = captured(name)
+    problem = price(graph, CLUSTER, level="op", groups=grouped(graph, np.zeros(graph.num_ops), ["model"]))
+    assert peak_bytes(priced[name], NONE) == pytest.approx(simulated_peak(problem), rel=0.001)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "t5"])
+def test_full_recomputation_is_that_of_the_op_level(priced, name):
+    """T5 apart, where the op level runs both ends of the backward at once."""
+    blocks = priced[name]
+    problem = op_level(name, blocks)
+    again = recompute(problem, [[block] for block in range(len(blocks.names))])
+    assert peak_bytes(blocks, FULL) == pytest.approx(simulated_peak(again), rel=0.001)
+    assert peak_bytes(blocks, FULL) < 0.97 * peak_bytes(blocks, NONE)
+    costs = blocks.passes(0, FOUR)
+    assert costs.again_s[FULL].sum() == pytest.approx(again.time_s[problem.num_ops :, 0].sum(), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "swin", "nasnet", "mixtral"])
+def test_peak_of_blocks_one_after_another(name):
+    """In the order of blocks, which the op level's priorities leave where branches run side by side."""
+    blocks = PricedBlocks(captured(name), CLUSTER)
+    problem = op_level(name, blocks)
+    again = recompute(problem, [[block] for block in range(len(blocks.names))])
+    for how, executed in ((NONE, problem), (FULL, again)):
+        assert peak_bytes(blocks, how) == pytest.approx(simulated_peak(executed, one_by_one(executed)), rel=0.001)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_selective_recomputation_lies_between(priced, name):
+    costs = priced[name].passes(0, FOUR)
+    assert not costs.again_s[NONE].any()
+    assert (costs.again_s[SELECTIVE] <= costs.again_s[FULL]).all() and costs.again_s[SELECTIVE].sum() > 0
+    kept = costs.kept_bytes.sum(axis=1)
+    assert kept[NONE] > kept[SELECTIVE] > kept[FULL] > 0
+
+
+def test_selective_keeps_products_and_attention(priced):
+    """Of a layer of llama: what it is given, seven products and what attention made."""
+    graph, blocks = captured("llama"), priced["llama"]
+    layer = blocks.names.index("model.layers.2")
+    makers = graph.tensor_producer
+    kept = [
+        int(graph.tensor_bytes[t])
+        for t in np.flatnonzero((makers >= 0) & (graph.op_phase[makers] == 0))
+        if blocks.blocks.of_op[makers[t]] == layer and graph.op_kind[makers[t]] in ("gemm", "attention")
+    ]
+    hidden = 4 * 32 * 64 * 4
+    assert len(kept) >= 8
+    assert blocks.passes(0, FOUR).kept_bytes[SELECTIVE, layer] == sum(kept) + hidden  # and what it hands on
+
+
+def test_equal_blocks_are_of_one_class(priced):
+    llama = priced["llama"]
+    layers = [llama.names.index(f"model.layers.{index}") for index in range(4)]
+    assert llama.classes[layers[1]] == llama.classes[layers[2]]
+    assert len(set(llama.classes.tolist())) == 6  # the first layer makes the mask, the last sends nothing of it on
+    costs = llama.passes(1, FOUR)
+    for values in (costs.forward_s, costs.backward_s, costs.kept_bytes[NONE], costs.working_bytes[1, FULL]):
+        assert values[layers[1]] == values[layers[2]]
+
+
+def test_borders_of_a_chain(priced):
+    """Between layers of BERT only hidden states and their gradients cross."""
+    blocks = priced["bert"]
+    costs = blocks.passes(0, FOUR)
+    hidden = 4 * 32 * 64 * 4
+    assert costs.returned_bytes.tolist() == [hidden] * (len(blocks.names) - 1) + [0]
+    assert costs.sent_bytes[-1] == 0 and costs.sent_bytes[-2] == hidden
+
+
+def test_the_output_of_an_encoder_crosses_every_later_border(priced):
+    blocks = priced["t5"]
+    costs = blocks.passes(0, FOUR)
+    hidden = 4 * 32 * 64 * 4
+    decoder = [blocks.names.index(name) for name in ("decoder.embed_tokens", "decoder.block.0")]
+    assert (costs.sent_bytes[decoder] >= 2 * hidden).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "resnet"])
+def test_other_batch_sizes(name):
+    """A price at a third size is that of the model captured at it."""
+    blocks = PricedBlocks(captured(name), CLUSTER, lambda samples: at(name, samples))
+    direct = PricedBlocks(captured(name, 6), CLUSTER)
+    for field in (
+        "forward_s",
+        "backward_s",
+        "weight_s",
+        "again_s",
+        "kept_bytes",
+        "working_bytes",
+        "sent_bytes",
+        "returned_bytes",
+    ):
+        found, wanted = (getattr(item.passes(0, Cut(6)), field) for item in (blocks, direct))
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=field)
+    assert blocks.passes(0, Cut(6)) is blocks.passes(0, Cut(6))
+
+
+def test_what_has_no_price(priced):
+    blocks = priced["vit"]
+    for cut in (Cut(4, context=2), Cut(4, expert=2), Cut(8)):
+        reason = blocks.why_not(cut)
+        assert reason is not None
+        with pytest.raises(InputError, match="blocks: "):
+            blocks.passes(0, cut)
+    assert "captured with 4 samples only, asked for 8" in blocks.why_not(Cut(8))
+    assert blocks.why_not(FOUR) is None

@@ -16,17 +16,42 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from rlplace.agents.bank import graph_tensors
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.first_use import compile_ahead
+from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.search import Search, warm_up
 from rlplace.agents.setup import Setup, check_counts, set_up
+from rlplace.envs.instance import Instance
+from rlplace.envs.placement import PlacementEnv
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Score
 from rlplace.planners.common.search import Start
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
+
+
+def construct(instance: Instance, network: PlacerNetwork, rng: np.random.Generator, *, greedy: bool) -> NDArray[np.int32]:
+    """One plan, int32 [G], sampled (or taken greedily) from the policy; repaired when its memory does not fit."""
+    env = PlacementEnv([instance])
+    observation, _ = env.reset()
+    with torch.no_grad():
+        embeddings = [network.encode(graph_tensors(instance))] if network.config.layers else []
+        while True:
+            groups = torch.from_numpy(observation["candidate_group"]).long().unsqueeze(0)
+            table = torch.from_numpy(observation["candidates"]).reshape(*groups.shape, len(network.features))
+            context = torch.from_numpy(observation["context"]).unsqueeze(0)
+            logits = network(embeddings, groups.new_zeros(1), table, groups, context)[0].squeeze(0).numpy()
+            values = np.where(env.action_masks(), logits, -np.inf)
+            action = int(np.argmax(values if greedy else values + rng.gumbel(size=len(values))))
+            observation, _, done, _, info = env.step(action)
+            if done:
+                plan: NDArray[np.int32] = info.get("device_of_group", env.current_plan())
+                return plan
+
 
 ROLLOUT_LENGTH = 12
 _ROLLOUT_SHARE = 0.1  # of the time, after which no further rollout begins
@@ -195,7 +220,6 @@ class _Placement:
         return self._search
 
     def _construct(self, *, greedy: bool, number: int) -> tuple[NDArray[np.int32], Score]:
-        from rlplace.agents.construct import construct
 
         rng = np.random.default_rng([self.setup.seed, number])
         plan = construct(self.setup.instance, self.checkpoint.network, rng, greedy=greedy)

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from rlplace.cost.curve import kernel_seconds, roofline_seconds, work_seconds
+from rlplace.cost.curve import Sizes, feature_matrix, kernel_seconds, roofline_seconds, work_seconds
 from rlplace.cost.fit import OpTiming
-from rlplace.cost.residual import Sizes, feature_matrix
 from rlplace.cost.table import DIMS, Curve, Residual
 
 RESIDUAL_FEATURES: dict[str, tuple[str, ...]] = {
@@ -165,7 +164,7 @@ def choose_residual(
 
 
 def sizes_of(rows: Sequence[OpTiming]) -> Sizes:
-    """Sizes of timed ops as `rlplace.cost.residual` takes them."""
+    """Sizes of timed ops as `rlplace.cost.curve` takes them."""
     sizes = {name: np.array([float(row.dims.get(name, 1)) for row in rows]) for name in DIMS}
     sizes["flops"] = np.array([row.flops for row in rows])
     sizes["bytes"] = np.array([row.size_bytes for row in rows])

@@ -14,10 +14,36 @@ from numpy.typing import NDArray
 from rlplace.envs.backends import Backend, Evaluation, SimulatedBackend
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance, make_instance
-from rlplace.envs.observation import NUM_CONTEXT, full_graph, memory_pressure, observation_space
-from rlplace.envs.viewer import render_ansi, render_rgb
+from rlplace.envs.observation import NUM_CONTEXT, full_graph, load_and_pinned, memory_pressure, observation_space
 from rlplace.errors import InputError, show
 from rlplace.problem import Problem
+from rlplace.simulator import simulate
+from rlplace.text import bytes_text, seconds_text
+
+
+def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
+    """One line per device: groups, work, provable memory, and a bar of the work."""
+    load, pinned = load_and_pinned(instance, device_of_group)
+    largest = max(float(load.max()), 1e-30)
+    lines = []
+    for index, device in enumerate(instance.problem.devices):
+        count = int((device_of_group == index).sum())
+        bar = "#" * round(30 * load[index] / largest)
+        work, held = seconds_text(float(load[index])), bytes_text(float(pinned[index]))
+        lines.append(f"{device.name:12s} {count:5d} groups {work:>10s} {held:>8s} {bar}")
+    left = int((device_of_group < 0).sum())
+    return "\n".join([*lines, f"{left} groups not placed"])
+
+
+def render_rgb(instance: Instance, device_of_group: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """uint8 [height, 640, 3], one row per device with a coloured box per op; white while groups are missing."""
+    from rlplace.reporting.lanes import empty_image, lanes_of, paint
+
+    if (device_of_group < 0).any():
+        return empty_image(instance.problem.num_devices)
+    timeline = simulate(instance.problem, device_of_group, **instance.execution.arguments)
+    return paint(lanes_of(instance.problem, timeline))
+
 
 Observation = dict[str, NDArray[Any]]
 

@@ -85,7 +85,7 @@ class Construction:
         return self._table
 
     def need_bytes(self) -> NDArray[np.float64]:
-        """float64 [D], provable bytes on every device with the current group; see `rlplace.envs.memory`."""
+        """float64 [D], provable bytes on every device with the current group; see `rlplace.envs.instance`."""
         group, instance = self.group, self.instance
         largest = np.maximum(self._footprint, instance.footprint_bytes[group])
         bare = self._resident + self._resident_bytes[group] + largest

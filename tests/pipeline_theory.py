@@ -7,10 +7,6 @@ order). A replay of `rlplace.actions` gives exactly these numbers, which is what
 
 from __future__ import annotations
 
-from rlplace.actions import LAYOUTS, pipeline_actions
-from rlplace.errors import InputError, unknown_name
-from rlplace.schedule import PIPELINE_SCHEDULES
-
 
 def bubble_s(
     schedule: str,
@@ -23,23 +19,10 @@ def bubble_s(
     weight_s: float,
     layout: str = "loop",
 ) -> float:
-    """Seconds of a step beyond the work of one device.
+    """Seconds of a step beyond the work of one device, of p devices with v stages each and m micro-batches.
 
-    Args:
-        schedule: One of `PIPELINE_SCHEDULES`.
-        num_devices: p.
-        stages_per_device: v.
-        microbatches: m.
-        forward_s: Forward of one stage and one micro-batch.
-        input_s: Gradient of its input.
-        weight_s: Gradients of its weights; a full backward takes `input_s` + `weight_s`.
-        layout: ``"loop"`` or ``"v"``.
-
-    Raises:
-        InputError: The schedule does not exist, or no closed form holds: zero bubble with m < p, or in a v with m < 2p - 1 or
-            unequal times.
+    `forward_s`, `input_s` and `weight_s` are those of one stage and one micro-batch; a full backward is the last two together.
     """
-    _check(schedule, num_devices, stages_per_device, microbatches, layout)
     ramp, backward_s = num_devices - 1, input_s + weight_s
     if schedule in ("gpipe", "1f1b"):
         return ramp * (forward_s + backward_s)
@@ -47,11 +30,9 @@ def bubble_s(
         gaps = (stages_per_device - 1) * max(0, num_devices - microbatches)
         return (ramp + gaps) * (forward_s + backward_s)
     if layout == "v" and stages_per_device == 2:
-        if microbatches < 2 * num_devices - 1 or not forward_s == input_s == weight_s:
-            raise InputError("theory: zero_bubble in a v has a closed form for m >= 2p - 1 and three equal times only")
+        assert microbatches >= 2 * num_devices - 1 and forward_s == input_s == weight_s, "no closed form"
         return ramp * forward_s
-    if microbatches < num_devices:
-        raise InputError(f"theory: zero_bubble has a closed form for m >= p only, found {microbatches} < {num_devices}")
+    assert microbatches >= num_devices, "no closed form"
     return ramp * max(forward_s, input_s, forward_s + input_s - weight_s)
 
 
@@ -61,40 +42,15 @@ def in_flight(
     """Most activations that a device holds, in units of one stage's for one micro-batch.
 
     An activation is held from the start of its forward to the end of its backward (the weight gradient, when split).
-
-    Args:
-        schedule: One of `PIPELINE_SCHEDULES`.
-        num_devices: p.
-        stages_per_device: v.
-        microbatches: m.
-        device: Position in the pipeline, from 0.
-        layout: ``"loop"`` or ``"v"``.
-
-    Raises:
-        InputError: The schedule does not exist, or no closed form holds: in a v with m < 2p.
     """
-    _check(schedule, num_devices, stages_per_device, microbatches, layout)
-    if not 0 <= device < num_devices:
-        raise InputError(f"theory: device {device} is outside 0..{num_devices - 1}")
     if schedule == "gpipe":
         return microbatches
     if schedule == "1f1b":
         return min(microbatches, num_devices - device)
     if layout == "v" and stages_per_device == 2:
-        if microbatches < 2 * num_devices:
-            raise InputError("theory: zero_bubble in a v has a closed form for m >= 2p only")
+        assert microbatches >= 2 * num_devices, "no closed form"
         return 2 * num_devices
     round_size = microbatches // max(1, microbatches // num_devices)
     ahead = (stages_per_device - 1) * round_size
     ahead += num_devices if schedule == "zero_bubble" else 2 * (num_devices - 1 - device) + 1
     return min(ahead, stages_per_device * microbatches)
-
-
-def _check(schedule: str, num_devices: int, stages_per_device: int, microbatches: int, layout: str) -> None:
-    """Refuses what `pipeline_actions` refuses, except 1F1B with fewer micro-batches than stages, which only torch does."""
-    if schedule not in PIPELINE_SCHEDULES:
-        raise unknown_name("pipeline schedule", schedule, PIPELINE_SCHEDULES)
-    if layout not in LAYOUTS:
-        raise unknown_name("stage layout", layout, LAYOUTS)
-    known = "gpipe" if schedule == "1f1b" else schedule
-    pipeline_actions(known, num_devices, stages_per_device, microbatches, layout=layout)

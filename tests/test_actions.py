@@ -137,22 +137,6 @@ def test_published_figures():
     assert in_flight("interleaved", 4, 2, 8, 0) / 2 == 4 * (1 + 3 / (4 * 2))  # p (1 + (p - 1) / (p v))
 
 
-def test_closed_forms_say_where_they_end():
-    with pytest.raises(InputError, match="m >= p"):
-        bubble_s("zero_bubble", 4, 1, 3, forward_s=1, input_s=1, weight_s=1)
-    with pytest.raises(InputError, match="equal times"):
-        bubble_s("zero_bubble", 2, 2, 8, forward_s=2, input_s=1, weight_s=1, layout="v")
-    with pytest.raises(InputError, match="m >= 2p"):
-        in_flight("zero_bubble", 4, 2, 7, 0, layout="v")
-    with pytest.raises(InputError, match=r"outside 0\.\.3"):
-        in_flight("gpipe", 4, 1, 7, 4)
-
-
-def test_one_micro_batch_is_the_sum_of_the_stages():
-    lists = pipeline_actions("gpipe", 4, 1, 1)
-    assert replay(lists, 4, 2, 3, 1)[0] == 4 * 6
-
-
 def test_refusals_name_the_nearest_number():
     with pytest.raises(InputError, match=r"11 micro-batches on 4 devices do not make 2 equal rounds; use 12$"):
         pipeline_actions("interleaved", 4, 2, 11)

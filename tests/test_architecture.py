@@ -85,7 +85,9 @@ def loaded_by(statement):
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("statement", ["import rlplace", "from rlplace.cli.main import build_parser; build_parser()"])
+@pytest.mark.parametrize(
+    "statement", ["import rlplace", "import rlplace.simulator", "from rlplace.cli.main import build_parser; build_parser()"]
+)
 def test_start_up_loads_nothing_heavy(statement):
     heavy = {"torch", "numba", "scipy", "networkx", "transformers", "stable_baselines3", "pymetis", "pandas", "matplotlib"}
     assert not heavy & loaded_by(statement)

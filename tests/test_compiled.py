@@ -1,15 +1,25 @@
-"""Kernels are compiled once, whoever wants them at the same time."""
+"""Kernels are compiled once, whoever wants them at the same time, and anew when their sources change."""
 
+from __future__ import annotations
+
+import ast
+import dis
 import fcntl
 import os
 import subprocess
 import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from numba.core.dispatcher import Dispatcher
 from numba.core.errors import TypingError
 
-from rlplace.compiled import entry, inner, is_compiled
+from rlplace import schedule
+from rlplace.agents import guided
+from rlplace.compiled import entry, inner, is_compiled, stamp_of
+from rlplace.simulator import fast, gates, loop, queues, records
 
 MODULE = """
 import sys
@@ -83,3 +93,81 @@ def test_options_reach_numba():
 
     assert outside.targetoptions["nogil"] and outside.targetoptions["error_model"] == "numpy"
     assert part.targetoptions["fastmath"] and part.targetoptions["forceinline"] and part.targetoptions["no_cpython_wrapper"]
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def kernel_modules() -> list[str]:
+    """Names of the modules that compile something."""
+    found = []
+    for folder in ("rlplace", "envs", "agents"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if any(isinstance(n, ast.ImportFrom) and n.module == "rlplace.compiled" for n in ast.parse(path.read_text()).body):
+                name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                found.append(name if folder == "rlplace" else f"rlplace.{name}")
+    return sorted(found)
+
+
+def reached(kernel: Dispatcher) -> set[str]:
+    """The modules of all compiled functions that a kernel holds."""
+    seen, left = {kernel}, [kernel]
+    while left:
+        function = left.pop().py_func
+        names = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
+        values = [function.__globals__.get(name) for name in names]
+        values += [cell.cell_contents for cell in function.__closure__ or ()]
+        new = {value for value in values if isinstance(value, Dispatcher)} - seen
+        seen |= new
+        left += new
+    return {found.py_func.__module__ for found in seen}
+
+
+def entries() -> dict[str, Dispatcher]:
+    """Kernels that Python calls, by where they are."""
+    return {
+        f"{module}.{name}": value
+        for module in kernel_modules()
+        if module != "rlplace.agents.first_use"
+        for name, value in vars(import_module(module)).items()
+        if isinstance(value, Dispatcher)
+        and value.py_func.__module__ == module
+        and not value.targetoptions.get("no_cpython_wrapper")
+    }
+
+
+def test_kernels_of_several_files_enclose_a_stamp() -> None:
+    found = entries()
+    assert len(found) > 25
+    for name, kernel in found.items():
+        if len(reached(kernel)) > 1:
+            stamps = [cell.cell_contents for cell in kernel.py_func.__closure__ or ()]
+            assert len(stamps) == 1 and isinstance(stamps[0], int) and stamps[0] > 0, name
+
+
+def test_the_stamp_of_the_simulator_is_of_all_its_files() -> None:
+    kernel = fast.simulate_plans
+    assert reached(kernel) <= {module.__name__ for module in (records, queues, gates, loop, fast)}
+    assert [cell.cell_contents for cell in kernel.py_func.__closure__] == [
+        stamp_of(schedule, records, queues, gates, loop, fast)
+    ]
+
+
+def test_the_walk_finds_what_a_kernel_holds() -> None:
+    assert {"rlplace.simulator.loop", "rlplace.envs.guide.draw", "rlplace.planners.common.movekernels"} <= reached(
+        guided.search
+    )
+
+
+def test_an_index_of_older_sources_counts_as_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signatures may name a class that is gone."""
+    (tmp_path / "kernels.py").write_text(
+        "from typing import NamedTuple\nfrom rlplace.compiled import entry\n\n"
+        "class Pair(NamedTuple):\n    a: int\n    b: int\n\n@entry\ndef total(pair):\n    return pair.a + pair.b\n"
+    )
+    code = "import kernels; print(kernels.total(kernels.{}(2, 3)))"
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    assert run([sys.executable, "-c", code.format("Pair")]).stdout == "5\n"
+    (tmp_path / "kernels.py").write_text((tmp_path / "kernels.py").read_text().replace("Pair", "Two"))
+    assert run([sys.executable, "-c", code.format("Two")]).stdout == "5\n"

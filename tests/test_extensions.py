@@ -4,9 +4,9 @@ import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
+import plugin_site
 import pytest
 
 import rlplace
@@ -19,10 +19,6 @@ from rlplace.cost.foreign import own_costs
 from rlplace.errors import InfeasibleError, InputError, RlplaceError
 from rlplace.planners import get_planner, planner_names, run_planner, takes_microbatches
 from rlplace.problem.generate import random_problem
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import plugin_site
 
 WRONG = """
 import numpy as np

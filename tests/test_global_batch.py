@@ -1,13 +1,24 @@
-"""`place` for a global batch, from a model."""
+"""`place` for a global batch or again until it fits, problems from networkx, and wrong arguments."""
 
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import networkx as nx
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import rlplace
-from rlplace.errors import InputError
+from rlplace import Cluster, Problem
+from rlplace.cluster.parse import parse
+from rlplace.errors import InfeasibleError, InputError
 from rlplace.graph.capture import capture
-from rlplace.placing import Priced
+from rlplace.placing import Priced, place_priced
+from rlplace.problem.generate import random_problem
+from rlplace.zoo import load_model
 
 
 class Stubborn(nn.Module):
@@ -39,3 +50,116 @@ def test_global_batches_out_of_range_are_refused(value):
     problem = rlplace.price(capture_at(16), "t4:2")
     with pytest.raises(InputError, match="global_batch must be a whole number from 1 to 16777216"):
         rlplace.place(problem, planner="best", global_batch=value)
+
+
+GPT2 = "hf:gpt2,n_layer=4,n_embd=128,n_head=4,vocab_size=512"
+
+
+@pytest.fixture(scope="module")
+def graph():
+    model = load_model(GPT2, batch=8, seq=64, dtype="fp32")
+    return capture(model.module, model.example_inputs)
+
+
+def priced(graph, memory_bytes):
+    cluster = parse("a100-80g:2")
+    devices = tuple(dataclasses.replace(d, memory_bytes=memory_bytes, reserved_bytes=0) for d in cluster.devices)
+    return Priced.graph(graph, dataclasses.replace(cluster, devices=devices), groups=24)
+
+
+def test_a_plan_is_made_again_until_it_fits_op_by_op(graph):
+    """The finer problem is made to need more, as with models whose tasks hide what their ops hold."""
+
+    def heavier(inner):
+        def build(graph, level):
+            problem = inner(graph, level)
+            if level != "op":
+                return problem
+            return dataclasses.replace(problem, tensor_bytes=np.ceil(problem.tensor_bytes * 1.5).astype(np.int64))
+
+        return build
+
+    target = priced(graph, 40 * 10**6)
+    target = dataclasses.replace(target, build=heavier(target.build))
+    placed = place_priced(target, planner="best")
+    assert placed.plan.predicted.op_level.feasible
+    assert sum(placed.plan.predicted.held_back_bytes) > 0
+    assert placed.plan.problem == target.first.fingerprint  # of the problem with all its memory
+
+
+def test_nothing_is_held_back_where_the_plan_fits(graph):
+    placed = place_priced(priced(graph, 10**12), planner="best")
+    assert not placed.plan.predicted.held_back_bytes and placed.plan.predicted.op_level.feasible
+
+
+def test_what_never_fits_is_infeasible(graph):
+    with pytest.raises(InfeasibleError):
+        place_priced(priced(graph, 10**6), planner="best")
+
+
+CLUSTER = Cluster.preset("l4:2")
+
+
+def pair(node: dict[str, Any] | None = None, edge: dict[str, Any] | None = None, kind: Any = nx.DiGraph) -> Any:
+    graph = kind()
+    graph.add_node("a", **{"time_s": 1e-3, **(node or {})})
+    graph.add_node("b", time_s=2e-3)
+    graph.add_edge("a", "b", **(edge or {}))
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        (5, "directed"), (pair(kind=nx.Graph), "directed"), (nx.DiGraph(), "empty"),
+        (pair({"time_s": 10**400}), "in range"), (pair({"time_s": float("inf")}), "in range"), (pair({"time_s": None}), "null"),
+        (pair({"phase": np.array([1, 2])}), "phase"), (pair({"phase": [1]}), "phase"),
+        (pair({"temporary_bytes": 10**5000}), "temporary_bytes"), (pair(edge={"bytes": "5"}), "bytes"),
+        (pair(edge={"tensor": [1]}), "tensor"), (pair(edge={"tensor": {}}), "tensor"),
+    ],
+)  # fmt: skip
+def test_graphs(graph: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Problem.from_networkx(graph, CLUSTER)
+
+
+def test_parallel_edges_of_a_multigraph_are_tensors_of_their_own() -> None:
+    graph = pair(edge={"bytes": 3}, kind=nx.MultiDiGraph)
+    graph.add_edge("a", "b", bytes=4)
+    problem = Problem.from_networkx(graph, CLUSTER)
+    assert problem.tensor_bytes.tolist() == [3, 4] and problem.consumers.tolist() == [1, 1]
+    graph = pair(edge={"bytes": 3, "tensor": "x"}, kind=nx.MultiDiGraph)
+    graph.add_edge("a", "b", bytes=4, tensor="x")
+    assert Problem.from_networkx(graph, CLUSTER).tensor_bytes.tolist() == [4]
+
+
+@pytest.mark.parametrize("cluster", ["l4:2", None, 5])
+def test_networkx_needs_a_cluster(cluster: Any) -> None:
+    with pytest.raises(InputError, match="expected a Cluster"):
+        Problem.from_networkx(pair(), cluster)
+
+
+def test_capture_price_and_place() -> None:
+    graph = rlplace.capture(nn.Linear(2, 2), torch.zeros(2, 2), loss=torch.sum)
+    assert rlplace.price(graph, "l4:2").num_devices == 2
+    problem = random_problem(0, num_groups=4, num_devices=2)
+    wrong: list[Any] = [
+        lambda: rlplace.capture(5, torch.zeros(2)),  # type: ignore[arg-type]
+        lambda: rlplace.capture(nn.Linear, torch.zeros(2)),  # type: ignore[arg-type]
+        lambda: rlplace.capture(nn.Linear(2, 2), torch.zeros(2, 2), loss=5),  # type: ignore[arg-type]
+        lambda: rlplace.price(problem, CLUSTER),  # type: ignore[arg-type]
+        lambda: rlplace.price(graph, 5),  # type: ignore[arg-type]
+        lambda: rlplace.price(graph, CLUSTER, groups="x"),  # type: ignore[arg-type]
+        lambda: rlplace.price(graph, CLUSTER, groups=0),
+        lambda: rlplace.place(graph, 5, planner="best"),  # type: ignore[arg-type]
+        lambda: rlplace.place(problem, planner="random", seed=-1),
+        lambda: rlplace.place(problem, planner="random", seed="x"),  # type: ignore[arg-type]
+        lambda: rlplace.simulate(problem, [0] * 4, order=[5, 6]),  # type: ignore[list-item]
+        lambda: rlplace.simulate(problem, [0] * 4, order="xy"),
+        lambda: rlplace.simulate(problem, [0] * 4, order=[["a", 1], []]),  # type: ignore[list-item]
+        lambda: Cluster.preset(5),  # type: ignore[arg-type]
+    ]
+    for call in wrong:
+        with pytest.raises(InputError) as raised:
+            call()
+        assert len(str(raised.value)) < 300 and "\n" not in str(raised.value)

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from benchmarks.agent.records import INFEASIBLE, OK, BenchmarkRow, CaseInfo, Method
-from rlplace.comparing.rowfile import RowFile
+from rlplace.comparing.store import RowFile
 from rlplace.errors import InputError, show
 from rlplace.records import build
 

@@ -21,9 +21,8 @@ import rlplace
 from benchmarks.finetune.clusters import CLUSTERS, MODELS, TUNED_ON, Emulated, Model
 from benchmarks.finetune.rivals import AnnealingProposer, BayesProposer, InTurn, RandomProposer
 from rlplace.agents.planner import load_agent
-from rlplace.agents.tuning.design import first_plans
 from rlplace.agents.tuning.proposer import AgentProposer
-from rlplace.agents.tuning.tune import tune
+from rlplace.agents.tuning.tune import first_plans, tune
 from rlplace.measured.budget import Budget
 from rlplace.measured.campaign import Campaign
 from rlplace.measured.race import Race
@@ -32,8 +31,7 @@ from rlplace.plan.plan import make_plan
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.job import job
-from rlplace.runtime.distributed.job.live import LiveOptions, job_site, open_service
-from rlplace.runtime.distributed.job.service import PlanService
+from rlplace.runtime.distributed.job.live import LiveOptions, PlanService, job_site, open_service
 from rlplace.runtime.distributed_text import broadcast_text
 from rlplace.zoo import load_model
 

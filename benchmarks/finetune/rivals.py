@@ -2,7 +2,7 @@
 
 * `random`: the best of so many random plans by the corrected simulator.
 * `annealing`: annealing in the corrected simulator, from the best plan measured.
-* `bayes`: Bayesian optimisation. A Gaussian process over plans (the kernel of `rlplace.agents.tuning.residual`) learns what the
+* `bayes`: Bayesian optimisation. A Gaussian process over plans (the kernel of `rlplace.agents.tuning.proposer`) learns what the
   corrected simulator gets wrong; what it expects to improve on the best plan most (expected improvement; Jones et al. 1998) is
   measured. Candidates are random changes of the best plans, which are then improved move by move.
 """
@@ -18,7 +18,7 @@ from scipy.stats import norm
 
 from rlplace.agents.tuning.belief import Belief, Proposer
 from rlplace.agents.tuning.pool import Pool, Value
-from rlplace.agents.tuning.residual import Residual
+from rlplace.agents.tuning.proposer import Residual
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.planners.random_plans import candidates

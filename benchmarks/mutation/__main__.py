@@ -29,22 +29,17 @@ _SIMULATOR = [
     for name in (
         "timelines_by_hand",
         "simulator_identities",
-        "simulator_golden",
         "reference_properties",
         "simulator_api",
         "collectives",
         "pipelines",
-        "pipeline_actions",
         "expand",
-        "twin_schedules",
         "twin",
     )
-]
-_MEMORY = [
-    f"tests/cost/test_{name}.py"
-    for name in ("memory_closed_forms", "memory_allocator", "memory_footprint", "inner_peak", "update_memory")
-]
+] + ["tests/test_actions.py"]
+_MEMORY = [f"tests/cost/test_{name}.py" for name in ("memory_real", "memory_allocator", "memory_footprint")]
 TARGETS = {
+    "rlplace/actions.py": _SIMULATOR,
     **{
         f"rlplace/simulator/{name}.py": _SIMULATOR
         for name in (
@@ -54,10 +49,8 @@ TARGETS = {
             "api",
             "expand",
             "tasks",
-            "priority",
             "stages",
             "schedules",
-            "actions",
             "inputs",
             "lowering",
             "replicas",
@@ -71,15 +64,14 @@ TARGETS = {
         f"rlplace/cost/{name}.py": _MEMORY
         for name in ("lifetimes", "holdings", "footprint", "allocator", "memory", "allocator_kernel")
     },
-    "envs/memory.py": [
-        "tests/envs/test_memory_bounds.py",
+    "envs/instance.py": [
         "tests/envs/test_construction.py",
         "tests/envs/test_environments.py",
         "tests/envs/test_awkward_problems.py",
         "tests/envs/test_refinement_moves.py",
     ],
-    "rlplace/planners/common/repair.py": ["tests/planners/test_repair.py", "tests/planners/test_memory_bound.py"],
-    "rlplace/planners/common/shortage.py": ["tests/planners/test_shortage.py", "tests/planners/test_memory_bound.py"],
+    "rlplace/planners/common/repair.py": ["tests/planners/test_repair.py", "tests/planners/test_shortage.py"],
+    "rlplace/planners/common/shortage.py": ["tests/planners/test_shortage.py"],
 }
 """Files and the tests that should notice."""
 

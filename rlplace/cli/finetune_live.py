@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlplace.measured.trial import Trial
     from rlplace.planners.common.evaluate import Execution
     from rlplace.problem import Problem
-    from rlplace.runtime.distributed.job.service import PlanService
+    from rlplace.runtime.distributed.job.live import PlanService
 
 _FIRST_SHARE, _FIRST_MOST = 5, 10  # of the plans, one of so many is measured before anything is learned
 
@@ -130,9 +130,8 @@ def _lead(
 
     from rlplace.agents.checkpoint import load_checkpoint
     from rlplace.agents.planner import Agent
-    from rlplace.agents.tuning.design import first_plans
     from rlplace.agents.tuning.proposer import AgentProposer
-    from rlplace.agents.tuning.tune import tune
+    from rlplace.agents.tuning.tune import first_plans, tune
     from rlplace.cli.finetune import check_new
     from rlplace.measured.budget import Budget
     from rlplace.measured.campaign import Campaign

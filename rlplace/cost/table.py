@@ -62,7 +62,7 @@ class Residual(Record, frozen=True):
     is a linear model.
 
     Attributes:
-        features: F names, see `rlplace.cost.residual.FEATURES`.
+        features: F names, see `rlplace.cost.curve.FEATURES`.
         mean: F means of the features.
         scale: F standard deviations of the features.
         low: F smallest values that were fitted; a shape beyond is corrected like one at the edge.

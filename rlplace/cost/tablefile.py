@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 from msgspec.structs import asdict
 
-from rlplace.cost.residual import FEATURES
+from rlplace.cost.curve import FEATURES
 from rlplace.cost.table import (
     COMPILED_ISSUE_S,
     EAGER_ISSUE_S,

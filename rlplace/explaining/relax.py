@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.explaining import changes
-from rlplace.explaining.missing import GROUP, NOWHERE, TOTAL, Shortage, find_shortage
+from rlplace.explaining.missing import GROUP, NOWHERE, TOTAL, Shortage, Tester, Trial, find_shortage, simulated
 from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
-from rlplace.explaining.trials import Tester, Trial, simulated
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.recompute import recompute
 from rlplace.plan.segments import layer_segments

@@ -129,10 +129,9 @@ def _capture_with(
     from rlplace.graph.assemble import Assembly
     from rlplace.graph.autocast import autocast_region
     from rlplace.graph.build import build_graph
+    from rlplace.graph.export import quiet_logs, run_backward
     from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
     from rlplace.graph.inputs import describe_inputs
-    from rlplace.graph.quiet import quiet_logs
-    from rlplace.graph.recomputation import run_backward
     from rlplace.graph.record import Recorder
     from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
 

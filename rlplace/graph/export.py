@@ -4,24 +4,62 @@
 same forward gives the same nodes, in the same order, with the same names. The forward op ``encoder.0.linear/linear_3`` of
 an op graph (capture method "export") is the node ``linear_3``. Nodes without an op are placeholders, `get_attr`, tuple
 indexing and size arithmetic: they do no work and belong wherever their inputs are.
+
+Models that recompute their activations themselves (`torch.utils.checkpoint`).
+
+Their backward runs parts of the forward again. An eager trace shows that: the recomputed ops are work of the backward ops that
+need them, and what they make again is not saved in between. `torch.export` does not: it traces through a checkpoint as if it
+were not there, with neither the second forward nor the memory it saves. So export has to be refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import operator
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import _engine_run_backward
 
 from rlplace.graph.fake import any_dtype_grouped_mm
-from rlplace.graph.quiet import quiet_logs, quiet_prints
-from rlplace.graph.recomputation import refuse_recomputation
 from rlplace.graph.recurrent import quick_recurrent_shapes
 from rlplace.graph.scan import whole_scans
+
+
+def _muted(record: logging.LogRecord) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Mutes torch's own log handlers, which print tracebacks of errors that the caller handles; not when TORCH_LOGS is set."""
+    if os.environ.get("TORCH_LOGS"):
+        yield
+        return
+    names = [name for name in list(logging.root.manager.loggerDict) if name == "torch" or name.startswith("torch.")]
+    handlers = {handler for name in names for handler in logging.getLogger(name).handlers}
+    for handler in handlers:
+        handler.addFilter(_muted)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_muted)
+
+
+@contextlib.contextmanager
+def quiet_prints() -> Iterator[None]:
+    """Drops what `torch.export` prints to stderr: the whole graph so far, when a forward depends on tensor values."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 class TransformedError(RuntimeError):
@@ -117,3 +155,35 @@ def is_op(node: fx.Node) -> bool:
 def _yields_tensor(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(value))
+
+
+class RecomputationError(RuntimeError):
+    """The forward checkpoints activations, which an exported graph cannot show."""
+
+
+@contextlib.contextmanager
+def refuse_recomputation() -> Iterator[None]:
+    """Raises `RecomputationError` when `torch.utils.checkpoint.checkpoint` runs inside.
+
+    Both implementations are replaced, not `checkpoint` itself, which libraries import by name.
+    """
+    from torch.utils import checkpoint
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RecomputationError(
+            "the model checkpoints activations, and an exported graph has no recomputation; use method 'dispatch'"
+        )
+
+    with (
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", refuse),
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", refuse),
+    ):
+        yield
+
+
+def run_backward(loss: torch.Tensor) -> None:
+    """`loss.backward()` with torch function modes left on, so that a checkpoint's second forward runs like its first.
+
+    `Tensor.backward` is itself a function that modes may override, and a mode is off while it handles one.
+    """
+    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -13,8 +13,8 @@ from torch import fx, nn
 from rlplace.graph.access import access_of, rule_of
 from rlplace.graph.dims import argument_dims
 from rlplace.graph.export import TrainingGraph, export_training_graph, flatten_inputs, module_path
-from rlplace.graph.neutral import REPLACED_TARGETS, NeutralFunctions
 from rlplace.graph.record import Label, Recorder
+from rlplace.graph.recurrent import REPLACED_TARGETS, NeutralFunctions
 from rlplace.graph.scan import whole_scans
 
 LOSS_LABEL = "loss_fn"

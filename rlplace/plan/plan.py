@@ -1,11 +1,11 @@
-"""The `PlacementPlan` record: the answer to a problem, its checks and its file format (docs/formats.md)."""
+"""The `PlacementPlan` record: a strategy, or where the groups of a problem run; and its checks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,29 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import read_record, write_json
 from rlplace.plan.prediction import Prediction
+from rlplace.plan.strategy import Strategy
 from rlplace.problem import UPDATE, Problem
-from rlplace.records import plain
 from rlplace.schedule import LIST
 
 FORMAT = "rlplace.plan"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, eq=False)
 class PlacementPlan:
-    """Which device runs which group, and in which order.
+    """How a training step is run: by a whole strategy, or with the groups of a problem placed one by one.
 
     Attributes:
-        problem: Fingerprint of the problem that the plan solves.
+        problem: Fingerprint of the problem that the plan solves; of a whole strategy that of its question, which hashes graph,
+            cluster, costs, batch and precision.
         planner: Name of the planner that made it.
         seed: Seed that the planner was given.
-        device_of_group: int32 [G].
+        device_of_group: int32 [G]; empty in a whole strategy, as are all that follow but groups, source and prediction.
         priority: Optional float64 [N]; a device starts the ready op of highest priority.
         order: Optional, per device the exact sequence of its op numbers (or ``[op, microbatch]`` pairs when there are several
             micro-batches); excludes `priority` and `schedule`.
         microbatches: Passes over the ops per step.
+        samples: Of one of them; None where that is not known (files of version 1).
         schedule: One of `rlplace.schedule.SCHEDULES`.
         stage_of_group: Optional int32 [G]; a group's stage, default its device.
         replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; None is one replica, identity.
@@ -45,6 +47,7 @@ class PlacementPlan:
         optimizer_sharding: Each replica keeps and updates its share of the optimizer state only (ZeRO stage 1).
         groups: Per group ``{"name", "modules", "ops"}``: what of the model it holds.
         source: Where the problem came from, so that a verb can rebuild it.
+        strategy: The whole strategy; None in a placement plan.
         predicted: What its step is predicted to take.
     """
 
@@ -55,6 +58,7 @@ class PlacementPlan:
     priority: NDArray[np.float64] | None = None
     order: Sequence[Sequence[Any]] | None = None
     microbatches: int = 1
+    samples: int | None = None
     schedule: str = LIST
     stage_of_group: NDArray[np.int32] | None = None
     replicas: Sequence[Sequence[int]] | None = None
@@ -63,6 +67,7 @@ class PlacementPlan:
     optimizer_sharding: bool = False
     groups: Sequence[Mapping[str, Any]] | None = None
     source: Mapping[str, Any] | None = None
+    strategy: Strategy | None = None
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:
@@ -83,7 +88,7 @@ class PlacementPlan:
         Raises:
             InputError: Malformed file, newer version, or a plan for another problem.
         """
-        from rlplace.plan.parse import plan_from_dict
+        from rlplace.plan.file import plan_from_dict
 
         def parse(data: dict[str, Any]) -> PlacementPlan:
             plan = plan_from_dict(data)
@@ -95,19 +100,15 @@ class PlacementPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data, defaults left out."""
-        data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            value = value.to_dict() if isinstance(value, Prediction) else plain(value)
-            if value != item.default and (value or item.name not in ("recompute", "predicted")):
-                data[item.name] = value
-        return data
+        from rlplace.plan.file import plan_to_dict
+
+        return {"format": FORMAT, "version": VERSION, **plan_to_dict(self)}
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of what the plan decides: its file without source, prediction, planner and seed."""
+        """SHA-256 of what the plan decides: its file without source, prediction, planner, seed, and samples of the problem."""
         beside = ("source", "predicted", "planner", "seed")
-        data = {key: value for key, value in self.to_dict().items() if key not in beside}
+        data = {key: value for key, value in replace(self, samples=None).to_dict().items() if key not in beside}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def with_predicted(self, predicted: Prediction) -> PlacementPlan:
@@ -133,6 +134,7 @@ def make_plan(
         device_of_group=np.asarray(device_of_group, dtype=np.int32),
         groups=groups,
         source=problem.source,
+        samples=problem.samples_per_microbatch,
         **others,
     )
     check_plan(plan, problem)
@@ -144,6 +146,10 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
 
     Memory, null times and links are not checked here: the simulator reports them as infeasible.
     """
+    if plan.strategy is not None:
+        raise InputError(
+            "plan: it is a whole strategy, which places no groups of a problem; run it on its model, or plan the problem"
+        )
     if plan.problem != problem.fingerprint:
         raise InputError(
             f"plan is for problem {plan.problem[:12]}, this problem is {problem.fingerprint[:12]}; "

@@ -24,6 +24,8 @@ class Prediction(Record, frozen=True):
         samples_per_s: Throughput.
         peak_memory_bytes: Per device.
         feasible: Whether the plan fits and can run.
+        host_bytes: Per host what of the model lives in its memory.
+        parts: Seconds of a step of the busiest device by what they go to.
         executor: Who simulated it.
         compute: Busy seconds, summed over devices.
         transfer: Seconds of transfers, summed over them.
@@ -50,6 +52,8 @@ class Prediction(Record, frozen=True):
     samples_per_s: float | None = None
     peak_memory_bytes: tuple[Whole, ...] = ()
     feasible: bool | None = None
+    host_bytes: tuple[Whole, ...] = ()
+    parts: Facts | None = None
     executor: str | None = None
     compute: float | None = None
     transfer: float | None = None
@@ -88,7 +92,8 @@ class Prediction(Record, frozen=True):
         """As plain JSON data: `extra` beside the other keys, what is not known left out but for the figures of a simulation."""
         simulated = {} if self.executor is None else {name: getattr(self, name) for name in _SIMULATED}
         data = plain(simulated) | plain(self)
-        return {**data, **data.pop("extra", {})}
+        extra = data.pop("extra", {})
+        return {**data, **extra}
 
     @staticmethod
     def from_dict(data: Any, where: str = "predicted") -> Prediction:

@@ -95,9 +95,47 @@ def collective_channels(links: Links, devices: Sequence[int]) -> tuple[int, ...]
             direct = {(i, j) for i, j, _ in fabric.links} | {(j, i) for i, j, _ in fabric.links}
             pairs |= {(i, j) for i in members for j in members if i != j and (not direct or (i, j) in direct)}
     if len(parts) > 1 or parts[0][0] is None:
-        rails = _rails(parts)
-        pairs |= {hop for ring in rails for hop in hops_of(ring)} if rails else set(hops_of(ring_order(links, group)))
+        pairs |= set(_ring_hops(links, group, parts))
     return tuple(sorted({c for i, j in pairs for c in channels[i][j]}))
+
+
+def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
+    """How many times the bytes of a collective its channels carry when it runs in all these groups at once.
+
+    1.0 where no two groups share a channel. A network card through which the rings of four groups pass carries four times the
+    bytes of one. Channels inside a fabric belong to single devices, so that its groups do not slow each other.
+
+    Args:
+        links: Links of D devices.
+        groups: Device numbers of groups of one size, each device in at most one of them.
+
+    Returns:
+        The busiest channel's seconds per byte with all groups, over the largest that a group alone has.
+    """
+    every: list[tuple[int, int]] = []
+    alone = 0.0
+    for devices in groups:
+        group = _checked(links, devices)
+        if len(group) > 1:
+            hops = _ring_hops(links, group, _parts(links, group))
+            alone = max(alone, busiest_channel_s_per_byte(links, hops))
+            every += hops
+    return busiest_channel_s_per_byte(links, every) / alone if 0.0 < alone < math.inf else 1.0
+
+
+def _ring_hops(
+    links: Links, group: tuple[int, ...], parts: list[tuple[Fabric | None, tuple[int, ...]]]
+) -> list[tuple[int, int]]:
+    """Hops of the ring, of the rails where fabrics have equal shares; a group inside one fabric has its ring's."""
+    rails = _rails(parts)
+    if not rails and len(parts) == 1 and parts[0][0] is not None:
+        return hops_of(group)
+    return [hop for ring in rails for hop in hops_of(ring)] if rails else hops_of(_ring(links, group))
+
+
+@memoized
+def _ring(links: Links, group: tuple[int, ...]) -> tuple[int, ...]:
+    return ring_order(links, group)
 
 
 def _checked(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
@@ -149,7 +187,7 @@ def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algori
         s_per_byte = busiest_channel_s_per_byte(links, pairs) / size
         launch = max(float(links.latency_s[i, j]) for i, j in pairs)
         return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
-    hops = hops_of(ring_order(links, group))
+    hops = hops_of(_ring(links, group))
     s_per_byte = busiest_channel_s_per_byte(links, hops)
     if s_per_byte == math.inf:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.problem import PHASES, Problem
-from rlplace.reporting.columns import front_coded, ticks_of
 from rlplace.reporting.lanes import COLLECTIVE, DEVICE, LINK, Lanes, lanes_of
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import GroupEdges, ModuleTree, group_edges, module_tree
@@ -21,6 +21,27 @@ from rlplace.reporting.tables import MeasuredRow, PlannerRow
 from rlplace.simulator import Timeline, expand, simulate
 from rlplace.simulator.expand import group_origins
 from rlplace.simulator.timeline import resident_by_device
+
+_TICKS = 1e8
+"""A step has between a tenth of this and this many ticks: more than any screen shows at any zoom that is offered."""
+
+
+def ticks_of(step_s: float) -> float:
+    """A power of ten of a second to count time in."""
+    return 10.0 ** math.ceil(math.log10(step_s / _TICKS)) if step_s > 0 else 1.0
+
+
+def front_coded(names: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Per name how much it shares with the one before, in UTF-16 units, which is how browsers count, and the rest of it."""
+    shared, rest, before = [], [], ""
+    for name in names:
+        least = min(len(before), len(name))
+        same = next((i for i in range(least) if before[i] != name[i]), least)
+        shared.append(len(name[:same].encode("utf-16-le", "surrogatepass")) // 2)
+        rest.append(name[same:])
+        before = name
+    return shared, rest
+
 
 FORMAT = "rlplace.report"
 VERSION = 1

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
+import json
+import re
 from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,10 @@ from rlplace.errors import InputError, show
 from rlplace.files import check_output, write_text
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
+from rlplace.reporting import sections
 from rlplace.reporting.data import ReportData, report_data
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
 from rlplace.reporting.pictures import check_pictures, write_pictures
-from rlplace.reporting.render import render
 from rlplace.reporting.tables import MeasuredRow, measured_rows, planner_rows
 from rlplace.simulator import write_trace
 
@@ -81,3 +86,49 @@ def check_arguments(problem: Any, plan: Any, planners: Any) -> None:
         raise InputError(f"report: expected a PlacementPlan, found {type(plan).__name__}; PlacementPlan.load reads a file")
     if isinstance(planners, str) or not isinstance(planners, Iterable) or not all(isinstance(name, str) for name in planners):
         raise InputError(f"report: planners must be a list of names such as ['heft', 'best'], found {show(planners)}")
+
+
+SCRIPTS = ("base.js", "timeline.js", "memory.js", "tree.js", "graph.js", "main.js")
+_SECTIONS = {
+    "timeline": "Timeline", "devices": "Devices", "graph": "Graph", "planners": "Planners", "measured": "Measured",
+    "about": "About",
+}  # fmt: skip
+
+
+def render(data: ReportData) -> str:
+    """The page as one HTML text that loads nothing: a policy in its head forbids every request and all other scripts."""
+    from rlplace import __version__
+
+    style = _text("page.css")
+    script = '(() => {\n"use strict";\n' + "\n".join(_text(name) for name in SCRIPTS) + "\n})();\n"
+    parts = {
+        "summary": sections.summary(data),
+        "devices": sections.devices(data),
+        "planners": sections.planners(data),
+        "measured": sections.measured(data),
+        "about": sections.about(data, __version__),
+        "title": sections.escape(f"{data.problem.name or 'Plan'} by {data.plan.planner}"),
+        "style": style,
+        "script": script,
+        "data": json_text(data.to_dict()),
+        "policy": (
+            f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+        ),
+    }
+    shown = {name: title for name, title in _SECTIONS.items() if parts.get(name, "-")}
+    parts["links"] = "".join(f'<a href="#{name}">{title}</a>' for name, title in shown.items())
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _text("page.html"))
+
+
+def json_text(data: Any) -> str:
+    """JSON that is safe inside a script element: no tag can begin or end in it, whatever the names are."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _text(name: str) -> str:
+    return resources.files("rlplace.reporting.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode()

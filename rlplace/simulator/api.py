@@ -26,7 +26,7 @@ from rlplace.text import either
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
-    """Bottom level of every op, the default priority; see `rlplace.simulator.priority.reference_priority`.
+    """Bottom level of every op, the default priority; see `rlplace.simulator.schedules.reference_priority`.
 
     Returns:
         float64 [N] seconds, read-only.

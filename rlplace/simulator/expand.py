@@ -30,8 +30,7 @@ from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
 from rlplace.schedule import LIST, SCHEDULES
-from rlplace.simulator.priority import reference_priority
-from rlplace.simulator.schedules import schedule_order
+from rlplace.simulator.schedules import reference_priority, schedule_order
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ This file is the definition of step time and peak memory. `rlplace.simulator.fas
 for bit; when the two differ, this one is right. It is written to be read against the rules, not to be quick.
 
 Rules, and where they live:
-    1. devices, readiness, priority         `ReferenceRun.start_tasks`; `rlplace.simulator.priority`
+    1. devices, readiness, priority         `ReferenceRun.start_tasks`; `rlplace.simulator.schedules`
     2. transfers and channels               `ReferenceRun.enqueue`, `ReferenceRun.start_transfers`
     3. order within an instant              `ReferenceRun.run`
     4. memory                               `rlplace.simulator.ledger`
@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 from rlplace.problem import FORWARD, Problem
 from rlplace.schedule import LIST, SCHEDULES
 from rlplace.simulator.ledger import Ledger
-from rlplace.simulator.priority import task_ranks
 from rlplace.simulator.records import TRANSFER
-from rlplace.simulator.schedules import followed_order
+from rlplace.simulator.schedules import followed_order, task_ranks
 from rlplace.simulator.stages import gates
 from rlplace.simulator.tasks import TaskGraph, order_tasks, task_graph
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of

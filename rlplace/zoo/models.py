@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rlplace.zoo.sequence import build_lstm, build_transformer
-from rlplace.zoo.tabular import build_dlrm, build_mlp, build_moe_toy
+from rlplace.zoo.tabular import build_dlrm, build_lstm, build_mlp, build_moe_toy, build_transformer
 from rlplace.zoo.vision import build_inception, build_nasnet, build_unet
 
 BUILDERS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rlplace.zoo.sequence import random_tokens
-from rlplace.zoo.tabular import random_floats
+from rlplace.zoo.tabular import random_floats, random_tokens
 
 
 class ConvUnit(nn.Sequential):

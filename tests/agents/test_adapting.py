@@ -1,5 +1,6 @@
-"""Fine-tuning on one problem: never worse than the start, and the checkpoint stays as it was."""
+"""Fine-tuning on one problem and on many: never worse than the start; the table at the end of a training; what did not fit."""
 
+import dataclasses
 import time
 
 import numpy as np
@@ -8,13 +9,23 @@ import torch
 from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import adapt as adapting
+from rlplace.agents.cases import Case
+from rlplace.agents.checkpoint import load_checkpoint
+from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.planner import Agent, construct
 from rlplace.agents.pretrain import ranking_loss
+from rlplace.agents.problems.sources import CaseSource
+from rlplace.agents.train import train
 from rlplace.agents.tuning import learn
+from rlplace.agents.tuning.belief import with_less_room
 from rlplace.agents.tuning.learn import graph_part
+from rlplace.comparing.closing import compare_agent, format_rows
 from rlplace.envs import make_instance
+from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.errors import InfeasibleError, InputError
+from rlplace.measured.trial import Trial
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import count_calls
+from rlplace.planners.common.evaluate import PLAIN, Execution, count_calls
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
@@ -78,13 +89,6 @@ def test_optima_of_toys(agents, toy):
     assert plan.predicted.step_time_s == pytest.approx(optimum)
 
 
-def test_a_start_that_does_not_fit(agents):
-    toy = memory_tight_pair()
-    plan = agents["refinement"].adapt(toy.problem, time_limit_s=0.3, start=[1, 1])
-    assert plan.predicted.step_time_s == pytest.approx(toy.optimal_step_s)
-    assert plan.predicted.floor_step_time_s is None
-
-
 def test_cases_without_a_search(agents):
     one = random_problem(1, num_groups=8, num_devices=1)
     plan = agents["refinement"].adapt(one, time_limit_s=0.2)
@@ -105,3 +109,99 @@ def test_a_time_limit_ends_it(agents):
         began_s = time.monotonic()
         assert agents["refinement"].adapt(problem, time_limit_s=limit_s).predicted.feasible
         assert time.monotonic() - began_s < limit_s + 6.0
+
+
+def cases():
+    problems = [random_problem(seed, num_groups=12, num_devices=2 + seed) for seed in range(2)]
+    tight = random_problem(1, num_groups=8, num_devices=2, memory_factor=0.5)
+    return [
+        Case("a", "x", problems[0], branchy=True),
+        Case("b", "x", problems[1], Execution(3, "1f1b")),
+        Case("c", "x", memory_tight_pair().problem),
+        Case("none", "x", tight),
+    ]
+
+
+@pytest.mark.parametrize("name", ["refinement", "placement"])
+def test_the_table(agents, name):
+    rows = compare_agent(agents[name], cases(), planners=("single", "best", "annealing"), calls=24, seeds=2)
+    by_name = {row.planner: row for row in rows}
+    assert list(by_name) == ["single", "best", "annealing (24 calls)", "agent, one rollout", "agent (24 calls)"]
+    best, agent = by_name["best"], by_name["agent (24 calls)"]
+    assert (best.ratio, best.branchy, best.feasible, best.cases, best.better, best.worse) == (1.0, 1.0, 3, 4, 0, 0)
+    assert agent.ratio <= 1.0 and agent.worse == 0 and agent.feasible == 3
+    assert by_name["agent, one rollout"].ratio <= 1.0
+    assert by_name["single"].ratio >= 1.0 and by_name["single"].feasible == 2
+    text = format_rows(rows, "title")
+    assert text.startswith("title") and "3/4" in text and "nan" not in text
+
+
+def test_finetuning(agents, tmp_path, monkeypatch, tiny):
+    problems = [random_problem(seed, num_groups=8, num_devices=2) for seed in range(2)]
+    agent = agents["refinement"]
+    fast = tiny(**agent.checkpoint.network.config.to_dict())
+    monkeypatch.setattr("rlplace.agents.config.TrainConfig.load", lambda environment, **changes: fast)
+    tuned = agent.finetune(problems, steps=64, out=tmp_path / "tuned")
+    assert isinstance(tuned, Agent) and tuned.checkpoint.network.config == agent.checkpoint.network.config
+    training = tuned.checkpoint.training
+    assert training["notes"]["start"] == agent.checkpoint.name and training["steps_done"] == 64
+    plan = tuned.place(problems[0], calls=20)
+    assert plan.predicted.agent == "tuned"
+    with pytest.raises(InputError, match="no problem"):
+        agent.finetune([], out=tmp_path / "none")
+
+
+@pytest.mark.slow
+def test_ppo_improves_on_the_heuristic_and_that_on_chance(tmp_path, tiny):
+    """Without imitation: the trained policy before the heuristic that it starts as, and that before chance."""
+    problem = random_problem(21, num_groups=16, num_devices=3, shape="branchy")
+    sizes = {"hidden": 32, "second": 16, "layers": 1}
+    config = tiny(
+        "placement", fit_steps=0, steps=6144, part=2048, part_cases=1, envs=8, rollout=64, batch_size=64, epochs=4,
+        learning_rate=1e-3, **sizes,
+    )  # fmt: skip
+    train(CaseSource("one", [Case("a", "x", problem)].__getitem__, 1), config, tmp_path, report=lambda line: None)
+    instance = make_instance(problem)
+
+    def mean_ratio(network):
+        rng = np.random.default_rng(0)
+        plans = [construct(instance, network, rng, greedy=False) for _ in range(24)]
+        return np.mean([simulate(problem, plan).step_time_s for plan in plans]) / instance.reference_step_time_s
+
+    torch.manual_seed(0)
+    heuristic = PlacerNetwork(NetworkConfig(**sizes), features=CONSTRUCTION_FEATURES)
+    blind = PlacerNetwork(NetworkConfig(**sizes), features=CONSTRUCTION_FEATURES)
+    torch.nn.init.zeros_(blind.linear.weight)
+    assert mean_ratio(load_checkpoint(tmp_path).network) < mean_ratio(heuristic) < mean_ratio(blind)
+
+
+PROBLEM = random_problem(5, 10, 2, memory_factor=4.0)
+
+
+def trial(plan, status):
+    steps = (1.0,) if status == "done" else ()
+    return Trial(PROBLEM.fingerprint, "", tuple(map(int, plan)), 1, "list", status, steps)
+
+
+ALL_ON = [np.full(10, device, dtype=np.int32) for device in (0, 1)]
+
+
+def test_nothing_failed_nothing_changes():
+    assert with_less_room(PROBLEM, [trial(ALL_ON[0], "done"), trial(ALL_ON[1], "crashed")], PLAIN) is PROBLEM
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_the_failed_plan_no_longer_fits(device):
+    smaller = with_less_room(PROBLEM, [trial(ALL_ON[device], "out_of_memory")], PLAIN)
+    assert not simulate(smaller, ALL_ON[device]).feasible
+    assert smaller.devices[1 - device] == PROBLEM.devices[1 - device]
+    unlimited = dataclasses.replace(PROBLEM, devices=tuple(dataclasses.replace(d, memory_bytes=None) for d in PROBLEM.devices))
+    limited = with_less_room(unlimited, [trial(ALL_ON[device], "out_of_memory")], PLAIN)
+    assert limited.devices[device].memory_bytes is not None and limited.devices[1 - device].memory_bytes is None
+
+
+def test_what_has_worked_still_fits():
+    almost = ALL_ON[0].copy()
+    almost[np.argmin(PROBLEM.resident_bytes)] = 1
+    smaller = with_less_room(PROBLEM, [trial(ALL_ON[0], "out_of_memory"), trial(almost, "done")], PLAIN)
+    assert simulate(smaller, almost).feasible

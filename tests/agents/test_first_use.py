@@ -1,12 +1,32 @@
-"""On the first use other processes compile the kernels, and are gone with the one that started them."""
+"""On the first use other processes compile the kernels; after the warm-up nothing is left to compile."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from numba.core.dispatcher import Dispatcher
 
-from rlplace.agents import first_use
+from rlplace.agents import adapt, first_use, guided, search
+from rlplace.agents.labels import walk
+from rlplace.envs import make_instance
+from rlplace.envs.guide import analysis, draw, features, price
+from rlplace.envs.guide.guide import Guide
+from rlplace.envs.refinement import RefinementEnv
+from rlplace.planners import balanced, get_planner
+from rlplace.planners.annealing import kernels as annealing
+from rlplace.planners.bipartition import kernels as bipartition
+from rlplace.planners.common import earliestkernel, kernels, listkernels, movekernels
+from rlplace.planners.compiler import coarsen, fm, seeds
+from rlplace.planners.pardnn import kernels as pardnn
+from rlplace.planners.pardnn import sweep_kernel
+from rlplace.planners.pipedream import kernels as pipedream
+from rlplace.problem import Problem
+from rlplace.problem.generate import random_problem
+from rlplace.problem.generate import random_problem as toy_problem
+from rlplace.simulator import fast, simulate, simulate_many
 
 SCRIPT = """
 import subprocess
@@ -63,3 +83,82 @@ def test_helpers_end_with_the_process(tmp_path):
     for pid in helpers:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+KERNELS = {
+    f"{module.__name__}.{name}": value
+    for module in (
+        fast,
+        kernels,
+        listkernels,
+        movekernels,
+        balanced,
+        annealing,
+        bipartition,
+        coarsen,
+        fm,
+        seeds,
+        earliestkernel,
+        pardnn,
+        sweep_kernel,
+        pipedream,
+        analysis,
+        draw,
+        features,
+        price,
+        guided,
+    )
+    for name, value in vars(module).items()
+    if isinstance(value, Dispatcher)
+}
+
+
+def signatures():
+    return {name: len(kernel.signatures) for name, kernel in KERNELS.items()}
+
+
+@pytest.mark.parametrize("kind", ["generated", "toy", "loaded", "saved plan"])
+def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path, agents):
+    search.warm_up()
+    assert len(KERNELS) > 20
+    before = signatures()
+    problem = toy_problem(1, 20, 4) if kind == "toy" else random_problem(1, 20, 4, memory_factor=1.3, hosts=2)
+    if kind == "loaded":
+        problem.save(tmp_path / "p.problem.json")
+        problem = Problem.load(tmp_path / "p.problem.json")
+    plan = get_planner("best")(problem)
+    simulate(problem, plan)
+    simulate_many(problem, np.tile(plan.device_of_group, (3, 1)))
+    get_planner("annealing")(problem, calls=100)
+    start = plan.device_of_group if kind == "saved plan" else None
+    for name in ("refinement", "graph"):
+        agents[name].place(problem, start=start, samples=2, calls=100, microbatches=3, schedule="1f1b")
+    env = RefinementEnv([problem], start="best")
+    env.reset(seed=0, options=None if start is None else {"plan": start})
+    done, rng = False, np.random.default_rng(0)
+    while not done:
+        _, _, done, _, _ = env.step(int(rng.choice(np.flatnonzero(env.action_masks()))))
+    assert {name: count for name, count in signatures().items() if count != before[name]} == {}
+
+
+def test_adapting_has_compiled_everything_before_its_time_begins():
+    adapt._warm_up()
+    before = signatures()
+    assert all(before[f"rlplace.envs.guide.{name}"] == 1 for name in ("price.price_moves", "draw.draw_moves"))
+    guide = Guide(make_instance(random_problem(1, 20, 4, memory_factor=1.3, hosts=2)), 32, 0)
+    assert walk(guide, guide.instance.floor, 4, np.random.default_rng(0))
+    assert signatures() == before
+
+
+@pytest.mark.slow
+def test_no_kernel_is_compiled_twice():
+    """In a process of its own: other tests may have called kernels with other arrays."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from test_first_use import KERNELS; "
+        "from rlplace.agents import search; from rlplace.planners import best; search.warm_up(); best.warm_up(); "
+        "print(len(KERNELS), {name: kernel.signatures for name, kernel in KERNELS.items() if len(kernel.signatures) > 1})"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    count, _, more = done.stdout.strip().partition(" ")
+    assert int(count) > 30 and more == "{}"

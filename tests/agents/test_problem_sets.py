@@ -245,31 +245,6 @@ def test_closing_cases_without_transformers_are_those_that_need_none(monkeypatch
     assert all(by_name[case.name] == facts(case) for case in cases)  # leaving families out changes no other case
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_whole_splits(tmp_path):
-    tuned, tested = splits.build(splits.SPLITS["validation"]), splits.build(splits.SPLITS["test"])
-    assert len(tuned) >= 20 and len(tested) >= 60
-    assert sum(case.branchy for case in tested) >= 30
-    assert sum(case.unseen_cluster for case in tested) >= 20
-    for cases in (tuned, tested):
-        assert len({case.name for case in cases}) == len(cases)
-        for case in cases:
-            assert 2 <= case.problem.num_devices <= 16
-            assert 16 <= case.problem.num_groups <= 200
-            assert case.branchy == is_branchy(case.problem)
-        assert {case.execution.microbatches for case in cases} >= {1, 4, 8}
-        assert {bool(np.isfinite(case.problem.memory_limit_bytes).all()) for case in cases} >= {True}
-    problems.save_cases(tested, tmp_path / "test")
-    kept, _ = problems.load_cases(tmp_path / "test")
-    assert [facts(case) for case in kept] == [facts(case) for case in tested]
-    graphs.captured.cache_clear()
-    again = splits.build(only(splits.TEST, "zoo:nasnet", splits.TEST_COUNTS["zoo:nasnet"]))
-    assert all(case.problem.num_groups >= 64 - 8 for case in again)
-    first = splits.build(splits.SPLITS["validation"])
-    assert [facts(case) for case in first] == [facts(case) for case in tuned]
-
-
 # Files
 
 

@@ -17,14 +17,12 @@ from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.planner import load_agent
 from rlplace.agents.tuning.belief import believe
-from rlplace.agents.tuning.design import first_plans
 from rlplace.agents.tuning.direct import LogModel, log_rows
 from rlplace.agents.tuning.learn import fit_moves, lesson_of, price_moves
 from rlplace.agents.tuning.offline import METHODS, finetune_offline, measurements_of
 from rlplace.agents.tuning.pool import Pool
-from rlplace.agents.tuning.proposer import AgentProposer
-from rlplace.agents.tuning.residual import Residual
-from rlplace.agents.tuning.tune import tune
+from rlplace.agents.tuning.proposer import AgentProposer, Residual
+from rlplace.agents.tuning.tune import first_plans, tune
 from rlplace.comparing.closing import compare_skills
 from rlplace.cost.timings import rank_correlation
 from rlplace.envs import MeasuredBackend, RefinementEnv
@@ -190,11 +188,6 @@ def test_first_plans_begin_with_a_given_one():
     assert first_plans(PROBLEM, 1, execution=PLAIN, first=given)[0] is not None
     again = first_plans(PROBLEM, 5, execution=Execution(2, "gpipe"), first=given)
     assert all(np.array_equal(a, b) for a, b in zip(plans, again, strict=True))
-
-
-def test_first_plans_of_a_tiny_problem():
-    problem = random_problem(1, 1, 2)
-    assert 1 <= len(first_plans(problem, 8, execution=PLAIN)) <= 2
 
 
 def some_belief(problem=PROBLEM, count=6, **options):

@@ -1,8 +1,12 @@
-"""The command line: verbs, JSON, exit codes, one-line errors, nothing half written."""
+"""The command line: verbs, JSON, exit codes, one-line errors, a clean stdout, nothing half written."""
+
+from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,7 +60,7 @@ def test_place_model_with_the_agent(capsys, tmp_path, agent):
     assert data["predicted"]["feasible"] and data["predicted"]["executor"] == "list"
     assert data["predicted"]["step_time_s"] <= data["predicted"]["floor_step_time_s"]
     assert data["predicted"]["op_level"]["step_time_s"] > 0
-    assert len(data["groups"]) == len(data["device_of_group"]) <= 20
+    assert len(data["groups"]) == len(data["placement"]["device_of_group"]) <= 20
     assert data["source"]["graph"]["model"] == TINY
 
 
@@ -131,17 +135,6 @@ def test_infeasible_plan_simulates_and_says_so(capsys, tmp_path):
     assert code == 0 and "infeasible" in out and "short" in out
 
 
-def test_compare(capsys, problem_file, agent):
-    code, out, _ = run(
-        capsys, "compare", problem_file, "--planners", "single,best,annealing,agent", "--calls", "64", "--seeds", "2",
-        "--agent", agent, "--json",
-    )  # fmt: skip
-    assert code == 0
-    rows = {row["planner"]: row for row in json.loads(out)["rows"]}
-    assert list(rows) == ["single", "best", "annealing", "agent"]
-    assert rows["agent"]["step_time_s"] <= rows["best"]["step_time_s"] <= rows["single"]["step_time_s"]
-
-
 def test_info(capsys):
     code, out, _ = run(capsys, "info", "--json")
     data = json.loads(out)
@@ -203,3 +196,76 @@ def test_usage_errors_end_with_2():
     assert done.returncode == 2 and "invalid choice" in done.stderr
     done = subprocess.run([sys.executable, "-m", "rlplace.cli.main", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "exit codes" in done.stdout
+
+
+MODELS = """
+import sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+    def forward(self, x):
+        print("hello from forward")
+        return self.b(self.a(x)).sum()
+
+class Reads(Net):
+    def forward(self, x):
+        return self.b(x).sum() if self.a(x).sum().item() > 0 else self.a(x).sum()
+
+def good(batch):
+    return Net(), torch.zeros(batch, 4)
+
+def reads(batch):
+    return Reads(), torch.zeros(batch, 4)
+
+def shape(batch):
+    return Net(), torch.zeros(batch, 5)
+
+def exits():
+    sys.exit(5)
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    path = tmp_path / "models.py"
+    path.write_text(MODELS)
+    return str(path)
+
+
+def test_what_a_model_prints_is_no_result(capsys: pytest.CaptureFixture[str], models: str) -> None:
+    code, out, err = run(capsys, "place", f"{models}:good", "--cluster", "l4:2", "--planner", "best", "--json")
+    assert code == 0 and json.loads(out)["planner"] == "best" and "hello from forward" in err
+
+
+def test_capture_that_changes_its_method_is_quiet(capfd: pytest.CaptureFixture[str], models: str) -> None:
+    code, _, err = run(capfd, "place", f"{models}:reads", "--cluster", "l4:2", "--planner", "best")
+    assert code == 0 and "def forward" not in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [("shape", 1, "same reduction dim"), ("exits", 2, "SystemExit"), ("goood", 2, "did you mean 'good'")],
+)
+def test_models_that_fail(models: str, name: str, code: int, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlplace.cli.main", "place", f"{models}:{name}", "--cluster", "l4:2", "--planner", "best"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code and done.stdout == ""
+    assert "Traceback" not in done.stderr and words in done.stderr.splitlines()[-1]
+    assert name != "shape" or "models.py" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"]])
+def test_stdout_that_is_full(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rlplace.cli.main", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "No space left" in done.stderr

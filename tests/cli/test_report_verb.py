@@ -1,16 +1,15 @@
-"""The verb ``report``: files written, one-line errors, measurements of both kinds."""
+"""The verbs ``report``, ``explain`` and ``diff``: files, tables, JSON, exit codes, measurements of both kinds."""
 
 import dataclasses
 import json
 
-import command
-import numpy as np
 import pytest
+from command import run
 
 from rlplace.cost.timings import PlanTiming, PlanTimings
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import Trial
-from rlplace.plan.plan import make_plan
+from rlplace.plan import make_plan
 from rlplace.problem.generate import random_problem
 
 
@@ -23,18 +22,18 @@ def made(tmp_path):
     return problem, plan, tmp_path
 
 
-def run(capsys, *arguments):
-    return command.run(capsys, "report", *arguments)
+def report(capsys, *arguments):
+    return run(capsys, "report", *arguments)
 
 
 def page(capsys, folder, *options):
-    return run(capsys, folder / "x.plan.json", "--problem", folder / "x.problem.json", "--out", folder / "r.html", *options)
+    return report(capsys, folder / "x.plan.json", "--problem", folder / "x.problem.json", "--out", folder / "r.html", *options)
 
 
 def test_page_trace_and_json(capsys, made):
     _, _, folder = made
     plan, problem, page, trace = (folder / name for name in ("x.plan.json", "x.problem.json", "r.html", "t.json"))
-    code, out, err = run(
+    code, out, err = report(
         capsys, plan, "--problem", problem, "--out", page, "--trace", trace, "--planners", "single,heft", "--json"
     )
     assert code == 0
@@ -73,21 +72,47 @@ def test_measurements_of_both_kinds(capsys, made):
     assert text.count('<tr class="this">') == 2
 
 
-def test_infeasible_plans_are_reported(capsys, made):
-    problem, _, folder = made
-    small = tuple(dataclasses.replace(device, memory_bytes=1000) for device in problem.devices)
-    tight = dataclasses.replace(problem, devices=small)
-    tight.save(folder / "x.problem.json")
-    make_plan(tight, np.zeros(12), planner="hand").save(folder / "x.plan.json")
-    code, out, _ = page(capsys, folder, "--planners", "single")
-    assert code == 0 and "infeasible: gpu0 needs" in out and "no plan: " in (folder / "r.html").read_text()
+@pytest.fixture
+def files(tmp_path):
+    problem = random_problem(0, num_groups=8, num_devices=2)
+    paths = [str(tmp_path / name) for name in ("x.problem.json", "a.plan.json", "b.plan.json")]
+    problem.save(paths[0])
+    make_plan(problem, [0, 0, 0, 0, 1, 1, 1, 1], planner="one").save(paths[1])
+    make_plan(problem, [0, 0, 1, 1, 1, 1, 1, 1], planner="two").save(paths[2])
+    return paths
 
 
-def test_pictures_without_matplotlib(capsys, made, monkeypatch):
-    import sys
+def test_explain_a_plan(capsys, files):
+    problem, plan, _ = files
+    code, out, _ = run(capsys, "explain", plan, "--problem", problem, "--calls", "4")
+    assert code == 0
+    for word in ("critical path", "busiest device", "no plan takes less than", "what if", "all links twice as fast"):
+        assert word in out
+    code, out, _ = run(capsys, "explain", plan, "--problem", problem, "--no-what-if", "--group", "group3", "--json")
+    data = json.loads(out)
+    assert code == 0 and data["feasible"] and data["what_if"] == []
+    assert [group["name"] for group in data["groups"]] == ["group3"]
+    assert data["bounds"]["step_time_s"] == pytest.approx(sum(part["seconds"] for part in data["bounds"]["path"]))
 
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    _, _, folder = made
-    code, _, err = page(capsys, folder, "--pictures", folder / "p")
-    assert code == 4 and "pip install 'rlplace[plots]'" in err
-    assert not (folder / "r.html").exists() and not (folder / "p").exists()
+
+def test_diff_two_plans(capsys, files):
+    problem, first, second = files
+    code, out, _ = run(capsys, "diff", first, second, "--problem", problem)
+    assert code == 0 and "6 groups sit alike, 2 differ" in out
+    code, out, _ = run(capsys, "diff", first, second, "--problem", problem, "--json")
+    data = json.loads(out)
+    assert code == 0 and data["change_s"] == data["second"]["step_time_s"] - data["first"]["step_time_s"]
+
+
+def test_a_problem_file_that_fits_is_planned_and_explained(capsys, files):
+    code, out, err = run(capsys, "explain", files[0], "--no-what-if", "--groups", "1")
+    assert code == 0 and "planner best" in out and "planning with best" in err
+
+
+def test_place_names_the_command(capsys, tmp_path):
+    path = str(tmp_path / "tight.problem.json")
+    random_problem(0, 8, 2, memory_factor=0.5).save(path)
+    code, _, err = run(capsys, "place", path, "--planner", "best")
+    assert code == 3 and f"'rlplace explain {path}' says what would make it fit" in err
+    code, out, _ = run(capsys, "explain", path, "--calls", "8")
+    assert code == 0 and "makes it fit" in out and "fewer samples a micro-batch, which needs the model" in out

@@ -1,4 +1,4 @@
-"""The whole strategy on the command line: data parallelism where memory allows, a pipeline where it does not, and why."""
+"""Strategies on the command line, and options of `place` and `capture` for memory and costs."""
 
 import dataclasses
 import json
@@ -6,11 +6,17 @@ import json
 import pytest
 from command import run
 
+from rlplace.cli.main import main
 from rlplace.cli.strategies import best_of_kinds, explain
 from rlplace.cluster.parse import parse
+from rlplace.cost import CostTable
+from rlplace.cost.footprint import PARTS
+from rlplace.cost.table import KindCosts
 from rlplace.graph.capture import capture
 from rlplace.placing import Priced, plan_priced
+from rlplace.plan import PlacementPlan
 from rlplace.planners.strategy.efficiency import BatchCurve
+from rlplace.problem import Problem
 from rlplace.zoo import load_model
 
 GPT2 = "hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=1024"
@@ -99,10 +105,96 @@ def test_what_was_not_tried_is_told():
     assert "not tried for lack of time: 1" in text
 
 
-@pytest.mark.parametrize(("planner", "told"), [("pase", "ops are cut, into up to"), ("bipartition", "planner bipartition")])
-def test_planners_that_need_another_view_of_the_problem_get_it(capsys, tmp_path, planner, told):
-    plan_file = tmp_path / "p.plan.json"
-    arguments = ["place", GPT2, "--cluster", "a100-80g:2", "--seq", "64", "--granularity", "30", "--planner", planner]
-    code, out, _ = run(capsys, *arguments, "--out", str(plan_file))
-    assert code == 0 and told in out
-    assert json.loads(plan_file.read_text())["predicted"]["feasible"]
+TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
+PLACE = ("place", TINY, "--cluster", "a100-80g:2", "--planner", "balanced", "--batch", "4", "--seq", "32")
+
+
+def memory(capsys, *arguments):
+    code, out, err = run(capsys, *PLACE, "--memory", "--json", *arguments)
+    assert code == 0, err
+    return json.loads(out)["predicted"]["memory"]
+
+
+def test_the_table_has_a_row_per_device(capsys):
+    code, out, _ = run(capsys, *PLACE, "--memory")
+    assert code == 0
+    header = next(line for line in out.splitlines() if line.startswith("GB"))
+    assert header.split()[-3:] == ["total", "memory", "fits"] and "weights" in header and "buckets" not in header
+    rows = [line.split() for line in out.splitlines() if line.startswith("gpu") and line.endswith("yes")]
+    assert [row[0] for row in rows] == ["gpu0", "gpu1"]
+
+
+def test_parts_add_up_and_the_plan_file_still_loads(capsys, tmp_path):
+    path = tmp_path / "p.plan.json"
+    found = memory(capsys, "--out", str(path))
+    for item in found:
+        assert list(item["parts"]) == list(PARTS)
+        assert sum(item["parts"].values()) == item["total_bytes"]
+        assert item["fits"] and item["capacity_bytes"] == 80_000_000_000
+    assert PlacementPlan.load(path).predicted.memory == tuple(found)
+
+
+def test_options_of_the_script_change_the_answer(capsys):
+    plain = memory(capsys)
+    wide = memory(capsys, "--alloc-conf", "large_segment_size_mb:40")
+    assert plain[0]["parts"]["weights"] == wide[0]["parts"]["weights"] > 0
+    assert wide[0]["reserved_peak_bytes"] - plain[0]["reserved_peak_bytes"] == 20 << 20
+
+
+@pytest.mark.parametrize("options", [("--autocast", "bf16"), ("--dtype", "bf16", "--master-weights")])
+def test_mixed_precision_options_reach_the_capture(capsys, options):
+    code, out, err = run(capsys, *PLACE, "--json", *options)
+    assert code == 0, err
+    source = json.loads(out)["source"]
+    wanted = {"autocast": "bfloat16"} if "--autocast" in options else {"master_weights": True}
+    assert source["capture"] | wanted == source["capture"]
+
+
+SMALL = ["zoo:mlp,width=32", "--cluster", "a100-80g:2", "--batch", "4"]
+
+
+@pytest.fixture(scope="module")
+def times(tmp_path_factory):
+    """Problems of the same model by option."""
+    folder = tmp_path_factory.mktemp("costs")
+    CostTable({"a100-80g": KindCosts(eager_issue_s=1e-3)}).save(folder / "slow.cost.json")
+    found = {}
+    for name, extra in (
+        ("eager", []),
+        ("compiled", ["--host-mode", "compiled"]),
+        ("slow", ["--costs", str(folder / "slow.cost.json")]),
+    ):
+        out = folder / f"{name}.problem.json"
+        assert main(["capture", *SMALL, *extra, "--out", str(out), "--json"]) == 0
+        found[name] = Problem.load(out)
+    return found
+
+
+def test_the_options_change_the_times(times):
+    total = {name: float(problem.time_s.sum()) for name, problem in times.items()}
+    assert total["compiled"] < total["eager"] < total["slow"]
+    assert times["compiled"].source["host"] == "compiled"
+    assert times["slow"].source["costs"]["path"].endswith("slow.cost.json")
+    assert times["slow"].source["costs"]["fingerprint"] != times["eager"].source["costs"]["fingerprint"]
+
+
+def test_what_the_times_rest_on_is_said(tmp_path, capsys):
+    assert main(["capture", *SMALL, "--out", str(tmp_path / "x.problem.json"), "--json"]) == 0
+    printed = capsys.readouterr()
+    shares = json.loads(printed.out)["op_times"]["a100-80g"]
+    assert set(shares) <= {"fitted", "scaled"} and sum(shares.values()) == pytest.approx(1.0)
+    assert "op times (eager): a100-80g" in printed.err
+
+
+def test_costs_of_other_devices_are_refused(tmp_path, capsys):
+    CostTable({"l4": KindCosts(), "cpu": KindCosts()}).save(tmp_path / "other.cost.json")
+    assert main(["place", *SMALL, "--planner", "single", "--costs", str(tmp_path / "other.cost.json")]) == 2
+    said = capsys.readouterr().err
+    assert "holds costs of cpu, l4, the cluster has a100-80g" in said and "capturing" not in said
+
+
+@pytest.mark.parametrize("extra", [["--costs", "none.cost.json"], ["--costs", __file__]])
+def test_a_cost_file_that_cannot_be_used(extra, tmp_path, capsys):
+    assert main(["capture", *SMALL, *extra, "--out", str(tmp_path / "x.problem.json")]) == 2
+    assert extra[1].rpartition("/")[2] in capsys.readouterr().err
+    assert not (tmp_path / "x.problem.json").exists()

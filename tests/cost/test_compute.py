@@ -7,10 +7,9 @@ import pytest
 from benchmarks.papers.synthetic import GraphBuilder, transformer_graph
 from rlplace.cluster import KINDS
 from rlplace.cost import CostTable, explain_times, op_times, price
-from rlplace.cost.calls import calls_of
+from rlplace.cost.calls import calls_of, fused_traffic
+from rlplace.cost.compute import fold_issue
 from rlplace.cost.curve import kernel_seconds, roofline_seconds
-from rlplace.cost.fusion import fused_traffic
-from rlplace.cost.host import fold_issue
 from rlplace.cost.scaled import CLASSES, find_curve, peak_of, precision_of
 from rlplace.cost.shipped import shipped_costs
 from rlplace.cost.table import BASES, DIRECTIONS, Curve, KindCosts, MeasuredShape, Residual

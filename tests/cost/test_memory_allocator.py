@@ -24,46 +24,12 @@ def run(text, **options):
     return replay(ids, sizes, options=AllocatorOptions(**options), capacity_bytes=capacity)
 
 
-def test_requests_are_rounded_to_512_bytes_and_none_is_free():
-    result = run("a=1 b=512 c=513 d=0 -d")
-    assert result.allocated_bytes.tolist() == [512, 1024, 2048, 2048, 2048]
-    assert result.reserved_bytes.tolist() == [2 * MIB] * 5
-
-
-def test_segments_of_the_two_pools():
-    assert run("a=1M").reserved_peak_bytes == 2 * MIB
-    assert run("a=1025K").reserved_peak_bytes == 20 * MIB
-    assert run("a=10239K").reserved_peak_bytes == 20 * MIB
-    assert run("a=10M").reserved_peak_bytes == 10 * MIB
-    assert run("a=21505K").reserved_peak_bytes == 22 * MIB
-    # One large and two small: 20 MiB + 2 MiB, both small ones in one segment.
-    mixed = run("a=5M b=1M c=1M")
-    assert mixed.reserved_peak_bytes == 22 * MIB and mixed.segments == 2
-
-
-def test_a_large_block_is_split_only_if_more_than_a_mebibyte_is_left():
-    # 12 MiB of a 13 MiB hole (a's segment of 14 MiB): 2 MiB left, split. 13 MiB: 1 MiB left, the whole block is used.
-    assert run("a=13M -a b=12M").allocated_bytes[-1] == 12 * MIB
-    assert run("a=13M -a b=13M").allocated_bytes[-1] == 14 * MIB
-    assert run("a=13M").allocated_bytes[-1] == 14 * MIB
-
-
 def test_best_fit_takes_the_smallest_block_and_the_lowest_address():
     # Holes of 4, 3 and 3 MiB between used blocks of one 20 MiB segment; the next 3 MiB go to the first hole of 3 MiB.
     result = run("a=4M x=2M b=3M y=2M c=3M z=2M -a -b -c d=3M")
     used = result.blocks[result.blocks[:, 3] == 1]
     start = result.blocks[:, 1].min()
     assert [(row[1] - start) // MIB for row in used.tolist()] == [4, 6, 9, 14]
-
-
-def test_freed_neighbours_merge():
-    result = run("a=4M b=4M c=4M -a -c -b")
-    assert result.blocks[:, 2].tolist() == [20 * MIB]
-    assert result.allocated_bytes[-1] == 0 and result.segments == 1
-
-
-def test_a_small_request_never_takes_a_large_block():
-    assert run("a=5M -a b=1K").reserved_peak_bytes == 22 * MIB
 
 
 def test_cached_segments_are_given_back_before_memory_runs_out():

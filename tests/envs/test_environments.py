@@ -54,16 +54,6 @@ def test_ids_work_with_and_without_the_module(name):
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_two_copies_agree_field_by_field(name):
-    one, two = (gym.make(name).unwrapped for _ in range(2))
-    first, second = play(one, 7, random_legal(3)), play(two, 7, random_legal(3))
-    assert first[1] == second[1]
-    for a, b in zip(first[0], second[0], strict=True):
-        for key in a:
-            np.testing.assert_array_equal(a[key], b[key])
-
-
-@pytest.mark.parametrize("name", IDS)
 def test_vectorised(name):
     envs = DummyVecEnv([lambda: gym.make(name)] * 3)
     envs.seed(0)

@@ -160,17 +160,6 @@ def test_episodes_repeat_though_guides_are_dropped(monkeypatch):
             np.testing.assert_array_equal(again[key], value)
 
 
-def test_kept_guides_are_bounded(monkeypatch):
-    monkeypatch.setattr(refinement, "_GUIDES", 2)
-    env = RefinementEnv([random_problem(seed, num_groups=6, num_devices=2) for seed in range(4)])
-    for number in (0, 1, 0, 2, 3):
-        env.reset(seed=0, options={"problem": number})
-    kept, made = env._guide_of.cache_info().currsize, env._guide_of.cache_info().misses
-    for number in (2, 3):
-        env.reset(seed=0, options={"problem": number})
-    assert kept == 2 and env._guide_of.cache_info().misses == made == 5 - 1
-
-
 def test_starts():
     problem = random_problem(6, num_groups=20, num_devices=3)
     instance = make_instance(problem)

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+from drawn import training_problem
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toys import fork_join, pipeline_chain, two_device_chain
@@ -58,7 +59,7 @@ def check(run, path):
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), schedule=st.sampled_from(["list", "gpipe", "1f1b"]), microbatches=st.integers(1, 3))
-def test_links_cover_the_step_where_ties_are_the_rule(training_problem, seed, schedule, microbatches):
+def test_links_cover_the_step_where_ties_are_the_rule(seed, schedule, microbatches):
     rng = np.random.default_rng(seed)
     problem = training_problem(rng)
     devices = np.where(
@@ -184,7 +185,7 @@ def test_a_step_that_cannot_complete_has_no_path():
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6))
-def test_orders_of_their_own(training_problem, seed):
+def test_orders_of_their_own(seed):
     """An order that was right for other times makes devices wait while they are idle."""
     from rlplace.simulator import simulate
 

@@ -32,12 +32,6 @@ def test_damaged_inputs(name, seeds, scratch):
     run(name, seeds, scratch, seed=100, count=round(48 * TARGETS[name].share))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
-def test_more_damaged_inputs(name, seeds, scratch):
-    run(name, seeds, scratch, seed=101, count=round(160 * TARGETS[name].share))
-
-
 # What the fuzzer has found, and what it would find once in a long time.
 FOUND = [
     ("plan", "stages.plan.json", b'"executor": "list"', b'"executor": 1e400'),

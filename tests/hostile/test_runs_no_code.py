@@ -23,7 +23,7 @@ ALLOWED = {
         "rlplace/__init__.py",  # names of a literal table
         "rlplace/extensions.py",  # entry points of installed packages
         "rlplace/integrations/__init__.py",
-        "rlplace/reporting/render.py",  # importlib.resources
+        "rlplace/reporting/report.py",  # importlib.resources
         "rlplace/cli/info.py",  # versions
         "rlplace/planners/__init__.py",  # names of a literal table
         "rlplace/planners/best.py",

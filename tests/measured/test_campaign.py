@@ -90,16 +90,6 @@ def test_slow_plans_are_dropped_and_never_the_best(cluster):
     assert campaign.best().device_of_group == key(fast)
 
 
-def test_the_best_is_the_fastest_that_stayed_in_the_race(cluster):
-    timer = cluster(noise=0.001)
-    campaign = Campaign(PROBLEM, timer)
-    for plan in PLANS:
-        campaign.measure(plan)
-        if len(campaign.trials) == 60:
-            break
-    assert timer.true_s(campaign.best().device_of_group) <= 1.005 * min(map(timer.true_s, PLANS))
-
-
 # Budgets
 
 
@@ -304,23 +294,6 @@ def test_a_resumed_campaign_is_where_it_was(cluster, tmp_path, isolated):
         anchors = [trial for trial in again.trials if trial.anchor]
         assert len(anchors) == 3, "after 5, 10 and 15 plans; the budget was spent after 20"
         assert all(timer.runs[key(plan)] - sum(t.device_of_group == key(plan) for t in anchors) == 1 for plan in PLANS[:20])
-
-
-def test_interrupting_and_resuming_gives_the_same_as_going_through(cluster, tmp_path, clock):
-    """Every plan in a process of its own: the same trials as in one."""
-
-    def play(path, parts):
-        clock.now_s = 1e6
-        timer = cluster(seed=5)
-        for part in parts:
-            with open_store(path) as store:
-                campaign = Campaign(PROBLEM, timer, store=store, site=SITE.fingerprint, run="a", retime_every=4)
-                for plan in part:
-                    campaign.measure(plan)
-        return measured(campaign)
-
-    whole = play(tmp_path / "whole", [PLANS[:12]])
-    assert play(tmp_path / "parts", [[plan] for plan in PLANS[:12]]) == whole
 
 
 # Several campaigns in one file

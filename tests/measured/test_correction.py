@@ -92,15 +92,6 @@ def test_device_factor():
     assert step_s(changed, CHAIN) == pytest.approx(2 + 2.25 + 6 + 4.25 + 2.5)
 
 
-def test_group_factor_is_a_further_factor():
-    problem = by_hand()
-    factor = np.array([[1.0, 1.0, 1.0], [1.0, 3.0, 1.0], [2.0, 1.0, 1.0]])
-    correction = change(problem, device_factor=np.array([1.0, 2.0, 1.0]), group_factor=factor)
-    expected = by_hand(time_s=np.array([[2.0, 4.0, 2.0], [3.0, 18.0, 3.0], [10.0, 10.0, 5.0]]))
-    assert corrected(problem, correction).fingerprint == expected.fingerprint
-    assert corrected(problem, dataclasses.replace(correction, group_factor=None)).fingerprint != expected.fingerprint
-
-
 def test_group_factor_holds_for_all_ops_of_a_group():
     rng = np.random.default_rng(1)
     factor = rng.uniform(0.5, 2.0, (RANDOM.num_groups, 3))
@@ -196,19 +187,6 @@ def test_step_factor_is_on_predicted_step_times_alone():
     assert corrected(problem, correction).fingerprint == problem.fingerprint
     plans = np.array(PLANS, dtype=np.int32)
     assert np.allclose(predict(problem, correction, plans), [1.5 * step_s(problem, plan) for plan in PLANS])
-
-
-def test_channel_slowdown_of_a_shared_channel_slows_the_queue():
-    """Two transfers into device 2 share its receiving side: one waits for the other, and both take twice as long."""
-    links = Links(np.full((3, 3), 10.0), np.zeros((3, 3)), CARDS)
-    problem = build_problem(
-        "join", time_s=[[1.0] * 3] * 3, memory_bytes=[None] * 3, links=links,
-        tensors=[TensorSpec(0, 20, [2]), TensorSpec(1, 20, [2])],
-    )  # fmt: skip
-    assert step_s(problem, CHAIN) == pytest.approx(1 + 2 + 2 + 1)
-    factors = np.ones(6)
-    factors[5] = 2.0
-    assert step_s(corrected(problem, change(problem, channel_slowdown=factors)), CHAIN) == pytest.approx(1 + 4 + 4 + 1)
 
 
 # Files

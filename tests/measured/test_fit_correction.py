@@ -91,14 +91,6 @@ def test_known_truths_are_found_again(name):
     assert len(found.predicted_s) == len(found.measured_s) == len(found.priced_s) == TRIALS
 
 
-def transfer_slowdown(correction):
-    """[D, D], by how much longer a large tensor takes; a queue and a low rate look alike to whole steps."""
-    size = np.quantile(PROBLEM.tensor_bytes, 0.9)
-    after, before = (p.links.latency_s + size / np.maximum(p.links.bandwidth_bytes_per_s, 1.0)
-                     for p in (corrected(PROBLEM, correction), PROBLEM))  # fmt: skip
-    return np.where(np.eye(DEVICES, dtype=bool), 1.0, after / before)
-
-
 def transfer_ratio(correction):
     """float64 [D, D], what transfers of the tensors of mean size take over what was believed; 1 on the diagonal."""
     size = PROBLEM.tensor_bytes.mean()

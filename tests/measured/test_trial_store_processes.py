@@ -8,7 +8,7 @@ import sqlite3
 import time
 
 import pytest
-from trial_store_helpers import PROBLEM, begun, done, new_store, output, spawn
+from trial_store_helpers import PROBLEM, done, new_store, output, spawn
 
 from rlplace.errors import InputError
 from rlplace.measured.store import TrialStore
@@ -30,27 +30,6 @@ def test_processes_that_make_and_write_one_file(tmp_path):
             assert store.trials(run=str(first)) == [done(n, run=str(first)) for n in range(first, first + 25)]
         assert len(store.trials(include_running=True)) == 50
         assert len(store.sites()) == len(store.problems()) == 2
-
-
-def test_a_killed_job_leaves_what_it_finished_and_what_it_was_at(tmp_path):
-    code = """
-with new_store(sys.argv[1]) as store:
-    store.finish(store.begin(begun(0)), done(0))
-    print(store.begin(begun(1)), flush=True)
-    import time
-    time.sleep(60)
-"""
-    process = spawn(code, tmp_path / "t.sqlite")
-    number = int(process.stdout.readline())
-    process.kill()
-    process.communicate()
-    with TrialStore(tmp_path / "t.sqlite") as store:
-        assert store.trials() == [done(0)]
-        assert store.interrupted("first") == [(number, begun(1))]
-        crashed = done(1, status="crashed", step_s=(), places=(), reason="the job ended")
-        store.finish(number, crashed)
-        assert store.interrupted("first") == []
-        assert store.trials() == [done(0), crashed]
 
 
 def test_kills_at_any_moment(tmp_path):
@@ -128,32 +107,6 @@ finally:
     assert all("t.sqlite: the file or its folder is read-only" in line for line in lines[:4])
     assert "is read-only" in lines[4]
     assert lines[5] == "1"
-
-
-def test_a_limit_on_the_size_of_files(tmp_path):
-    code = """
-import os, resource
-from rlplace.errors import InputError
-path = Path(sys.argv[1])
-with new_store(path) as store:
-    store.add(done(0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, resource.RLIM_INFINITY))
-    added = 1
-    try:
-        while True:
-            store.add(done(added, reason="x" * 4000))
-            added += 1
-    except InputError as error:
-        print(error)
-    assert [trial.began_at for trial in store.trials()] == [1000.0 + number for number in range(added)]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    store.add(done(added))
-    print(added)
-"""
-    message, added = output(spawn(code, tmp_path / "t.sqlite")).splitlines()
-    assert message.startswith(f"{tmp_path / 't.sqlite'}: the disk ")
-    with TrialStore(tmp_path / "t.sqlite") as store:
-        assert len(store.trials()) == int(added) + 1
 
 
 def test_a_full_disk(tmp_path):

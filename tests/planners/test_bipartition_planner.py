@@ -1,22 +1,26 @@
-"""The planner bipartition: split problems, layering, and throughput in the simulator."""
+"""Bi-partition: optimal cuts of chains, and plans of split problems."""
 
 import dataclasses
+import itertools
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from benchmarks.papers.bipartition.chains import make_chain
 from benchmarks.papers.bipartition.profile import ProfileNode, profile_chain, profile_problem, read_profile
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import NEEDS_SPLIT, get_planner
 from rlplace.planners.bipartition.bipartition import bipartition
-from rlplace.planners.bipartition.chain import Cuts
+from rlplace.planners.bipartition.chain import Cuts, Workers
 from rlplace.planners.bipartition.layers import feeds_back, is_split, layer_numbers, layer_orders, make_layers, make_pipeline
-from rlplace.planners.bipartition.solve import kernel_arrays, price_cuts
+from rlplace.planners.bipartition.solve import bi_partition, kernel_arrays, price_cuts
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
@@ -179,3 +183,98 @@ def test_stages_in_a_cycle_are_not_run_with_1f1b():
     assert plan.schedule == "list"
     forced = get_planner("pipedream")(tied, microbatches=8, schedule="1f1b")
     assert forced.schedule == "1f1b" and forced.predicted.step_time_s > 1.5 * plan.predicted.step_time_s
+
+
+def chain_of(forward, factor=2.0):
+    return make_chain(forward, factor * np.array(forward, dtype=float))
+
+
+@pytest.mark.parametrize(
+    ("forward", "workers", "by_gap"),
+    [
+        ([1, 1, 4, 1, 1], 2, {0: 18, 1: 14, 2: 13, 3: 12, 4: 12, None: 12}),
+        ([1, 1, 4, 1, 1], 3, {0: 12, 1: 10, 2: 10, None: 10}),
+        ([2, 1, 2, 1, 3], 2, {0: 15, None: 14}),
+        ([3, 1, 1, 1], 2, {0: 9, 1: 9, None: 9}),
+    ],
+)
+def test_examples_with_known_optimum(forward, workers, by_gap):
+    chain = chain_of(forward)
+    for gap, seconds in by_gap.items():
+        cuts = bi_partition(chain, workers, gap)
+        assert cuts.bottleneck_s == pytest.approx(seconds, abs=1e-12)
+        assert gap is None or cuts.gap <= gap
+
+
+def plain_cost(chain, workers, i, forward, backward):
+    """The cost model once more, layer by layer."""
+    count = chain.num_layers
+    ahead, back = set(range(*forward)), set(range(*backward))
+    load = sum(chain.forward_s[layer] for layer in ahead) + sum(chain.backward_s[layer] for layer in back)
+    share = workers.weight_share
+    sent = sum(chain.stash_bytes[layer] for layer in ahead - back) + share * sum(chain.weight_bytes[x] for x in back - ahead)
+    got = sum(chain.stash_bytes[layer] for layer in back - ahead) + share * sum(chain.weight_bytes[x] for x in ahead - back)
+    if ahead:
+        sent += chain.activation_bytes[forward[1] - 1] if forward[1] < count else 0
+        got += chain.activation_bytes[forward[0] - 1] if forward[0] else 0
+    if back:
+        sent += chain.gradient_bytes[backward[0] - 1] if backward[0] else 0
+        got += chain.gradient_bytes[backward[1] - 1] if backward[1] < count else 0
+    held = sum(chain.resident_bytes[x] for x in back) + sum(chain.weight_bytes[x] for x in ahead - back)
+    held += workers.in_flight[i] * sum(chain.stash_bytes[x] for x in ahead | back)
+    if held > workers.memory_bytes[i]:
+        return np.inf
+    return max(load, max(sent, got) * workers.seconds_per_byte[i])
+
+
+def brute_force(chain, workers, gap):
+    best = np.inf
+    inner = list(itertools.combinations_with_replacement(range(chain.num_layers + 1), workers.count - 1))
+    for p, q in itertools.product(inner, inner):
+        if max((abs(a - b) for a, b in zip(p, q, strict=True)), default=0) <= gap:
+            f, b = (0, *p, chain.num_layers), (0, *q, chain.num_layers)
+            best = min(best, max(plain_cost(chain, workers, i, f[i : i + 2], b[i : i + 2]) for i in range(workers.count)))
+    return best
+
+
+numbers = st.integers(0, 9)
+
+
+@settings(max_examples=60, derandomize=True)
+@given(st.data())
+def test_equals_brute_force_with_traffic_and_memory(data):
+    layers, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    column = st.lists(numbers, min_size=layers, max_size=layers)
+    forward, backward, activation, gradient, stash, weight = (data.draw(column) for _ in range(6))
+    chain = make_chain(
+        forward, backward, activation_bytes=activation, gradient_bytes=gradient, stash_bytes=stash, weight_bytes=weight,
+        resident_bytes=2 * np.array(weight),
+    )  # fmt: skip
+    per_worker = st.lists(numbers, min_size=count, max_size=count)
+    limit = data.draw(st.sampled_from([np.inf, 120, 60]))
+    workers = Workers(
+        np.array(data.draw(per_worker)) / 4.0, np.full(count, float(limit)), np.arange(count, 0, -1),
+        weight_share=data.draw(st.sampled_from([1.0, 0.25])),
+    )  # fmt: skip
+    gap = data.draw(st.integers(0, layers))
+    optimum = brute_force(chain, workers, gap)
+    cuts = bi_partition(chain, workers, gap)
+    if cuts is None:
+        assert optimum == np.inf
+        return
+    assert cuts.bottleneck_s == pytest.approx(optimum, rel=1e-12)
+    named = price_cuts(cuts.forward, cuts.backward, kernel_arrays(chain, workers))
+    assert named.worker_s == pytest.approx(
+        [plain_cost(chain, workers, i, cuts.forward[i : i + 2], cuts.backward[i : i + 2]) for i in range(count)]
+    )
+
+
+def test_wrong_arguments():
+    chain = chain_of([1, 2])
+    for gap in (-1, 1.5, True):
+        with pytest.raises(InputError, match="gap"):
+            bi_partition(chain, 2, gap)
+    with pytest.raises(InputError, match="workers"):
+        bi_partition(chain, 0)
+    with pytest.raises(InputError, match="times are for 2 workers"):
+        bi_partition(make_chain(np.ones((3, 2)), np.ones((3, 2))), 3)

@@ -146,22 +146,6 @@ def test_training_steps_of_ten_groups_are_proven(seed):
     assert step == floor if seed == 2 else step < floor  # the others leave room
 
 
-def test_memory_forces_the_optimum():
-    """Three equal groups of 4 bytes and their 1-byte chain, devices of 9: two sit together, the cut is the cheaper one."""
-    problem = build_problem(
-        "forced",
-        time_s=[[2.0, 2.0]] * 3,
-        tensors=[TensorSpec(0, 1, [1]), TensorSpec(1, 0, [2])],
-        memory_bytes=[9, 9],
-        resident_bytes=[4, 4, 4],
-        latency_s=1.0,
-    )
-    plan = get_planner("cp_sat")(problem)
-    a, b, c = plan.device_of_group.tolist()
-    assert a == b != c and plan.predicted.step_time_s == 7.0  # 6 and a latency; the other cut takes a second more
-    assert plan.predicted.proof["status"] == "optimal"
-
-
 @pytest.mark.parametrize("planner", ["cp_sat", "dlplacer"])
 def test_a_step_that_takes_no_time_is_optimal(planner):
     problem = build_problem(

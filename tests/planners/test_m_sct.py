@@ -5,8 +5,7 @@ import pytest
 
 from rlplace.planners import get_planner
 from rlplace.planners.common.earliest import earliest_schedule
-from rlplace.planners.m_sct.favorites import favorite_children
-from rlplace.planners.m_sct.m_sct import favorites, leading_edges
+from rlplace.planners.m_sct.m_sct import favorite_children, favorites, leading_edges
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate_many

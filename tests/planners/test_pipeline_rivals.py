@@ -193,11 +193,6 @@ def test_block_partition_keeps_its_bound(costs, parts):
     assert max(sums) <= min(sums) + 1 + 1e-6
 
 
-def test_block_partition_of_equal_layers():
-    assert block_partition([1.0] * 8, 4) == [0, 2, 4, 6, 8]
-    assert block_partition([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2)[1] in (2, 3)
-
-
 def test_gpipe_reaches_the_textbook_step():
     """Four equal stages, 1 + 2 seconds each, eight micro-batches: (8 + 3) * 3 seconds."""
     problem = toys.pipeline_chain(4, 4)

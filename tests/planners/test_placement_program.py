@@ -8,12 +8,11 @@ import pytest
 from rlplace.errors import MissingError
 from rlplace.planners.dlplacer import program as program_module
 from rlplace.planners.dlplacer.executor import keep_request_order, start_at_once
-from rlplace.planners.dlplacer.instance import make_instance, transfer_seconds
+from rlplace.planners.dlplacer.instance import HORIZON_TICKS, choose_ticks, make_instance, transfer_seconds
 from rlplace.planners.dlplacer.memory import limit_static, limit_timeline
 from rlplace.planners.dlplacer.program import build_program, relabel
 from rlplace.planners.dlplacer.solve import add_hint, solve_program
 from rlplace.planners.dlplacer.symmetry import interchangeable
-from rlplace.planners.dlplacer.ticks import HORIZON_TICKS, choose_ticks
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

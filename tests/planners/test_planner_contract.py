@@ -1,4 +1,4 @@
-"""The planner contract: legal feasible plans, unchanged input, randomness only from the seed, time limits, the name table."""
+"""The planner contract: legal feasible plans, unchanged input, seeds, limits, settings, micro-batches, the name table."""
 
 import time
 from dataclasses import fields
@@ -154,3 +154,75 @@ def test_bad_options():
         for start in ([0, 1, 2, 0], [0, -1, 0, 0], [0.5, 0, 0, 0]):
             with pytest.raises(InputError, match="start: devices"):
                 get_planner(name)(problem, calls=1, start=start)
+
+
+@pytest.mark.parametrize(
+    ("planner", "options", "said"),
+    [
+        ("annealing", {"start_temperature": -0.1}, "start_temperature must not be negative, found -0.1"),
+        ("annealing", {"start_temperature": float("nan")}, "start_temperature"),
+        ("annealing", {"cooling": 0.0}, "cooling must be above 0"),
+        ("annealing", {"returns": 1.5}, "returns must be a whole number"),
+        ("local_search", {"tries": 0}, "tries must be a whole number from 1 up, found 0"),
+        ("local_search", {"random_tries": True}, "random_tries"),
+        ("local_search", {"kick": 0}, "kick must be"),
+        ("local_search", {"kick_worse": -1.0}, "kick_worse must not be negative"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(planner, options, said):
+    with pytest.raises(InputError, match=f"{planner}: {said}"):
+        get_planner(planner)(random_problem(0, 8), calls=8, **options)
+
+
+@pytest.mark.parametrize(
+    ("planner", "options"),
+    [
+        ("annealing", {"start_temperature": 0.3}),
+        ("annealing", {"start_temperature": 0.1, "cooling": 1.0}),
+        ("annealing", {"start_temperature": 0.1, "returns": 0}),
+        ("local_search", {"tries": 2}),
+        ("local_search", {"random_tries": 2}),
+        ("local_search", {"kick": 9}),
+        ("local_search", {"kick_worse": 0.5}),
+    ],
+)
+def test_settings_change_what_is_found(planner, options):
+    problems = [random_problem(seed, 40, 4) for seed in range(3)]
+    usual = {"start_temperature": 0.1} if planner == "annealing" else {}
+    found = []
+    for setting in (usual, usual, options):
+        plans = [get_planner(planner)(problem, calls=400, start=[0] * 40, **setting) for problem in problems]
+        found.append([plan.device_of_group.tolist() for plan in plans])
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("schedule", ["list", "1f1b"])
+@pytest.mark.parametrize("name", [name for name in PLANNERS if name not in NEEDS_SHARDING | NEEDS_SPLIT])
+def test_the_plan_carries_its_execution_and_its_prediction_holds(name, schedule):
+    problem = random_problem(5, 14, 3, shape="layered", unlike=True)
+    options = {"calls": 60} if name in ("annealing", "local_search", "brkga", "agent") else {}
+    if name in ("cp_sat", "dlplacer"):
+        options = {"effort": 0.05}  # without it, minutes on a proof
+    plan = get_planner(name)(problem, seed=1, microbatches=4, schedule=schedule, **options)
+    assert (plan.microbatches, plan.schedule) == (4, schedule)
+    line = simulate(problem, plan)
+    assert line.feasible
+    assert line.step_time_s == plan.predicted.step_time_s
+    assert plan.predicted.samples_per_s == pytest.approx(4 * problem.samples_per_microbatch / line.step_time_s)
+
+
+@pytest.mark.parametrize("name", ["annealing", "local_search", "agent"])
+def test_searches_are_never_worse_than_the_floor_of_the_same_execution(name):
+    problem = random_problem(9, 20, 4, shape="branchy")
+    run = {"microbatches": 8, "schedule": "gpipe"}
+    floor = get_planner("best")(problem, **run).predicted.step_time_s
+    assert get_planner(name)(problem, seed=0, calls=150, **run).predicted.step_time_s <= floor
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"schedule": "zero_bubble"}, "schedule"), ({"microbatches": 0}, "from 1 up"), ({"microbatches": True}, "from 1 up")],
+)
+def test_executions_that_no_search_can_run_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        get_planner("best")(random_problem(5, 6, 2), **options)

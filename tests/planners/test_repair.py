@@ -1,15 +1,24 @@
-"""The shared repair: legal, exact, within its calls, and feasible where a feasible assignment is in reach."""
+"""The shared repair, the order of plans that all searches go by, and optima that searches reach."""
+
+import itertools
+import math
 
 import numpy as np
 import pytest
+import toys
 from toys import memory_tight_chain, memory_tight_pair
 
-from rlplace.planners.common.evaluate import Deadline, Evaluator
+from rlplace.compiled import entry
+from rlplace.envs.reward import infeasible_reward, log_ratio, score
+from rlplace.planners import ONE_SHOT, get_planner
+from rlplace.planners.common.bounds import lower_bounds
+from rlplace.planners.common.evaluate import Deadline, Evaluator, Score
+from rlplace.planners.common.objective import objective_s
 from rlplace.planners.common.repair import legalize, repair, repair_answer
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.simulator import Simulator, simulate
+from rlplace.simulator import Simulator, simulate, simulate_many
 
 
 @pytest.mark.parametrize("toy", [memory_tight_chain, memory_tight_pair])
@@ -104,3 +113,75 @@ def test_legalize_avoids_missing_links():
                             memory_bytes=[None] * 2, bandwidth_bytes_per_s=[[0, 0], [0, 0]])  # fmt: skip
     legal = legalize(problem, [0, 0, 1, 1])
     assert simulate(problem, legal).feasible
+
+
+# From best to worst: (step time, overflow).
+ORDER = [(1e-9, 0.0), (2.0, 0.0), (1e6, 0.0), (1e6, 1e-9), (1e-9, 0.02), (5.0, 0.5), (1e-9, 40.0), (math.inf, 0.0)]
+
+
+def test_the_order_of_plans():
+    values = [objective_s(*outcome) for outcome in ORDER]
+    assert values == sorted(set(values)) == [Score(*outcome).objective_s for outcome in ORDER]
+    assert objective_s(math.inf, 3.0) == math.inf and objective_s(2.0, 0.0) == 2.0
+
+
+def test_compiled_loops_use_the_same_function():
+    from rlplace.planners.annealing.kernels import _objective_s
+
+    @entry
+    def compiled(step_s, overflow):
+        return _objective_s(step_s, overflow)
+
+    assert [compiled(*outcome) for outcome in ORDER] == [objective_s(*outcome) for outcome in ORDER]
+
+
+@pytest.mark.parametrize("reference_s", [1e-3, 1.0, 50.0])
+def test_rewards_are_in_that_order_too(reference_s):
+    scores = [score(*outcome, reference_s) for outcome in ORDER]
+    assert scores == sorted(scores) and scores[-2] < scores[-1] == 20.0
+    for (fits, _), (step_s, overflow) in itertools.product(ORDER[:2], ORDER[3:7]):
+        assert log_ratio(fits, reference_s) > infeasible_reward(overflow) == -score(step_s, overflow, reference_s)
+    assert log_ratio(reference_s / 2, reference_s) == pytest.approx(math.log(2.0))
+
+
+REACHED = {
+    **{name: set(toys.TOYS) for name in ("annealing", "local_search", "brkga", "best")},
+    "compiler": set(toys.TOYS) - {"fork_join"},
+    **{name: {"memory_tight_chain", "memory_tight_pair", "unlike_pair"} for name in ("gpipe", "pipedream")},
+}
+"""Toys whose optimum a planner finds."""
+
+
+def brute_force(problem):
+    """Smallest step time over all feasible assignments, or None."""
+    plans = np.array(list(itertools.product(range(problem.num_devices), repeat=problem.num_groups)), dtype=np.int32)
+    batch = simulate_many(problem, plans[problem.group_allowed[np.arange(problem.num_groups), plans].all(axis=1)])
+    times = batch.step_time_s[batch.feasible]
+    return float(times.min()) if len(times) else None
+
+
+@pytest.mark.parametrize(("planner", "toy"), [(planner, toy) for planner in REACHED for toy in sorted(REACHED[planner])])
+def test_known_optima_are_reached(planner, toy):
+    problem, optimum, _ = toys.TOYS[toy]()
+    options = {"calls": 400} if planner in ("annealing", "local_search", "brkga") else {}
+    plan = get_planner(planner)(problem, **options)
+    assert plan.predicted.step_time_s == pytest.approx(optimum)
+    assert plan.predicted.feasible
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_search_equals_brute_force_on_small_problems(seed):
+    shape = ("layered", "branchy", "chain")[seed % 3]
+    devices = 2 + (seed % 4 == 3)
+    problem = random_problem(
+        seed, 8 - 2 * (devices == 3), devices, shape=shape, unlike=seed % 2 == 1, memory_factor=(None, 1.5)[seed % 2],
+        null_fraction=0.2 * (seed % 3 == 1), shared_parameters=seed % 2,
+    )  # fmt: skip
+    optimum = brute_force(problem)
+    assert optimum is not None
+    assert lower_bounds(problem).step_time_s <= optimum * (1 + 1e-12)
+    found = get_planner("annealing")(problem, seed=seed, calls=3000, start_temperature=0.1).predicted.step_time_s
+    assert found == pytest.approx(optimum, rel=1e-9)
+    for name in (*ONE_SHOT[1:], "best", "local_search"):
+        options = {"calls": 200} if name == "local_search" else {}
+        assert get_planner(name)(problem, **options).predicted.step_time_s >= optimum * (1 - 1e-12)

@@ -1,14 +1,23 @@
-"""Rows and boxes of a timeline, and the picture that environments render."""
+"""Rows and boxes of a timeline, pictures of it, and the tree of modules."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import make_plan
 from rlplace.problem import Links
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
+from rlplace.reporting.data import report_data
 from rlplace.reporting.lanes import COLLECTIVE, DEVICE, LINK, empty_image, lanes_of, pack, paint
+from rlplace.reporting.modules import MAX_CHILDREN, OWN, group_edges, module_tree
 from rlplace.reporting.palette import COLORS, rgb
+from rlplace.reporting.pictures import check_pictures, memory_figure, timeline_figure, write_pictures
 from rlplace.simulator import expand, simulate
 
 
@@ -81,3 +90,141 @@ def test_painted_picture_shows_each_group_where_it_runs():
     assert image.shape == (26, 201, 3) == empty_image(2, width=201, row_height=10, gap=2).shape
     assert (image[2:12, :100] == colors[0]).all() and (image[2:12, 101:] == 255).all()
     assert (image[14:24, 100:200] == colors[1]).all() and (image[14:24, :100] == 255).all()
+
+
+def chain(names, modules=None):
+    count = len(names)
+    problem = build_problem(
+        "model",
+        time_s=[[1.0, 1.0]] * count,
+        tensors=[TensorSpec(i, 10 + i, [i + 1]) for i in range(count - 1)],
+        memory_bytes=[None, None],
+    )
+    problem = dataclasses.replace(problem, group_names=tuple(names))
+    plan = make_plan(problem, [0] * count, planner="hand")
+    if modules is not None:
+        groups = [{"name": n, "modules": list(m), "ops": [f"{n}/mm", f"{n}/add"]} for n, m in zip(names, modules, strict=True)]
+        plan = dataclasses.replace(plan, groups=groups)
+    return problem, plan
+
+
+def paths(tree):
+    """The labels from the root to every group."""
+    found = []
+    for node in tree.node_of_group:
+        labels = []
+        while node > 0:
+            labels.append(tree.label[node])
+            node = tree.parent[node]
+        found.append("/".join(reversed(labels)))
+    return found
+
+
+def test_tree_by_names():
+    names = ["emb.tok", "net.h.0.attn", "net.h.0.mlp", "net.h.1.attn", "net.h.1.mlp", "net.h.1.mlp#2", "head"]
+    problem, plan = chain(names)
+    tree = module_tree(problem, plan)
+    assert paths(tree) == [
+        "emb.tok", "net.h/h.0/attn", "net.h/h.0/mlp", "net.h/h.1/attn", "net.h/h.1/mlp/mlp", "net.h/h.1/mlp/mlp#2", "head",
+    ]  # fmt: skip
+    assert all(parent < node for node, parent in enumerate(tree.parent)) and tree.parent[0] == -1
+    assert tree.block_names == ("emb.tok", "net.h.0.attn", "net.h.0.mlp", "net.h.1.attn", "net.h.1.mlp", "several modules")
+    assert tree.block[4] == tree.block[5]
+
+
+def test_modules_of_the_plan_come_first():
+    problem, plan = chain(["a", "b", "c"], [["m.x"], ["m.y"], ["m.x", "m.y"]])
+    tree = module_tree(problem, plan)
+    assert paths(tree) == ["m/x", "m/y", "m/mm + 1"]
+
+
+def test_many_own_groups_of_a_module_are_kept_together():
+    problem, plan = chain([f"net.act#{i}" for i in range(5)] + ["net.act.inner"])
+    tree = module_tree(problem, plan)
+    assert [tree.label[node] for node in tree.own] == [OWN]
+    assert paths(tree)[0] == f"net.act/{OWN}/act#0" and paths(tree)[5] == "net.act/inner"
+
+
+@pytest.mark.parametrize("groups", [1, MAX_CHILDREN, MAX_CHILDREN + 1, 5000])
+def test_no_level_is_too_wide(groups):
+    problem = random_problem(0, num_groups=groups, num_devices=2, shape="chain")
+    tree = module_tree(problem, make_plan(problem, [0] * groups, planner="hand"))
+    children = np.bincount(np.array(tree.parent[1:]), minlength=1)
+    assert children.max() <= MAX_CHILDREN
+    assert len(set(tree.node_of_group)) == groups
+    assert set(range(len(tree.block_names))) == set(tree.block)
+
+
+def test_edges_add_up_both_directions():
+    problem = build_problem(
+        "edges",
+        time_s=[[1.0]] * 5,
+        group=[0, 1, 1, 0, 0],
+        phase=[0, 0, 1, 1, 3],
+        tensors=[TensorSpec(0, 7, [1, 2]), TensorSpec(2, 5, [3]), TensorSpec(3, 2, [4]), TensorSpec(None, 11, [1], owner=0)],
+        memory_bytes=[None],
+    )
+    edges = group_edges(problem)
+    assert (edges.source.tolist(), edges.target.tolist()) == ([0], [1])
+    assert edges.forward_bytes.tolist() == [7 + 7 + 11] and edges.backward_bytes.tolist() == [5]
+
+
+MAGIC = {"pdf": b"%PDF-", "svg": b"<?xml", "png": b"\x89PNG"}
+
+
+@pytest.fixture(scope="module")
+def data():
+    problem = random_problem(3, num_groups=16, num_devices=2, memory_factor=1.5)
+    return report_data(problem, make_plan(problem, [0] * 8 + [1] * 8, planner="hand", microbatches=2))
+
+
+def test_files_of_every_format(data, tmp_path):
+    pytest.importorskip("matplotlib")
+    written = write_pictures(data, tmp_path / "pictures")
+    assert sorted(path.name for path in written) == sorted(f"{n}.{k}" for n in ("timeline", "memory") for k in MAGIC)
+    for path in written:
+        assert path.read_bytes().startswith(MAGIC[path.suffix[1:]])
+    first = (tmp_path / "pictures" / "timeline.svg").read_bytes()
+    write_pictures(data, tmp_path / "pictures")
+    assert (tmp_path / "pictures" / "timeline.svg").read_bytes() == first, "equal data, equal bytes"
+
+
+def test_figures_hold_the_timeline(data):
+    pytest.importorskip("matplotlib")
+    (boxes,) = timeline_figure(data).axes[0].collections
+    assert len(boxes.get_paths()) == int((data.lanes.row < 2).sum())
+    lines = memory_figure(data).axes[0].get_lines()
+    peaks = [line.get_ydata().max() * 1e9 for line in lines[:2]]
+    assert peaks == pytest.approx(data.timeline.peak_memory_bytes.tolist())
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_without_matplotlib_one_line_says_what_to_install(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingError, match=r"pip install 'rlplace\[plots\]'"):
+        write_pictures(data, tmp_path / "pictures")
+    assert not (tmp_path / "pictures").exists()
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        check_pictures(tmp_path / "file")
+    with pytest.raises(InputError, match="cannot be written"):
+        check_pictures(tmp_path / "none" / "pictures")
+
+
+def test_a_step_that_does_not_complete_has_no_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    problem = build_problem("broken", time_s=[[1.0, np.nan]], tensors=[], memory_bytes=[None, None])
+    broken = report_data(problem, make_plan(problem, [1], planner="hand"))
+    with pytest.raises(InputError, match="does not complete"):
+        write_pictures(broken, tmp_path)
+    assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_matplotlib_is_imported_late():
+    code = "import sys, rlplace.reporting.report, rlplace.reporting.pictures; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "False"

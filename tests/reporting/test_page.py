@@ -17,9 +17,8 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import make_plan
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.reporting.columns import front_coded, ticks_of
-from rlplace.reporting.data import MAX_LINKS, report_data
-from rlplace.reporting.render import json_text, render
+from rlplace.reporting.data import MAX_LINKS, front_coded, report_data, ticks_of
+from rlplace.reporting.report import json_text, render
 from rlplace.reporting.tables import PlannerRow, measured_rows, planner_rows
 from rlplace.simulator import simulate
 

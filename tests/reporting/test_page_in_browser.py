@@ -14,7 +14,7 @@ from rlplace.plan.plan import make_plan
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.reporting.data import report_data
-from rlplace.reporting.render import render
+from rlplace.reporting.report import render
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
 
 pytestmark = pytest.mark.slow

@@ -4,11 +4,6 @@ They are registered when the tests are collected, because torch's autograd engin
 the process, which another test may run.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from sim_device import setup, sim  # noqa: F401, the fixture
 
 setup()

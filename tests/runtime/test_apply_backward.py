@@ -49,15 +49,6 @@ def test_random_devices_train_like_the_plain_model(sim, name):
         torch.testing.assert_close(equality.on_cpu(a), b)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", small_models.MODELS)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_more_random_devices(sim, name, seed):
-    double = name not in ("mixtral", "dlrm")  # no double-precision kernel; nested inputs
-    placed, reference, inputs, loss_of = build(name, 2 + seed, sim, seed, double)
-    equality.train_both(placed, reference, inputs, loss_of, equality.sgd, steps=2)
-
-
 def chain(devices=("sim:0", "sim:1"), backward=(1, 1, 1)):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double(), torch.randn(3, 4, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Loss, outputs, every gradient and three optimizer steps equal the unplaced model's."""
+"""Loss, outputs, every gradient and three optimizer steps equal the unplaced model's, own backward functions included."""
 
 import copy
 import functools
@@ -8,7 +8,10 @@ import pytest
 import sim_device
 import small_models
 import torch
+from own_backward import Triple
+from torch import nn
 
+from rlplace.errors import InputError
 from rlplace.runtime.apply import apply
 
 
@@ -50,12 +53,30 @@ def test_contiguous_plan_on_two_devices_trains_with_sgd(sim, name, level):
     equality.train_both(placed, reference, inputs, loss_of, equality.sgd)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["op", "module"])
-@pytest.mark.parametrize("name", small_models.MODELS)
-@pytest.mark.parametrize("seed", range(4))
-def test_more_random_plans(sim, name, level, seed):
-    model, reference, inputs, loss_of = build(name)
-    plan = equality.random_plan(op_names(name), 2 + seed, seed=seed + 10)
-    placed = apply(model, plan, sim(2 + seed), example_inputs=inputs, level=level)
-    equality.train_both(placed, reference, inputs, loss_of, equality.sgd, steps=2)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(Triple.apply(self.first(x))).sum()
+
+
+def test_functions_with_their_own_backward_keep_it(sim):
+    torch.manual_seed(0)
+    model, inputs = Net(), {"x": torch.randn(3, 4)}
+    reference = copy.deepcopy(model)
+    plan = equality.random_plan(equality.op_names(model, inputs), 2, seed=0)
+    with pytest.raises(InputError, match="Triple, whose own backward an exported graph would lose"):
+        apply(copy.deepcopy(model), plan, sim(2), example_inputs=inputs, level="op")
+    placed = apply(model, plan, sim(2), example_inputs=inputs)
+    assert placed.report.level == "module" and "own backward" in placed.report.why_not_op
+    equality.assert_same_step(placed, reference, inputs, lambda loss: loss)
+    assert float(Triple.apply(torch.ones(1))) == 2.0
+
+
+def test_distributed_runs_refuse_them():
+    from rlplace.runtime.distributed.graph.forward_graph import forward_graph
+
+    with pytest.raises(InputError, match=r"Triple, whose own backward an exported graph would lose.*level='module'"):
+        forward_graph(Net(), (torch.randn(3, 4),), {})

@@ -116,15 +116,6 @@ def test_a_sharded_optimizer_keeps_and_updates_its_share():
     assert line.peak_memory_bytes.tolist() == [whole - 3001] * 2
 
 
-def test_pipelines_are_replicated_with_their_schedule():
-    problem = random_problem(7, 12, 4)
-    plan = make_plan(problem, [0] * 6 + [1] * 6, planner="hand", replicas=[[0, 1], [2, 3]], microbatches=4, schedule="1f1b")
-    _, line = run(problem, plan)
-    alone = simulate_reference(problem, plan.device_of_group, microbatches=4, schedule="1f1b")
-    assert line.step_time_s > alone.step_time_s
-    assert np.array_equal(line.peak_memory_bytes[:2], line.peak_memory_bytes[2:])
-
-
 @pytest.mark.parametrize("schedule", ["list", "gpipe", "1f1b", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("microbatches", [2, 4, 6])
 def test_each_replica_of_a_pipeline_runs_as_one_alone(schedule, microbatches):

@@ -12,9 +12,8 @@ from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator import simulate
-from rlplace.simulator.priority import reference_priority
 from rlplace.simulator.reference import simulate_reference
-from rlplace.simulator.schedules import schedule_order
+from rlplace.simulator.schedules import reference_priority, schedule_order
 
 LAYOUTS = {
     "one": lambda p: list(range(p)),

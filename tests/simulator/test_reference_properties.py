@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from numpy.random import Generator
+from drawn import training_problem
 
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Problem
 from rlplace.problem.generate import random_problem
@@ -17,11 +16,10 @@ from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.stages import forward_stage_links, stage_numbers, stages_to_sink
 from rlplace.simulator.timeline import resident_by_device
 
-Draw = Callable[[Generator], Problem]
 SEEDS = range(1200)
 
 
-def draw(training_problem: Draw, seed: int) -> tuple[Problem, np.ndarray, dict]:
+def draw(seed: int) -> tuple[Problem, np.ndarray, dict]:
     rng = np.random.default_rng([seed, 17])
     problem = training_problem(rng)
     plan = rng.integers(0, problem.num_devices, problem.num_groups).astype(np.int32)
@@ -33,7 +31,7 @@ def draw(training_problem: Draw, seed: int) -> tuple[Problem, np.ndarray, dict]:
     return problem, plan, options
 
 
-def test_at_the_end_only_resident_bytes_are_left(training_problem: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_end_only_resident_bytes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every output, copy, temporary and accumulated gradient is freed exactly once, whatever the schedule."""
     runs: list[reference.ReferenceRun] = []
 
@@ -53,7 +51,7 @@ def test_at_the_end_only_resident_bytes_are_left(training_problem: Draw, monkeyp
     monkeypatch.setattr(reference, "ReferenceRun", Watched)
     kinds: Counter[tuple[str, bool]] = Counter()
     for seed in SEEDS:
-        problem, plan, options = draw(training_problem, seed)
+        problem, plan, options = draw(seed)
         runs.clear()
         if simulate_reference(problem, plan, **options).step_time_s is None:
             continue
@@ -64,11 +62,11 @@ def test_at_the_end_only_resident_bytes_are_left(training_problem: Draw, monkeyp
     assert len(kinds) == 6 and min(kinds.values()) > 20, kinds
 
 
-def test_devices_and_dependencies_are_respected(training_problem: Draw) -> None:
+def test_devices_and_dependencies_are_respected() -> None:
     """No two tasks share a device; a task starts after all tasks that its inputs come from."""
     checked = 0
     for seed in SEEDS:
-        problem, plan, options = draw(training_problem, seed)
+        problem, plan, options = draw(seed)
         line = simulate_reference(problem, plan, **options)
         if line.step_time_s is None:
             continue

@@ -42,8 +42,8 @@ from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.simulator.inputs import check_devices, check_priority
-from rlplace.simulator.priority import reference_priority
 from rlplace.simulator.records import TRANSFER
+from rlplace.simulator.schedules import reference_priority
 from rlplace.simulator.tasks import task_graph
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
 

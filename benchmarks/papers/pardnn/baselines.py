@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.pardnn.colocation import group_devices
 from rlplace.planners.pardnn.nodegraph import NodeGraph
+from rlplace.planners.pardnn.pardnn import group_devices
 from rlplace.planners.pardnn.slicing import Clusters, finish_clusters, slice_graph
 from rlplace.problem import Problem
 

@@ -19,11 +19,9 @@ from typing import Any
 import numpy as np
 
 from rlplace.errors import InputError, unknown_name
-from rlplace.planners.pase.configs import cuts
-from rlplace.planners.pase.costs import CostTables, cost_tables, edge_costs, layer_costs
-from rlplace.planners.pase.dp import eliminate
+from rlplace.planners.pase.costs import CostTables, cost_tables, cuts, edge_costs, layer_costs
+from rlplace.planners.pase.dp import dependent_sets, eliminate, min_degree
 from rlplace.planners.pase.layers import Configuration, Layer, LayerGraph, Machine, Strategy, strategy_of
-from rlplace.planners.pase.order import dependent_sets, min_degree
 
 Wanted = Callable[[Layer, int], Mapping[str, int] | None]
 """For a layer and a number of devices the parts wanted of some dimensions, or None where the expert has no opinion."""
@@ -115,9 +113,7 @@ def complete(
     for i, row in fixed.items():
         found = (full.configurations[i] == row).all(axis=1).nonzero()[0]
         if len(found) != 1:
-            raise InputError(
-                f"layer {graph.layers[i].name!r} cannot be cut into {row} parts; see rlplace.planners.pase.configs"
-            )
+            raise InputError(f"layer {graph.layers[i].name!r} cannot be cut into {row} parts; see rlplace.planners.pase.costs")
         keep[i] = found
     tables = CostTables(
         [rows[keep[i]] for i, rows in enumerate(full.configurations)],

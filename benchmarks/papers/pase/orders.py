@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from rlplace.planners.pase.configs import all_configurations
-from rlplace.planners.pase.dp import tables_bytes
+from rlplace.planners.pase.costs import all_configurations
+from rlplace.planners.pase.dp import dependent_sets, min_degree, neighbours, tables_bytes
 from rlplace.planners.pase.layers import LayerGraph
-from rlplace.planners.pase.order import dependent_sets, min_degree, neighbours
 
 
 @dataclass(frozen=True)

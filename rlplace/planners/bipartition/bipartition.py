@@ -13,20 +13,27 @@ Departures: updates are synchronous, once a step, so weights have one version an
 version for each mini-batch in flight; a general graph is made a chain (`rlplace.planners.bipartition.layers`); the simulator
 picks among cuts for gaps up to the one asked for, with the smallest bottleneck or a little more, least traffic or most even
 loads, and PipeDream's straight pipelines, which have gap 0. Under `1f1b` it also tries more micro-batches in flight
-(`rlplace.planners.bipartition.depth`).
+(`rlplace.planners.bipartition.bipartition`).
+
+More micro-batches in flight under `1f1b` than there are stages with forward ops.
+
+The executor lets a stage have as many micro-batches in flight as there are forward stages from it to the last. That is what a
+layer-wise pipeline needs. Where the backward pass of a layer runs elsewhere, its way back is longer, and a worker without
+forward ops is no forward stage at all: workers would wait. Making stages of their own out of the last layers, on the same
+device, gives every stage before them one more micro-batch in flight for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.errors import whole_number
-from rlplace.plan import PlacementPlan
+from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.bipartition.chain import Cuts
-from rlplace.planners.bipartition.depth import deepen
 from rlplace.planners.bipartition.layers import (
     Layers,
     layer_orders,
@@ -39,6 +46,7 @@ from rlplace.planners.bipartition.solve import bi_partition, bottleneck_s, layer
 from rlplace.planners.common.evaluate import Assignment, Deadline, Evaluator, Execution
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.subsets import device_order, device_subsets
 from rlplace.planners.pipedream.pipedream import candidates as straight_candidates
 from rlplace.problem import Problem
@@ -144,3 +152,61 @@ def chain_gain(problem: Problem, gap: int, microbatches: int = 1) -> dict[str, A
         "bottleneck_s": apart.bottleneck_s,
         "layer_wise_bottleneck_s": plain.bottleneck_s,
     }
+
+
+EXTRA = (1, 2)
+"""Additional stages that are tried."""
+
+MOST = 12
+"""Pipelines for which they are tried, those with the smallest bottleneck."""
+
+
+def deep_stages(layers: Layers, devices: Assignment, extra: int) -> NDArray[np.int32]:
+    """int32 [G], the stage of every group: its device, and for the forward ops of the last `extra` layers one each."""
+    count = layers.chain.num_layers
+    first = max(1, count - extra)
+    own = (layers.layer_of_group >= first) & ~layers.follows_backward
+    stages = np.where(own, int(devices.max()) + 1 + layers.layer_of_group - first, devices)
+    return stages.astype(np.int32)
+
+
+def deepen(
+    problem: Problem,
+    plan: PlacementPlan,
+    pipelines: Sequence[tuple[float, Layers, Assignment]],
+    evaluator: Evaluator,
+    deadline: Deadline,
+) -> PlacementPlan:
+    """The plan, or a quicker one that fits with additional stages.
+
+    Args:
+        problem: A split problem.
+        plan: The best so far, under a schedule that limits the micro-batches in flight.
+        pipelines: Bottleneck, layers and devices of those that were tried.
+        evaluator: Runs the schedule of the plan and counts the simulations.
+        deadline: Ends the search.
+    """
+    seen: set[bytes] = set()
+    for _, layers, assignment in sorted(pipelines, key=lambda item: item[0]):
+        devices = legalize(problem, assignment)
+        if devices.tobytes() in seen:
+            continue
+        if len(seen) == MOST:
+            break
+        seen.add(devices.tobytes())
+        for extra in EXTRA:
+            if deadline.passed():
+                return plan
+            stages = deep_stages(layers, devices, extra)
+            line = evaluator.timeline(devices, stage_of_group=stages)
+            if line.feasible and line.step_time_s is not None and line.step_time_s < plan.predicted.step_s:
+                plan = make_plan(
+                    problem,
+                    devices,
+                    planner=plan.planner,
+                    seed=plan.seed,
+                    stage_of_group=stages,
+                    predicted=line.predicted(problem),
+                    **evaluator.execution.arguments,
+                )
+    return plan

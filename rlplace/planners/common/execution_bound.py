@@ -1,13 +1,21 @@
-"""Lower bounds on the step time of a problem's execution with micro-batches and replicas."""
+"""Lower bounds on the step time of a problem's execution with micro-batches and replicas.
+
+A lower bound on step time that knows memory: groups that do not fit on fast devices must run on slow ones.
+
+Linear program: groups are spread over devices in fractions, no device works longer than T, and no device holds more resident
+bytes than it has; the least T. Any plan is such an assignment, with whole groups and activations on top, so T bounds its step
+time. Without memory limits, or with like devices, it equals the work bound of `rlplace.planners.common.bounds`. The value is
+computed from the solver's dual prices by weak duality, so that it holds whatever the solver's tolerance.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.planners.common.bounds import Bounds, device_time_s, lower_bounds
-from rlplace.planners.common.memory_bound import memory_forced
 from rlplace.problem import UPDATE, Problem
 
 CRITICAL_PATH, WORK, LARGEST_GROUP, MEMORY = "critical path", "work", "largest group", "memory"
@@ -48,3 +56,82 @@ def execution_bound(problem: Problem, microbatches: int, replicas: int) -> tuple
 
 def _with_path(bounds: Bounds, single: Bounds) -> Bounds:
     return dataclasses.replace(bounds, critical_path_s=single.critical_path_s)
+
+
+def memory_forced_s(problem: Problem) -> float:
+    """Least time in which devices could finish all groups if each holds no more resident bytes than it has.
+
+    Args:
+        problem: The problem; one that provably fits nowhere gives inf.
+
+    Returns:
+        Seconds.
+    """
+    return memory_forced(device_time_s(problem), problem.resident_bytes, problem.memory_limit_bytes)
+
+
+def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64], limit_bytes: NDArray[np.float64]) -> float:
+    """The same from arrays.
+
+    Args:
+        time_s: float64 [G, D], inf where a group may not sit.
+        resident_bytes: int64 [G].
+        limit_bytes: float64 [D], inf without a limit.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_matrix
+
+    groups, devices = time_s.shape
+    group, device = np.nonzero(np.isfinite(time_s))
+    if len(group) == 0:
+        return 0.0
+    seconds = time_s[group, device]
+    scale_s = float(seconds.max())
+    if scale_s <= 0.0:
+        return 0.0
+    limited = np.flatnonzero(np.isfinite(limit_bytes))
+    if (limit_bytes[limited] < 0).any():
+        return float("inf")
+    row_of = np.full(devices, -1)
+    row_of[limited] = devices + np.arange(len(limited))
+    scale_bytes = max(1.0, float(resident_bytes.max(initial=0)))
+    held = row_of[device] >= 0
+    count = len(group)
+    columns = np.arange(count)
+    upper = csr_matrix(
+        (
+            np.concatenate([seconds / scale_s, resident_bytes[group[held]] / scale_bytes, np.full(devices, -1.0)]),
+            (
+                np.concatenate([device, row_of[device[held]], np.arange(devices)]),
+                np.concatenate([columns, columns[held], np.full(devices, count)]),
+            ),
+        ),
+        shape=(devices + len(limited), count + 1),
+    )
+    room = np.concatenate([np.zeros(devices), limit_bytes[limited] / scale_bytes])
+    once = csr_matrix((np.ones(count), (group, columns)), shape=(groups, count + 1))
+    cost = np.zeros(count + 1)
+    cost[count] = 1.0
+    solution = linprog(cost, A_ub=upper, b_ub=room, A_eq=once, b_eq=np.ones(groups), method="highs")
+    if solution.status == 2:
+        return float("inf")
+    if solution.ineqlin is None or solution.status != 0:
+        return 0.0  # no bound is a bound
+    price = np.maximum(-solution.ineqlin.marginals, 0.0)
+    load, memory = price[:devices], price[devices:]
+    if load.sum() <= 0.0:
+        return 0.0
+    load, memory = load / load.sum(), memory / load.sum()
+    charge = np.full(time_s.shape, np.inf)
+    per_device = np.zeros(devices)
+    per_device[limited] = memory
+    charge[group, device] = seconds / scale_s * load[device] + resident_bytes[group] / scale_bytes * per_device[device]
+    bound = float(charge.min(axis=1).sum() - memory @ room[devices:])
+    return max(0.0, bound * scale_s)
+
+
+def least_devices(needed_bytes: float, limit_bytes: NDArray[np.float64]) -> int | None:
+    """Smallest number of devices, the largest ones, that hold so many bytes; None when all together do not."""
+    total = np.cumsum(np.sort(np.maximum(limit_bytes, 0.0))[::-1])
+    enough = np.flatnonzero(total >= needed_bytes)
+    return int(enough[0]) + 1 if len(enough) else None

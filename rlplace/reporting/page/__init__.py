@@ -1,1 +1,1 @@
-"""Template, style and scripts of the page; `rlplace.reporting.render` fills them."""
+"""Template, style and scripts of the page; `rlplace.reporting.report` fills them."""

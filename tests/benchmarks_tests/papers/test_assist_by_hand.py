@@ -53,12 +53,6 @@ def test_only_movable_groups_on_devices_that_can_run_them():
     assert simulate_assisted(fixed, [0] * 4, movable=everything(fixed), **ALL).steals == ()
 
 
-def test_as_planned_nothing_is_late():
-    problem = queue()
-    found = simulate_assisted(problem, [0] * 4, movable=everything(problem))
-    assert found.steals == () and found.step_time_s == 4.0
-
-
 def test_what_is_late_is_taken():
     """The first op takes 5 seconds instead of 1. That is seen once it should have ended: at 1.0 nothing happens on the idle
     device; it decides when its own op ends at 2.0, when the op after is a second late and expected to start then.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clustering, measures
-from benchmarks.papers.pardnn.models import MODELS, char_crn, trn, word_rnn, wrn
+from benchmarks.papers.pardnn.models import MODELS, char_crn, word_rnn, wrn
 from benchmarks.papers.pardnn.tape import Chip, Tape
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
@@ -111,18 +111,3 @@ def test_word_rnn_is_near_the_papers_graph():
     assert abs(problem.weight_bytes.sum() / 4 / model.parameters - 1) < 0.02
     assert abs(found.parallelism / model.parallelism - 1) < 0.3
     assert abs(found.communication_ratio / model.communication_ratio - 1) < 0.3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["wrn", "trn"])
-def test_large_models_are_near_the_papers_graphs(name):
-    model = MODELS[name]
-    problem = model.build()
-    graph = op_graph(problem, [0, 1])
-    assert abs(graph.num_nodes / model.nodes - 1) < 0.02
-    assert abs(problem.weight_bytes.sum() / 4 / model.parameters - 1) < 0.15
-
-
-def test_builders_answer_on_one_device():
-    for problem in (trn(1, 1, layers=2, small=2.0), *small_models(1)):
-        assert simulate(problem, np.zeros(problem.num_groups, dtype=np.int32)).step_time_s > 0

@@ -16,6 +16,7 @@ import rlplace
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.distributed.execution.batches import check_inputs
 from rlplace.runtime.distributed.execution.engines import ENGINES, engine_module
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 
@@ -200,3 +201,9 @@ def test_nothing_runs_without_a_process_group():
     assert not torch.distributed.is_initialized()
     with pytest.raises(InputError, match="torchrun"):
         distribute(model, plan, inputs)
+
+
+def test_inputs_that_require_a_gradient_are_refused():
+    check_inputs((((torch.ones(2),), {"scale": 2.0}),))
+    with pytest.raises(InputError, match="an input requires a gradient"):
+        check_inputs((((), {"input": torch.ones(2, requires_grad=True)}),))

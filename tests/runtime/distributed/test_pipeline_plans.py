@@ -1,18 +1,19 @@
 """Which plans the pipeline engine runs, what its stages hand to each other, and its split backward."""
 
 import numpy as np
-import pipeline_worker
 import pytest
 import torch
 from equal import build, keywords, parts_of
+from plans import stage_plan
 
 from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
-from rlplace.runtime.distributed.pipeline import support, versions
+from rlplace.runtime.distributed.pipeline import make as support
+from rlplace.runtime.distributed.pipeline import torch_schedules as versions
 from rlplace.runtime.distributed.pipeline.chain import chain_of
 from rlplace.runtime.distributed.pipeline.current import asides_of
-from rlplace.runtime.distributed.pipeline.order import pipeline_order
+from rlplace.runtime.distributed.pipeline.engine import pipeline_order
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
 from rlplace.runtime.distributed.state.tensors import meta_copy
 
@@ -32,7 +33,7 @@ def graphs():
 
 
 def cut_of(graph, places, schedule="1f1b", **fields):
-    plan = pipeline_worker.stage_plan(graph, places, schedule=schedule, **{"microbatches": 4, **fields})
+    plan = stage_plan(graph, places, schedule=schedule, **{"microbatches": 4, **fields})
     return cut_graph(graph, assign(graph, planned_placements(plan), None, planned_groups(plan))), plan
 
 

@@ -20,10 +20,8 @@ from rlplace.problem import FORWARD
 from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
-from rlplace.runtime.distributed.graph.pieces import convex_pieces
 from rlplace.runtime.distributed.graph.randomness import random_key
-from rlplace.runtime.distributed.graph.recomputed import Recomputed, recompute_sets
-from rlplace.runtime.distributed.graph.segment import segment_module
+from rlplace.runtime.distributed.graph.segment import Recomputed, convex_pieces, recompute_sets, segment_module
 
 
 class _Storages(TorchDispatchMode):

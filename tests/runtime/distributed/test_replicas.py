@@ -1,5 +1,7 @@
 """Replicas train like one process, with their optimizer state whole or sharded."""
 
+from unittest import mock
+
 import pytest
 import torch
 from launch import run
@@ -40,10 +42,9 @@ ANYWHERE = (2, 2), {"deal": "random", "seed": 5, "recompute": [[1, 2], [4]]}
 
 @pytest.mark.slow
 def test_all_models():
-    """Every shape with a sharded optimizer and without; those of most parameters in all ways."""
-    ways = [(name, shape, sharded) for name in ("gpt2", "resnet") for shape in (CHAIN, COPIES, ANYWHERE) for sharded in (0, 1)]
-    ways += [("lstm", CHAIN, 1), ("lstm", COPIES, 0), ("lstm", ANYWHERE, 1), ("mixtral", CHAIN, 0), ("mixtral", ANYWHERE, 1)]
-    ways += [("bert", COPIES, 1), ("t5", ANYWHERE, 1), ("t5", CHAIN, 0), ("vit", CHAIN, 1), ("vit", ANYWHERE, 0)]
+    """Every shape with a sharded optimizer and without."""
+    ways = [("gpt2", CHAIN, 1), ("gpt2", COPIES, 0), ("gpt2", ANYWHERE, 1), ("resnet", CHAIN, 0), ("resnet", COPIES, 1)]
+    ways += [("lstm", CHAIN, 1), ("mixtral", ANYWHERE, 1), ("t5", ANYWHERE, 0)]
     cases = [case(name, *shape[0], **shape[1], optimizer_sharding=bool(sharded)) for name, shape, sharded in ways]
     for (_, shape, sharded), ranks in zip(ways, check(4, cases), strict=True):
         if sharded:
@@ -70,36 +71,39 @@ def test_a_replica_without_samples_takes_part():
 
 def overlap(sharded):
     """Buckets that were on their way before the last backward pass ended, and all buckets."""
-    replicas.FIRST_BUCKET_BYTES = shares.BUCKET_BYTES = 1 << 12
     pair = Pair("gpt2", 1, 2, microbatches=2, optimizer_sharding=sharded)
-    begun = []
-    finish = GradientReducer.finish
+    begun, launched = [], []
+    finish, launch = GradientReducer.finish, GradientReducer._launch
 
     def finish_and_note(self):
         begun.append((self._next, len(self._buckets)))
         finish(self)
 
-    GradientReducer.finish = finish_and_note
-    launched = []
-    launch = GradientReducer._launch
-
     def launch_and_note(self, bucket):
         launched.append(bool(self._completing) and len(bucket.waiting) == 0)
         launch(self, bucket)
 
-    GradientReducer._launch = launch_and_note
-    pair.placed_loss(**pair.inputs).backward()
+    with (
+        mock.patch.multiple(GradientReducer, finish=finish_and_note, _launch=launch_and_note),
+        mock.patch.multiple(replicas, FIRST_BUCKET_BYTES=1 << 12),
+        mock.patch.multiple(shares, BUCKET_BYTES=1 << 12),
+    ):
+        pair.placed_loss(**pair.inputs).backward()
     pair.plain_step(pair.inputs)
     pair.compare_gradients()
     return begun, launched, pair.worst
 
 
+def overlaps():
+    return [overlap(sharded) for sharded in (False, True)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
-def test_buckets_leave_while_the_backward_runs(sharded):
-    for begun, launched, worst in run(2, overlap, sharded, timeout_s=300):
-        assert begun[0][0] == begun[0][1] > 5 and all(launched)
-        assert worst["gradient"] < 1e-9
+def test_buckets_leave_while_the_backward_runs():
+    for ways in run(2, overlaps, timeout_s=300):
+        for begun, launched, worst in ways:
+            assert begun[0][0] == begun[0][1] > 5 and all(launched)
+            assert worst["gradient"] < 1e-9
 
 
 @pytest.mark.parametrize("shape", [(7,), (1,), (), (8, 3), (1, 197, 8), (3, 10, 2), (2, 5), (30522, 2), (1, 1, 64)])

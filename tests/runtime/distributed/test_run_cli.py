@@ -1,13 +1,17 @@
-"""``rlplace run`` under a real torchrun, and what it refuses without one."""
+"""``rlplace run`` and the plan service under a real torchrun, and what is refused without one."""
+
+from __future__ import annotations
 
 import json
 import re
 
+import campaign_worker
 import pytest
 import torch
-from launch import torchrun
+from launch import run, torchrun
 
 from rlplace.cli.main import main
+from rlplace.measured.store import TrialStore
 from rlplace.runtime.distributed.job.synthetic import synthetic_batch
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
@@ -29,10 +33,6 @@ def run_under_torchrun(*arguments):
     return torchrun(2, "-m", "rlplace", "run", *arguments)
 
 
-def lines_of(stderr):
-    return [line for line in stderr.splitlines() if line.startswith("rlplace:")]
-
-
 def test_trains_and_verifies_under_torchrun(plan):
     code, out, err = run_under_torchrun("--plan", plan, "--steps", 4, "--verify", "--clip", 1.0, "--json")
     assert code == 0, err
@@ -44,19 +44,23 @@ def test_trains_and_verifies_under_torchrun(plan):
     assert found["step_time_s"] > 0 and found["predicted_step_time_s"] > 0
 
 
-@pytest.mark.slow
-def test_other_cluster_and_changed_plan(plan, tmp_path):
-    code, _, err = run_under_torchrun("--plan", plan, "--cluster", "v100:2")
-    assert code == 1
-    (line,) = lines_of(err)
-    assert re.search(r"the plan is for cluster [0-9a-f]{12} \(cpu:2\), 'v100:2' is [0-9a-f]{12}; plan again", line)
-    changed = json.loads(plan.read_text())
+def test_other_cluster_and_changed_plan(tmp_path, capsys, alone):
+    path = tmp_path / "one.plan.json"
+    place(path, cluster="cpu:1", planner="single")
+
+    def refusal(*options):
+        assert main(["run", "--plan", str(path), "--device", "cpu", *options]) == 2
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlplace:")]
+        return line
+
+    line = refusal("--cluster", "v100:1")
+    assert re.search(r"the plan is for cluster [0-9a-f]{12} \(cpu:1\), 'v100:1' is [0-9a-f]{12}; plan again", line)
+    changed = json.loads(path.read_text())
     changed["source"]["graph"]["model"] = MODEL.replace("n_layer=2", "n_layer=3")
-    other = tmp_path / "other.plan.json"
-    other.write_text(json.dumps(changed))
-    code, _, err = run_under_torchrun("--plan", other)
-    assert code == 1
-    (line,) = lines_of(err)
+    path.write_text(json.dumps(changed))
+    line = refusal()
     assert re.search(r"for problem [0-9a-f]{12}, its model and cluster give [0-9a-f]{12}: its graph is another", line)
 
 
@@ -129,3 +133,38 @@ def test_synthetic_batches_stay_in_range():
     assert one["scale"] is inputs["scale"] and one["n"] == 3
     again, next_step = synthetic_batch(inputs, 6, seed=1, step=4), synthetic_batch(inputs, 6, seed=1, step=5)
     assert torch.equal(one["ids"], again["ids"]) and not torch.equal(one["ids"], next_step["ids"])
+
+
+def test_rank_0_asks_and_the_others_serve(tmp_path):
+    first, second = run(2, campaign_worker.serve_all, str(tmp_path / "m.sqlite"))
+    assert first["site"] == second
+    placed, whole, refused = first["own target"]
+    assert placed == pytest.approx(whole, rel=1e-6) and "an input of the model" in refused
+    assert len(first["computed"].step_s) == 3 and first["computed"].mode == "computed"
+    assert first["computed"].predicted_s > 0 and len(first["computed"].places) == 2
+    assert len(first["lost"].step_s) == 1  # it is given up after one step
+    status, reason = first["refused"]
+    assert status == "refused" and "pipeline" in reason
+    assert len(first["after"].step_s) == 1  # the ranks are still together
+    # The sleeping takes as long as the slower problem says, not as long as the plan's own.
+    replayed = first["replayed"]
+    assert replayed.mode == "replayed" and min(replayed.step_s) > 10 * replayed.predicted_s
+    busy = sum(place.busy_s + place.update_s for place in replayed.places)
+    assert busy == pytest.approx(campaign_worker.SLEPT_S, rel=0.5)
+    assert first["trials"][0] == "done" and set(first["trials"]) <= {"done", "dropped"}
+    with TrialStore(tmp_path / "m.sqlite") as store:
+        assert [trial.status for trial in store.trials()] == first["trials"]
+
+
+@pytest.mark.slow
+def test_a_plan_that_kills_the_job_is_known_when_the_job_comes_back(tmp_path):
+    path = tmp_path / "m.sqlite"
+    code, _, err = torchrun(2, campaign_worker.__file__, path, restarts=2)
+    assert code == 0, err
+    assert "rank 1" in err and "killed" in err
+    with TrialStore(path) as store:
+        trials = store.trials(include_running=True)
+    assert [trial.status for trial in trials[:2]] == ["done", "crashed"] and len(trials) == 4
+    assert all(trial.timed for trial in trials[2:])
+    assert set(trials[1].device_of_group) == {campaign_worker.DEADLY} and trials[1].reason
+    assert len({trial.device_of_group for trial in trials}) == 4  # none was run twice

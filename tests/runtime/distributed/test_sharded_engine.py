@@ -13,8 +13,6 @@ import rlplace
 from benchmarks.papers.pase.batch import data_parallel
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 
-MODELS = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
-
 
 def problem_of(name, devices=4):
     """A model priced for devices with fast links, so that cutting small ops pays."""
@@ -110,10 +108,10 @@ def test_layers_cut_by_columns_and_rows():
 @pytest.mark.slow
 def test_plans_of_pase():
     cases = []
-    for name in (*MODELS, "swin", "transformer"):
+    for name in ("gpt2", "t5", "resnet", "mixtral", "lstm", "swin"):
         plan = rlplace.place(problem_of(name), planner="pase", time_limit_s=None)
         assert plan.shards
         cases.append((name, {op: dict(dims) for op, dims in plan.shards.items()}))
     assert len({tuple(sorted(dims)) for _, shards in cases for dims in shards.values()}) > 5
-    cases += [(name, batch(name, 4)) for name in ("awkward", "dlrm", "inception")]
+    cases += [(name, batch(name, 4)) for name in ("awkward", "dlrm")]
     assert all(result["cut"] > 4 for result in launch.run(4, worker.models, cases, timeout_s=540)[0])

@@ -1,13 +1,9 @@
 """What the tests of emulated hosts share: they need root, and leave the machine as they found it."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from host_checks import kernel_lacks, left_behind, links
 
 from tools.hosts.commands import why_not

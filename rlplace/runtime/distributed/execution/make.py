@@ -12,7 +12,7 @@ from rlplace.runtime.distributed.graph.assign import assign, planned_groups, pla
 from rlplace.runtime.distributed.graph.cut import Cut, cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.order import expected_of
-from rlplace.runtime.distributed.graph.recomputed import recompute_sets
+from rlplace.runtime.distributed.graph.segment import recompute_sets
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own, own_tensors
 

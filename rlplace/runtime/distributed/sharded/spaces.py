@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from rlplace.graph.access import Access, Space, _in_order, access_of, rule_of
-from rlplace.graph.composed import composed
+from rlplace.graph.build import composed
 from rlplace.graph.fake import any_dtype_grouped_mm, new_fake_mode
 from rlplace.graph.indices import Layouts
 from rlplace.graph.record import Recorder

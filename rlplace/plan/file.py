@@ -1,0 +1,225 @@
+"""Plan files: version 2 is written, version 1 is read as well; every value checked (docs/formats.md).
+
+A plan holds a strategy and, where single groups are placed, a placement. The strategy of a placement plan has one stage, whose
+axis `branch` counts the devices that groups are placed on; its blocks are left out, since the placement says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.limits import DEVICES, MICROBATCHES
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.prediction import Prediction
+from rlplace.plan.strategy import Axis, Strategy
+from rlplace.problem.source import check_source
+from rlplace.records import Count, Record, build, plain
+from rlplace.schedule import LIST, schedule_named
+
+_Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Entry = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 62)]
+_Number = Annotated[float, Meta(gt=-1e300, lt=1e300)]
+_Microbatches = Annotated[int, Meta(ge=1, le=MICROBATCHES)]
+_One = Meta(min_length=1, max_length=1)
+_Nothing: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+
+
+class _Group(Record, frozen=True):
+    """What of the model a group holds."""
+
+    name: str
+    modules: list[str] = msgspec.field(default_factory=list)
+    ops: list[str] = msgspec.field(default_factory=list)
+
+
+class _Placement(Record, frozen=True):
+    """Where groups run; `order` is read by what its micro-batches make it."""
+
+    problem: str
+    device_of_group: list[_Index]
+    priority: list[_Number] | None = None
+    order: Any = None
+    stage_of_group: list[_Index] | None = None
+    shards: dict[str, dict[str, Count]] | None = None
+    recompute: list[list[_Index]] | None = None
+
+
+class _Stage(Record, frozen=True):
+    """The stage of a placement plan: all devices; data axes outside, the devices of a replica inside."""
+
+    devices: Annotated[tuple[Annotated[int, Meta(ge=0, lt=DEVICES)], ...], Meta(min_length=1)]
+    mesh: dict[Axis, Count] = msgspec.field(default_factory=dict)
+    sharding: Annotated[int, Meta(ge=0, le=1)] = 0
+
+
+class _Around(Record, frozen=True):
+    """The strategy of a placement plan; without `batch` and `microbatch` the problem says how many samples there are."""
+
+    stages: Annotated[tuple[_Stage, ...], _One]
+    microbatches: Annotated[tuple[_Microbatches, ...], _One] = (1,)
+    microbatch: Annotated[tuple[Count, ...], _One] | None = None
+    batch: Count | None = None
+    schedule: str = LIST
+
+
+class _Plan(Record, frozen=True):
+    """A plan file of version 2; strategy, placement and prediction are read by what they are."""
+
+    planner: str
+    seed: _Entry
+    strategy: Any
+    question: str | None = None
+    placement: _Placement | None = None
+    groups: list[_Group] | None = None
+    source: dict[str, Any] | None = None
+    predicted: Any = msgspec.field(default_factory=dict)
+
+
+class _FirstPlan(_Placement, frozen=True, kw_only=True):
+    """A plan file of version 1: always a placement, and everything side by side."""
+
+    planner: str
+    seed: _Entry
+    microbatches: _Microbatches = 1
+    schedule: str = LIST
+    replicas: Annotated[list[list[_Index]], Meta(min_length=1)] | None = None
+    optimizer_sharding: bool = False
+    groups: list[_Group] | None = None
+    source: dict[str, Any] | None = None
+    predicted: Any = msgspec.field(default_factory=dict)
+
+
+def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
+    """A plan as the data of a file without its header, defaults left out."""
+    data: dict[str, Any] = {"planner": plan.planner, "seed": plan.seed}
+    if plan.strategy is not None:
+        data |= {"question": plan.problem, "strategy": plan.strategy.to_dict()}
+    else:
+        kept = ("problem", "device_of_group", "priority", "order", "stage_of_group", "shards")
+        placement = {key: plain(value) for key in kept if (value := getattr(plan, key)) is not None}
+        data |= {
+            "strategy": _around(plan),
+            "placement": placement | ({"recompute": plain(plan.recompute)} if plan.recompute else {}),
+        }
+    data |= {key: plain(value) for key in ("groups", "source") if (value := getattr(plan, key)) is not None}
+    predicted = plan.predicted.to_dict()
+    return data | ({"predicted": predicted} if predicted else {})
+
+
+def _around(plan: PlacementPlan) -> dict[str, Any]:
+    """The strategy of a placement plan."""
+    width = int(plan.device_of_group.max(initial=0)) + 1
+    rows = [list(range(width))] if plan.replicas is None else [list(map(int, row)) for row in plan.replicas]
+    sizes = {"shard" if plan.optimizer_sharding else "replicate": len(rows), "branch": len(rows[0])}
+    stage: dict[str, Any] = {"devices": [device for row in rows for device in row]}
+    if mesh := {axis: size for axis, size in sizes.items() if size > 1}:
+        stage["mesh"] = mesh
+    if plan.optimizer_sharding:
+        stage["sharding"] = 1
+    data: dict[str, Any] = {"microbatches": [plan.microbatches], "stages": [stage]}
+    if plan.schedule != LIST:
+        data["schedule"] = plan.schedule
+    if plan.samples is None:
+        return data
+    return {"batch": len(rows) * plan.microbatches * plan.samples, "microbatch": [plan.samples], **data}
+
+
+def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
+    """Builds a plan from the data of a file without its header, of either version.
+
+    Raises:
+        InputError: Names the key that is wrong.
+    """
+    if "device_of_group" in data:
+        first = build(_FirstPlan, data, "plan")
+        if first.order is not None and ("priority" in data or "schedule" in data):
+            raise InputError("plan: order excludes priority and schedule")
+        how = {"schedule": first.schedule, "replicas": first.replicas, "optimizer_sharding": first.optimizer_sharding}
+        return _placement_plan(first, first, data, first.microbatches, how)
+    plan = build(_Plan, data, "plan")
+    if plan.placement is not None:
+        if plan.question is not None:
+            raise InputError("plan: a placement plan answers its placement's problem; leave question out")
+        return _placement_plan(plan, plan.placement, data, *_from_around(plan.strategy))
+    if plan.question is None:
+        raise InputError("plan: key 'question' is missing: the fingerprint of what a strategy answers")
+    if plan.source is not None:
+        check_source(plan.source, "plan")
+    return PlacementPlan(
+        plan.question, plan.planner, plan.seed, _Nothing, strategy=Strategy.from_dict(plan.strategy, "plan: strategy"),
+        groups=None if plan.groups is None else data["groups"], source=plan.source,
+        predicted=Prediction.from_dict(plan.predicted, "plan: predicted"),
+    )  # fmt: skip
+
+
+def _from_around(data: Any) -> tuple[int, dict[str, Any]]:
+    """Micro-batches, and the other fields of a placement plan that its strategy says."""
+    around = build(_Around, data, "plan: strategy")
+    (stage,), (microbatches,) = around.stages, around.microbatches
+    where = "plan: strategy: stages[0]"
+    strange = next((axis for axis in stage.mesh if axis not in ("replicate", "shard", "branch")), None)
+    if strange is not None:
+        raise InputError(f"{where}: a placement plan has the axes replicate or shard, and branch; found {strange}")
+    replicate, shard, width = (stage.mesh.get(axis, 1) for axis in ("replicate", "shard", "branch"))  # type: ignore[call-overload]
+    if replicate > 1 and shard > 1:
+        raise InputError(f"{where}: in a placement plan all replicas share the optimizer state (shard), or none (replicate)")
+    if replicate * shard * width != len(stage.devices):
+        raise InputError(f"{where}: a mesh of {replicate * shard * width} devices, found {len(stage.devices)}; make them agree")
+    if (stage.sharding > 0) != (shard > 1):
+        raise InputError(
+            f"{where}: sharding level {stage.sharding} with shard {shard}; level 1 shares the optimizer state over it"
+        )
+    replicas = replicate * shard
+    if (around.batch is None) != (around.microbatch is None):
+        raise InputError("plan: strategy: give both batch and microbatch, or neither")
+    samples = None if around.microbatch is None else around.microbatch[0]
+    if samples is not None and around.batch != replicas * microbatches * samples:
+        raise InputError(
+            f"plan: strategy: batch is {around.batch}, but {replicas} replicas of {microbatches} micro-batches of {samples} "
+            f"are {replicas * microbatches * samples} samples; make them agree"
+        )
+    rows = [list(stage.devices[r * width : (r + 1) * width]) for r in range(replicas)]
+    plain_row = replicas == 1 and rows[0] == list(range(width))
+    how: dict[str, Any] = {"schedule": around.schedule, "optimizer_sharding": shard > 1, "samples": samples}
+    return microbatches, how | {"replicas": None if plain_row else rows}
+
+
+def _placement_plan(
+    plan: _Plan | _FirstPlan, placement: _Placement, data: Mapping[str, Any], microbatches: int, how: Mapping[str, Any]
+) -> PlacementPlan:
+    try:
+        schedule_named(how["schedule"])
+    except InputError as error:
+        raise InputError(f"plan: {error}") from None
+    order = placement.order
+    if order is not None:
+        if placement.priority is not None or how["schedule"] != LIST:
+            raise InputError("plan: order excludes priority and schedule")
+        # A union of the two would be one type, but msgspec 0.22 crashes on constrained numbers beside pairs.
+        kind = list[list[_Entry]] if microbatches == 1 else list[list[tuple[_Entry, _Entry]]]
+        order = build(kind, order, "plan: order")
+    if plan.source is not None:
+        check_source(plan.source, "plan")
+    return PlacementPlan(
+        problem=placement.problem,
+        planner=plan.planner,
+        seed=plan.seed,
+        device_of_group=np.array(placement.device_of_group, dtype=np.int32),
+        priority=None if placement.priority is None else np.array(placement.priority, dtype=np.float64),
+        order=order,
+        microbatches=microbatches,
+        stage_of_group=None if placement.stage_of_group is None else np.array(placement.stage_of_group, dtype=np.int32),
+        shards=placement.shards,
+        recompute=placement.recompute,
+        groups=None if plan.groups is None else data["groups"],
+        source=plan.source,
+        predicted=Prediction.from_dict(plan.predicted, "plan: predicted"),
+        **how,
+    )

@@ -1,0 +1,55 @@
+"""A step without a pipeline: the passes of a replica one after the other, gradients collected as the sharding level says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from rlplace.runtime.native.batches import Batch
+
+Loss = Callable[[Any, Batch], torch.Tensor]
+"""Called with the model's output and the micro-batch; returns the mean loss over its samples."""
+
+
+class Accumulation:
+    """Runs micro-batches one after the other.
+
+    Args:
+        root: The model as `wrap_stage` returned it.
+        weight: What the loss of one micro-batch counts.
+        every_pass: Reduce gradients after every micro-batch (levels 2 and 3), not once a step.
+    """
+
+    def __init__(self, root: nn.Module, weight: float, *, every_pass: bool) -> None:
+        self._root, self._weight, self._every_pass = root, weight, every_pass
+
+    def step(self, parts: Sequence[Batch], loss: Loss) -> torch.Tensor:
+        """Forward and backward of every micro-batch; returns the weighted sum of their losses."""
+        losses = []
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            with _reducing(self._root, last or self._every_pass, last):
+                value = loss(self._root(**part), part) * self._weight
+                value.backward()  # type: ignore[no-untyped-call]
+            losses.append(value.detach())
+        return torch.stack(losses).sum()
+
+
+@contextlib.contextmanager
+def _reducing(root: nn.Module, reduce: bool, last: bool) -> Any:
+    """Whether gradients are reduced over the replicas in the backward of this pass."""
+    if isinstance(root, DistributedDataParallel):
+        with contextlib.nullcontext() if reduce else root.no_sync():
+            yield
+        return
+    if isinstance(root, FSDPModule):
+        root.set_is_last_backward(last)
+        root.set_requires_gradient_sync(reduce)
+        root.set_reshard_after_backward(reduce)
+    yield

@@ -1,0 +1,212 @@
+"""The forward of a model as a graph whose nodes are whole modules, and the few ops between them.
+
+While `torch.export` runs, every unit (`blocks.units`) is replaced by one op that only knows the shapes of what the unit
+returns; in the graph each such op then becomes a call of the unit itself. So a unit may do what export cannot follow (branches
+on values, autograd functions of its own), and it keeps its parameters, hooks and names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError, show
+from rlplace.graph.export import export_training_graph
+from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
+from rlplace.runtime.native.batches import Batch
+from rlplace.runtime.native.blocks import units
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A forward for inputs of one signature.
+
+    Attributes:
+        model: What was captured.
+        graph: ``placeholder`` for every flat input, ``get_attr`` for parameters, buffers and constants, ``call_module`` for
+            units, ``call_function`` for what is between them; one flat tuple as output.
+        module: What the ``get_attr`` nodes look their values up in.
+        units: Modules by path.
+        out_spec: pytree spec of the model's output.
+        calls: Call arguments of the first call of every unit, values on the meta device.
+    """
+
+    model: nn.Module
+    graph: fx.Graph
+    module: nn.Module
+    units: dict[str, nn.Module]
+    out_spec: Any
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass
+class _Call:
+    """One call of a unit: structure of its arguments and results, and what of them are no tensors."""
+
+    unit: str
+    leaves: list[Any]
+    in_spec: Any
+    results: list[Any]
+    out_spec: Any
+
+
+_calls: list[_Call] = []
+
+
+@torch.library.custom_op("rlplace::unit", mutates_args=())
+def _unit(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    raise RuntimeError("the op stands for a module and is never run")
+
+
+@_unit.register_fake
+def _(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    noted = (value for value in _calls[call].results if isinstance(value, torch.Tensor))
+    return [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) for value in noted]
+
+
+def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = ()) -> Captured:
+    """Records a forward.
+
+    Args:
+        model: Real or meta module, in the mode that is to be run. It is called on fake tensors; nothing is allocated.
+        inputs: Keyword inputs of one micro-batch; only shapes and dtypes matter.
+        blocks: Paths that stay whole besides the model's blocks: what a strategy names.
+
+    Raises:
+        InputError: The forward cannot be recorded, with the reason.
+    """
+    found = dict(units(model, blocks))
+    try:
+        results, calls = _results(model, inputs, found)
+        with _opaque(found, results), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            exported = export_training_graph(model, (), inputs)
+        graph = exported.module.graph
+        for name, module in found.items():
+            exported.module.add_submodule(name, module)
+        _call_units(graph)
+    except InputError:
+        raise
+    except Exception as error:  # it is the model's own code that runs
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise InputError(
+            f"native: the forward of {type(model).__name__} cannot be recorded ({type(error).__name__}: {reason}); "
+            "strategies without a pipeline run it as it is"
+        ) from error
+    finally:
+        _calls.clear()
+    return Captured(model, graph, exported.module, found, exported.program.call_spec.out_spec, calls)
+
+
+def _shapes(value: Any) -> tuple[Any, ...]:
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _results(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """From a run on fake tensors: by unit, what it returns by the shapes of its arguments, and what it is first called with."""
+    mode = new_fake_mode()
+    copied = fake_copy(model, mode)
+    results: dict[str, Any] = {name: {} for name in found}
+    calls: dict[str, Any] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            results[name][_shapes((args, kwargs))] = pytree.tree_map(_meta, output)
+            calls.setdefault(name, pytree.tree_map(_meta, (args, kwargs)))
+
+        return hook
+
+    for name in found:
+        copied.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
+    with any_dtype_grouped_mm(), torch.enable_grad(), mode:
+        copied(**fake_inputs(dict(inputs), mode))
+    return results, calls
+
+
+def _meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+@contextlib.contextmanager
+def _opaque(found: dict[str, nn.Module], results: dict[str, Any]) -> Iterator[None]:
+    """Inside, calling a unit makes one op of it."""
+
+    def stand_in(name: str) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves, in_spec = pytree.tree_flatten((args, kwargs))
+            strange = next((leaf for leaf in leaves if not isinstance(leaf, (*_PLAIN, torch.Tensor))), None)
+            if strange is not None:
+                raise InputError(
+                    f"native: block {show(name)} is handed a {type(strange).__name__}, which is no tensor that could cross "
+                    "from stage to stage; for a cache of keys and values, set model.config.use_cache = False"
+                )
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            wanted, out_spec = pytree.tree_flatten(_noted(name, results[name], _shapes(leaves)))
+            _calls.append(_Call(name, leaves, in_spec, wanted, out_spec))
+            made = iter(_unit(len(_calls) - 1, tensors))
+            return pytree.tree_unflatten([next(made) if isinstance(v, torch.Tensor) else v for v in wanted], out_spec)
+
+        return forward
+
+    kept = {name: vars(module).get("forward") for name, module in found.items()}
+    try:
+        for name, module in found.items():
+            module.forward = stand_in(name)
+        yield
+    finally:
+        for name, module in found.items():
+            del module.forward
+            if kept[name] is not None:
+                module.forward = kept[name]  # type: ignore[assignment]
+
+
+def _noted(name: str, results: dict[Any, Any], shapes: tuple[Any, ...]) -> Any:
+    """What a unit returns for arguments of these shapes; export may hand over a mask that a run leaves out."""
+    if shapes in results:
+        return results[shapes]
+    if len({_shapes(result) for result in results.values()}) != 1:
+        raise InputError(f"native: block {show(name)} gets other arguments when it is exported than when it runs")
+    return next(iter(results.values()))
+
+
+def _leaf(output: Any, number: int) -> torch.Tensor:
+    """The n-th tensor of what a unit returned."""
+    tensor: torch.Tensor = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)][number]
+    return tensor
+
+
+def _call_units(graph: fx.Graph) -> None:
+    """Puts calls of the units where their ops stand."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.rlplace.unit.default:
+            continue
+        call = _calls[node.args[0]]
+        tensors = iter(node.args[1])
+        leaves = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, call.in_spec)
+        with graph.inserting_before(node):
+            new = graph.create_node("call_module", call.unit, args, kwargs)
+            new.meta["val"] = node.meta.get("val")
+            alone = call.out_spec.is_leaf()
+            for user in list(node.users):
+                value = new if alone else graph.call_function(_leaf, (new, user.args[1]))
+                value.meta["val"] = user.meta.get("val")
+                user.replace_all_uses_with(value)
+                graph.erase_node(user)
+        graph.erase_node(node)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or _writes(node))
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node that nobody reads has to stay: it changes one of its inputs."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable

@@ -1,0 +1,199 @@
+"""Cuts a captured forward into stages, each a module of the model's own modules.
+
+Values without a parameter behind them (masks, positions, rotary tables) are computed again on every stage that reads them,
+from the inputs, which every stage gets. All other values that later stages read are handed on from stage to stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rlplace.errors import InputError, show
+from rlplace.runtime.native.blocks import owner
+from rlplace.runtime.native.capture import Captured
+
+FLOATING = -1
+"""Stage of values that every stage computes for itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageGraph:
+    """One stage of a cut.
+
+    Attributes:
+        graph: Takes `taken`, then `inputs`; returns the tensors handed on, or the last stage's flat outputs.
+        taken: What the stage before hands over: shapes, dtypes and whether a gradient flows back, on the meta device.
+        given: The same of what it hands on; empty for the last stage.
+        inputs: Positions of the flat inputs that it reads.
+    """
+
+    graph: fx.Graph
+    taken: tuple[torch.Tensor, ...]
+    given: tuple[torch.Tensor, ...]
+    inputs: tuple[int, ...]
+
+
+def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]:
+    """Cuts between stages.
+
+    Args:
+        captured: The forward.
+        blocks: Per stage the paths of its blocks; what lies inside a block goes with it.
+
+    Raises:
+        InputError: A unit is in no stage, or an earlier stage reads what a later one makes.
+    """
+    stage_of_block = {block: number for number, names in enumerate(blocks) for block in names}
+    stage_of = _stages(captured, stage_of_block)
+    last = len(blocks) - 1
+    nodes = list(captured.graph.nodes)
+    output = nodes[-1]
+    read_until: dict[fx.Node, int] = {}
+    for node in nodes:
+        reader = last if node is output else stage_of[node]
+        for value in node.all_input_nodes:
+            if reader != FLOATING:
+                read_until[value] = max(read_until.get(value, reader), reader)
+    crossing = [
+        [node for node in nodes if node is not output and FLOATING < stage_of[node] <= edge < read_until.get(node, 0)]
+        for edge in range(last)
+    ]
+    for node in (node for edge in crossing for node in edge):
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise InputError(f"native: the value {node.name} crosses from stage to stage and is no tensor; cut elsewhere")
+    trained = _trained(captured, stage_of)
+    return [_stage(captured, stage_of, crossing, trained, number, last) for number in range(len(blocks))]
+
+
+def _stages(captured: Captured, stage_of_block: Mapping[str, int]) -> dict[fx.Node, int]:
+    """The stage of every node, `FLOATING` for what has no parameter behind it."""
+    stage_of: dict[fx.Node, int] = {}
+    for node in captured.graph.nodes:
+        before = max((stage_of[value] for value in node.all_input_nodes), default=FLOATING)
+        if node.op == "call_module":
+            block = owner(node.target, stage_of_block)
+            if block is None and not any(True for _ in captured.units[node.target].parameters()):
+                stage_of[node] = max(before, 0)
+                continue
+            if block is None:
+                raise InputError(f"native: no stage names the block {show(node.target)}; add it to one")
+            if before > stage_of_block[block]:
+                raise InputError(
+                    f"native: block {show(node.target)} of stage {stage_of_block[block]} reads what stage {before} makes; "
+                    "stages follow the model's order"
+                )
+            stage_of[node] = stage_of_block[block]
+        elif _is_parameter(captured, node):
+            block = owner(node.target, stage_of_block)
+            stage_of[node] = 0 if block is None else stage_of_block[block]
+        elif node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            stage_of[node] = max(before, 0)
+        else:
+            stage_of[node] = before
+    for node in captured.graph.nodes:
+        if _is_parameter(captured, node) and any(stage_of.get(user, stage_of[node]) != stage_of[node] for user in node.users):
+            raise InputError(
+                f"native: parameter {show(node.target)} is read outside of a block, on another stage than the one that holds "
+                "it; cut so that both are on one stage"
+            )
+    return stage_of
+
+
+def _is_parameter(captured: Captured, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(_attribute(captured.module, str(node.target)), nn.Parameter)
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _trained(captured: Captured, stage_of: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Nodes that a gradient flows back through: floating-point values with a trainable parameter behind them."""
+    trained: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        own = node.op == "call_module" and any(p.requires_grad for p in captured.units[node.target].parameters())
+        held = node.op == "get_attr" and getattr(_attribute(captured.module, node.target), "requires_grad", False)
+        value = node.meta.get("val")
+        whole = not isinstance(value, torch.Tensor) or value.is_floating_point()
+        detached = getattr(node.target, "_opname", "") == "detach"
+        if (own or held or any(before in trained for before in node.all_input_nodes)) and whole and not detached:
+            trained.add(node)
+    return trained
+
+
+def _stage(
+    captured: Captured,
+    stage_of: Mapping[fx.Node, int],
+    crossing: Sequence[Sequence[fx.Node]],
+    trained: set[fx.Node],
+    number: int,
+    last: int,
+) -> StageGraph:
+    nodes = list(captured.graph.nodes)
+    taken = list(crossing[number - 1]) if number else []
+    given = list(crossing[number]) if number < last else []
+    wanted = list(nodes[-1].all_input_nodes) if number == last else given
+    needed = _needed([*wanted, *(node for node in nodes[:-1] if stage_of[node] == number)], set(taken))
+    graph, copies = fx.Graph(), {}
+    for node in taken:
+        copies[node] = graph.placeholder(node.name)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    read = [node for node in placeholders if node in needed]
+    for node in read:
+        copies[node] = graph.placeholder(node.name)
+    for node in nodes[:-1]:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, lambda value: copies[value])
+    if number == last:
+        graph.output(fx.map_arg(nodes[-1].args[0], lambda value: copies[value]))
+    else:
+        graph.output(tuple(graph.call_method("contiguous", (copies[node],)) for node in given))
+    inputs = tuple(placeholders.index(node) for node in read)
+    return StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs)
+
+
+def _needed(wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
+    """Everything behind some nodes, up to what the stage before hands over."""
+    needed, open_nodes = set(taken), list(wanted)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node not in needed:
+            needed.add(node)
+            open_nodes.extend(node.all_input_nodes)
+    return needed
+
+
+def _signature(nodes: Sequence[fx.Node], trained: set[fx.Node]) -> tuple[torch.Tensor, ...]:
+    values = ((node.meta["val"], node in trained) for node in nodes)
+    return tuple(torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=grad) for value, grad in values)
+
+
+def stage_module(captured: Captured, stage: StageGraph, device: torch.device) -> fx.GraphModule:
+    """A stage as a module on a device that holds the model's own modules, under the model's names."""
+    made = fx.GraphModule(captured.module, stage.graph)
+    for inner in (made, *made.children()):
+        if isinstance(inner, fx.GraphModule):
+            _on_device(inner, device)
+    saved = set(captured.model.state_dict())
+    for node in stage.graph.nodes:
+        value = _attribute(made, node.target) if node.op == "get_attr" else None
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and node.target not in saved:
+            place, _, name = node.target.rpartition(".")
+            made.get_submodule(place)._non_persistent_buffers_set.add(name)
+    return made.to(device)
+
+
+def _on_device(module: fx.GraphModule, device: torch.device) -> None:
+    """Ops that make tensors make them there, not where the forward was recorded."""
+    for node in module.graph.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda leaf: device if isinstance(leaf, torch.device) else leaf
+        )
+    module.recompile()

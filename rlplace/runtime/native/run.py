@@ -1,0 +1,142 @@
+"""A model run as a strategy says: the one thing that a training loop holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.native.accumulate import Accumulation, Loss
+from rlplace.runtime.native.batches import Batch, micro_batches, own_samples, share_of
+from rlplace.runtime.native.blocks import tied_names, units
+from rlplace.runtime.native.capture import capture
+from rlplace.runtime.native.cut import cut, stage_module
+from rlplace.runtime.native.facts import model_facts
+from rlplace.runtime.native.mesh import Place, find_place
+from rlplace.runtime.native.pipeline import PipelineRun, StageModule
+from rlplace.runtime.native.ties import Ties
+from rlplace.runtime.native.why_not import why_not
+from rlplace.runtime.native.wrap import wrap_stage
+
+
+class Runner(Protocol):
+    """What runs the passes of a step: one stage by itself, or torch's schedules."""
+
+    def step(self, parts: list[dict[str, Any]], loss: Loss) -> torch.Tensor:
+        """Forward and backward of all micro-batches; returns the weighted sum of their losses."""
+
+
+class NativeModel:
+    """This process's part of a model under a strategy.
+
+    Attributes:
+        strategy: What is run.
+        place: Where this process stands.
+        share: What its replica computes of a step.
+        bodies: By number of the stage, the modules that this process holds; the whole model where there is one stage.
+    """
+
+    def __init__(
+        self, strategy: Strategy, place: Place, bodies: Mapping[int, nn.Module], runner: Runner, ties: Ties | None = None
+    ) -> None:
+        self.strategy, self.place, self.bodies = strategy, place, dict(bodies)
+        self.share = share_of(strategy, place.replica)
+        self._runner, self._ties = runner, ties
+
+    def own_samples(self, batch: Batch) -> dict[str, Any]:
+        """The samples of this process's replica out of a whole batch, the same on all processes."""
+        return own_samples(batch, self.share, self.strategy.batch)
+
+    def step(self, batch: Batch, loss: Loss) -> torch.Tensor:
+        """Forward and backward of one batch; gradients are added to ``.grad`` of the parameters.
+
+        Args:
+            batch: Keyword inputs of the model: the samples of this process's replica (`own_samples`).
+            loss: Called with the model's output and a micro-batch; returns the mean over its samples.
+
+        Returns:
+            The mean loss over all samples of the batch, the same on every process.
+
+        Raises:
+            InputError: The batch has another number of samples than the strategy.
+        """
+        parts = micro_batches(batch, self.share)
+        if self._ties is not None:
+            self._ties.begin(self.bodies)
+        total = self._runner.step(parts, loss)
+        if self._ties is not None:
+            self._ties.sum_gradients(self.bodies)
+        total = total.double() if self.place.device.type == "cpu" else total.float()
+        dist.all_reduce(total)
+        return total / (self.strategy.pipelines[0].data_degree * self.place.mesh["tensor"].size())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under the model's names; `DTensor` where they are shared or laid out."""
+        for body in self.bodies.values():
+            yield from body.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What an optimizer gets."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's parameters and buffers under the model's names, for `torch.distributed.checkpoint`."""
+        return {name: value for body in self.bodies.values() for name, value in body.state_dict().items()}
+
+    def train(self, mode: bool = True) -> None:
+        """Sets the mode of the blocks; ops between them stay as they were recorded."""
+        for body in self.bodies.values():
+            body.train(mode)
+
+
+def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_type: str = "cpu") -> NativeModel:
+    """Makes this process run its part of a model as a strategy says.
+
+    Every process of the job calls it with the same model, values included, after `torch.distributed.init_process_group`.
+
+    Args:
+        model: Its modules are changed in place, and keep their names; what only other processes run loses its values.
+        strategy: Stages on meshes; its lowest device number is the first process.
+        example_inputs: Keyword inputs of one micro-batch of this process; only shapes and dtypes matter.
+        device_type: ``"cpu"`` or an accelerator's, such as ``"cuda"``.
+
+    Raises:
+        InputError: It cannot be run, with the reason (`why_not`).
+    """
+    reason = why_not(strategy, model_facts(model), torch.__version__)
+    if reason is not None:
+        raise InputError(f"native: {reason}")
+    place = find_place(strategy, device_type)
+    if len(strategy.stages) > 1:
+        return _pipelined(model, strategy, example_inputs, place)
+    stage = strategy.stages[0]
+    model.to(place.device)
+    root = wrap_stage(model, dict(units(model, stage.blocks)), stage, place, pipelined=False)
+    share = share_of(strategy, place.replica)
+    return NativeModel(strategy, place, {0: model}, Accumulation(root, share.weight, every_pass=stage.sharding > 1))
+
+
+def _pipelined(model: nn.Module, strategy: Strategy, example_inputs: Batch, place: Place) -> NativeModel:
+    pipeline, share = strategy.pipelines[0], share_of(strategy, place.replica)
+    names = tied_names(model)
+    captured = capture(model, example_inputs, [block for stage in pipeline.stages for block in stage.blocks])
+    stages = cut(captured, [stage.blocks for stage in pipeline.stages])
+    ties = Ties(names, pipeline, place)
+    bodies = {number: stage_module(captured, stages[number], place.device) for number in place.stages}
+    ties.part(bodies)
+    held = {id(module) for body in bodies.values() for module in body.modules()}
+    for module in captured.units.values():
+        if id(module) not in held:
+            module.to("meta")
+    roots = {}
+    for number, body in bodies.items():
+        root = StageModule(body, stages[number], captured.out_spec, share.weight)
+        inside = {path: module for path, module in captured.units.items() if id(module) in {id(m) for m in body.modules()}}
+        wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
+        roots[number] = root
+    return NativeModel(strategy, place, bodies, PipelineRun(pipeline, place, roots, stages, share.microbatches), ties)

@@ -1,0 +1,142 @@
+"""Why a strategy cannot be run by torch's parts, or would run wrong without a word.
+
+It looks at the strategy and at facts about the model and never at the model, so that a planner can ask it of thousands of
+strategies; nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from rlplace.actions import stage_layout
+from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.schedule import SCHEDULES, V
+
+OLDEST = (2, 11)
+"""Of torch; what runs here was compared with the plain model on this version and on the newest."""
+
+MOST_UNSHARDED = 3
+"""Chunks of a device that torch's schedules keep unsharded at once; those beyond are resharded between their actions."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What `why_not` asks of a model.
+
+    Attributes:
+        blocks: Paths of its blocks (`block_names`).
+        batch_norm: A module computes statistics over the samples of its process.
+        ties: Names of parameters that are one tensor, for every such tensor.
+        no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.
+        no_tensor: Why its blocks have no tensor-parallel layout; None when they have, or when nobody looked.
+        tensor_parts: The tensor degree must divide it: heads, key and value heads and widths in common; 0 when nobody looked.
+        no_sequence: Why activations between tensor-parallel parts cannot be split along the sequence; None like above.
+    """
+
+    blocks: tuple[str, ...] = ()
+    batch_norm: bool = False
+    ties: tuple[tuple[str, ...], ...] = ()
+    no_cut: str | None = None
+    no_tensor: str | None = None
+    tensor_parts: int = 0
+    no_sequence: str | None = None
+
+
+def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: str | None = None) -> str | None:
+    """The first reason why a strategy cannot run, None when it can.
+
+    Args:
+        strategy: What is to run.
+        facts: Of the model (`model_facts`); without them only what is wrong for every model is found.
+        torch_version: Such as ``"2.13.0"``; None takes the installed one.
+    """
+    number = _version(torch_version or version("torch"))
+    if number < OLDEST:
+        return f"torch {'.'.join(map(str, number))} is older than {'.'.join(map(str, OLDEST))}; upgrade it"
+    if len(strategy.pipelines) > 1:
+        return "several pipelines need gradients summed over unlike meshes, which torch has no part for; use one"
+    rules: tuple[Callable[..., Iterator[str]], ...] = (_axes, _memory, _levels, _pipeline, _model)
+    reasons = (reason for rule in rules for reason in rule(strategy.pipelines[0], facts or ModelFacts(), number))
+    return next(reasons, None)
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _axes(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    first, degrees = pipeline.stages[0], ("replicate", "shard", "tensor")
+    for stage in pipeline.stages:
+        for axis in ("context", "branch"):
+            if stage.axis(axis) > 1:
+                yield f"the axis {axis} is not run yet; plan without it (--space all plans it all the same)"
+        if stage.expert > 1:
+            yield "expert parallelism is not run yet; plan without it (--space all plans it all the same)"
+        if any(stage.axis(axis) != first.axis(axis) for axis in degrees):
+            yield "stages of unlike replicate, shard or tensor degree are not run yet: torch sends between equal meshes only"
+        if stage.sharding != first.sharding:
+            yield "stages of unlike sharding level are not run yet; give all the same"
+
+
+def _memory(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    for stage in pipeline.stages:
+        if "optimizer" in stage.offload.values():
+            yield "optimizer state alone in host memory is not in torch and not run yet; offload 'all', or nothing"
+        if stage.offload and stage.sharding == 0:
+            yield "offload is fully_shard's (CPUOffloadPolicy) and needs a sharding level of at least 1"
+        if stage.offload and len(pipeline.stages) > 1:
+            yield "offload in a pipeline was never compared with the plain model; plan it without a pipeline"
+        if facts.batch_norm and stage.recompute:
+            yield "recomputation runs a forward twice, and BatchNorm would count its running statistics twice"
+
+
+def _levels(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    level, several = max(stage.sharding for stage in pipeline.stages), len(pipeline.stages) > 1
+    if several and level > 1:
+        yield "a pipeline has sharding level 0 or 1: torch keeps its gradients unsharded until the step ends"
+    if level > 1 and len(set(pipeline.microbatches)) > 1:
+        yield "unlike numbers of micro-batches at sharding level 2 or 3 wait for each other's collectives for ever"
+    if facts.batch_norm and pipeline.data_degree > 1:
+        yield (
+            "BatchNorm computes its statistics per replica, which is another model; convert it with "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or plan without replicate and shard"
+        )
+
+
+def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    if len(pipeline.stages) == 1:
+        return
+    places = pipeline.device_sets
+    layout = stage_layout([places.index(stage.devices) for stage in pipeline.stages], pipeline.schedule or "")
+    schedule = SCHEDULES[pipeline.schedule or ""]
+    if layout.kind == V and torch < (2, 13):
+        yield "stages in a v need torch 2.13: before, neighbours in one process send to themselves"
+    if any(list(column) != sorted(column) for column in zip(*places, strict=False)):
+        yield "torch numbers the places of a pipeline by rising process; number devices in the order of the chain"
+    sharded, chunks = pipeline.stages[0].sharding > 0, layout.stages_per_device
+    if sharded and chunks > MOST_UNSHARDED and (schedule.splits_backward or len(set(pipeline.microbatches)) > 1):
+        yield (
+            f"torch keeps {MOST_UNSHARDED} chunks a device unsharded and reshards others between actions, found {chunks}: "
+            "a split backward then loses weight gradients, and replicas of unlike micro-batches wait for each other for ever"
+        )
+
+
+def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    named = [block for stage in pipeline.stages for block in stage.blocks]
+    if len(pipeline.stages) > 1:
+        if facts.no_cut is not None:
+            yield f"the model cannot be cut into stages: {facts.no_cut}"
+        for block in facts.blocks:
+            if not any(block == name or block.startswith(f"{name}.") or name.startswith(f"{block}.") for name in named):
+                yield f"no stage names the block {block}"
+    degree = pipeline.stages[0].axis("tensor")
+    if degree > 1:
+        if facts.no_tensor is not None:
+            yield f"no tensor-parallel layout: {facts.no_tensor}"
+        if facts.tensor_parts % degree:
+            yield f"the tensor degree {degree} does not divide {facts.tensor_parts}, what heads and widths have in common"
+    if facts.no_sequence is not None and any(stage.sequence_parallel for stage in pipeline.stages):
+        yield f"no sequence parallelism: {facts.no_sequence}"

@@ -1,0 +1,97 @@
+"""Data axes, recomputation and offload of a stage by torch's wrappers, in torch's order.
+
+Tensor layouts come before (`tensor`), because `fully_shard` shares what a process holds of a parameter after them. Block by
+block: recomputation, then `fully_shard` or `replicate`; what is left goes with the root. Names of parameters stay the model's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rlplace.plan.strategy import Stage
+from rlplace.runtime.native.mesh import Place
+
+_WEIGHT_PRODUCTS = {"mm", "addmm", "linear", "convolution", "_grouped_mm", "embedding_bag"}
+_ATTENTION = "scaled_dot_product"
+_COLLECTIVES = {"_c10d_functional", "c10d_functional"}
+
+
+def recompute(block: nn.Module, how: str) -> None:
+    """Makes a block run its forward again in the backward: all of it, or all but what `selective` keeps.
+
+    Its `forward` is replaced, not its class or its place, so that names and hooks stay.
+    """
+    contexts: dict[str, Any] = {}
+    if how == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+
+
+def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name, namespace = getattr(op, "__name__", "").partition(".")[0], getattr(op, "namespace", "")
+    kept = name in _WEIGHT_PRODUCTS or _ATTENTION in name or namespace in _COLLECTIVES
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def wrap_stage(root: nn.Module, blocks: Mapping[str, nn.Module], stage: Stage, place: Place, *, pipelined: bool) -> nn.Module:
+    """Recomputation, data axes and offload of a stage, in place; returns what is to be called.
+
+    Args:
+        root: The stage's module, or the whole model.
+        blocks: Its blocks by path.
+        stage: What the strategy says of it.
+        place: This process's place.
+        pipelined: Whether torch's schedules will drive it.
+    """
+    for path, how in stage.recompute.items():
+        recompute(blocks[path], how)
+    if stage.data_degree == 1:
+        return root
+    if stage.sharding == 0:
+        if not pipelined and stage.axis("tensor") == 1:
+            ids = None if place.device.type == "cpu" else [place.device]
+            group = place.mesh["replicate"].get_group()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another word for it, which 2.11 has not
+                return DistributedDataParallel(
+                    root,
+                    device_ids=ids,
+                    process_group=group,
+                    broadcast_buffers=False,
+                    gradient_as_bucket_view=True,
+                )
+        shared: Any = partial(replicate, mesh=place.mesh["replicate"])  # type: ignore[arg-type]
+    else:
+        axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
+        shared = partial(fully_shard, mesh=axes, reshard_after_forward=stage.sharding == 3)
+    for path, block in blocks.items():
+        if _stands_alone(root, block):
+            shared(block, offload_policy=offload(stage.offload.get(path), place.device))
+    everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
+    shared(root, offload_policy=offload("all" if everything else None, place.device))
+    return root
+
+
+def offload(what: str | None, device: torch.device) -> OffloadPolicy:
+    """Torch's policy for what of a block lives in host memory; pinned where there is a device that copies from it."""
+    return OffloadPolicy() if what is None else CPUOffloadPolicy(pin_memory=device.type != "cpu")
+
+
+def _stands_alone(root: nn.Module, block: nn.Module) -> bool:
+    """Whether a block is worth a group of its own: it has a matrix, and no parameter that another module of the root has."""
+    own = {id(parameter): parameter for parameter in block.parameters()}
+    if not any(parameter.dim() > 1 for parameter in own.values()):
+        return False
+    inside = {id(module) for module in block.modules()}
+    others = (module for module in root.modules() if id(module) not in inside)
+    return not any(id(parameter) in own for module in others for parameter in module.parameters(recurse=False))

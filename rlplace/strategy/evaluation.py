@@ -1,0 +1,38 @@
+"""What an executor says about a draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PARTS = ("compute", "tensor", "gather", "exchange", "hand_over", "bubble", "update")
+"""Where the busiest place's step goes: ops; collectives inside blocks; waiting for parameters; waiting for gradients to be
+exchanged, ties and compute slowed meanwhile included; waiting for what other stages send, as far as the way takes; waiting for
+other stages; updates."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Step time and memory of a draft.
+
+    Attributes:
+        step_time_s: Seconds of a step.
+        feasible: Whether it ends, and every device has room.
+        peak_memory_bytes: For each device of the cluster; 0 for those that the draft leaves out, else with what is reserved.
+        host_bytes: For each host number from 0, what lives in its memory instead of on a device.
+        over_bytes: Bytes over capacity, summed over devices.
+        parts: Seconds by entry of `PARTS` on the place with most work; they add up to the step time.
+        bottleneck: The stage with most work on that place.
+        stage_busy_s: For each stage its ops, collectives and exposed communication in a step, of the slowest lane.
+        stage_memory_bytes: For each stage what it holds for itself at its worst: weights, gradients, optimizer state and the
+            activations of its micro-batches in flight.
+    """
+
+    step_time_s: float
+    feasible: bool
+    peak_memory_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+    over_bytes: float
+    parts: dict[str, float]
+    bottleneck: int
+    stage_busy_s: tuple[float, ...]
+    stage_memory_bytes: tuple[int, ...]

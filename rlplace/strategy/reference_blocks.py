@@ -1,0 +1,140 @@
+"""The blocks of a draft as one device of a place sees them: times, bytes and communication, by the rules, no shortcuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlplace.cluster import Cluster
+from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, BlockCosts
+from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.meshes import Lane, copy_degree, copy_groups, places_of, share_degree, share_groups, tensor_groups
+from rlplace.strategy.rules import FULL_OFFLOAD, WHOLE, keeping
+from rlplace.strategy.traffic import Traffic, table_s
+
+
+@dataclass
+class Block:
+    """A block on one device of a place, for one pass of the slowest replica of a lane."""
+
+    keeping: int = WHOLE
+    offload: int = 0
+    compute_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # by pass; the backward with what runs again
+    tensor_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    weight_s: float = 0.0  # the part of a split backward that waits, with what runs again a second time
+    weight_tensor_s: float = 0.0
+    again_s: float = 0.0
+    update_s: float = 0.0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    copies_s: float = 0.0
+    bucket_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    returned_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    share: float = 1.0  # parts that the three are in
+    kept_bytes: float = 0.0
+    working_bytes: tuple[float, float] = (0.0, 0.0)
+    buffer_bytes: float = 0.0  # flat copy of the gradient while it is exchanged
+
+
+def stage_ranges(draft: Draft) -> list[range]:
+    """Blocks of each stage."""
+    return [range(begin, end) for begin, end in zip(draft.bounds, draft.bounds[1:], strict=False)]
+
+
+def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> list[Block]:
+    """All blocks of the model as they would be on a place, those of other places too."""
+    place = draft.places[index]
+    held = costs.held(place.tensor, place.expert)
+    number = {name: kind for kind, name in enumerate(costs.kinds)}
+    blocks = [Block() for _ in costs.names]
+    kinds = sorted({number[str(cluster.devices[d].kind)] for _, devices in lane.replicas[index] for d in devices})
+    for samples, devices in lane.replicas[index]:
+        for kind in sorted({number[str(cluster.devices[d].kind)] for d in devices}):
+            _add_pass(blocks, draft, place, kind, samples, costs, traffic)
+    whole = _without_ties(draft, index, costs)
+    share, copies = float(share_degree(place)), copy_degree(place)
+    gather, scatter = (traffic.table(kind, share_groups(place)) for kind in ("all_gather", "reduce_scatter"))
+    all_reduce = traffic.table("all_reduce", copy_groups(place))
+    host_rate = min(traffic.host_bytes_per_s(d) for d in place.devices)
+    update_rate = min(traffic.host_memory_bytes_per_s(d) for d in place.devices)
+    for number_of, block in enumerate(blocks):
+        block.offload = draft.offload[number_of]
+        block.keeping = keeping(place.sharding, block.offload, draft.stages, copies)
+        block.share = share
+        block.weight_bytes, block.gradient_bytes, block.optimizer_bytes = whole[number_of]
+        exchanged = block.gradient_bytes * held.gradient_item
+        weights, gradients, optimizer = (size / share for size in whole[number_of])
+        if block.keeping == WHOLE:
+            block.bucket_bytes = exchanged if copies > 1 else 0.0
+        else:
+            block.buffer_bytes = exchanged
+            block.gather_s = table_s(gather, block.weight_bytes)
+            block.reduce_s = table_s(scatter, exchanged)
+            block.copies_s = table_s(all_reduce, exchanged / share)
+        if block.offload == FULL_OFFLOAD:
+            block.gather_s += weights / host_rate
+            block.reduce_s += gradients / host_rate
+        if block.offload:
+            block.update_s = (2.0 * optimizer + gradients + weights) / update_rate
+            if block.offload != FULL_OFFLOAD:
+                block.update_s += (gradients + weights) / host_rate
+        else:
+            slowest = max(float(costs.update_s(kind, place.tensor, place.expert)[number_of]) for kind in kinds)
+            left = block.weight_bytes / float(held.weight_bytes[number_of]) if held.weight_bytes[number_of] > 0 else 1.0
+            block.update_s = slowest * left / share
+    return blocks
+
+
+def _add_pass(
+    blocks: list[Block], draft: Draft, place: Place, kind: int, samples: int, costs: BlockCosts, traffic: Traffic
+) -> None:
+    """Makes every block as slow and as large as a pass of so many samples on a device of that kind."""
+    passes = costs.passes(kind, place.cut(samples))
+    for number, block in enumerate(blocks):
+        how = draft.recompute[number]
+        moved = [0.0, 0.0]
+        for way in (FORWARD_PASS, BACKWARD_PASS):
+            for collective, name in enumerate(COLLECTIVE_KINDS):
+                size, calls = passes.collective_bytes[way, collective, number], passes.collective_calls[way, collective, number]
+                if size > 0.0 and calls > 0.0:
+                    table = traffic.table(name, tensor_groups(place, collective))
+                    moved[way] += calls * table_s(table, size / calls)
+        again = float(passes.again_s[how, number])
+        again_tensor = moved[FORWARD_PASS] if how == FULL else 0.0
+        computed = (float(passes.forward_s[number]), float(passes.backward_s[number]) + again)
+        for way, (compute, tensor) in enumerate(zip(computed, (moved[0], moved[1] + again_tensor), strict=True)):
+            block.compute_s[way] = max(block.compute_s[way], compute)
+            block.tensor_s[way] = max(block.tensor_s[way], tensor)
+        block.weight_s = max(block.weight_s, float(passes.weight_s[number]))
+        block.again_s = max(block.again_s, again)
+        block.weight_tensor_s = max(block.weight_tensor_s, again_tensor)
+        block.sent_bytes = max(block.sent_bytes, float(passes.sent_bytes[number]))
+        block.returned_bytes = max(block.returned_bytes, float(passes.returned_bytes[number]))
+        block.kept_bytes = max(block.kept_bytes, float(passes.kept_bytes[how, number]))
+        first, second = (float(passes.working_bytes[way, how, number]) for way in (FORWARD_PASS, BACKWARD_PASS))
+        block.working_bytes = max(block.working_bytes[0], first), max(block.working_bytes[1], second)
+
+
+def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Place) -> float:
+    """The part of a tied weight that one device of a tensor group holds: that of its smallest block, mostly the weight."""
+    whole, cut = costs.held().weight_bytes, costs.held(place.tensor, place.expert).weight_bytes
+    block = min(tie_blocks, key=lambda number: (whole[number], number))
+    return float(cut[block]) / float(whole[block]) if whole[block] > 0 else 1.0
+
+
+def _without_ties(draft: Draft, index: int, costs: BlockCosts) -> list[list[float]]:
+    """Weight, gradient and optimizer bytes of the blocks; a tied weight counts in the first block of a place that reads it."""
+    place = draft.places[index]
+    held = costs.held(place.tensor, place.expert)
+    whole = [list(map(float, row)) for row in zip(held.weight_bytes, held.gradient_bytes, held.optimizer_bytes, strict=True)]
+    here = [places_of(draft, (block,)) == (index,) for block in range(len(whole))]
+    for tie in costs.ties:
+        part = tie_part(costs, tie.blocks, place)
+        for block in [block for block in tie.blocks if here[block]][1:]:
+            for column, size in enumerate((tie.weight_bytes, tie.gradient_bytes, tie.optimizer_bytes)):
+                whole[block][column] = max(0.0, whole[block][column] - size * part)
+    return whole

@@ -1,0 +1,124 @@
+"""Memory of a draft, plainly: what a device holds all step long, and what its actions add on top.
+
+Activations are counted by running a place's actions in order; times play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.meshes import Lane, stage_actions
+from rlplace.strategy.reference_blocks import Block, stage_ranges
+from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE
+
+
+def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) -> float:
+    """The most that a device of a place holds, reserved bytes apart.
+
+    Args:
+        draft: The draft.
+        place: Number of the place.
+        lane: The lane that the device belongs to.
+        blocks: All blocks as they are on the place.
+    """
+    total = 0.0
+    holds: dict[int, tuple[float, float, float, float]] = {}
+    for stage, inside in enumerate(stage_ranges(draft)):
+        if draft.place_of_stage[stage] == place:
+            own = blocks[inside.start : inside.stop]
+            total += sum(static_bytes(block, draft.stages, lane.microbatches) for block in own)
+            total += _buffer_bytes(draft, stage, lane.microbatches, blocks)
+            holds[stage] = _pass_bytes(draft, stage, lane.microbatches, blocks)
+    held, peak = 0.0, 0.0
+    left = {stage: lane.microbatches for stage in holds}
+    for stage, kind, _ in stage_actions(draft, lane.microbatches)[place]:
+        kept, forward, backward, exchange = holds[stage]
+        if kind == "F":
+            peak = max(peak, held + forward)
+            held += kept
+        elif kind in "BI":
+            peak = max(peak, held - kept + backward)
+        if kind in "BW":
+            held -= kept
+            left[stage] -= 1
+            if left[stage] == 0:
+                peak = max(peak, held + exchange)
+    return total + peak
+
+
+def stage_bytes(draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]]) -> list[float]:
+    """For each stage what it holds for itself, with the activations of its micro-batches in flight."""
+    found = []
+    actions = stage_actions(draft, lane.microbatches)
+    for stage, inside in enumerate(stage_ranges(draft)):
+        place = draft.place_of_stage[stage]
+        blocks = rows[place]
+        total = sum(static_bytes(block, draft.stages, lane.microbatches) for block in blocks[inside.start : inside.stop])
+        in_flight, most = 0, 0
+        for other, kind, _ in actions[place]:
+            if other == stage:
+                in_flight += 1 if kind == "F" else -1 if kind in "BW" else 0
+                most = max(most, in_flight)
+        total += _buffer_bytes(draft, stage, lane.microbatches, blocks)
+        found.append(total + most * _pass_bytes(draft, stage, lane.microbatches, blocks)[0])
+    return found
+
+
+def static_bytes(block: Block, stages: int, microbatches: int) -> float:
+    """What a block holds from its first gather to the end of the step."""
+    weights, gradients, optimizer = (
+        size / block.share for size in (block.weight_bytes, block.gradient_bytes, block.optimizer_bytes)
+    )
+    total = 0.0 if block.offload else optimizer
+    total += 0.0 if block.offload == FULL_OFFLOAD else weights
+    if block.keeping in (ONCE, EACH_BACKWARD):
+        total += block.weight_bytes
+    if block.keeping == WHOLE or (block.keeping == ONCE and (microbatches > 1 or stages > 1)):
+        total += block.gradient_bytes
+    elif block.offload != FULL_OFFLOAD:
+        total += gradients
+    return total
+
+
+def host_bytes(block: Block) -> float:
+    """What of a block a device has in its host's memory."""
+    if block.offload == FULL_OFFLOAD:
+        return (block.weight_bytes + block.gradient_bytes + block.optimizer_bytes) / block.share
+    return block.optimizer_bytes / block.share if block.offload else 0.0
+
+
+def _buffer_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> float:
+    """Torch's stages receive every micro-batch's input and gradient in a buffer of its own, made once."""
+    inside = stage_ranges(draft)[stage]
+    received = blocks[inside.start - 1].sent_bytes if stage > 0 else 0.0
+    returned = blocks[inside.stop - 1].returned_bytes if stage < draft.stages - 1 else 0.0
+    return microbatches * (received + returned)
+
+
+def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> tuple[float, float, float, float]:
+    """What a micro-batch leaves from forward to backward, the most during each of them, and during the exchange of gradients.
+
+    On top of what blocks up to the one that runs have kept comes: what it works with; its parameters and those of the next
+    one, gathered where they are not kept (a block that is just gathered is there twice, flat and as parameters); its unsharded
+    gradient, and the flat copy that is being reduced.
+    """
+    inside = stage_ranges(draft)[stage]
+    own = blocks[inside.start : inside.stop]
+    gathered = [0.0, *(block.weight_bytes if block.keeping == EACH_PASS else 0.0 for block in own), 0.0]
+    single = draft.stages == 1
+    buffers = [block.buffer_bytes if single else 0.0 for block in own] + [0.0]
+    kept, forward, backward = 0.0, 0.0, 0.0
+    for index, block in enumerate(own):
+        kept += block.kept_bytes
+        here = gathered[index + 1]
+        forward = max(forward, kept + block.working_bytes[FORWARD_PASS] + here + max(here, gathered[index + 2]))
+        passing = block.keeping in (EACH_BACKWARD, EACH_PASS) or (block.keeping == ONCE and single and microbatches == 1)
+        gradient = block.gradient_bytes if passing else 0.0
+        moving = here + max(here, gathered[index]) + gradient + max(buffers[index], buffers[index + 1])
+        backward = max(backward, kept + block.working_bytes[BACKWARD_PASS] + moving)
+    if stage > 0:
+        backward += blocks[inside.start - 1].returned_bytes
+    exchange = 0.0 if single else max(block.buffer_bytes for block in own)
+    return kept, forward, backward, exchange

@@ -1,0 +1,139 @@
+"""What devices take to tell each other something: tables of collectives, hand-overs between places, and the way to the host.
+
+A collective that runs in several groups of one axis at once takes as long as in the slowest of them, with the bytes on shared
+channels (network cards, buses) counted as often as groups send them. Its time by size stands in a table of `SIZES`, four an
+octave, linear in between: exact where `rlplace.problem.collectives` is linear, within 1 % at its kinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster import Cluster
+from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
+from rlplace.problem.collectives import collective_s, contention
+from rlplace.problem.rings import busiest_channel_s_per_byte
+from rlplace.strategy.meshes import Groups
+
+FIRST_OCTAVE, OCTAVES = 10, 34
+LAST = FIRST_OCTAVE + OCTAVES
+SIZES = np.array([0.0, *(2.0**octave * (1 + part / 4) for octave in range(FIRST_OCTAVE, LAST) for part in range(4)), 2.0**LAST])
+"""float64 [G], bytes of the whole tensor."""
+
+
+def table_s(table: NDArray[np.float64], size_bytes: float) -> float:
+    """Seconds of a collective whose times at `SIZES` are `table`; nothing moves in no time.
+
+    Larger messages than the largest of `SIZES` follow the last stretch. Compiled code runs this very function.
+    """
+    if size_bytes <= 0.0:
+        return 0.0
+    mantissa, exponent = math.frexp(size_bytes)
+    octave = exponent - 1
+    if octave < FIRST_OCTAVE:
+        at, low, width = 0, 0.0, 2.0**FIRST_OCTAVE
+    elif octave >= LAST:
+        at, low, width = 4 * OCTAVES, 0.875 * 2.0**LAST, 0.125 * 2.0**LAST
+    else:
+        part = int((mantissa - 0.5) * 8.0)
+        at, low, width = 1 + 4 * (octave - FIRST_OCTAVE) + part, (0.5 + part * 0.125) * 2.0**exponent, 0.125 * 2.0**exponent
+    below = table[at]
+    if below == math.inf:
+        return math.inf
+    return float(below + (table[at + 1] - below) * ((size_bytes - low) / width))
+
+
+class Traffic:
+    """Times of communication on one cluster, made once for each set of groups.
+
+    Attributes:
+        tables: float64 [T, G], seconds at `SIZES`, by the numbers that `collective` gives; row 0 is nothing to do.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.links = cluster, cluster.links
+        self.tables = np.zeros((1, len(SIZES)))
+        self._numbers: dict[tuple[str, tuple[object, ...]], int] = {}
+        self._pairs: dict[tuple[tuple[int, int], ...], tuple[float, float]] = {}
+
+    def collective(self, kind: str, groups: Groups) -> int:
+        """Number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
+        if len(groups[0]) < 2:
+            return 0
+        key = kind, self._alike(groups)
+        if key not in self._numbers:
+            factor = contention(self.links, groups)
+            distinct = {self._alike((group,)): group for group in groups}
+            times = [collective_s(self.links, kind, group, SIZES * factor) for group in distinct.values()]
+            self._numbers[key] = len(self.tables)
+            self.tables = np.vstack([self.tables, np.max(times, axis=0)])
+        return self._numbers[key]
+
+    def table(self, kind: str, groups: Groups) -> NDArray[np.float64]:
+        """The table itself."""
+        number = self.collective(kind, groups)
+        return self.tables[number]
+
+    def hand_over(self, pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        """Latency, and seconds per byte of each pair, when all pairs send at once."""
+        key = tuple(pairs)
+        if key not in self._pairs:
+            latency = max(float(self.links.latency_s[i, j]) for i, j in pairs)
+            self._pairs[key] = latency, busiest_channel_s_per_byte(self.links, pairs)
+        return self._pairs[key]
+
+    def host_bytes_per_s(self, device: int) -> float:
+        """Rate of one direction between a device and its host when all devices of the host do the same."""
+        kind = self.cluster.kinds[device]
+        if kind.host_processor:
+            return HOST_MEMORY_BYTES_PER_S
+        return min(PCIE_BYTES_PER_S[kind.pcie_generation] / kind.pcie_per_switch, self.host_memory_bytes_per_s(device))
+
+    def host_memory_bytes_per_s(self, device: int) -> float:
+        """A device's share of what its host's memory moves; updates in the host run at this rate."""
+        accelerators = self._accelerators[self.cluster.hosts[device]]
+        return HOST_MEMORY_BYTES_PER_S * -(-accelerators // DEVICES_PER_SOCKET) / accelerators
+
+    @cached_property
+    def _accelerators(self) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for kind, host in zip(self.cluster.kinds, self.cluster.hosts, strict=True):
+            counts[host] = counts.get(host, 0) + (not kind.host_processor)
+        return {host: max(count, 1) for host, count in counts.items()}
+
+    def _alike(self, groups: Groups) -> tuple[object, ...]:
+        """Equal for groups that lie alike on hosts that are alike: hosts are numbered as they appear."""
+        numbers: dict[int, int] = {}
+        seats, hosts = self._seats, self.cluster.hosts
+        return tuple(
+            tuple([(numbers.setdefault(hosts[device], len(numbers)), *seats[device]) for device in group]) for group in groups
+        )
+
+    @cached_property
+    def _seats(self) -> list[tuple[int, int]]:
+        """Each device's position in its host, and what its host is like: kinds, links inside, fabrics, links to others."""
+        links, hosts = self.links, np.array(self.cluster.hosts)
+        kinds: dict[tuple[object, ...], int] = {}
+        seats: list[tuple[int, int]] = [(0, 0)] * len(hosts)
+        joined = [set(fabric.devices) for fabric in links.fabrics]
+        for host in dict.fromkeys(self.cluster.hosts):
+            inside = np.flatnonzero(hosts == host)
+            outside = hosts != host
+            look: list[object] = [tuple(self.cluster.kinds[device].name for device in inside)]
+            for matrix in (links.bandwidth_bytes_per_s, links.latency_s):
+                look += [matrix[np.ix_(inside, inside)].tobytes()]
+                look += [np.unique(part[:, outside]).tobytes() for part in (matrix[inside], matrix.T[inside])]
+            members = set(inside.tolist())
+            for fabric, devices in zip(links.fabrics, joined, strict=True):
+                if members & devices:
+                    own = tuple(int(device - inside[0]) for device in fabric.devices)
+                    look.append((own if devices <= members else fabric.devices, fabric.curves, len(fabric.links)))
+            number = kinds.setdefault(tuple(look), len(kinds))
+            for position, device in enumerate(inside.tolist()):
+                seats[device] = position, number
+        return seats

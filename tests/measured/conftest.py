@@ -1,6 +1,0 @@
-"""Test helpers beside the tests are importable."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,44 @@
+"""Strategies of the tests, as they stand in files, for models of four layers."""
+
+from itertools import pairwise
+
+LLAMA = ("model.embed_tokens", *(f"model.layers.{n}" for n in range(4)), "model.norm", "lm_head")
+GPT2 = ("transformer.wte", "transformer.wpe", *(f"transformer.h.{n}" for n in range(4)), "transformer.ln_f", "lm_head")
+DEEP = tuple(f"layers.{n}" for n in range(8))
+BLOCKS = {"llama": LLAMA, "gpt2": GPT2, "deep": DEEP}
+
+
+def layers(blocks):
+    return [block for block in blocks if block.rpartition(".")[2].isdigit()]
+
+
+def stage(blocks, devices, mesh, sharding, **options):
+    for key in ("recompute", "offload"):
+        if isinstance(options.get(key), str):
+            options[key] = dict.fromkeys(layers(blocks), options[key])
+    return {"blocks": list(blocks), "devices": list(devices), "mesh": mesh, "sharding": sharding, **options}
+
+
+def flat(model, mesh, sharding, *, batch=8, microbatch=1, devices=(0, 1, 2, 3), **options):
+    """One stage on all devices."""
+    degree = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    parts = {"batch": batch, "microbatch": [microbatch], "microbatches": [batch // degree // microbatch]}
+    return parts | {"stages": [stage(BLOCKS[model], devices, mesh, sharding, **options)]}
+
+
+def chain(model, places, schedule, *, mesh, sharding, batch=8, microbatch=1, microbatches=None, **options):
+    """Stages on places, in model order: layers in equal runs as far as they go, what comes before and after at the ends."""
+    blocks = BLOCKS[model]
+    inner = layers(blocks)
+    first, last = blocks.index(inner[0]), blocks.index(inner[-1])
+    count = len(places)
+    bounds = [round(n * len(inner) / count) for n in range(count + 1)]
+    parts = [inner[a:b] for a, b in pairwise(bounds)]
+    parts[0], parts[-1] = [*blocks[:first], *parts[0]], [*parts[-1], *blocks[last + 1 :]]
+    degree = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    microbatches = microbatches or batch // degree // microbatch
+    stages = [stage(part, devices, mesh, sharding, **options) for part, devices in zip(parts, places, strict=True)]
+    return {
+        "batch": microbatch * microbatches * degree, "microbatch": [microbatch], "microbatches": [microbatches],
+        "schedule": schedule, "stages": stages,
+    }  # fmt: skip

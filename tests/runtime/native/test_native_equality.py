@@ -1,0 +1,59 @@
+"""Strategies on four processes give the loss, the gradients and the trained parameters of the plain model.
+
+All cases run in one launch; a case is a model and a strategy, in double precision.
+"""
+
+import native_worker
+import pytest
+from native_cases import chain, flat
+
+pytest.importorskip("transformers")
+
+HALVES, QUARTERS = [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
+SHARED, COPIES = {"mesh": {"shard": 2}, "sharding": 1}, {"mesh": {"replicate": 2}, "sharding": 0}
+ALONE = {"mesh": {}, "sharding": 0}
+LOOP, TURN = HALVES * 2, [*HALVES, *reversed(HALVES)]
+
+CASES = {
+    "gathered once": ("llama", flat("llama", {"shard": 4}, 1)),
+    "reduced every pass": ("gpt2", flat("gpt2", {"shard": 4}, 2)),
+    "gathered again": ("gpt2", flat("gpt2", {"shard": 4}, 3)),
+    "hybrid": ("llama", flat("llama", {"replicate": 2, "shard": 2}, 1)),
+    "copies": ("gpt2", flat("gpt2", {"replicate": 4}, 0)),
+    "gathered again, recomputed": ("llama", flat("llama", {"shard": 4}, 3, recompute="full")),
+    "gathered once, recomputed in part": ("llama", flat("llama", {"shard": 4}, 1, recompute="selective")),
+    "in host memory": ("gpt2", flat("gpt2", {"shard": 4}, 3, offload="all")),
+    "unlike micro-batches": ("llama", flat("llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}),
+    "gpipe, shared": ("llama", chain("llama", HALVES, "gpipe", **SHARED)),
+    "1f1b, shared": ("gpt2", chain("gpt2", HALVES, "1f1b", **SHARED)),
+    "1f1b, copies, recomputed": ("gpt2", chain("gpt2", HALVES, "1f1b", recompute="full", **COPIES)),
+    "1f1b of four": ("gpt2", chain("gpt2", QUARTERS, "1f1b", microbatch=2, **ALONE)),
+    "1f1b of four, recomputed in part": ("llama", chain("llama", QUARTERS, "1f1b", recompute="selective", **ALONE)),
+    "1f1b, unlike micro-batches": ("llama", chain("llama", HALVES, "1f1b", **SHARED) | {"microbatches": [5, 3]}),
+    "interleaved, shared, recomputed": ("llama", chain("llama", LOOP, "interleaved", recompute="full", **SHARED)),
+    "interleaved, tied": ("gpt2", chain("gpt2", LOOP, "interleaved", **SHARED)),
+    "zero bubble in a loop, copies": ("llama", chain("llama", LOOP, "zero_bubble", **COPIES)),
+    "zero bubble in a v, shared": ("llama", chain("llama", TURN, "zero_bubble", **SHARED)),
+    "zero bubble in a v, tied in one process": ("gpt2", chain("gpt2", TURN, "zero_bubble", **SHARED)),
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    from launch import run
+
+    return run(4, native_worker.run_cases, CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal(case, results):
+    model = CASES[case][0]
+    names = set().union(*(result[case]["names"] for result in results))
+    plain = native_worker.make(model)
+    assert names <= {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    assert names >= {name for name, _ in plain.named_parameters()}
+    for result in results:
+        assert not result[case]["missing"]
+        assert result[case]["loss"] < 1e-13
+        assert result[case]["grad"] < 1e-10
+        assert result[case]["param"] < 1e-9

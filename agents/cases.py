@@ -25,7 +25,7 @@ class Case:
         execution: Micro-batches and schedule of the step.
         branchy: Whether the graph offers parallel work, see `is_branchy`.
         unseen_cluster: The cluster has a size, a kind of device or a topology that training never draws, see
-            `rlplace.agents.problems.clusters`.
+            `rlplace.agents.problems.graphs`.
     """
 
     name: str

@@ -18,8 +18,8 @@ from numpy.lib import format as npy
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from rlplace.agents.bank import graph_tensors
 from rlplace.agents.cases import Case
+from rlplace.agents.network import graph_tensors
 from rlplace.envs.guide.features import NUM_FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import make_instance
@@ -55,7 +55,7 @@ class Labels:
         change: float32 [S, K], log of `descent_s` after the move over that before, at most that of a factor of
             1,000 (a step that cannot complete); NaN where there is no move.
         group: int32 [S, K], first group of each move, -1 where there is none.
-        nodes, edges, edge_values: The group graph, see `rlplace.agents.bank.GraphTensors`.
+        nodes, edges, edge_values: The group graph, see `rlplace.agents.network.GraphTensors`.
     """
 
     features: NDArray[np.float16]

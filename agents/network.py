@@ -3,11 +3,17 @@
 The score of a candidate is a linear function of its list-scheduling features, which starts as a plain heuristic, plus a
 learned residual whose last layer starts at zero: an untrained network *is* the heuristic. Candidates are scored one by one, so
 nothing depends on the number or the order of devices, groups or candidates. B observations, K candidates, F features, G groups.
+
+The graph bank: static graph tensors of every problem, kept beside the policy.
+
+Observations carry only the number of a graph; what does not change while a problem is solved never enters the rollout buffer.
+
+G groups, E directed edges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,8 +22,53 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rlplace.agents.bank import GraphTensors
-from rlplace.envs.observation import NUM_CONTEXT, NUM_NODE_FEATURES
+from rlplace.envs.instance import Instance
+from rlplace.envs.observation import NUM_CONTEXT, NUM_NODE_FEATURES, edge_features, node_features
+
+
+@dataclass(frozen=True, eq=False)
+class GraphTensors:
+    """One problem's graph.
+
+    Attributes:
+        nodes: float32 [G, node features].
+        edges: int64 [2, E], producer and consumer groups.
+        edge_values: float32 [E, edge features].
+    """
+
+    nodes: Tensor
+    edges: Tensor
+    edge_values: Tensor
+
+    def to(self, device: torch.device) -> GraphTensors:
+        """The same tensors on another torch device."""
+        return GraphTensors(self.nodes.to(device), self.edges.to(device), self.edge_values.to(device))
+
+
+def graph_tensors(instance: Instance) -> GraphTensors:
+    """The static tensors of one instance."""
+    edges = torch.stack([torch.as_tensor(instance.graph.source.copy()), torch.as_tensor(instance.graph.target.copy())]).long()
+    return GraphTensors(
+        nodes=torch.from_numpy(node_features(instance)), edges=edges, edge_values=torch.from_numpy(edge_features(instance))
+    )
+
+
+class GraphBank:
+    """Graphs by number, in the order of the environment's problems; tensors are made when they are asked for."""
+
+    def __init__(self, instances: Iterable[Instance]) -> None:
+        self._instances = list(instances)
+        self._on_device: dict[tuple[int, torch.device], GraphTensors] = {}
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def get(self, index: int, device: torch.device) -> GraphTensors:
+        """Graph `index` on `device`."""
+        key = (index, device)
+        if key not in self._on_device:
+            self._on_device[key] = graph_tensors(self._instances[index]).to(device)
+        return self._on_device[key]
 
 
 class MessageLayer(nn.Module):
@@ -40,8 +91,7 @@ class MessageLayer(nn.Module):
         from_producers = _mean_at(torch.relu(self.down(torch.cat([x[source], edge_values], dim=1))), target, len(x))
         from_consumers = _mean_at(torch.relu(self.up(torch.cat([x[target], edge_values], dim=1))), source, len(x))
         change = torch.relu(self.update(torch.cat([x, from_producers, from_consumers], dim=1)))
-        result: Tensor = self.norm(x + change)
-        return result
+        return self.norm(x + change)
 
 
 class GraphEncoder(nn.Module):
@@ -160,8 +210,7 @@ class PlacerNetwork(nn.Module):
         """What the graph adds to the first layer for each group: [G, H], or [0, H] without message passing."""
         if not self.config.layers:
             return self.mean.new_zeros(0, self.config.hidden)
-        result: Tensor = self.embed(self.encoder(graph))
-        return result
+        return self.embed(self.encoder(graph))
 
     def scores(self, candidates: Tensor, of_group: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits [..., K] and second-layer activations [..., K, S] of candidates [..., K, F].

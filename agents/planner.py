@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlplace.agents.bank import graph_tensors
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.first_use import compile_ahead
-from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.network import PlacerNetwork, graph_tensors
 from rlplace.agents.search import Search, warm_up
 from rlplace.agents.setup import Setup, check_counts, set_up
 from rlplace.envs.instance import Instance
@@ -49,8 +48,7 @@ def construct(instance: Instance, network: PlacerNetwork, rng: np.random.Generat
             action = int(np.argmax(values if greedy else values + rng.gumbel(size=len(values))))
             observation, _, done, _, info = env.step(action)
             if done:
-                plan: NDArray[np.int32] = info.get("device_of_group", env.current_plan())
-                return plan
+                return info.get("device_of_group", env.current_plan())
 
 
 ROLLOUT_LENGTH = 12
@@ -137,8 +135,8 @@ class Agent:
         start: Start = None,
         **execution: Any,
     ) -> PlacementPlan:
-        """Fine-tunes on one problem while it searches; see `rlplace.agents.adapt.adapt`."""
-        from rlplace.agents.adapt import adapt
+        """Fine-tunes on one problem while it searches; see `rlplace.agents.setup.adapt`."""
+        from rlplace.agents.setup import adapt
 
         return adapt(self.checkpoint, problem, time_limit_s=time_limit_s, seed=seed, start=start, **execution)
 

@@ -16,8 +16,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
-from rlplace.agents.bank import GraphBank
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.network import GraphBank, NetworkConfig, PlacerNetwork
 from rlplace.errors import InputError
 
 

@@ -17,9 +17,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
-from rlplace.agents.bank import GraphBank
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.network import GraphBank, PlacerNetwork
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.envs.instance import Instance, make_instance

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlplace.agents.bank import graph_tensors
-from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.network import PlacerNetwork, graph_tensors
 from rlplace.envs.guide.draw import SHARES
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance
 from rlplace.planners.common.evaluate import Score
-from rlplace.planners.common.moves import MoveMaker
+from rlplace.planners.common.search import MoveMaker
 
 _CHUNK = 256  # simulations between two looks at the clock
 _CHUNK_S = 0.02
@@ -189,8 +188,7 @@ class Search:
         if len(self._embed):
             before += self._embed[self._guide.groups[self._guide.ptr[:count]]]
         after = np.maximum(np.maximum(before, 0.0) @ second + second_bias, 0.0)
-        logits: NDArray[np.float32] = table @ linear + after @ last
-        return logits
+        return table @ linear + after @ last
 
     def _chunk(self, calls: int, progress: float, slope: float) -> int:
         from rlplace.agents.guided import search

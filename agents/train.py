@@ -33,9 +33,8 @@ from rlplace.agents.checkpoint import (
 from rlplace.agents.config import ENVIRONMENTS, TrainConfig, features_of
 from rlplace.agents.gather import check_labels, gather
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.pretrain import captured_gain, fit, set_standard
+from rlplace.agents.pretrain import captured_gain, fit, imitate, set_standard
 from rlplace.agents.problems.sources import CaseSource
-from rlplace.agents.warmstart import imitate
 from rlplace.errors import InputError
 from rlplace.files import finite_number
 

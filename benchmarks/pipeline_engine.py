@@ -30,10 +30,10 @@ def _model():
 def _process(rank, world, path, steps, results):
     from rlplace.plan import PlacementPlan
     from rlplace.runtime.distributed.execution.batches import split_batch
+    from rlplace.runtime.distributed.execution.engine import Setup
     from rlplace.runtime.distributed.execution.make import make as make_stage_graph
-    from rlplace.runtime.distributed.execution.setup import Setup
     from rlplace.runtime.distributed.graph.forward_graph import forward_graph
-    from rlplace.runtime.distributed.pipeline.make import make as make_pipeline
+    from rlplace.runtime.distributed.pipeline.engine import make as make_pipeline
     from rlplace.runtime.distributed.ranks import ranks_of
     from rlplace.runtime.distributed.state.tensors import meta_copy
 

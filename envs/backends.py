@@ -80,7 +80,7 @@ class MeasuredBackend(SimulatedBackend):
 
         Args:
             source: A campaign, or one for each problem: they race and remember plans, re-time the best one and keep a budget,
-                after which `evaluate` raises `rlplace.measured.budget.BudgetSpent`. Or a function that runs a plan and
+                after which `evaluate` raises `rlplace.measured.trial.BudgetSpent`. Or a function that runs a plan and
                 returns its step time in seconds, called every time (`rlplace.runtime.measure.step_timer` makes one); it
                 raises `MemoryError` or ``torch.OutOfMemoryError`` when the plan does not fit.
         """

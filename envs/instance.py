@@ -15,22 +15,22 @@ one pivot op and whose consumer is a descendant of it are live while the pivot r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.reward import SHORTEST_S
 from rlplace.errors import InfeasibleError, unknown_name
 from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import largest_op_bytes, lower_bounds
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.planners.common.groupgraph import GroupGraph, finite_links, group_graph
+from rlplace.planners.common.objective import UNFIT_S, objective_s
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, Problem
-from rlplace.problem.order import successor_lists
-from rlplace.problem.reach import reach
+from rlplace.problem.order import reach, successor_lists
 from rlplace.simulator import default_priority, simulate
 
 
@@ -196,3 +196,35 @@ def _pivots(problem: Problem) -> list[int]:
     forward = problem.topological_order[phase == FORWARD][-_PIVOT_CANDIDATES:]
     backward = problem.topological_order[phase == BACKWARD][:_PIVOT_CANDIDATES]
     return [*forward.tolist(), *backward.tolist()]
+
+
+SHORTEST_S = 1e-30
+"""Stands for a step time of 0, which has no logarithm."""
+
+UNFIT = 5.0
+"""Score from which a plan does not fit; plans that fit and are 148 times slower than the reference count no worse."""
+
+FinalReward = Callable[[float, float], float]
+"""Called as ``reward(step_time_s, reference_step_time_s)`` with the step time of a feasible final plan."""
+
+
+def score(step_time_s: float, relative_overflow: float, reference_step_time_s: float) -> float:
+    """What refinement minimises: the order of `objective_s` on a scale that is the same for all problems.
+
+    log(step time / reference) of a plan that fits; of any other `UNFIT` plus log(1 + overflow), the overflow cut at 10 so that
+    one bad episode does not drown the others; four times `UNFIT` where the step cannot complete.
+    """
+    objective = objective_s(step_time_s, relative_overflow)
+    if objective < UNFIT_S:
+        return min(math.log(max(objective, SHORTEST_S) / reference_step_time_s), UNFIT)
+    return UNFIT + math.log(min(objective / UNFIT_S, 11.0)) if math.isfinite(objective) else 4 * UNFIT
+
+
+def log_ratio(step_time_s: float, reference_step_time_s: float) -> float:
+    """log(reference / step time): 0 at the best classical plan, positive when faster."""
+    return -score(step_time_s, 0.0, reference_step_time_s)
+
+
+def infeasible_reward(relative_overflow: float) -> float:
+    """The reward of a plan that does not fit or of an illegal action: below that of any plan that fits."""
+    return -score(UNFIT_S, relative_overflow, 1.0)

@@ -13,8 +13,7 @@ from rlplace.envs.backends import Evaluation, SimulatedBackend
 from rlplace.envs.base import Common, Observation, PlacerEnv, greedy_fit
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.guide.guide import Guide, blind_view
-from rlplace.envs.instance import Instance
-from rlplace.envs.reward import infeasible_reward, score
+from rlplace.envs.instance import Instance, infeasible_reward, score
 from rlplace.errors import InputError, show
 from rlplace.problem import Problem
 from rlplace.simulator.inputs import check_devices

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import rlplace
 from rlplace.envs import MeasuredBackend
-from rlplace.measured.budget import Budget, BudgetSpent
 from rlplace.measured.campaign import Campaign
 from rlplace.measured.store import TrialStore
+from rlplace.measured.trial import Budget, BudgetSpent
 from rlplace.runtime.distributed.job.live import LiveOptions, job_site, open_service
 from rlplace.zoo import load_model
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlplace.agents.planner import Agent, load_agent
-    from rlplace.cluster.spec import Cluster
+    from rlplace.cluster.parse import Cluster
     from rlplace.cost.price import price, split_backward
     from rlplace.errors import CaptureError, InfeasibleError, InputError, MissingError, RlplaceError
     from rlplace.explaining.difference import diff
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from rlplace.reporting.report import report
     from rlplace.runtime.apply import apply
     from rlplace.runtime.distributed.distribute import distribute
-    from rlplace.runtime.distributed.job.accelerator import distribute_accelerator
-    from rlplace.runtime.distributed.job.trainer import distribute_trainer
+    from rlplace.runtime.distributed.job.trainer import distribute_accelerator, distribute_trainer
     from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
     from rlplace.simulator import simulate, simulate_many
     from rlplace.simulator.expand import expand
@@ -42,7 +41,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "envs" / "__init__.py").is_
 _PUBLIC = {
     "Agent": "rlplace.agents.planner",
     "CaptureError": "rlplace.errors",
-    "Cluster": "rlplace.cluster.spec",
+    "Cluster": "rlplace.cluster.parse",
     "InfeasibleError": "rlplace.errors",
     "InputError": "rlplace.errors",
     "MissingError": "rlplace.errors",
@@ -54,7 +53,7 @@ _PUBLIC = {
     "capture": "rlplace.graph.capture",
     "diff": "rlplace.explaining.difference",
     "distribute": "rlplace.runtime.distributed.distribute",
-    "distribute_accelerator": "rlplace.runtime.distributed.job.accelerator",
+    "distribute_accelerator": "rlplace.runtime.distributed.job.trainer",
     "distribute_trainer": "rlplace.runtime.distributed.job.trainer",
     "expand": "rlplace.simulator",
     "explain": "rlplace.explaining.explain",

@@ -1,4 +1,4 @@
-"""Signals where they would do harm: ending signals become exceptions, and what must not be cut short is not."""
+"""Signals where they would do harm: what must not be cut short is not."""
 
 from __future__ import annotations
 
@@ -8,27 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
-_ALL = (signal.SIGINT, *_ENDING)
-
-
-@contextlib.contextmanager
-def ending_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `SystemExit` with the shell's code (143, 129) unless the program handles them itself.
-
-    Python's own SIGINT handler raises already. Outside the main thread, where handlers cannot be set, this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    changed = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    for number in changed:
-        signal.signal(number, _end)
-    try:
-        yield
-    finally:
-        for number in changed:
-            signal.signal(number, signal.SIG_DFL)
+_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -58,7 +38,3 @@ def deferred_signals(numbers: Sequence[int] = _ALL) -> Iterator[None]:
             signal.signal(number, handler)
         for late in dict.fromkeys(arrived):
             signal.raise_signal(late)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,41 +18,17 @@ TIE = 1e-3
 """Ratios nearer to 1 than this are a tie."""
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A geometric mean of ratios.
-
-    Attributes:
-        ratio: The mean; below 1 is faster.
-        low, high: 95 % bootstrap interval; None below `LEAST` ratios.
-        count: Ratios behind it.
-    """
-
-    ratio: float
-    low: float | None
-    high: float | None
-    count: int
-
-
-def mean_of(logs: Sequence[float] | NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0) -> Mean | None:
-    """The mean of ratios given by their logarithms; None without any."""
-    if len(logs) == 0:
-        return None
-    low, high = interval(logs, resamples=resamples, seed=seed)
-    return Mean(math.exp(float(np.mean(logs))), low, high, len(logs))
-
-
 def geometric_mean(values: Sequence[float]) -> float | None:
     """None without values."""
     return math.exp(sum(math.log(value) for value in values) / len(values)) if values else None
 
 
 def interval(
-    logs: Sequence[float] | NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0, least: int = LEAST
+    logs: Sequence[float] | NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of a geometric mean, by resampling the logs of its values; None below `least` of them."""
+    """95 % bootstrap interval of a geometric mean, by resampling the logs of its values; None below `LEAST` of them."""
     values = np.asarray(logs, dtype=np.float64)
-    if len(values) < least:
+    if len(values) < LEAST:
         return None, None
     draws = np.random.default_rng(seed).integers(0, len(values), (resamples, len(values)))
     low, high = np.exp(np.percentile(values[draws].mean(axis=1), [2.5, 97.5]))

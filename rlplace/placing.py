@@ -19,7 +19,7 @@ from rlplace.problem import Problem
 if TYPE_CHECKING:
     from torch import nn
 
-    from rlplace.cluster.spec import Cluster
+    from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
     from rlplace.planners.strategy.efficiency import BatchCurve
 

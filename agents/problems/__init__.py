@@ -1,9 +1,8 @@
 """Problem sets: an endless training stream, fixed validation and test splits, people's own files (docs/agent/problems.md)."""
 
-from rlplace.agents.problems.files import load_cases, save_cases
-from rlplace.agents.problems.sources import CaseSource, cases_of, default_set
+from rlplace.agents.problems.sources import CaseSource, cases_of, default_set, load_cases, save_cases
 from rlplace.agents.problems.splits import closing_cases, test_cases, validation_cases
-from rlplace.agents.problems.training import training_case, training_cases
+from rlplace.agents.problems.training import training_case
 
 __all__ = [
     "CaseSource",
@@ -14,6 +13,5 @@ __all__ = [
     "save_cases",
     "test_cases",
     "training_case",
-    "training_cases",
     "validation_cases",
 ]

@@ -1,4 +1,11 @@
-"""Captured models to draw problems from: a bounded number of random variants of each family."""
+"""Captured models to draw problems from: a bounded number of random variants of each family.
+
+Clusters to draw problems on: which ones training sees, which ones only the test split has.
+
+Training draws clusters of `SIZES` devices of `KINDS` on one, two or four hosts, or on two hosts of different kinds. What it
+never draws: in the test split 7, 9, 10 and 14 devices, three hosts, and the kinds l4 and mi300x, whose fabric (a mesh) no other
+kind has; in validation 11 and 13 devices, so that nothing is tuned on what is unseen in the test either.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +18,76 @@ import numpy as np
 from numpy.random import Generator
 
 if TYPE_CHECKING:
-    from rlplace.cluster.spec import Cluster
+    from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
     from rlplace.problem import Problem
+
+
+SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
+SIZE_WEIGHTS = (0.2, 0.1, 0.25, 0.05, 0.1, 0.2, 0.05, 0.05)
+KINDS = ("v100", "a100-40g", "a100-80g", "h100", "h200", "t4", "rtx4090")
+HOSTS = (1, 2, 4)
+_NETWORKS = ("", "", ",eth=10g", ",eth=25g", ",eth=100g", ",ib=100g", ",ib=400g")
+_MOST_PER_HOST = 8
+
+SEEN_CLUSTERS = (
+    "a100-80g:2", "a100-80g:4", "h100:8", "v100:4", "v100:2x2,eth=25g", "t4:4", "a100-40g:2+v100:2", "rtx4090:4", "v100:8",
+    "a100-40g:4,pcie", "h100:2x4", "a100-80g:2x8", "v100:3", "a100-80g:4x2,ib=100g", "t4:2+rtx4090:2", "h100:2x6", "t4:6",
+    "h200:5",
+)  # fmt: skip
+"""Clusters such as training draws."""
+
+TEST_CLUSTERS = (
+    "l4:4", "mi300x:8", "a100-80g:7", "h100:3x3", "a100-40g:2x5", "v100:3x2,eth=25g", "l4:2+t4:2", "h100:2x7", "mi300x:4",
+    "a100-80g:2+v100:2+t4:2", "l4:2x4,eth=25g", "v100:7", "t4:2x5,eth=10g", "rtx4090:3x2,eth=25g", "h100:4+a100-40g:3",
+    "mi300x:2x8", "l4:2", "a100-80g:3x4",
+)  # fmt: skip
+"""Clusters of the test split that training and validation never draw."""
+
+VALIDATION_CLUSTERS = (
+    "v100:6+t4:5",
+    "h100:8+a100-80g:5,ib=100g",
+    "a100-40g:6+rtx4090:5,eth=25g",
+    "a100-80g:8+v100:3",
+    "h200:7+h100:6",
+)
+"""Clusters of the validation split that training never draws, of 11 and 13 devices."""
+
+
+def is_unseen(num_devices: int, kinds: set[str], num_hosts: int) -> bool:
+    """Whether training never draws such a cluster."""
+    return num_devices not in SIZES or not kinds <= set(KINDS) or num_hosts not in HOSTS
+
+
+def is_unseen_cluster(cluster: Cluster) -> bool:
+    """`is_unseen` of a cluster."""
+    return is_unseen(cluster.num_devices, {kind.name for kind in cluster.kinds}, len(set(cluster.hosts)))
+
+
+def draw_size(rng: Generator) -> int:
+    """A number of devices."""
+    return int(rng.choice(SIZES, p=SIZE_WEIGHTS))
+
+
+def draw_hosts(rng: Generator, size: int) -> int:
+    """A number of hosts that deals `size` devices equally, at most eight to each."""
+    return int(rng.choice([hosts for hosts in HOSTS if size % hosts == 0 and size // hosts <= _MOST_PER_HOST]))
+
+
+def draw_cluster(rng: Generator) -> str:
+    """The text of a cluster for training."""
+    size = draw_size(rng)
+    if rng.random() < 0.25:  # two hosts of different kinds
+        first, second = rng.choice(KINDS, 2, replace=False).tolist()
+        near = int(rng.integers(max(1, size - _MOST_PER_HOST), min(_MOST_PER_HOST, size - 1) + 1))
+        network = str(rng.choice(_NETWORKS))
+        return f"{first}:{near}{network}+{second}:{size - near}{network}"
+    kind, hosts = str(rng.choice(KINDS)), draw_hosts(rng, size)
+    count = str(size) if hosts == 1 else f"{hosts}x{size // hosts}"
+    inside = ",pcie" if rng.random() < 0.3 else ""
+    network = "" if hosts == 1 else str(rng.choice(_NETWORKS))
+    return f"{kind}:{count}{inside}{network}"
+
 
 MOST_GRAPHS = 32
 """Captured graphs that are kept in memory, a few MB each."""

@@ -2,16 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
-from rlplace.agents.cases import Case
-from rlplace.agents.problems.files import load_problem_cases
+from msgspec import Meta
+
+from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.training import ALL_FAMILIES, SYNTHETIC, ZOO_FAMILIES, training_case
-from rlplace.errors import InputError, MissingError
+from rlplace.errors import InputError, MissingError, show
+from rlplace.files import read_json, write_json
 from rlplace.planners.common.evaluate import PLAIN, Execution
+from rlplace.problem import Problem
+from rlplace.records import Record, build, plain
+
+FORMAT, VERSION = "rlplace.cases", 1
+INDEX = "cases.json"
+_SUFFIX = ".problem.json"
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # part of a file name
+_SOURCES = ("graph", "cluster", "cost", "problem", "zoo", "simulator")
+
+
+class _Entry(Record, frozen=True):
+    """A case as the index has it; its problem by fingerprint."""
+
+    name: str
+    family: str
+    problem: str
+    microbatches: Annotated[int, Meta(ge=1, le=1 << 53)]
+    schedule: str
+    branchy: bool
+    unseen_cluster: bool
+
+
+class _Index(Record, frozen=True):
+    """``cases.json``."""
+
+    made_by: dict[str, str]
+    cases: tuple[_Entry, ...]
+
+
+def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[str, str] | None = None) -> None:
+    """Writes a set of cases: the whole folder appears at once, or nothing. An earlier set in it is replaced.
+
+    Args:
+        cases: With different names, of letters, digits, ``.``, ``_`` and ``-``.
+        folder: A new folder, or one that holds such a set.
+        made_by: What made them, kept in the index.
+    """
+    folder = Path(folder)
+    names = [case.name for case in cases]
+    for name in names:
+        if not _SAFE.fullmatch(name) or names.count(name) > 1:
+            raise InputError(f"case {show(name)}: names must differ and hold only letters, digits, '.', '_' and '-'")
+    if folder.exists() and not (folder / INDEX).is_file() and any(folder.iterdir()):
+        raise InputError(f"{folder}: holds other files; name a new folder for the cases")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    try:
+        for case in cases:
+            case.problem.save(fresh / f"{case.name}{_SUFFIX}")
+        index = _Index(dict(made_by or {}), tuple(_entry(case) for case in cases))
+        write_json(fresh / INDEX, {"format": FORMAT, "version": VERSION, **plain(index)})
+        if folder.exists():
+            shutil.rmtree(folder)
+        fresh.chmod(0o755)
+        os.replace(fresh, folder)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
+    """Reads what `save_cases` wrote: the cases, and what made them."""
+    folder = Path(folder)
+    index = _index(folder)
+    cases = [_case(entry, folder) for entry in index.cases]
+    if len({case.name for case in cases}) < len(cases):
+        raise InputError(f"{folder / INDEX}: a case appears twice")
+    return cases, index.made_by
+
+
+def set_made_by(folder: str | Path) -> dict[str, str] | None:
+    """What made the cases of a folder, None when it holds no set of cases."""
+    folder = Path(folder)
+    return _index(folder).made_by if (folder / INDEX).is_file() else None
+
+
+def load_problem_cases(path: str | Path, executions: Sequence[Execution]) -> list[Case]:
+    """The cases of a folder that `save_cases` wrote, or every problem of a folder or file with each of the executions."""
+    path = Path(path)
+    if path.is_dir():
+        if (path / INDEX).is_file():
+            return load_cases(path)[0]
+        files = sorted(path.glob(f"*{_SUFFIX}"))
+        if not files:
+            raise InputError(f"{path}: the folder holds no *{_SUFFIX} file; make one with 'rlplace capture'")
+    elif path.is_file():
+        files = [path]
+    else:
+        raise InputError(f"{path}: no such file or folder of *{_SUFFIX} files")
+    cases = []
+    for file in files:
+        problem = Problem.load(file)
+        branchy = is_branchy(problem)
+        family = file.name.removesuffix(_SUFFIX)
+        for run in executions:
+            name = family if len(executions) == 1 else f"{family}-{run.microbatches}-{run.schedule}"
+            cases.append(Case(name, family, problem, run, branchy))
+    return cases
+
+
+def set_folder(name: str) -> Path:
+    """Where a named set is kept: ``cases/<name>`` in ``$RLPLACE_CACHE``, else in the person's cache folder."""
+    cache_folder = os.environ.get("RLPLACE_CACHE")
+    if cache_folder:
+        return Path(cache_folder) / "cases" / name
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rlplace" / "cases" / name
+
+
+@cache
+def made_by() -> dict[str, str]:
+    """Versions and a digest of the sources that captured and priced cases depend on."""
+    versions = {name: metadata.version(name) for name in ("torch", "numpy")}
+    try:
+        versions["transformers"] = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        versions["transformers"] = ""
+    digest = hashlib.sha256()
+    base = Path(__file__).resolve().parent
+    files = [*base.glob("*.py"), base.parent / "cases.py"]
+    import rlplace
+
+    package = Path(rlplace.__file__).resolve().parent
+    files += [file for room in _SOURCES for file in (package / room).rglob("*") if file.suffix in (".py", ".json")]
+    for file in sorted(files, key=lambda item: (item.parent.name, item.name)):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return {**versions, "sources": digest.hexdigest()}
+
+
+def _index(folder: Path) -> _Index:
+    return build(_Index, read_json(folder / INDEX, FORMAT, VERSION), str(folder / INDEX))
+
+
+def _entry(case: Case) -> _Entry:
+    run = case.execution
+    return _Entry(
+        case.name, case.family, case.problem.fingerprint, run.microbatches, run.schedule, case.branchy, case.unseen_cluster
+    )
+
+
+def _case(entry: _Entry, folder: Path) -> Case:
+    if not _SAFE.fullmatch(entry.name):
+        raise InputError(f"{folder / INDEX}: {show(entry.name)} is not the name of a case")
+    path = folder / f"{entry.name}{_SUFFIX}"
+    problem = Problem.load(path)
+    if problem.fingerprint != entry.problem:
+        raise InputError(f"{path}: is not the problem that {INDEX} names; make the set anew")
+    execution = Execution(entry.microbatches, entry.schedule)
+    return Case(entry.name, entry.family, problem, execution, entry.branchy, entry.unseen_cluster)
+
 
 STREAMS = {"all": ALL_FAMILIES, "zoo": ZOO_FAMILIES, "synthetic": (SYNTHETIC,)}
 """Endless sets by name: zoo and transformers models and synthetic graphs; those without transformers; synthetic ones alone."""

@@ -17,11 +17,17 @@ from typing import TypeVar
 import numpy as np
 
 from rlplace.agents.cases import Case, is_branchy
-from rlplace.agents.problems.changes import limit_memory, settle, vary_hardware
-from rlplace.agents.problems.clusters import SEEN_CLUSTERS, TEST_CLUSTERS, VALIDATION_CLUSTERS, is_unseen, is_unseen_cluster
-from rlplace.agents.problems.files import load_cases, made_by, save_cases, set_folder, set_made_by
-from rlplace.agents.problems.graphs import Recipe, priced
-from rlplace.agents.problems.training import log_uniform
+from rlplace.agents.problems.graphs import (
+    SEEN_CLUSTERS,
+    TEST_CLUSTERS,
+    VALIDATION_CLUSTERS,
+    Recipe,
+    is_unseen,
+    is_unseen_cluster,
+    priced,
+)
+from rlplace.agents.problems.sources import load_cases, made_by, save_cases, set_folder, set_made_by
+from rlplace.agents.problems.training import limit_memory, log_uniform, settle, vary_hardware
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
 from rlplace.schedule import GPIPE, LIST, ONE_F_ONE_B
@@ -193,7 +199,7 @@ def _deal(rng: np.random.Generator, items: tuple[Item, ...], count: int) -> list
 
 
 def _captured_case(recipe: Recipe, groups: int, text: str, rng: np.random.Generator, *, vary: bool) -> Case:
-    from rlplace.cluster.spec import Cluster
+    from rlplace.cluster.parse import Cluster
 
     cluster = Cluster.preset(text)
     problem = priced(recipe, cluster, groups, on=text)

@@ -2,7 +2,7 @@
 
 * ``corrected``: the cost model is corrected to the measurements of each problem, and the network learns from moves that are
   priced in the corrected simulator, around the plans that were fastest.
-* ``direct``: the network learns from the log of timings itself (`rlplace.agents.tuning.direct`).
+* ``direct``: the network learns from the log of timings itself (`rlplace.agents.tuning.learn`).
 * ``both``: half of the lessons each.
 
 So that old skills are kept, moves of cases of the training stream are rehearsed along, priced without any correction, and the
@@ -24,8 +24,7 @@ from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.search import warm_up
 from rlplace.agents.tuning import METHODS
-from rlplace.agents.tuning.direct import log_rows
-from rlplace.agents.tuning.learn import Lesson, fit_moves, lesson_of, price_moves
+from rlplace.agents.tuning.learn import Lesson, fit_moves, lesson_of, log_rows, price_moves
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InputError
 from rlplace.measured.calibrate import Fit, fit_correction

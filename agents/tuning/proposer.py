@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.search import Search, warm_up
-from rlplace.agents.tuning.belief import Belief
+from rlplace.agents.tuning.belief import Belief, Pool, Value, refine
 from rlplace.agents.tuning.learn import MOVES, fit_moves, price_moves
-from rlplace.agents.tuning.pool import Pool, Value, refine
 from rlplace.envs.instance import Instance, make_instance
 
 _LEARN_EVERY = 6  # proposals
@@ -103,8 +102,7 @@ class AgentProposer:
 
         def value(plans: NDArray[np.int32], step_s: NDArray[np.float64]) -> NDArray[np.float64]:
             mean, spread = residual.at(plans)
-            guess: NDArray[np.float64] = np.log(step_s) + mean - _CURIOSITY * spread
-            return guess
+            return np.log(step_s) + mean - _CURIOSITY * spread
 
         return value
 

@@ -14,11 +14,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from benchmarks.agent.means import families, log_steps, mean_ratio, slices
+from benchmarks.agent.means import Mean, families, log_steps, mean_ratio, slices
 from benchmarks.agent.records import ADAPT, AGENT, RIVAL, BenchmarkRow
 from benchmarks.agent.store import Store
 from benchmarks.agent.tables import faults, show_mean
-from rlplace.means import Mean
 
 NOT_WORSE = 1.002
 BETTER_BY = 0.97

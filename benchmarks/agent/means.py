@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.agent.records import BenchmarkRow, CaseInfo
-from rlplace.means import Mean, mean_of
+from rlplace.means import interval
 
 RESAMPLES = 10_000
 
 FLOOR = "floor"
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A geometric mean of ratios.
+
+    Attributes:
+        ratio: The mean; below 1 is faster.
+        low, high: 95 % bootstrap interval; None for few ratios.
+        count: Ratios behind it.
+    """
+
+    ratio: float
+    low: float | None
+    high: float | None
+    count: int
+
+
+def mean_of(logs: Sequence[float], *, seed: int = 0) -> Mean | None:
+    """The mean of ratios given by their logarithms; None without any."""
+    if len(logs) == 0:
+        return None
+    low, high = interval(logs, resamples=RESAMPLES, seed=seed)
+    return Mean(math.exp(float(np.mean(logs))), low, high, len(logs))
 
 
 def log_steps(rows: Iterable[BenchmarkRow], methods: Collection[str], budget: str) -> dict[str, float]:
@@ -42,7 +67,7 @@ def mean_ratio(ours: Mapping[str, float], theirs: Mapping[str, float], cases: Co
         seed: Seed of the resampling.
     """
     logs = [ours[name] - theirs[name] for name in sorted(cases) if name in ours and name in theirs]
-    return mean_of(logs, resamples=RESAMPLES, seed=seed)
+    return mean_of(logs, seed=seed)
 
 
 def slices(cases: Mapping[str, CaseInfo]) -> dict[str, list[str]]:

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.agent.means import FLOOR, families, log_floors, log_steps, mean_ratio, slices
+from benchmarks.agent.means import FLOOR, Mean, families, log_floors, log_steps, mean_ratio, slices
 from benchmarks.agent.records import ABLATION, AGENT, OK, RIVAL, BenchmarkRow, Budget
 from benchmarks.agent.store import Store
-from rlplace.means import Mean, wins_ties_losses
+from rlplace.means import wins_ties_losses
 from rlplace.text import markdown
 
 WORSE = 1e-9

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from rlplace.cluster.parse import Cluster
 from rlplace.cluster.presets import DeviceKind, cpu_kind
-from rlplace.cluster.spec import Cluster
 from rlplace.problem import Problem
 from tools.hosts import Hosts, HostsSpec, cluster_of, launch
 

@@ -23,16 +23,16 @@ from benchmarks.finetune.rivals import AnnealingProposer, BayesProposer, InTurn,
 from rlplace.agents.planner import load_agent
 from rlplace.agents.tuning.proposer import AgentProposer
 from rlplace.agents.tuning.tune import first_plans, tune
-from rlplace.measured.budget import Budget
 from rlplace.measured.campaign import Campaign
 from rlplace.measured.race import Race
 from rlplace.measured.store import TrialStore
+from rlplace.measured.trial import Budget
 from rlplace.plan.plan import make_plan
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.job import job
 from rlplace.runtime.distributed.job.live import LiveOptions, PlanService, job_site, open_service
-from rlplace.runtime.distributed_text import broadcast_text
+from rlplace.runtime.distributed.ranks import broadcast_text
 from rlplace.zoo import load_model
 
 FIRST = 8

@@ -16,8 +16,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from rlplace.agents.tuning.belief import Belief, Proposer
-from rlplace.agents.tuning.pool import Pool, Value
+from rlplace.agents.tuning.belief import Belief, Pool, Proposer, Value
 from rlplace.agents.tuning.proposer import Residual
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner

@@ -278,7 +278,7 @@ def _agent(folder: Path, problem: Any) -> None:
     from rlplace.agents.config import TrainConfig
     from rlplace.agents.labels import Labels
     from rlplace.agents.network import NetworkConfig, PlacerNetwork
-    from rlplace.agents.problems.files import save_cases
+    from rlplace.agents.problems.sources import save_cases
     from rlplace.envs.guide.features import FEATURES
     from rlplace.planners.common.evaluate import Execution
 

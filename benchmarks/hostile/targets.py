@@ -216,7 +216,7 @@ def _rows(path: Path, seeds: Path) -> None:
 
 
 def _cases(path: Path, seeds: Path) -> None:
-    from rlplace.agents.problems.files import load_cases
+    from rlplace.agents.problems.sources import load_cases
 
     for case in load_cases(path.parent)[0]:
         _simulated(case.problem, [max(0, int(d)) for d in case.problem.group_device])

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
-from rlplace.planners.common.groupgraph import finite_links
+from rlplace.planners.common.groupgraph import finite_links, finite_mean
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.simulator.tasks import TaskGraph, task_graph
@@ -67,13 +67,12 @@ def make_facts(instance: Instance) -> Facts:
     group_s = np.zeros((problem.num_groups, devices))
     np.add.at(group_s, problem.op_group, np.nan_to_num(problem.time_s, nan=0.0) * runs[:, None])
     group_s[~instance.allowed] = np.inf
-    finite = np.isfinite(group_s)
     latency, inverse = finite_links(problem)
     arrays = op_arrays(problem)
     size, count, fixed, edge_of, readers = _edges(problem, tasks, task_group, instance)
     fields = Facts(
         group_s=group_s,
-        mean_s=np.where(finite, group_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1),
+        mean_s=finite_mean(group_s),
         task_group=task_group,
         **_lists("input", tasks.consumer_ptr, tasks.consumers, tasks.num_tasks),
         **_lists("output", tasks.producer_ptr, tasks.producers, tasks.num_tasks),

@@ -15,7 +15,7 @@ from rlplace.errors import InputError
 from rlplace.text import table
 
 if TYPE_CHECKING:
-    from rlplace.cluster.spec import Cluster
+    from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placing import Priced
     from rlplace.problem import Problem

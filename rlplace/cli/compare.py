@@ -28,7 +28,7 @@ from rlplace.schedule import FREE_SCHEDULES
 
 if TYPE_CHECKING:
     from rlplace.cli.common import Captured
-    from rlplace.cluster.spec import Cluster
+    from rlplace.cluster.parse import Cluster
     from rlplace.comparing import Case
     from rlplace.comparing.run import Report
     from rlplace.placing import Priced

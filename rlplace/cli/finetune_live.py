@@ -133,9 +133,9 @@ def _lead(
     from rlplace.agents.tuning.proposer import AgentProposer
     from rlplace.agents.tuning.tune import first_plans, tune
     from rlplace.cli.finetune import check_new
-    from rlplace.measured.budget import Budget
     from rlplace.measured.campaign import Campaign
     from rlplace.measured.store import TrialStore
+    from rlplace.measured.trial import Budget
 
     checkpoint = load_checkpoint(options.agent)
     check_new(options.out, options.agent)
@@ -177,7 +177,7 @@ def _finish(
     site: Site,
 ) -> None:
     from rlplace.agents.tuning.offline import measurements_of
-    from rlplace.agents.tuning.report import report_of, report_text
+    from rlplace.agents.tuning.tune import report_of, report_text
     from rlplace.cli.finetune import teach
     from rlplace.files import write_text
 

@@ -47,8 +47,8 @@ def _facts() -> dict[str, Any]:
     import gymnasium
 
     from rlplace.agents.checkpoint import shipped_checkpoints
+    from rlplace.cluster.parse import Cluster
     from rlplace.cluster.presets import KINDS, RESERVED
-    from rlplace.cluster.spec import Cluster
     from rlplace.extensions import COSTS, DEVICES
     from rlplace.extensions import PLANNERS as PLANNER_GROUP
     from rlplace.planners import PLANNERS

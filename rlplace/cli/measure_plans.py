@@ -93,7 +93,7 @@ def _problems(options: argparse.Namespace, plans: list[PlacementPlan], device: t
     from rlplace.problem import Problem
     from rlplace.problem.io import problem_from_dict, problem_to_dict
     from rlplace.runtime.distributed.job.recipe import problem_of_plan
-    from rlplace.runtime.distributed_text import broadcast_text
+    from rlplace.runtime.distributed.ranks import broadcast_text
 
     text = None
     if dist.get_rank() == 0:

@@ -81,7 +81,7 @@ def show_memory(footprints: list[Footprint]) -> None:
 
 def warn_of_update(placed: Placed, options: argparse.Namespace) -> None:
     """Says so when the plan fits but torch's default optimizer update on an accelerator would not."""
-    from rlplace.cost.memory import foreach_update_bytes
+    from rlplace.cost.contract import foreach_update_bytes
 
     if placed.graph is None:
         return

@@ -1,7 +1,6 @@
 """Clusters: device kinds, presets, cluster files and detection of this machine's devices."""
 
-from rlplace.cluster.parse import parse
+from rlplace.cluster.parse import Cluster, parse
 from rlplace.cluster.presets import KINDS, DeviceKind, device_kind
-from rlplace.cluster.spec import Cluster
 
 __all__ = ["KINDS", "Cluster", "DeviceKind", "device_kind", "parse"]

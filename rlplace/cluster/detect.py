@@ -9,9 +9,8 @@ import numpy as np
 from msgspec import structs
 
 from rlplace.cluster.interconnect import Host, parse_network
-from rlplace.cluster.parse import assemble, default_host
+from rlplace.cluster.parse import Cluster, assemble, default_host
 from rlplace.cluster.presets import KINDS, DeviceKind, cpu_kind
-from rlplace.cluster.spec import Cluster
 from rlplace.errors import MissingError
 
 # Fragments of device names as drivers report them, the more specific first.

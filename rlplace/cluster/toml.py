@@ -13,9 +13,8 @@ import numpy as np
 from msgspec import Meta, structs
 
 from rlplace.cluster.interconnect import Host, build_links, parse_network
-from rlplace.cluster.parse import default_host
+from rlplace.cluster.parse import MAX_DEVICES, Cluster, default_host
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
-from rlplace.cluster.spec import MAX_DEVICES, Cluster
 from rlplace.cluster.topology_file import TopologyTable, topology_links
 from rlplace.errors import InputError, unknown_name
 from rlplace.files import check_header, check_keys, read_text, write_text

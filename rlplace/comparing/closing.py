@@ -126,7 +126,6 @@ def compare_skills(
     cases: Sequence[Case],
     *,
     calls: int = 256,
-    seed: int = 0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Skills:
     """Places every case with both agents, from the same floor and with the same calls.
@@ -136,15 +135,14 @@ def compare_skills(
         after: What came of it.
         cases: Cases to place.
         calls: Simulator calls after the floor.
-        seed: Seed of both searches.
         progress: Called with the number of cases done.
     """
     best, agents = get_planner("best"), (Agent(before), Agent(after))
     rows = []
     for done, case in enumerate(cases, 1):
-        floor = _solve(best, case, first_seed=seed)
+        floor = _solve(best, case)
         if floor.step_s is not None:
-            steps = [_solve(agent.place, case, floor, first_seed=seed, calls=calls).step_s for agent in agents]
+            steps = [_solve(agent.place, case, floor, calls=calls).step_s for agent in agents]
             rows.append([step_s / floor.step_s for step_s in steps if step_s is not None])
         progress(done)
     pairs = [row for row in rows if len(row) == len(agents)]
@@ -180,14 +178,11 @@ def _solve(
     floor: Solved | None = None,
     *,
     seeds: int = 1,
-    first_seed: int = 0,
     **options: Any,
 ) -> Solved:
     if floor is not None and floor.plan is not None:
         options["start"] = floor.plan.device_of_group
-    runs = [
-        attempt(planner, case.problem, execution=case.execution, seed=first_seed + number, **options) for number in range(seeds)
-    ]
+    runs = [attempt(planner, case.problem, execution=case.execution, seed=number, **options) for number in range(seeds)]
     plans = [run.answer for run in runs if run.answer is not None]
     steps = [plan.predicted.step_s for plan in plans]
     return Solved(

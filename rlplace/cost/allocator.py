@@ -167,7 +167,6 @@ class Replay:
             that ran out of memory.
         reserved_bytes: int64 [E], bytes of all segments (``torch.cuda.memory_reserved``).
         segments: Segments at the end.
-        segments_peak: Most segments at one time.
         retries: How often everything cached was given back to make room (``num_alloc_retries``).
         out_of_memory: Number of the event that failed, None when all succeeded.
         blocks: int64 [B, 4] at the end: pool (0 small, 1 large), address, bytes, and 1 where in use; by address.
@@ -176,7 +175,6 @@ class Replay:
     allocated_bytes: NDArray[np.int64]
     reserved_bytes: NDArray[np.int64]
     segments: int
-    segments_peak: int
     retries: int
     out_of_memory: int | None
     blocks: NDArray[np.int64] = field(repr=False)
@@ -245,7 +243,6 @@ def replay(
         allocated_bytes=allocated[:event],
         reserved_bytes=reserved[:event],
         segments=int(heap.tally[kernel.SEGMENTS]),
-        segments_peak=int(heap.tally[kernel.SEGMENTS_PEAK]),
         retries=int(heap.tally[kernel.RETRIES]),
         out_of_memory=int(event) if outcome == kernel.OUT_OF_MEMORY else None,
         blocks=blocks[np.argsort(heap.address[kept])].astype(np.int64),
@@ -277,6 +274,6 @@ def _new_heap(slots: int, options: AllocatorOptions, capacity_bytes: int | None)
         unmapped=np.empty((2, slots), dtype=np.int32),
         unmapped_count=np.zeros(2, dtype=np.int64),
         searches=np.zeros(2, dtype=np.int64),
-        tally=np.zeros(8, dtype=np.int64),
+        tally=np.zeros(7, dtype=np.int64),
         option=np.array(option, dtype=np.int64),
     )

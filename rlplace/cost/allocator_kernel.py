@@ -27,7 +27,7 @@ UNUSED, FREE, USED, UNMAPPED = -1, 0, 1, 2
 DONE, OUT_OF_MEMORY, ALREADY_LIVE, NOT_LIVE = range(4)
 """How a replay ended."""
 
-ALLOCATED, RESERVED, SEGMENTS, RETRIES, NEXT_ADDRESS, NEXT_SLOT, SPARE_SLOTS, SEGMENTS_PEAK = range(8)
+ALLOCATED, RESERVED, SEGMENTS, RETRIES, NEXT_ADDRESS, NEXT_SLOT, SPARE_SLOTS = range(7)
 """Entries of `Heap.tally`."""
 
 LARGE_SEGMENT, MAX_SPLIT, NON_SPLIT_ROUNDING, EXPANDABLE, CAPACITY = range(5)
@@ -492,7 +492,6 @@ def run_events(heap, divisions, threshold, ids, sizes, block_of, allocated, rese
                 if block < 0:
                     return OUT_OF_MEMORY, event
                 block_of[item] = block
-                heap.tally[SEGMENTS_PEAK] = max(heap.tally[SEGMENTS_PEAK], heap.tally[SEGMENTS])
         allocated[event] = heap.tally[ALLOCATED]
         reserved[event] = heap.tally[RESERVED]
     return DONE, len(ids)

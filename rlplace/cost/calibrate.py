@@ -97,7 +97,6 @@ def calibrate(
     holdout: float = 0.25,
     by_model: bool = True,
     seed: int = 0,
-    name: str = "calibrated",
 ) -> Calibration:
     """Fits a cost table.
 
@@ -108,7 +107,6 @@ def calibrate(
             The table that is returned is fitted on everything.
         by_model: Whether to state the error on each model by a fit on the others; needs two models.
         seed: Decides which shapes are held out.
-        name: Name of the table.
 
     Returns:
         Table and errors.
@@ -129,7 +127,7 @@ def calibrate(
     shapes = _shape_errors(rows, kind, scale, holdout, seed) if holdout > 0 else ()
     models = _model_errors(measurements, kind, scale) if by_model and len(measurements) > 1 else ()
     return Calibration(
-        CostTable({kind.name: costs}, name=name, source=_source(measurements)), kind.name, len(rows), shapes, models
+        CostTable({kind.name: costs}, name="calibrated", source=_source(measurements)), kind.name, len(rows), shapes, models
     )
 
 
@@ -183,7 +181,7 @@ def fit(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float = 1.0, 
         by_class = {key: items for key, items in by_class.items() if key in loans}
     passed_on = {key: _mean(items) * scale for key, items in views.items()}
     targets = {key: _fit_rows(items, kind, source, scale, passed_on.get(key, 0.0)) for key, items in by_target.items()}
-    classes = {key: _fit_class(items, kind, source, scale) for key, items in by_class.items()}
+    classes = {key: _fit_rows(items, kind, source, scale, calls=_kernels(items[0].op)) for key, items in by_class.items()}
     return Fitted(targets, classes, passed_on)
 
 
@@ -256,25 +254,15 @@ def _time_scale(rows: Sequence[Row], kind: DeviceKind) -> float:
     return min(worst, 50.0)
 
 
-def _fit_rows(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float, more_s: float = 0.0) -> Curve:
-    """The curve of one target. Ops without work cost the host's time alone."""
+def _fit_rows(
+    rows: Sequence[Row], kind: DeviceKind, source: str, scale: float, more_s: float = 0.0, calls: float = 1.0
+) -> Curve:
+    """The curve of one target or class. Ops without work cost the host's time alone."""
     op = rows[0].op
     if all(row.op.size_bytes == 0 and row.op.flops == 0 for row in rows):
         return Curve(1.0, 0.0, 1.0, 0.0, floor_s=min(1.0, _mean(rows) * scale + more_s), basis="calibrated", source=source)
     return fit_op_curve(
-        [OpTiming(row.op.flops, row.op.size_bytes, row.seconds * scale + more_s, dims=row.op.dims) for row in rows],
-        peak_flops=peak_of(kind, precision_of(kind, op.kind, op.dtype)),
-        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
-        basis="calibrated",
-        source=source,
-    )
-
-
-def _fit_class(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float) -> Curve:
-    op = rows[0].op
-    calls = _kernels(op)
-    return fit_op_curve(
-        [OpTiming(row.op.flops, row.op.size_bytes, row.seconds * scale, calls=calls, dims=row.op.dims) for row in rows],
+        [OpTiming(row.op.flops, row.op.size_bytes, row.seconds * scale + more_s, calls, row.op.dims) for row in rows],
         peak_flops=peak_of(kind, precision_of(kind, op.kind, op.dtype)),
         bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
         basis="calibrated",

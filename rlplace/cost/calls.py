@@ -63,8 +63,7 @@ class Calls:
 def op_directions(graph: OpGraph) -> NDArray[np.int64]:
     """int64 [N], index into `DIRECTIONS`."""
     backward = (graph.op_phase == BACKWARD) | (graph.op_phase == BACKWARD_WEIGHT)
-    result: NDArray[np.int64] = np.where(graph.op_phase == UPDATE, 2, np.where(backward, 1, 0)).astype(np.int64)
-    return result
+    return np.where(graph.op_phase == UPDATE, 2, np.where(backward, 1, 0)).astype(np.int64)
 
 
 def op_sizes(graph: OpGraph) -> dict[str, NDArray[np.float64]]:
@@ -98,8 +97,7 @@ def op_launches(graph: OpGraph, host: str = "eager") -> NDArray[np.float64]:
     usual = np.where((graph.op_flops == 0) & (graph.op_bytes == 0), 0.0, usual)
     if host == "compiled":
         usual = np.minimum(usual, fused_traffic(graph)[1])
-    result: NDArray[np.float64] = usual
-    return result
+    return usual
 
 
 def op_codes(op_kind: tuple[str, ...]) -> NDArray[np.int64]:

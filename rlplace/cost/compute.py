@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import Calls, calls_of, op_codes, op_directions, op_launches, op_sizes
 from rlplace.cost.curve import kernel_seconds
-from rlplace.cost.foreign import modelled_seconds
+from rlplace.cost.foreign import as_costs, modelled_seconds
 from rlplace.cost.scaled import base_name, find_curve, peak_of, precision_of
-from rlplace.cost.shipped import as_costs
 from rlplace.cost.table import BASES, DIRECTIONS, HOST_MODES, CostTable, Curve, KindCosts
 from rlplace.cost.targets import target_times
 from rlplace.errors import unknown_name
@@ -142,8 +141,7 @@ def issue_times(graph: OpGraph, costs: KindCosts, host: str, kind: DeviceKind) -
     if host == "compiled":
         return launches * costs.compiled_issue_s
     view = np.where(op_directions(graph) == 0, costs.eager_view_s, 0.0)  # autograd's own views cost next to nothing
-    result: NDArray[np.float64] = np.where(launches > 0, launches * costs.eager_issue_s, view)
-    return result
+    return np.where(launches > 0, launches * costs.eager_issue_s, view)
 
 
 def _call_seconds(
@@ -230,5 +228,4 @@ def fold_issue(device_s: NDArray[np.float64], issue_s: NDArray[np.float64]) -> N
     # A view at the very end, or a step of views alone, still takes the host's time.
     if len(stall) and issued[-1] > work[-1] + wait[-1]:
         stall[-1] += issued[-1] - work[-1] - wait[-1]
-    result: NDArray[np.float64] = device_s + np.maximum(stall, 0.0)
-    return result
+    return device_s + np.maximum(stall, 0.0)

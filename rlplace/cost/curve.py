@@ -31,13 +31,11 @@ def _log(name: str) -> Feature:
 
 
 def _intensity(sizes: Sizes, processors: float) -> NDArray[np.float64]:
-    result: NDArray[np.float64] = np.log2(np.maximum(sizes["flops"], 1.0)) - np.log2(np.maximum(sizes["bytes"], 1.0))
-    return result
+    return np.log2(np.maximum(sizes["flops"], 1.0)) - np.log2(np.maximum(sizes["bytes"], 1.0))
 
 
 def _tiles(sizes: Sizes, side: tuple[int, int]) -> NDArray[np.float64]:
-    result: NDArray[np.float64] = sizes["batch"] * np.ceil(sizes["m"] / side[0]) * np.ceil(sizes["n"] / side[1])
-    return result
+    return sizes["batch"] * np.ceil(sizes["m"] / side[0]) * np.ceil(sizes["n"] / side[1])
 
 
 def _wave_waste(*side: int) -> Feature:
@@ -45,8 +43,7 @@ def _wave_waste(*side: int) -> Feature:
 
     def feature(sizes: Sizes, processors: float) -> NDArray[np.float64]:
         tiles = _tiles(sizes, (side[0], side[1]))
-        result: NDArray[np.float64] = np.log2(np.ceil(tiles / processors) * processors / tiles)
-        return result
+        return np.log2(np.ceil(tiles / processors) * processors / tiles)
 
     return feature
 
@@ -56,8 +53,7 @@ def _edge_waste(*side: int) -> Feature:
 
     def feature(sizes: Sizes, processors: float) -> NDArray[np.float64]:
         covered = _tiles(sizes, (side[0], side[1])) * side[0] * side[1]
-        result: NDArray[np.float64] = np.log2(covered / (sizes["batch"] * sizes["m"] * sizes["n"]))
-        return result
+        return np.log2(covered / (sizes["batch"] * sizes["m"] * sizes["n"]))
 
     return feature
 
@@ -66,8 +62,7 @@ def _waves(*side: int) -> Feature:
     """log2 of waves of tiles, fractions included."""
 
     def feature(sizes: Sizes, processors: float) -> NDArray[np.float64]:
-        result: NDArray[np.float64] = np.log2(_tiles(sizes, (side[0], side[1])) / processors)
-        return result
+        return np.log2(_tiles(sizes, (side[0], side[1])) / processors)
 
     return feature
 
@@ -99,8 +94,7 @@ def residual_factor(residual: Residual, sizes: Sizes, processors: float) -> NDAr
         value = value @ np.array(weights).T + np.array(bias)
         if layer < len(residual.weights) - 1:
             value = np.tanh(value)
-    factor: NDArray[np.float64] = residual.bound ** np.tanh(value[:, 0])
-    return factor
+    return residual.bound ** np.tanh(value[:, 0])
 
 
 def saturated(amount: ArrayLike, half: ArrayLike, saturation: ArrayLike) -> NDArray[np.float64]:
@@ -113,10 +107,7 @@ def saturated(amount: ArrayLike, half: ArrayLike, saturation: ArrayLike) -> NDAr
     """
     amount = np.asarray(amount, dtype=np.float64)
     safe = np.maximum(amount, 1e-30)
-    result: NDArray[np.float64] = np.where(
-        amount > 0, amount * (1.0 + np.asarray(half, dtype=np.float64) / safe) ** saturation, 0.0
-    )
-    return result
+    return np.where(amount > 0, amount * (1.0 + np.asarray(half, dtype=np.float64) / safe) ** saturation, 0.0)
 
 
 def work_seconds(
@@ -133,8 +124,7 @@ def work_seconds(
     """
     compute = saturated(flops, curve.compute_half_flops, curve.saturation) / (curve.compute_efficiency * np.asarray(peak_flops))
     memory = saturated(size_bytes, curve.bandwidth_half_bytes, curve.saturation)
-    result: NDArray[np.float64] = np.maximum(compute, memory / (curve.bandwidth_efficiency * bandwidth_bytes_per_s))
-    return result
+    return np.maximum(compute, memory / (curve.bandwidth_efficiency * bandwidth_bytes_per_s))
 
 
 def roofline_seconds(
@@ -142,8 +132,7 @@ def roofline_seconds(
 ) -> NDArray[np.float64]:
     """The bound that no prediction may go below: [N] seconds at full peak and full bandwidth."""
     flops, size_bytes = np.asarray(flops, dtype=np.float64), np.asarray(size_bytes, dtype=np.float64)
-    result: NDArray[np.float64] = np.maximum(flops / np.asarray(peak_flops), size_bytes / bandwidth_bytes_per_s)
-    return result
+    return np.maximum(flops / np.asarray(peak_flops), size_bytes / bandwidth_bytes_per_s)
 
 
 def kernel_seconds(

@@ -57,8 +57,7 @@ def _rises(weights: NDArray[np.float64]) -> NDArray[np.float64]:
     from scipy.optimize import nnls
 
     steps = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
-    rise: NDArray[np.float64] = nnls(steps, np.ones(len(steps)))[0]
-    return rise
+    return nnls(steps, np.ones(len(steps)))[0]
 
 
 def _hats(size: NDArray[np.float64], knots: NDArray[np.float64]) -> NDArray[np.float64]:

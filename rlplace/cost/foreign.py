@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,27 @@ from rlplace.errors import InputError, show, unknown_name
 from rlplace.extensions import COSTS, Extension, find, names, wrong
 from rlplace.files import fingerprint
 from rlplace.graph.opgraph import OpGraph
+
+SHIPPED = Path(__file__).with_name("shipped.cost.json")
+
+
+@functools.cache
+def shipped_costs() -> CostTable:
+    """Coefficients fitted on public kernel timings (source beside each)."""
+    return CostTable.load(SHIPPED)
+
+
+def as_costs(costs: CostTable | str | Path | None) -> CostTable:
+    """The table to price with: the shipped one, with a person's own on top.
+
+    Args:
+        costs: None, a cost table, the path of a cost file, or the name of a cost model of an installed package.
+    """
+    if costs is None:
+        return shipped_costs()
+    own = own_costs(costs)
+    return own if own is shipped_costs() else own.over(shipped_costs())
+
 
 OpTimeModel = Callable[[OpGraph, DeviceKind], Any]
 """Seconds [N] of device time of the ops of a graph on a device kind, NaN where the model does not know; None: nothing of it."""

@@ -34,6 +34,7 @@ class Lifetimes:
     Attributes:
         item: int64 [E], the allocation that an event starts or ends; each starts and ends once.
         starts: bool [E], true where it starts.
+        time_s: float64 [E], when that is.
         device: int32 [A].
         bytes: int64 [A].
         kind: int8 [A], one of `ACTIVATION`, `BACKWARD_VALUE`, `TEMPORARY`, `RECEIVED`.
@@ -45,6 +46,7 @@ class Lifetimes:
 
     item: NDArray[np.int64]
     starts: NDArray[np.bool_]
+    time_s: NDArray[np.float64]
     device: NDArray[np.int32]
     bytes: NDArray[np.int64]
     kind: NDArray[np.int8]
@@ -58,8 +60,7 @@ class Lifetimes:
         """int64 [E], bytes on a device after every event."""
         here = self.device[self.item] == device
         change = np.where(self.starts, 1, -1) * self.bytes[self.item]
-        result: NDArray[np.int64] = np.cumsum(np.where(here, change, 0))
-        return result
+        return np.cumsum(np.where(here, change, 0))
 
 
 def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[Any]) -> Lifetimes:
@@ -88,6 +89,7 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
     return Lifetimes(
         item=np.array(run.item, dtype=np.int64),
         starts=np.array(run.starts, dtype=bool),
+        time_s=np.array(run.times, dtype=np.float64),
         device=np.array(run.item_device, dtype=np.int32),
         bytes=np.array(run.item_bytes, dtype=np.int64),
         kind=np.array(run.item_kind, dtype=np.int8),
@@ -111,6 +113,7 @@ class _Recorder(ReferenceRun):
         self.scratch: dict[int, int] = {}  # task -> allocation
         self.item: list[int] = []
         self.starts: list[bool] = []
+        self.times: list[float] = []
         self.item_device: list[int] = []
         self.item_bytes: list[int] = []
         self.item_kind: list[int] = []
@@ -149,10 +152,13 @@ class _Recorder(ReferenceRun):
         self.item_bytes.append(size)
         self.item_kind.append(kind)
         self.item_tensor.append(tensor)
-        self.item.append(number)
-        self.starts.append(True)
+        self._note(number, True)
         return number
 
     def _finish(self, number: int) -> None:
+        self._note(number, False)
+
+    def _note(self, number: int, starts: bool) -> None:
         self.item.append(number)
-        self.starts.append(False)
+        self.starts.append(starts)
+        self.times.append(self.now)

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cluster.parse import as_cluster
+from rlplace.cluster.parse import Cluster, as_cluster
 from rlplace.cluster.presets import DeviceKind
-from rlplace.cluster.spec import Cluster
 from rlplace.cost.calls import calls_of
 from rlplace.cost.compute import VERSION, OpTimes, check_host, times_with
 from rlplace.cost.contract import PricedOps, contract_tasks
-from rlplace.cost.shipped import as_costs
+from rlplace.cost.foreign import as_costs
 from rlplace.cost.split import split_backward
 from rlplace.cost.table import CostTable
 from rlplace.errors import InputError, unknown_name
+from rlplace.graph.atoms import ModuleTree
 from rlplace.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
-from rlplace.graph.modules import ModuleTree
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
 from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.problem import Problem

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cluster.spec import Cluster
+from rlplace.cluster.parse import Cluster
 from rlplace.cost.contract import PricedOps
 from rlplace.cost.table import CostTable
 from rlplace.errors import InputError
@@ -104,5 +104,4 @@ def _fixed_s(
     )
     by_kind = kind_times(small, cluster, costs, host=host)
     part = np.stack([by_kind[kind.name].seconds for kind in cluster.kinds], axis=1)
-    fixed: NDArray[np.float64] = np.clip((parts * part - seconds) / (parts - 1), 0.0, seconds)
-    return fixed
+    return np.clip((parts * part - seconds) / (parts - 1), 0.0, seconds)

@@ -16,10 +16,9 @@ from typing import TypeVar
 import numpy as np
 
 from rlplace.explaining.changes import with_optimizer
-from rlplace.explaining.names import channel_names, channel_pairs, module_of
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
 from rlplace.explaining.simulated_plan import SimulatedPlan
-from rlplace.explaining.stretches import Stretch, location_of, stretches
+from rlplace.explaining.stretches import Stretch, channel_names, channel_pairs, location_of, module_of, stretches
 from rlplace.planners.common.execution_bound import execution_bound
 from rlplace.problem import UPDATE, Problem
 
@@ -48,7 +47,7 @@ class ModulePart:
     """Seconds of the critical path in which a module's groups run, have their outputs sent, or wait.
 
     Attributes:
-        module: Path up to the first number; see `rlplace.explaining.names.module_of`.
+        module: Path up to the first number; see `rlplace.explaining.stretches.module_of`.
         compute_s: Running.
         transfer_s: Sent to other devices, or in collectives.
         wait_s: Ready, or there to be sent, while the device or the link is busy.
@@ -94,7 +93,7 @@ class ChannelLoad:
     """How much one channel moves.
 
     Attributes:
-        name: The devices that it joins; see `rlplace.explaining.names.channel_names`.
+        name: The devices that it joins; see `rlplace.explaining.stretches.channel_names`.
         channel: Its number.
         busy_s: Held by transfers or collectives.
         size_bytes: Moved by transfers.

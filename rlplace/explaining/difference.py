@@ -22,9 +22,9 @@ from rlplace.errors import InputError
 from rlplace.explaining.alternatives import SAME
 from rlplace.explaining.bounds import seconds_by_cause
 from rlplace.explaining.comparison import Block, Difference, Side
-from rlplace.explaining.names import module_of
 from rlplace.explaining.path import realised_path
 from rlplace.explaining.simulated_plan import SimulatedPlan, moved, run_plan, run_unchecked
+from rlplace.explaining.stretches import module_of
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners.common.subsets import device_classes
 from rlplace.problem import Problem

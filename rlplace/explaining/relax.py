@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.explaining import changes
@@ -23,6 +22,7 @@ from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.recompute import recompute
 from rlplace.plan.segments import layer_segments
+from rlplace.planners.common.groupgraph import group_graph
 from rlplace.problem import Problem
 from rlplace.schedule import LIST
 from rlplace.text import bytes_text, gb, ms, table
@@ -119,18 +119,9 @@ def segments_of(problem: Problem, kind: str) -> list[list[int]]:
     try:
         return layer_segments(problem, layers=1 if kind == EACH else None)
     except InputError:
-        order = np.argsort(_first_position(problem), kind="stable").tolist()
+        order = group_graph(problem).order.tolist()
         size = max(1, round(math.sqrt(len(order))))
         return [sorted(order[i : i + size]) for i in range(0, len(order), size)]
-
-
-def _first_position(problem: Problem) -> NDArray[np.int64]:
-    """int64 [G], where the first op of each group is in a topological order."""
-    position = np.empty(problem.num_ops, dtype=np.int64)
-    position[problem.topological_order] = np.arange(problem.num_ops)
-    first = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
-    np.minimum.at(first, problem.op_group, position)
-    return first
 
 
 class _Relaxing:

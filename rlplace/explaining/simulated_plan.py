@@ -50,8 +50,7 @@ class SimulatedPlan:
     @cached_property
     def task_device(self) -> NDArray[np.int32]:
         """int32 [K]."""
-        device: NDArray[np.int32] = self.devices[self.problem.op_group[self.tasks.op]]
-        return device
+        return self.devices[self.problem.op_group[self.tasks.op]]
 
     @cached_property
     def given_group(self) -> NDArray[np.int64]:

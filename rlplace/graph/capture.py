@@ -127,10 +127,9 @@ def _capture_with(
     import torch
 
     from rlplace.graph.assemble import Assembly
-    from rlplace.graph.autocast import autocast_region
     from rlplace.graph.build import build_graph
     from rlplace.graph.export import quiet_logs, run_backward
-    from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
+    from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
     from rlplace.graph.inputs import describe_inputs
     from rlplace.graph.record import Recorder
     from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
@@ -229,12 +228,11 @@ def _dtype(dtype: str | torch.dtype | None, what: str = "dtype", short: Sequence
     name = str(dtype).removeprefix("torch.")
     if name not in known:
         raise unknown_name(what, name, known)
-    torch_dtype: torch.dtype = getattr(torch, known[name])
-    return torch_dtype
+    return getattr(torch, known[name])
 
 
 def _autocast(dtype: str | torch.dtype | None, device: str) -> torch.dtype | None:
-    from rlplace.graph.autocast import DEVICES
+    from rlplace.graph.fake import DEVICES
 
     if device not in DEVICES:
         raise unknown_name("autocast device", device, DEVICES)

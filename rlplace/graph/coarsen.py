@@ -21,9 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
-from rlplace.graph.atoms import anchor_graph, atoms, held_bytes, loose_views, op_anchors, parameter_ties
+from rlplace.graph.atoms import (
+    ModuleTree,
+    anchor_graph,
+    atoms,
+    held_bytes,
+    loose_views,
+    op_anchors,
+    parameter_ties,
+    unique_names,
+)
 from rlplace.graph.contract import ContractionGraph
-from rlplace.graph.modules import ModuleTree, unique_names
 from rlplace.graph.opgraph import FORWARD, OpGraph
 from rlplace.problem.order import UnionFind, components, strong_components
 
@@ -61,8 +69,7 @@ class Grouping:
     @cached_property
     def op_group(self) -> NDArray[np.int32]:
         """int32 [N], the group of every op."""
-        groups: NDArray[np.int32] = self.cluster_group[self.op_cluster]
-        return groups
+        return self.cluster_group[self.op_cluster]
 
     @property
     def num_clusters(self) -> int:

@@ -10,6 +10,12 @@ Models that recompute their activations themselves (`torch.utils.checkpoint`).
 Their backward runs parts of the forward again. An eager trace shows that: the recomputed ops are work of the backward ops that
 need them, and what they make again is not saved in between. `torch.export` does not: it traces through a checkpoint as if it
 were not there, with neither the second forward nor the memory it saves. So export has to be refused.
+
+Models that define gradients themselves (`torch.autograd.Function`).
+
+`torch.export` traces through such a function: the graph has the ops of its forward, and a backward of that graph is theirs,
+which need not be the function's own. For planning that is near enough; a graph that is to train in place of the model has to be
+refused.
 """
 
 from __future__ import annotations
@@ -32,6 +38,24 @@ from torch.autograd.graph import _engine_run_backward
 from rlplace.graph.fake import any_dtype_grouped_mm
 from rlplace.graph.recurrent import quick_recurrent_shapes
 from rlplace.graph.scan import whole_scans
+
+
+class OwnBackwardError(RuntimeError):
+    """The forward calls a function with a backward of its own, which an exported graph would lose."""
+
+
+@contextlib.contextmanager
+def refuse_functions() -> Iterator[None]:
+    """Raises `OwnBackwardError` when a `torch.autograd.Function` from outside torch is applied inside."""
+    original = vars(torch.autograd.Function)["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            raise OwnBackwardError(f"the model calls {cls.__qualname__}, whose own backward an exported graph would lose")
+        return original(cls, *args, **kwargs)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
 
 
 def _muted(record: logging.LogRecord) -> bool:
@@ -123,8 +147,7 @@ def _refuse_transforms(graph: fx.Graph) -> None:
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The leaves of call arguments in placeholder order."""
-    leaves: list[Any] = torch.utils._pytree.tree_flatten((tuple(args), dict(kwargs)))[0]
-    return leaves
+    return torch.utils._pytree.tree_flatten((tuple(args), dict(kwargs)))[0]
 
 
 def op_name(module: str, node: str) -> str:

@@ -82,8 +82,7 @@ def _affine(a: NDArray[Any], b: NDArray[Any], at_a: int, at_b: int, at: int) -> 
     if a.dtype.kind == "i" and np.abs(slope.astype(np.float64)).max(initial=1.0) * abs(at - at_a) > MAX_BYTES:
         raise InputError(f"rescale: {show(at)} samples are more than a graph can count; use fewer")
     part = rest / (at_b - at_a) * (at - at_a)
-    values: NDArray[Any] = a + slope * (at - at_a) + (np.rint(part).astype(a.dtype) if a.dtype.kind == "i" else part)
-    return values
+    return a + slope * (at - at_a) + (np.rint(part).astype(a.dtype) if a.dtype.kind == "i" else part)
 
 
 def _scaled_dims(small: OpGraph, large: OpGraph, op: int, samples: int) -> Mapping[str, int]:

@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 from rlplace.cost.timings import PlanTiming
 from rlplace.errors import InputError, RlplaceError
 from rlplace.interrupts import deferred_signals
-from rlplace.measured.budget import Budget, BudgetSpent, Spent
-from rlplace.measured.pace import Levels, level_at, pace_levels, settled
-from rlplace.measured.race import FIRST_NOISE, Race, pooled_noise, upper_bound
+from rlplace.measured.race import FIRST_NOISE, Levels, Race, level_at, pace_levels, pooled_noise, settled, upper_bound
 from rlplace.measured.store import TrialStore
-from rlplace.measured.trial import FAILED, Trial
+from rlplace.measured.trial import FAILED, Budget, BudgetSpent, Spent, Trial
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem import Problem

@@ -12,7 +12,7 @@ from msgspec import Meta
 from rlplace.cost.timings import MODES, PlaceTiming
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import canonical_json, finite_number, parse_json
-from rlplace.measured.checks import MAX_NAME, check_fingerprint, check_text
+from rlplace.measured.site import MAX_NAME, check_fingerprint, check_text
 from rlplace.measured.trial import STATUSES, Trial
 from rlplace.records import build, plain
 
@@ -133,8 +133,7 @@ def _flat(text: Any, limit: int, where: str) -> list[Any]:
         raise InputError(f"{where}: expected a list of numbers as JSON text")
     if text.count(",") >= limit:
         raise InputError(f"{where}: more than {limit} numbers")
-    values: list[Any] = parse_json(text, where)
-    return values
+    return parse_json(text, where)
 
 
 def _places(text: Any, where: str) -> tuple[Any, ...]:

@@ -9,7 +9,29 @@ from typing import Any
 
 from rlplace.errors import InputError, show
 from rlplace.files import canonical_json, check_header, check_keys, fingerprint, finite_number
-from rlplace.measured.checks import check_text
+
+MAX_NAME = 1000
+
+
+def check_text(value: Any, where: str, limit: int = MAX_NAME) -> str:
+    """Text of at most `limit` characters that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise InputError(f"{where}: expected text, found {show(value)}")
+    if len(value) > limit:
+        raise InputError(f"{where}: text of {len(value)} characters, the limit is {limit}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: {show(value)} cannot be written as UTF-8") from None
+    return value
+
+
+def check_fingerprint(value: Any, where: str) -> str:
+    """A SHA-256 in lower-case hexadecimal digits."""
+    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
+        raise InputError(f"{where}: {show(value)} is not a fingerprint")
+    return value
+
 
 FORMAT = "rlplace.site"
 VERSION = 1
@@ -79,7 +101,7 @@ def site_of(
     hosts get renamed.
 
     Args:
-        ranks_facts: Per rank, such as `rlplace.runtime.site.local_facts` gives.
+        ranks_facts: Per rank, such as `rlplace.runtime.environment.local_facts` gives.
         name: For people.
         label: Tells clusters apart whose facts are the same, such as two of a kind of which one has a slow link.
         details: More facts, of the job as a whole, such as its backend.

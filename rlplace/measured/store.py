@@ -16,7 +16,6 @@ from typing import Any
 
 from rlplace.errors import InputError, show, whole_number
 from rlplace.files import canonical_json, parse_json
-from rlplace.measured.checks import MAX_NAME, check_fingerprint, check_text
 from rlplace.measured.database import open_database, reported, writing
 from rlplace.measured.rows import (
     COLUMNS,
@@ -25,7 +24,7 @@ from rlplace.measured.rows import (
     trial_from_row,
     trial_to_row,
 )
-from rlplace.measured.site import MAX_FACTS_TEXT, Site
+from rlplace.measured.site import MAX_FACTS_TEXT, MAX_NAME, Site, check_fingerprint, check_text
 from rlplace.measured.trial import Trial
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 

@@ -84,8 +84,7 @@ def get_planner(name: str) -> Planner:
         from rlplace.planners.common.search import search_planner
 
         return search_planner(name, module)
-    planner: Planner = getattr(module, function)
-    return planner
+    return getattr(module, function)
 
 
 def planner_names() -> list[str]:

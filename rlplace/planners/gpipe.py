@@ -27,9 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.bipartition.chain import Cuts
 from rlplace.planners.bipartition.layers import layer_orders, make_layers, make_pipeline, pipeline_execution
-from rlplace.planners.bipartition.solve import layer_wise
+from rlplace.planners.bipartition.solve import Cuts, layer_wise
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.subsets import device_subsets

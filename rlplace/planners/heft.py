@@ -51,11 +51,6 @@ class HeftSchedule:
     start_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
 
-    @property
-    def makespan_s(self) -> float:
-        """End of the last op."""
-        return float(self.finish_s.max())
-
 
 def schedule(
     problem: Problem,

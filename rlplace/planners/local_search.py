@@ -22,8 +22,7 @@ from random import Random
 
 from rlplace.errors import InputError, show, whole_number
 from rlplace.planners.common.bottleneck import propose
-from rlplace.planners.common.moves import MoveMaker
-from rlplace.planners.common.search import Search
+from rlplace.planners.common.search import MoveMaker, Search
 
 
 @dataclass(frozen=True)

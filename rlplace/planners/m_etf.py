@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlplace.planners.common.earliest import earliest_assignments
 from rlplace.planners.common.evaluate import Assignment
+from rlplace.planners.common.oparrays import earliest_assignments
 from rlplace.problem import Problem
 
 

@@ -58,8 +58,7 @@ def _speeds(problem: Problem, subset: Sequence[int]) -> NDArray[np.float64]:
     common = np.isfinite(time_s).all(axis=1)
     total = time_s[common].sum(axis=0) if common.any() else np.ones(len(subset))
     speed = 1.0 / np.maximum(total, 1e-30)
-    share: NDArray[np.float64] = speed / speed.sum()
-    return share
+    return speed / speed.sum()
 
 
 def metis_partition(

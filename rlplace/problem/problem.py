@@ -3,7 +3,7 @@
 Axes used below: D devices, G groups, N ops, T tensors, E tensor-to-consumer pairs.
 
 A problem needs no model and no GPU. It is immutable; its arrays are made read-only. Files are read and written by
-`rlplace.problem.io`, networkx graphs by `rlplace.problem.nx`.
+`rlplace.problem.io`, networkx graphs by `rlplace.problem.build`.
 """
 
 from __future__ import annotations
@@ -263,14 +263,14 @@ class Problem:
         return load_problem(path)
 
     def to_networkx(self) -> nx.DiGraph:
-        """The ops as a networkx graph; see `rlplace.problem.nx`."""
-        from rlplace.problem.nx import problem_to_networkx
+        """The ops as a networkx graph; see `rlplace.problem.build`."""
+        from rlplace.problem.build import problem_to_networkx
 
         return problem_to_networkx(self)
 
     @staticmethod
     def from_networkx(graph: nx.DiGraph, cluster: Any, *, name: str = "networkx") -> Problem:
-        """Builds a problem from any directed acyclic networkx graph; see `rlplace.problem.nx`."""
-        from rlplace.problem.nx import problem_from_networkx
+        """Builds a problem from any directed acyclic networkx graph; see `rlplace.problem.build`."""
+        from rlplace.problem.build import problem_from_networkx
 
         return problem_from_networkx(graph, cluster, name=name)

@@ -13,10 +13,19 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.problem import PHASES, Problem
-from rlplace.reporting.lanes import COLLECTIVE, DEVICE, LINK, Lanes, lanes_of
+from rlplace.reporting.lanes import (
+    COLLECTIVE,
+    COLLECTIVE_COLOR,
+    COLORS,
+    DEVICE,
+    LINK,
+    PHASE_COLORS,
+    TRANSFER_COLOR,
+    Lanes,
+    lanes_of,
+)
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import GroupEdges, ModuleTree, group_edges, module_tree
-from rlplace.reporting.palette import COLLECTIVE_COLOR, COLORS, PHASE_COLORS, TRANSFER_COLOR
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
 from rlplace.simulator import Timeline, expand, simulate
 from rlplace.simulator.expand import group_origins
@@ -222,7 +231,7 @@ def report_data(
         drawn=drawn,
         timeline=timeline,
         lanes=lanes_of(drawn, timeline),
-        memory=tuple(memory_curves(drawn, plain.device_of_group, timeline)),
+        memory=tuple(memory_curves(drawn, plain, timeline)),
         resident_bytes=resident_by_device(drawn, plain.device_of_group),
         modules=module_tree(problem, plan),
         edges=group_edges(problem),

@@ -156,8 +156,7 @@ class _Build:
 def forward_order(problem: Problem) -> NDArray[np.int64]:
     """int64 [G], the place of each group's first forward op in a topological order; groups without ops come last."""
     order = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
-    place = np.empty(problem.num_ops, dtype=np.int64)
-    place[problem.topological_order] = np.arange(problem.num_ops)
+    place = np.argsort(problem.topological_order)
     for ops in (np.arange(problem.num_ops), np.flatnonzero(problem.op_phase == FORWARD)):  # forward ops have the last word
         order[problem.op_group[ops]] = problem.num_ops
         np.minimum.at(order, problem.op_group[ops], place[ops])

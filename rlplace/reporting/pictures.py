@@ -11,8 +11,7 @@ import numpy as np
 from rlplace.errors import InputError, MissingError
 from rlplace.files import write_bytes
 from rlplace.reporting.data import ReportData
-from rlplace.reporting.lanes import DEVICE
-from rlplace.reporting.palette import COLORS, LIMIT_COLOR, PHASE_COLORS, rgb
+from rlplace.reporting.lanes import COLORS, DEVICE, LIMIT_COLOR, PHASE_COLORS, rgb
 from rlplace.text import seconds_text
 
 if TYPE_CHECKING:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlplace.cost.measurement import Environment
 from rlplace.errors import InputError, MissingError
+
+if TYPE_CHECKING:
+    import torch
+
 
 _CONTROL_SIZE = {"cpu": 512, "cuda": 4096}
 _CONTROL_REPEATS = 15
@@ -153,3 +159,49 @@ def _processor_lines(key: str) -> list[str]:
     except OSError:
         return []
     return [line for line in lines if line.startswith(key)]
+
+
+def local_facts(device: torch.device) -> dict[str, str | int | float]:
+    """Facts of this process for `rlplace.measured.site.site_of`, the same at every start on the same machine.
+
+    Only what changes step times and does not change by itself: no clocks, loads or temperatures. Sizes of memory are whole
+    GiB, because what a driver or kernel keeps for itself differs by a few MiB between versions.
+
+    Args:
+        device: The device of this process.
+
+    Returns:
+        `host` (only to see which processes share a machine), `device_type`, `device`, `device_memory_gib`, `processor`,
+        `machine`, `cores` (that the process may use), `threads`, `python`, `torch`; on CUDA devices also `cuda`, `cudnn`,
+        `matmul_tf32`, `cudnn_tf32` and where the driver tells it `power_limit_w`; on processors `capability`.
+    """
+    import torch
+
+    from rlplace.cluster.detect import host_processor
+
+    cores, memory_bytes = host_processor()
+    processor = processor_name()
+    facts: dict[str, str | int | float] = {
+        "host": platform.node() or "host",
+        "device_type": device.type,
+        "processor": processor,
+        "machine": platform.machine(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["device"], memory_bytes = properties.name, int(properties.total_memory)
+        facts["cuda"], facts["cudnn"] = str(torch.version.cuda), str(torch.backends.cudnn.version())
+        facts["matmul_tf32"] = str(torch.backends.cuda.matmul.allow_tf32)
+        facts["cudnn_tf32"] = str(torch.backends.cudnn.allow_tf32)
+        power_limit_w = nvidia_readings(device).get("power.limit")
+        if power_limit_w is not None:
+            facts["power_limit_w"] = round(power_limit_w)
+    else:
+        facts["device"] = processor
+        facts["capability"] = torch.backends.cpu.get_cpu_capability()
+    facts["device_memory_gib"] = round(memory_bytes / 2**30)
+    return facts

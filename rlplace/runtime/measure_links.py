@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.errors import InputError, MissingError, RlplaceError
-from rlplace.runtime.distributed_text import gather_texts, one_line
+from rlplace.runtime.distributed.ranks import gather_texts, one_line
 
 PAIR_SIZES = {"cpu": (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24), "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)}
 """Bytes of the messages that a pair exchanges, by device type."""

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster.detect import kind_from_name
-from rlplace.cluster.parse import assemble, default_host
+from rlplace.cluster.parse import Cluster, assemble, default_host
 from rlplace.cluster.presets import DeviceKind, cpu_kind
-from rlplace.cluster.spec import Cluster
 from rlplace.cost.fit_collective import fit_collective_curve
 from rlplace.errors import MissingError
 from rlplace.problem.fabric import Curve, Fabric

@@ -18,9 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.graph.export import TrainingGraph, export_training_graph
+from rlplace.graph.export import TrainingGraph, export_training_graph, refuse_functions
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
-from rlplace.graph.functions import refuse_functions
 from rlplace.runtime import aliases
 from rlplace.runtime.distributed.graph.forward_graph import input_signature
 from rlplace.runtime.held import first_names

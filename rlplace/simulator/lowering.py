@@ -290,5 +290,4 @@ def _frozen(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
 
 def part_of(graph: Graph, number: int) -> NDArray[np.uint32]:
     """One of the lists in `Graph.words`."""
-    part: NDArray[np.uint32] = graph.words[graph.layout[number] : graph.layout[number + 1]]
-    return part
+    return graph.words[graph.layout[number] : graph.layout[number + 1]]

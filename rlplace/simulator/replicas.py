@@ -116,8 +116,7 @@ def gradient_edges(problem: Problem) -> NDArray[np.bool_]:
     """Marks [E] where an update op reads what a forward or backward op makes."""
     producer = problem.tensor_producer[problem.edge_tensor]
     into_update = (producer >= 0) & (problem.op_phase[problem.consumers] == UPDATE)
-    gradients: NDArray[np.bool_] = into_update & (problem.op_phase[np.maximum(producer, 0)] != UPDATE)
-    return gradients
+    return into_update & (problem.op_phase[np.maximum(producer, 0)] != UPDATE)
 
 
 def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, rows: list[list[int]]) -> Problem:

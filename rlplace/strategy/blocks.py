@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.graph.modules import ModuleTree
+from rlplace.graph.atoms import ModuleTree
 from rlplace.graph.opgraph import BUFFER, FORWARD, PARAMETER, UPDATE, OpGraph
 
 _ALIKE = 0.5

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cluster.parse import as_cluster
-from rlplace.cluster.spec import Cluster
+from rlplace.cluster.parse import Cluster, as_cluster
 from rlplace.cost.calls import calls_of
 from rlplace.cost.compute import check_host, times_with
-from rlplace.cost.shipped import as_costs
+from rlplace.cost.foreign import as_costs
 from rlplace.cost.table import CostTable
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
-from rlplace.problem.collectives import collective_s, contention
-from rlplace.problem.rings import busiest_channel_s_per_byte
+from rlplace.problem.collectives import busiest_channel_s_per_byte, collective_s, contention
 from rlplace.strategy.meshes import Groups
 
 FIRST_OCTAVE, OCTAVES = 10, 34

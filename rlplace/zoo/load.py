@@ -1,4 +1,9 @@
-"""`load_model`: from a MODEL text to a module, its example inputs and its loss."""
+"""`load_model`: from a MODEL text to a module, its example inputs and its loss.
+
+The models of the zoo by name. Each builder takes the batch, the sequence length and its own options.
+
+A builder returns a module whose output is a dict with the key ``loss``, and its keyword inputs.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from rlplace.errors import InputError, RlplaceError, show, unknown_name, whole_number
 from rlplace.limits import MODULES
 from rlplace.zoo.options import parse_options, split_spec
+from rlplace.zoo.tabular import build_dlrm, build_lstm, build_mlp, build_moe_toy, build_transformer
+from rlplace.zoo.vision import build_inception, build_nasnet, build_unet
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+BUILDERS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {
+    "dlrm": build_dlrm,
+    "inception": build_inception,
+    "lstm": build_lstm,
+    "mlp": build_mlp,
+    "moe_toy": build_moe_toy,
+    "nasnet": build_nasnet,
+    "transformer": build_transformer,
+    "unet": build_unet,
+}
+
 
 DEVICES = ("meta", "cpu")
 MAX_SIZE = 1 << 24
@@ -123,7 +145,6 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any]]:
-    from rlplace.zoo.models import BUILDERS
 
     name, options = split_spec(text)
     if name not in BUILDERS:

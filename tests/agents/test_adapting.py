@@ -8,7 +8,7 @@ import pytest
 import torch
 from toys import TOYS, memory_tight_pair
 
-from rlplace.agents import adapt as adapting
+from rlplace.agents import setup as adapting
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.network import NetworkConfig, PlacerNetwork

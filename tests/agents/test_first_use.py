@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from rlplace.agents import adapt, first_use, guided, search
+from rlplace.agents import first_use, guided, search
+from rlplace.agents import setup as adapt
 from rlplace.agents.labels import walk
 from rlplace.envs import make_instance
 from rlplace.envs.guide import analysis, draw, features, price

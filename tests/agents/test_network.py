@@ -9,8 +9,7 @@ from drawn import renumbered
 from numba import njit
 
 from rlplace.agents import guided
-from rlplace.agents.bank import GraphBank, graph_tensors
-from rlplace.agents.network import HEURISTIC, STOP_LOGIT, NetworkConfig, PlacerNetwork
+from rlplace.agents.network import HEURISTIC, STOP_LOGIT, GraphBank, NetworkConfig, PlacerNetwork, graph_tensors
 from rlplace.agents.planner import construct
 from rlplace.envs import make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES

@@ -8,9 +8,9 @@ import pytest
 
 from rlplace.agents import problems
 from rlplace.agents.cases import Case, is_branchy
-from rlplace.agents.problems import clusters, files, graphs, sources, splits, training
-from rlplace.agents.problems.changes import limit_memory, settle, vary_hardware
-from rlplace.cluster.spec import Cluster
+from rlplace.agents.problems import graphs, sources, splits, training
+from rlplace.agents.problems.training import limit_memory, settle, vary_hardware
+from rlplace.cluster.parse import Cluster
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import PLAIN, Execution
@@ -35,10 +35,7 @@ def small_cases(count=3):
 
 
 def test_a_case_depends_on_seed_and_number_alone():
-    stream = training.training_cases(7, families=SYNTHETIC)
-    first = [facts(case) for case in itertools.islice(stream, 6)]
-    later = itertools.islice(training.training_cases(7, start=4, families=SYNTHETIC), 2)
-    assert [facts(case) for case in later] == first[4:]
+    first = [facts(training.training_case(7, number, families=SYNTHETIC)) for number in range(6)]
     assert facts(training.training_case(7, 2, families=SYNTHETIC)) == first[2]
     assert len({fingerprint for _, _, fingerprint, *_ in first}) == 6
     assert training.training_case(8, 2, families=SYNTHETIC).problem.fingerprint != first[2][2]
@@ -47,7 +44,7 @@ def test_a_case_depends_on_seed_and_number_alone():
 def test_synthetic_cases_hold_their_ranges():
     cases = [training.training_case(0, number, families=SYNTHETIC) for number in range(80)]
     assert {case.family for case in cases} == {f"synthetic:{shape}" for shape in training.SHAPES}
-    assert {case.problem.num_devices for case in cases} <= set(clusters.SIZES)
+    assert {case.problem.num_devices for case in cases} <= set(graphs.SIZES)
     low, high = training.GROUPS
     groups = np.array([case.problem.num_groups for case in cases])
     assert groups.min() >= low and groups.max() <= high
@@ -110,20 +107,20 @@ def test_an_unknown_family_is_refused():
 
 def test_training_draws_no_cluster_that_is_called_unseen():
     rng = np.random.default_rng(0)
-    drawn = [Cluster.preset(clusters.draw_cluster(rng)) for _ in range(300)]
-    assert not any(clusters.is_unseen_cluster(cluster) for cluster in drawn)
-    assert {cluster.num_devices for cluster in drawn} == set(clusters.SIZES)
-    assert {len(set(cluster.hosts)) for cluster in drawn} == set(clusters.HOSTS)
+    drawn = [Cluster.preset(graphs.draw_cluster(rng)) for _ in range(300)]
+    assert not any(graphs.is_unseen_cluster(cluster) for cluster in drawn)
+    assert {cluster.num_devices for cluster in drawn} == set(graphs.SIZES)
+    assert {len(set(cluster.hosts)) for cluster in drawn} == set(graphs.HOSTS)
     assert any(len({kind.name for kind in cluster.kinds}) == 2 for cluster in drawn)
-    for size in clusters.SIZES:
-        assert {clusters.draw_hosts(rng, size) for _ in range(30)} <= set(clusters.HOSTS)
+    for size in graphs.SIZES:
+        assert {graphs.draw_hosts(rng, size) for _ in range(30)} <= set(graphs.HOSTS)
 
 
 def test_unseen_clusters_are_unseen_and_validation_has_none_of_the_tests():
-    assert not any(clusters.is_unseen_cluster(Cluster.preset(text)) for text in clusters.SEEN_CLUSTERS)
-    tested = [Cluster.preset(text) for text in clusters.TEST_CLUSTERS]
-    tuned = [Cluster.preset(text) for text in clusters.VALIDATION_CLUSTERS]
-    assert all(clusters.is_unseen_cluster(cluster) for cluster in tested + tuned)
+    assert not any(graphs.is_unseen_cluster(Cluster.preset(text)) for text in graphs.SEEN_CLUSTERS)
+    tested = [Cluster.preset(text) for text in graphs.TEST_CLUSTERS]
+    tuned = [Cluster.preset(text) for text in graphs.VALIDATION_CLUSTERS]
+    assert all(graphs.is_unseen_cluster(cluster) for cluster in tested + tuned)
     assert all(2 <= cluster.num_devices <= 16 for cluster in tested + tuned)
     assert not {cluster.num_devices for cluster in tuned} & {cluster.num_devices for cluster in tested}
     assert not {kind.name for cluster in tuned for kind in cluster.kinds} & {"l4", "mi300x"}
@@ -262,7 +259,7 @@ def test_cases_go_to_files_and_back(tmp_path):
 def test_files_that_were_changed_or_do_not_belong_are_refused(tmp_path):
     cases = small_cases(2)
     problems.save_cases(cases, tmp_path / "set")
-    assert files.set_made_by(tmp_path / "set") == {} and files.set_made_by(tmp_path) is None
+    assert sources.set_made_by(tmp_path / "set") == {} and sources.set_made_by(tmp_path) is None
     cases[1].problem.save(tmp_path / "set" / "small-0.problem.json")
     with pytest.raises(InputError, match="is not the problem that"):
         problems.load_cases(tmp_path / "set")
@@ -327,7 +324,7 @@ def test_sources_that_cannot_be(tmp_path):
 
 
 def test_what_made_a_set_is_told_by_versions_and_sources():
-    found = files.made_by()
+    found = sources.made_by()
     assert set(found) == {"torch", "numpy", "transformers", "sources"}
     assert len(found["sources"]) == 64
 

@@ -13,9 +13,9 @@ from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint, read_tensors
 from rlplace.agents.config import TrainConfig
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.pretrain import imitate
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
-from rlplace.agents.warmstart import imitate
 from rlplace.envs import make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.errors import InputError

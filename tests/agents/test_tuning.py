@@ -16,11 +16,9 @@ from rlplace.agents.card import save_tuned, weights_sha256
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.planner import load_agent
-from rlplace.agents.tuning.belief import believe
-from rlplace.agents.tuning.direct import LogModel, log_rows
-from rlplace.agents.tuning.learn import fit_moves, lesson_of, price_moves
+from rlplace.agents.tuning.belief import Pool, believe
+from rlplace.agents.tuning.learn import LogModel, fit_moves, lesson_of, log_rows, price_moves
 from rlplace.agents.tuning.offline import METHODS, finetune_offline, measurements_of
-from rlplace.agents.tuning.pool import Pool
 from rlplace.agents.tuning.proposer import AgentProposer, Residual
 from rlplace.agents.tuning.tune import first_plans, tune
 from rlplace.comparing.closing import compare_skills
@@ -28,10 +26,10 @@ from rlplace.cost.timings import rank_correlation
 from rlplace.envs import MeasuredBackend, RefinementEnv
 from rlplace.envs.instance import make_instance
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.measured.budget import Budget, BudgetSpent
 from rlplace.measured.campaign import Campaign
 from rlplace.measured.correction import corrected, no_correction
 from rlplace.measured.store import TrialStore
+from rlplace.measured.trial import Budget, BudgetSpent
 from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

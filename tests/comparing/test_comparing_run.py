@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from comparing_helpers import case, register
 
-from rlplace.cluster.spec import Cluster
+from rlplace.cluster.parse import Cluster
 from rlplace.comparing import Case, Settings, Store, compare, count_rows, gather
 from rlplace.comparing.measure import is_random, takes_calls
 from rlplace.comparing.records import MAKESPAN, OPS, RATE, SPLIT, TASKS, VIEWS

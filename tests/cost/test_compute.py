@@ -10,8 +10,8 @@ from rlplace.cost import CostTable, explain_times, op_times, price
 from rlplace.cost.calls import calls_of, fused_traffic
 from rlplace.cost.compute import fold_issue
 from rlplace.cost.curve import kernel_seconds, roofline_seconds
+from rlplace.cost.foreign import shipped_costs
 from rlplace.cost.scaled import CLASSES, find_curve, peak_of, precision_of
-from rlplace.cost.shipped import shipped_costs
 from rlplace.cost.table import BASES, DIRECTIONS, Curve, KindCosts, MeasuredShape, Residual
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import BACKWARD, OP_KINDS

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rlplace.cost import CostTable
-from rlplace.cost.shipped import SHIPPED, as_costs, shipped_costs
+from rlplace.cost.foreign import SHIPPED, as_costs, shipped_costs
 from rlplace.cost.table import Curve, KindCosts, MeasuredShape, Residual
 from rlplace.cost.tablefile import table_from_dict, table_to_dict
 from rlplace.errors import InputError

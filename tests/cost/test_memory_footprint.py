@@ -12,10 +12,10 @@ from rlplace.cli.main import main
 from rlplace.cluster import Cluster
 from rlplace.cost import price
 from rlplace.cost.allocator import AllocatorOptions
+from rlplace.cost.contract import foreach_update_bytes, inner_temporary_bytes
 from rlplace.cost.footprint import PARTS, WORKSPACE_BYTES, MemoryOptions, footprint
 from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, holdings
 from rlplace.cost.lifetimes import lifetimes
-from rlplace.cost.memory import foreach_update_bytes, inner_temporary_bytes
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Device, Links, Problem

@@ -10,8 +10,7 @@ import torch
 from sb3_contrib import TRPO, MaskablePPO
 from stable_baselines3 import A2C
 
-from rlplace.agents.bank import GraphBank
-from rlplace.agents.network import HEURISTIC, NetworkConfig
+from rlplace.agents.network import HEURISTIC, GraphBank, NetworkConfig
 from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
 from rlplace.envs import PlacementEnv, RefinementEnv, make_instance
 from rlplace.errors import InputError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlplace.envs import MeasuredBackend, RefinementEnv, SimulatedBackend, make_instance, refinement
-from rlplace.envs.reward import score
+from rlplace.envs.instance import score
 from rlplace.errors import InputError
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.build import TensorSpec, build_problem

@@ -31,8 +31,7 @@ ALLOWED = {
         "rlplace/runtime/distributed/execution/engines.py",
         "agents/checkpoint.py",  # importlib.resources
         "agents/config.py",
-        "agents/problems/files.py",  # importlib.metadata
-        "agents/problems/sources.py",  # find_spec
+        "agents/problems/sources.py",  # importlib.metadata
         "agents/problems/splits.py",
     },
     "marshal": set(),

@@ -6,11 +6,10 @@ from simulated_cluster import Clock, SimulatedCluster, random_plans
 
 from rlplace.errors import InputError
 from rlplace.measured import campaign as campaign_module
-from rlplace.measured.budget import Budget, BudgetSpent, Spent
 from rlplace.measured.campaign import Campaign, PlanFailed
 from rlplace.measured.site import Site
 from rlplace.measured.store import TrialStore
-from rlplace.measured.trial import FAILED
+from rlplace.measured.trial import FAILED, Budget, BudgetSpent, Spent
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.generate import random_problem
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlplace.errors import InputError
 from rlplace.measured.site import MAX_RANKS, Site, site_of
-from rlplace.runtime.site import local_facts
+from rlplace.runtime.environment import local_facts
 
 FAST = {"host": "a", "device": "NVIDIA A100", "device_memory_gib": 80, "torch": "2.13.0"}
 SLOW = FAST | {"host": "b", "device": "NVIDIA T4", "device_memory_gib": 16}

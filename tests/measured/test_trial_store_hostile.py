@@ -9,7 +9,7 @@ import pytest
 from trial_store_helpers import PROBLEM, SITE, begun, done, new_store, plan_number
 
 from rlplace.errors import InputError
-from rlplace.measured import checks, database
+from rlplace.measured import database, site
 from rlplace.measured import store as store_module
 from rlplace.measured.rows import COLUMNS, trial_to_row
 from rlplace.measured.store import TrialStore
@@ -257,4 +257,4 @@ def test_limits_fit_each_other():
     assert rows.MAX_STEPS * 26 < database.MAX_VALUE_BYTES
     assert rows.MAX_GROUPS * 5 < database.MAX_VALUE_BYTES
     assert store_module.MAX_PROBLEM_BYTES + 100_000 < database.MAX_VALUE_BYTES
-    assert checks.MAX_NAME < rows.MAX_REASON
+    assert site.MAX_NAME < rows.MAX_REASON

@@ -18,9 +18,8 @@ from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import NEEDS_SPLIT, get_planner
 from rlplace.planners.bipartition.bipartition import bipartition
-from rlplace.planners.bipartition.chain import Cuts, Workers
 from rlplace.planners.bipartition.layers import feeds_back, is_split, layer_numbers, layer_orders, make_layers, make_pipeline
-from rlplace.planners.bipartition.solve import bi_partition, kernel_arrays, price_cuts
+from rlplace.planners.bipartition.solve import Cuts, Workers, bi_partition, kernel_arrays, price_cuts
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 

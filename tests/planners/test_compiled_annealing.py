@@ -14,9 +14,8 @@ from rlplace.planners.annealing.annealing import COOLING, RETURNS, run_annealing
 from rlplace.planners.brkga.brkga import BARRED, Decoder, encode, mix
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import Evaluator, Execution, count_calls
-from rlplace.planners.common.moves import MoveMaker
 from rlplace.planners.common.repair import legalize
-from rlplace.planners.common.search import Search
+from rlplace.planners.common.search import MoveMaker, Search
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlplace.planners import get_planner
-from rlplace.planners.common.earliest import earliest_schedule
+from rlplace.planners.common.oparrays import earliest_schedule
 from rlplace.planners.m_sct.m_sct import favorite_children, favorites, leading_edges
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

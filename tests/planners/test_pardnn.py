@@ -13,11 +13,10 @@ from benchmarks.papers.pardnn.fifo import fifo
 from benchmarks.papers.pardnn.models import word_rnn
 from rlplace.errors import InputError
 from rlplace.planners import get_planner
-from rlplace.planners.pardnn.mapping import map_clusters, spans
 from rlplace.planners.pardnn.memory import balance_residents, limits, peak_bytes, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import folded_graph, op_graph
 from rlplace.planners.pardnn.pardnn import place_clusters
-from rlplace.planners.pardnn.slicing import bind_groups, cut_long_primary, node_levels, slice_graph
+from rlplace.planners.pardnn.slicing import bind_groups, cut_long_primary, map_clusters, node_levels, slice_graph, spans
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -24,9 +24,8 @@ from rlplace.planners.pase import dp
 from rlplace.planners.pase.captured import layer_graph, machine_of, shards_of
 from rlplace.planners.pase.costs import CostTables, configurations, cost_tables
 from rlplace.planners.pase.dp import dependent_sets, least_cost_strategy, min_degree
-from rlplace.planners.pase.layers import Layer, LayerEdge, LayerGraph, Machine
+from rlplace.planners.pase.layers import AllReduce, Dim, Layer, LayerEdge, LayerGraph, Machine
 from rlplace.planners.pase.pase import pase
-from rlplace.planners.pase.terms import AllReduce, Dim
 from rlplace.problem import FORWARD, Device
 from rlplace.simulator import simulate
 from rlplace.zoo import load_model

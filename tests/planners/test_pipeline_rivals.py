@@ -17,8 +17,7 @@ from rlplace.planners.bipartition.layers import layer_orders, make_layers
 from rlplace.planners.gpipe import block_partition, gpipe
 from rlplace.planners.gpipe import candidates as gpipe_candidates
 from rlplace.planners.pipedream.pipedream import candidates, pipedream
-from rlplace.planners.pipedream.stages import Level, device_levels, solve_levels
-from rlplace.planners.pipedream.states import branch_states, chain_states
+from rlplace.planners.pipedream.stages import Level, branch_states, chain_states, device_levels, solve_levels
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

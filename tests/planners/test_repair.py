@@ -9,7 +9,7 @@ import toys
 from toys import memory_tight_chain, memory_tight_pair
 
 from rlplace.compiled import entry
-from rlplace.envs.reward import infeasible_reward, log_ratio, score
+from rlplace.envs.instance import infeasible_reward, log_ratio, score
 from rlplace.planners import ONE_SHOT, get_planner
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.evaluate import Deadline, Evaluator, Score

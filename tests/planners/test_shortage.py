@@ -8,8 +8,8 @@ import pytest
 
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
-from rlplace.planners.common.bounds import lower_bounds
-from rlplace.planners.common.execution_bound import execution_bound, largest, least_devices, memory_forced, memory_forced_s
+from rlplace.planners.common.bounds import device_time_s, lower_bounds
+from rlplace.planners.common.execution_bound import execution_bound, largest, least_devices, memory_forced
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
@@ -167,6 +167,10 @@ def test_a_planner_without_candidates_does_not_blame_the_time_limit():
     with pytest.raises(InfeasibleError, match="none that it can build respects null times"):
         get_planner("balanced")(problem)
     assert get_planner("best")(problem).predicted.feasible
+
+
+def memory_forced_s(problem):
+    return memory_forced(device_time_s(problem), problem.resident_bytes, problem.memory_limit_bytes)
 
 
 def test_groups_that_do_not_fit_on_the_fast_device_run_on_the_slow_one():

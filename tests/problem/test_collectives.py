@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.problem import Links
-from rlplace.problem.collectives import HOP_LATENCY_SHARE, collective_channels, collective_s
+from rlplace.problem.collectives import HOP_LATENCY_SHARE, collective_channels, collective_s, ring_order
 from rlplace.problem.fabric import COLLECTIVES, Curve, Fabric, Piece, bus_factor, joined_curve
-from rlplace.problem.rings import ring_order
 
 GIB = 1 << 30
 MIB = 1 << 20

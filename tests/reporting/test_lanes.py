@@ -14,9 +14,8 @@ from rlplace.problem import Links
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.reporting.data import report_data
-from rlplace.reporting.lanes import COLLECTIVE, DEVICE, LINK, empty_image, lanes_of, pack, paint
+from rlplace.reporting.lanes import COLLECTIVE, COLORS, DEVICE, LINK, empty_image, lanes_of, pack, paint, rgb
 from rlplace.reporting.modules import MAX_CHILDREN, OWN, group_edges, module_tree
-from rlplace.reporting.palette import COLORS, rgb
 from rlplace.reporting.pictures import check_pictures, memory_figure, timeline_figure, write_pictures
 from rlplace.simulator import expand, simulate
 

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster.detect import host_processor
+from rlplace.cluster.parse import Cluster
 from rlplace.cluster.presets import DeviceKind, cpu_kind
-from rlplace.cluster.spec import Cluster
 from rlplace.cluster.topology import Path as LinkPath
 from rlplace.cluster.topology import Resource, Topology, lower
 from rlplace.errors import InputError, MissingError, RlplaceError

@@ -6,13 +6,16 @@ import atexit
 import contextlib
 import functools
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from rlplace.errors import InputError
-from rlplace.interrupts import deferred_signals, ending_signals
+from rlplace.interrupts import deferred_signals
 from tools.hosts import cgroups, network
 from tools.hosts.commands import check_machine
 from tools.hosts.names import new_prefix
@@ -20,6 +23,9 @@ from tools.hosts.spec import HostsSpec
 
 if TYPE_CHECKING:
     from tools.hosts.launch import Job
+
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,29 @@ class Hosts:
     hosts: tuple[Host, ...]
     jobs: list[Job] = field(default_factory=list)
     gone: bool = False
+
+
+@contextlib.contextmanager
+def ending_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise `SystemExit` with the shell's code (143, 129) unless the program handles them itself.
+
+    Python's own SIGINT handler raises already. Outside the main thread, where handlers cannot be set, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    changed = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager

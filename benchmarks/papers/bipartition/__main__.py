@@ -19,9 +19,8 @@ import numpy as np
 from benchmarks.papers.bipartition.profile import profile_chain, profile_problem, read_profile
 from rlplace.cost.split import split_backward
 from rlplace.planners import NEEDS_SPLIT, run_planner
-from rlplace.planners.bipartition.chain import Cuts
 from rlplace.planners.bipartition.layers import layer_orders, make_layers
-from rlplace.planners.bipartition.solve import bi_partition, layer_wise
+from rlplace.planners.bipartition.solve import Cuts, bi_partition, layer_wise
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.papers.bipartition.chains import make_chain
 from rlplace.errors import InputError, show
-from rlplace.planners.bipartition.chain import Chain
+from rlplace.planners.bipartition.solve import Chain
 from rlplace.problem import BACKWARD, FORWARD, Device, Links, Problem
 
 _NODE = re.compile(

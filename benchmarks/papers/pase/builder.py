@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rlplace.planners.pase.layers import Configuration, Layer, LayerEdge, LayerGraph
-from rlplace.planners.pase.terms import Dim, Layout, Term
+from rlplace.planners.pase.layers import Configuration, Dim, Layer, LayerEdge, LayerGraph, Layout, Term
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Problem: step time of the executor itself, memory included: overflow multiplies it, so that a search can pass through
 assignments that do not fit; the best one is chosen by the objective (`rlplace.planners.common.objective`). A random move
-(`rlplace.planners.common.moves`) is accepted when it improves, or with probability ``exp(-increase / temperature)``; the
+(`rlplace.planners.common.search`) is accepted when it improves, or with probability ``exp(-increase / temperature)``; the
 temperature falls geometrically, relative to the best step time, so that one setting serves all problems.
 
 Paper: Kirkpatrick, Gelatt, Vecchi, "Optimization by simulated annealing", Science 220, 1983. FlexFlow (Jia, Zaharia, Aiken,
@@ -23,8 +23,7 @@ import numpy as np
 
 from rlplace.errors import InputError, show, whole_number
 from rlplace.planners.common.evaluate import Score, uncounted
-from rlplace.planners.common.moves import MoveMaker
-from rlplace.planners.common.search import Search
+from rlplace.planners.common.search import MoveMaker, Search
 from rlplace.problem.generate import random_problem
 
 COOLING = 0.01

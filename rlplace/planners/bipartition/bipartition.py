@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 
 from rlplace.errors import whole_number
 from rlplace.plan import PlacementPlan, make_plan
-from rlplace.planners.bipartition.chain import Cuts
 from rlplace.planners.bipartition.layers import (
     Layers,
     layer_orders,
@@ -42,7 +41,7 @@ from rlplace.planners.bipartition.layers import (
     pipeline_execution,
     require_split,
 )
-from rlplace.planners.bipartition.solve import bi_partition, bottleneck_s, layer_wise, least_traffic
+from rlplace.planners.bipartition.solve import Cuts, bi_partition, bottleneck_s, layer_wise, least_traffic
 from rlplace.planners.common.evaluate import Assignment, Deadline, Evaluator, Execution
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import group_graph

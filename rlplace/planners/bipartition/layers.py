@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.planners.bipartition.chain import Chain, Cuts, Workers
+from rlplace.planners.bipartition.solve import Chain, Cuts, Workers
 from rlplace.planners.common.groupgraph import finite_links, group_graph
 from rlplace.planners.common.subsets import map_parts
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, Problem
-from rlplace.problem.order import successor_lists
-from rlplace.problem.reach import reach
+from rlplace.problem.order import reach, successor_lists
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,7 @@ def live_bytes(problem: Problem) -> int:
     backward = np.flatnonzero(problem.op_phase >= BACKWARD)
     if len(backward) == 0:
         return 0
-    position = np.empty(problem.num_ops, dtype=np.int64)
-    position[problem.topological_order] = np.arange(problem.num_ops)
+    position = np.argsort(problem.topological_order)
     # The first backward op in topological order: the gradient of the loss in a training step.
     pivot = int(backward[position[backward].argmin()])
     before, after = reach(problem, pivot, backwards=True), reach(problem, pivot, backwards=False)

@@ -58,18 +58,6 @@ def _with_path(bounds: Bounds, single: Bounds) -> Bounds:
     return dataclasses.replace(bounds, critical_path_s=single.critical_path_s)
 
 
-def memory_forced_s(problem: Problem) -> float:
-    """Least time in which devices could finish all groups if each holds no more resident bytes than it has.
-
-    Args:
-        problem: The problem; one that provably fits nowhere gives inf.
-
-    Returns:
-        Seconds.
-    """
-    return memory_forced(device_time_s(problem), problem.resident_bytes, problem.memory_limit_bytes)
-
-
 def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64], limit_bytes: NDArray[np.float64]) -> float:
     """The same from arrays.
 

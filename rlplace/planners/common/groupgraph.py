@@ -105,8 +105,7 @@ def mean_transfer_s(problem: Problem) -> NDArray[np.float64]:
 def finite_mean(values: NDArray[np.float64], axis: int = 1) -> NDArray[np.float64]:
     """Mean of the finite numbers along an axis; 0 where there is none."""
     finite = np.isfinite(values)
-    mean: NDArray[np.float64] = np.where(finite, values, 0.0).sum(axis=axis) / np.maximum(finite.sum(axis=axis), 1)
-    return mean
+    return np.where(finite, values, 0.0).sum(axis=axis) / np.maximum(finite.sum(axis=axis), 1)
 
 
 @memoized
@@ -138,9 +137,7 @@ def group_graph(problem: Problem) -> GroupGraph:
 
 def _edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray, NDArray, NDArray]:
     groups = problem.num_groups
-    tensor = problem.edge_tensor
-    producer, owner = problem.tensor_producer[tensor], problem.tensor_owner[tensor]
-    source = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], owner).astype(np.int64)
+    tensor, source = problem.edge_tensor, problem.edge_source_group.astype(np.int64)
     target = problem.op_group[problem.consumers].astype(np.int64)
     apart = source != target
     # A tensor is sent once to a device, however many ops of a group read it there.
@@ -177,8 +174,7 @@ def _footprint(problem: Problem) -> NDArray[np.int64]:
 
 
 def _order(problem: Problem) -> NDArray[np.int32]:
-    position = np.empty(problem.num_ops, dtype=np.int64)
-    position[problem.topological_order] = np.arange(problem.num_ops)
+    position = np.argsort(problem.topological_order)
     earliest = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
     np.minimum.at(earliest, problem.op_group, position)
     return np.argsort(earliest, kind="stable").astype(np.int32)

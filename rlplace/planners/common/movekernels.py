@@ -1,4 +1,4 @@
-"""Compiled random changes of an assignment; see `rlplace.planners.common.moves`.
+"""Compiled random changes of an assignment; see `rlplace.planners.common.search`.
 
 Random numbers come from SplitMix64 (Steele, Lea, Flood, 2014): one word of state, equal on every machine.
 """

@@ -137,8 +137,7 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
 
 def _load(problem: Problem, graph: GroupGraph, devices: Assignment) -> NDArray[np.float64]:
     seconds = graph.time_s[np.arange(len(devices)), devices]
-    load: NDArray[np.float64] = np.bincount(devices, weights=seconds, minlength=problem.num_devices).astype(np.float64)
-    return load
+    return np.bincount(devices, weights=seconds, minlength=problem.num_devices).astype(np.float64)
 
 
 def _try_moves(

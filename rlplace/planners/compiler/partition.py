@@ -12,8 +12,7 @@ from rlplace.errors import InputError
 from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_link
 from rlplace.planners.compiler import fm, seeds
 from rlplace.planners.compiler.coarsen import match
-from rlplace.planners.compiler.nets import Level, Nets, contract_nets, finest_level, problem_nets
-from rlplace.planners.compiler.staging import in_order, staged_order
+from rlplace.planners.compiler.nets import Level, Nets, contract_nets, finest_level, in_order, problem_nets, staged_order
 from rlplace.problem import Problem
 
 PASSES = 10
@@ -244,5 +243,4 @@ def _fair_loads(level: Level, bands: int) -> NDArray[np.float64]:
     mean = finite_mean(level.time_s)
     total = np.zeros((bands, level.time_s.shape[1]))
     np.add.at(total, level.band, np.where(finite, level.time_s, mean[:, None]))
-    fair: NDArray[np.float64] = 1.0 / (1.0 / np.maximum(total, 1e-30)).sum(axis=1)
-    return fair
+    return 1.0 / (1.0 / np.maximum(total, 1e-30)).sum(axis=1)

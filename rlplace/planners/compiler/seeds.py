@@ -93,8 +93,7 @@ def crossing_seconds(problem: Problem, order: NDArray[np.int32], link: tuple[flo
     seconds = graph.edge_s(*link)
     opens = np.bincount(np.minimum(at, to) + 1, weights=seconds, minlength=groups + 2)
     closes = np.bincount(np.maximum(at, to) + 1, weights=seconds, minlength=groups + 2)
-    crossing: NDArray[np.float64] = np.cumsum(opens - closes)[: groups + 1]
-    return crossing
+    return np.cumsum(opens - closes)[: groups + 1]
 
 
 def streamed(

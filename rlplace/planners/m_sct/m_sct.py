@@ -43,11 +43,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan import PlacementPlan
-from rlplace.planners.common.earliest import earliest_assignments
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import finite_mean, mean_transfer_s
-from rlplace.planners.common.oparrays import op_arrays
+from rlplace.planners.common.oparrays import earliest_assignments, op_arrays
 from rlplace.problem import FORWARD, Problem
 
 MAX_NODES = 6000

@@ -40,16 +40,15 @@ from rlplace.planners.common.evaluate import Assignment, Evaluator
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.subsets import LARGE_OPS, device_subsets, map_parts
-from rlplace.planners.pardnn.mapping import map_clusters
 from rlplace.planners.pardnn.memory import RESERVE, balance_residents, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import NodeGraph, folded_graph, op_graph
-from rlplace.planners.pardnn.slicing import Clusters, bind_groups, cut_long_primary, slice_graph
+from rlplace.planners.pardnn.slicing import Clusters, bind_groups, cut_long_primary, map_clusters, slice_graph
 from rlplace.problem import Problem
 
 MEMORY = ("h1", "h2", "both", "none")
 
 WORK_SHARES = (1.0, 2.0, 0.3, 0.1, 0.03, None)
-"""What work counts beside traffic when load is balanced (`rlplace.planners.pardnn.mapping.map_clusters`); 1 is the paper's."""
+"""What work counts beside traffic when load is balanced (`rlplace.planners.pardnn.slicing.map_clusters`); 1 is the paper's."""
 
 WORK_SHARES_LARGE = (1.0, 0.1, None)
 """The same for problems of more than `LARGE_OPS` ops."""
@@ -182,7 +181,7 @@ def group_devices(problem: Problem, graph: NodeGraph, clusters: Clusters, device
         problem: The problem.
         graph: One of its graphs.
         clusters: The cut graph.
-        device: int32 [S], from `rlplace.planners.pardnn.mapping.map_clusters`; -1 for clusters that can go to no device in use.
+        device: int32 [S], from `rlplace.planners.pardnn.slicing.map_clusters`; -1 for clusters that can go to no device in use.
     """
     node = device[clusters.cluster]
     count, groups = len(graph.devices), problem.num_groups

@@ -20,8 +20,19 @@ from math import prod
 import numpy as np
 
 from rlplace.errors import InputError
-from rlplace.planners.pase.layers import Layer, LayerEdge, LayerGraph, Machine, Strategy
-from rlplace.planners.pase.terms import AllReduce, Dim, Exchange, Layout, Term, Work
+from rlplace.planners.pase.layers import (
+    AllReduce,
+    Dim,
+    Exchange,
+    Layer,
+    LayerEdge,
+    LayerGraph,
+    Layout,
+    Machine,
+    Strategy,
+    Term,
+    Work,
+)
 from rlplace.problem import FORWARD, Problem
 from rlplace.problem.collectives import collective_s
 from rlplace.problem.memoized import memoized

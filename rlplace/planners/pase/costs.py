@@ -18,8 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.planners.pase.layers import Layer, LayerEdge, LayerGraph, Machine, Strategy, strategy_of
-from rlplace.planners.pase.terms import Dim, FloatArray, IntArray, Space, Work, missing
+from rlplace.planners.pase.layers import (
+    Dim,
+    FloatArray,
+    IntArray,
+    Layer,
+    LayerEdge,
+    LayerGraph,
+    Machine,
+    Space,
+    Strategy,
+    Work,
+    missing,
+    strategy_of,
+)
 
 
 def configurations(layer: Layer, devices: int, smallest_part: int = 1) -> IntArray:

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.planners.pase.costs import CostTables, cost_tables
-from rlplace.planners.pase.layers import LayerGraph, Machine, Strategy
-from rlplace.planners.pase.terms import FloatArray
+from rlplace.planners.pase.layers import FloatArray, LayerGraph, Machine, Strategy
 
 IntpArray = NDArray[np.intp]
 

@@ -1,4 +1,4 @@
-"""Compiled dynamic programmes of the PipeDream planner over states (`rlplace.planners.pipedream.states`)."""
+"""Compiled dynamic programmes of the PipeDream planner over states (`rlplace.planners.pipedream.stages`)."""
 
 # Compiled functions take their types from their arguments.
 # mypy: disable-error-code="no-untyped-def"

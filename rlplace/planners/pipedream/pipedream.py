@@ -36,8 +36,7 @@ from rlplace.planners.common.evaluate import Assignment, Deadline
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.subsets import device_classes, device_subsets, map_parts
 from rlplace.planners.pipedream import kernels
-from rlplace.planners.pipedream.stages import replicated_optimum
-from rlplace.planners.pipedream.states import States, branch_states, chain_states
+from rlplace.planners.pipedream.stages import States, branch_states, chain_states, replicated_optimum
 from rlplace.problem import Problem
 from rlplace.schedule import ONE_F_ONE_B
 

@@ -13,10 +13,9 @@ from torch import nn
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.runtime.distributed.execution.engine import Engine
+from rlplace.runtime.distributed.execution.batches import check_first_batches
+from rlplace.runtime.distributed.execution.engine import Engine, Setup
 from rlplace.runtime.distributed.execution.engines import choose_engine
-from rlplace.runtime.distributed.execution.same_batch import check_first_batches
-from rlplace.runtime.distributed.execution.setup import Setup
 from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_placements
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro_batch, takes_target

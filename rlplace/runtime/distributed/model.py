@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.batches import by_signature, check_inputs, split_batch
-from rlplace.runtime.distributed.execution.engine import Engine, Microbatch
-from rlplace.runtime.distributed.execution.events import Recorder
-from rlplace.runtime.distributed.execution.gradients import clip_grad_norm
+from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, Recorder
 from rlplace.runtime.distributed.execution.outputs import exchange_outputs, join_microbatches
+from rlplace.runtime.distributed.execution.replicas import clip_grad_norm
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, input_signature
 from rlplace.runtime.distributed.graph.inputs import has_target
 from rlplace.runtime.distributed.ranks import Ranks
@@ -102,8 +101,7 @@ class DistributedModel(nn.Module):
     @property
     def meta_model(self) -> nn.Module:
         """The model without its values, all of it: names, shapes, modes, code."""
-        model: nn.Module = vars(self)["_meta"]
-        return model
+        return vars(self)["_meta"]
 
     @property
     def own_tensors(self) -> Own:

@@ -2,15 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
+
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Any]] = weakref.WeakKeyDictionary()
+
+
+def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
+    """The process group of some ranks; only they call this, all of them in the same order of groups.
+
+    Args:
+        ranks: Global ranks.
+        purpose: Groups of the same ranks for different purposes are different, so that their messages cannot be mixed up.
+    """
+    default = dist.group.WORLD
+    key = (tuple(sorted(set(ranks))), purpose)
+    groups = _made.setdefault(default, {})
+    if key not in groups:
+        timeout = timedelta(seconds=default_timeout_s())  # other groups do not take it over by themselves
+        with _named(f"rlplace {attempt()} {key[1]} {key[0]}"):
+            groups[key] = dist.new_group(list(key[0]), use_local_synchronization=True, timeout=timeout)
+    return groups[key]
+
+
+def connect_now(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Makes the connections of a group, all members together.
+
+    NCCL makes them in the first collective, and whoever comes first stands still there until the others come: in the middle of
+    a step they may be waiting for it.
+    """
+    if dist.get_backend() != "gloo":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def attempt() -> int:
+    """How often torchrun has restarted the job: its store outlives that, with all that the attempt before left in it."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def start_group(backend: str, timeout_s: float) -> None:
+    """Makes the default process group of a torchrun job, or of one process alone.
+
+    ``init_process_group`` alone may find the addresses of the attempt before in the store after a restart.
+
+    Args:
+        backend: Backend of torch.distributed.
+        timeout_s: How long one of its operations may take.
+    """
+    limit = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+    else:
+        store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    mine = dist.PrefixStore(f"rlplace/attempt {attempt()}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=mine, rank=rank, world_size=world, timeout=limit)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Gives a group that its members make by themselves a name that is the same on all of them.
+
+    torch takes the number of groups that a process has made so far into the name, and the members wait for each other for ever
+    when some of them are in more groups than others.
+    """
+    original = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = original
+
+
+def default_timeout_s() -> float:
+    """The timeout of the default group, which is where a program says how long is too long."""
+    group = dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
+def reduce_scatter(output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    """Starts to add up equal parts of flat `rows`, one for each rank, into `output`; returns the work to wait for."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name from torch 2.13 on
+    return scatter(output, rows, group=group, async_op=True)
+
+
+def all_gather(rows: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Puts the flat parts of all ranks one after the other into flat `rows`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+    gather(rows, part, group=group)
 
 
 @dataclass(frozen=True)
@@ -108,3 +206,45 @@ def check_same_plan(plan: PlacementPlan, ranks: Ranks) -> None:
             f"distribute: ranks 0 and {other} have different plans; make the plan once, save it and load it on every rank "
             "(a planner with a time limit may find another plan each time)"
         )
+
+
+def gather_texts(data: dict[str, Any], device: torch.device, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
+    """The JSON objects of all ranks, in order, on every rank.
+
+    Args:
+        data: What this rank tells.
+        device: Where the backend wants its tensors.
+        group: The ranks; None: all of the job.
+    """
+    payload = torch.tensor(list(json.dumps(data).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(payload)] = payload
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, padded.to(device), group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """The first sentence of a torch.distributed error, without its stack of native frames."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def broadcast_text(text: str | None, device: torch.device) -> str:
+    """What rank 0 says, on every rank.
+
+    Args:
+        text: On rank 0; not looked at elsewhere.
+        device: Where the backend wants its tensors.
+    """
+    payload = torch.tensor(list((text or "").encode()) if dist.get_rank() == 0 else [], dtype=torch.uint8, device=device)
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    if dist.get_rank() != 0:
+        payload = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(payload, 0)
+    return bytes(payload.tolist()).decode()

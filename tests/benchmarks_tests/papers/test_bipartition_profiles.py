@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.papers.bipartition.profile import profile_chain, profile_problem, read_profile
 from benchmarks.papers.dlplacer.hybrid import Workload, best_split, hybrid_speedup, required_speedup
 from rlplace.errors import InputError
-from rlplace.planners.bipartition.chain import free_workers
-from rlplace.planners.bipartition.solve import bi_partition, kernel_arrays, layer_wise, price_cuts
+from rlplace.planners.bipartition.solve import bi_partition, free_workers, kernel_arrays, layer_wise, price_cuts
 from rlplace.planners.strategy.efficiency import BatchCurve
 
 PROFILES = Path(__file__).parents[2] / "planners" / "profiles"

@@ -15,10 +15,10 @@ from torch import nn
 
 import rlplace
 from rlplace.errors import InputError
-from rlplace.measured.budget import Budget
 from rlplace.measured.campaign import Campaign, PlanFailed
 from rlplace.measured.race import Race
 from rlplace.measured.store import TrialStore
+from rlplace.measured.trial import Budget
 from rlplace.plan.plan import make_plan
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.job import faults, job

@@ -8,8 +8,8 @@ from torch import fx, nn
 
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key, seeded
+from rlplace.runtime.distributed.joint.assign import joint_order
 from rlplace.runtime.distributed.joint.graph import joint_graph
-from rlplace.runtime.distributed.joint.order import joint_order
 from rlplace.runtime.distributed.joint.views import base_of
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]

@@ -17,10 +17,10 @@ from torch import nn
 
 from rlplace.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.batches import Split
+from rlplace.runtime.distributed.execution.engine import Setup
 from rlplace.runtime.distributed.execution.make import make as make_stage_graph
-from rlplace.runtime.distributed.execution.setup import Setup
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
-from rlplace.runtime.distributed.pipeline.make import make as make_pipeline
+from rlplace.runtime.distributed.pipeline.engine import make as make_pipeline
 from rlplace.runtime.distributed.ranks import ranks_of
 from rlplace.runtime.distributed.state.tensors import meta_copy
 

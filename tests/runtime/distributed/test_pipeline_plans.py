@@ -9,12 +9,12 @@ from plans import stage_plan
 from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
-from rlplace.runtime.distributed.pipeline import make as support
+from rlplace.runtime.distributed.pipeline import engine as support
 from rlplace.runtime.distributed.pipeline import torch_schedules as versions
 from rlplace.runtime.distributed.pipeline.chain import chain_of
-from rlplace.runtime.distributed.pipeline.current import asides_of
 from rlplace.runtime.distributed.pipeline.engine import pipeline_order
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
+from rlplace.runtime.distributed.pipeline.stage import asides_of
 from rlplace.runtime.distributed.state.tensors import meta_copy
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
-from rlplace.runtime.distributed.sharded.make import devices_of, why_not
+from rlplace.runtime.distributed.sharded.engine import devices_of, why_not
 from rlplace.runtime.distributed.sharded.mesh import factor_mesh, nearest_shards
 from rlplace.runtime.distributed.sharded.program import make_program, storable
 from rlplace.runtime.distributed.sharded.spec import PARTIAL, WHOLE, Spec, coarsened, moved_elements, moves, normal, whole

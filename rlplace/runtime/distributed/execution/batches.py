@@ -1,4 +1,10 @@
-"""Splits the batch that a training loop hands over into micro-batches and replicas."""
+"""Splits the batch that a training loop hands over into micro-batches and replicas.
+
+Checks that all processes of a replica are called with the same batch.
+
+Every process of a replica works on the same samples. A sampler or a loader that deals them out to processes, as for data
+parallel training, would give each process another batch, and the model would train on mixtures of them without a sign.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.engine import Microbatch
+from rlplace.runtime.distributed.ranks import Ranks, group_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,3 +101,52 @@ def by_signature(split: Split) -> list[tuple[int, Sequence[int]]]:
     for number, samples in enumerate(split.samples):
         numbers_of.setdefault(samples, []).append(number)
     return list(numbers_of.items())
+
+
+CALLS = 2
+"""Calls that are checked; a batch costs about as much as a look at every element and a message of 64 bytes."""
+
+
+def check_first_batches(model: nn.Module, ranks: Ranks, share: str) -> None:
+    """Makes the first calls of a distributed model compare their inputs over the processes that must get the same.
+
+    Args:
+        model: The distributed model.
+        ranks: Its processes.
+        share: See `rlplace.distribute`.
+    """
+    if ranks.replica is None:
+        return
+    rows = ranks.replicas if share == "global" else [ranks.replicas[ranks.replica]]
+    alike = sorted({rank for row in rows for rank in row})
+    if len(alike) < 2:
+        return
+    left = [CALLS]
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mine = digest((args, kwargs)).to(ranks.device)
+        digests = [torch.empty_like(mine) for _ in alike]
+        dist.all_gather(digests, mine, group=group_of(alike, "inputs"))
+        left[0] -= 1
+        if left[0] == 0:
+            handle.remove()
+        if any(not torch.equal(other, digests[0]) for other in digests):
+            raise InputError(
+                "distribute: the processes were called with different batches; every process of a replica works on the whole "
+                "batch, so seed all alike and leave out DistributedSampler and loaders that split batches over processes"
+            )
+
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)
+
+
+def digest(inputs: Any) -> torch.Tensor:
+    """A few numbers that tell batches apart, float64 [3]: count, sum and weighted sum of all elements of all tensors."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for number, leaf in enumerate(pytree.tree_leaves(inputs)):
+        if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0:
+            continue
+        flat = torch.nan_to_num(leaf.detach().double().flatten()) if not leaf.is_complex() else leaf.detach().abs().double()
+        weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).sqrt()
+        numbers = torch.stack([flat.new_tensor(float(flat.numel())), flat.sum(), (flat.flatten() * weights).sum()])
+        total += numbers.cpu() * (number + 1)
+    return total

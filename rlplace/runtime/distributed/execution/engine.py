@@ -2,16 +2,89 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlplace.runtime.distributed.execution.events import Recorder
+from rlplace.plan.plan import PlacementPlan
+from rlplace.problem import Problem
+from rlplace.runtime.check import backward_elsewhere
+from rlplace.runtime.distributed.execution import activity
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.order import Expected
+from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.state.tensors import Own
+from rlplace.schedule import FREE_SCHEDULES, SCHEDULES
+from rlplace.text import either
+
+KINDS = ("forward", "backward", "wait", "reduce", "update")
+_TEXT = {"reduce": "the sum of gradients over ranks", "update": "the optimizer"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """An interval.
+
+    Attributes:
+        kind: One of `KINDS`: passes of segments; waiting for other processes; adding up gradients; the optimizer.
+        start_s, end_s: By the host's monotonic clock.
+        segment, microbatch: What a pass or wait is for, else -1.
+    """
+
+    kind: str
+    start_s: float
+    end_s: float
+    segment: int = -1
+    microbatch: int = -1
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end_s - self.start_s
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Collects events while it is on.
+
+    Attributes:
+        device: Waited for at the end of every interval where work is queued on it.
+        on: Whether to record; off, intervals cost nothing.
+        events: What was recorded.
+    """
+
+    device: torch.device
+    on: bool = False
+    events: list[Event] = field(default_factory=list)
+
+    @contextmanager
+    def interval(self, kind: str, segment: int = -1, microbatch: int = -1) -> Iterator[None]:
+        """Records the time that its body takes, and notes it as what this process is doing."""
+        if segment >= 0 and kind != "wait":
+            activity.doing("the {} of segment {} (micro-batch {})", kind, segment, microbatch)
+        elif kind in _TEXT:
+            activity.doing(_TEXT[kind])
+        if not self.on:
+            yield
+            return
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.events.append(Event(kind, start, time.perf_counter(), segment, microbatch))
+
+    def take(self) -> list[Event]:
+        """The events so far, and forgets them."""
+        taken, self.events = self.events, []
+        return taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,3 +164,63 @@ def zero_loss(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
 def to_device(leaf: Any, device: torch.device) -> Any:
     """An input where it is needed; what is no tensor stays as it is."""
     return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What `rlplace.distribute` was given.
+
+    Attributes:
+        model: The whole model, with values.
+        plan: The plan.
+        graph: Its forward graph for the example inputs.
+        ranks: The processes.
+        problem: What the plan was made for, where the caller has it.
+        replayed: The problem whose times a replay sleeps; None: `problem`.
+    """
+
+    model: nn.Module
+    plan: PlacementPlan
+    graph: ForwardGraph
+    ranks: Ranks
+    problem: Problem | None
+    replayed: Problem | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenEngine:
+    """An engine chosen for a plan.
+
+    Attributes:
+        name: The engine's name.
+        own: What this process holds.
+        engine_for: Makes the engine for the graph of one signature of inputs; must not hold on to the whole model.
+    """
+
+    name: str
+    own: Own
+    engine_for: Callable[[ForwardGraph], Engine]
+
+
+def why_not_whole_ops(plan: PlacementPlan) -> str | None:
+    """Why an engine that cuts no ops cannot run a plan; None: it can."""
+    if plan.shards:
+        return f"it cuts no ops, and the plan cuts {len(plan.shards)}; the sharded engine may, or plan without shards"
+    return None
+
+
+def why_not_autograd(plan: PlacementPlan) -> str | None:
+    """Why an engine that leaves backward to autograd cannot run a plan; None: it can."""
+    moved = backward_elsewhere(plan)
+    return why_not_whole_ops(plan) or (
+        None
+        if moved is None
+        else f"autograd runs backward ops where their forward ops ran, the plan moves {moved!r}; the joint-graph engine runs it"
+    )
+
+
+def why_not_free(plan: PlacementPlan) -> str | None:
+    """Why an engine that runs passes in any order of devices cannot keep to a plan's schedule; None: it can."""
+    if not SCHEDULES[plan.schedule].free:
+        return f"schedule {plan.schedule} is for chains of stages, which the pipeline engine runs; use {either(FREE_SCHEDULES)}"
+    return None

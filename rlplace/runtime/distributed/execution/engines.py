@@ -6,13 +6,13 @@ import importlib
 from types import ModuleType
 
 from rlplace.errors import InputError, unknown_name
-from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup
+from rlplace.runtime.distributed.execution.engine import ChosenEngine, Setup
 
 ENGINES = {
-    "pipeline": "rlplace.runtime.distributed.pipeline.make",
+    "pipeline": "rlplace.runtime.distributed.pipeline.engine",
     "stage_graph": "rlplace.runtime.distributed.execution.make",
     "joint_graph": "rlplace.runtime.distributed.joint.make",
-    "sharded": "rlplace.runtime.distributed.sharded.make",
+    "sharded": "rlplace.runtime.distributed.sharded.engine",
     "replay": "rlplace.runtime.distributed.execution.replay",
 }
 """Modules of the engines by name; the first that can run a plan does, except that `replay` has to be asked for.
@@ -40,7 +40,6 @@ def choose_engine(setup: Setup, name: str | None = None) -> ChosenEngine:
         engine = engine_module(candidate)
         reason = engine.why_not(setup.plan, setup.graph, setup.ranks.world)
         if reason is None:
-            chosen: ChosenEngine = engine.make(setup)
-            return chosen
+            return engine.make(setup)
         reasons.append(f"{candidate}: {reason}")
     raise InputError("distribute: no engine can run this plan: " + "; ".join(reasons))

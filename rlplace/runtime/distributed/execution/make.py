@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.engine import Engine, StepOptions
-from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup, why_not_autograd, why_not_free
+from rlplace.runtime.distributed.execution.engine import (
+    ChosenEngine,
+    Engine,
+    Setup,
+    StepOptions,
+    why_not_autograd,
+    why_not_free,
+)
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import Cut, cut_graph

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.groups import group_of
-from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.ranks import Ranks, group_of
 
 
 def output_names(graph: ForwardGraph) -> list[Any]:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.engine import StepOptions
+from rlplace.runtime.distributed.execution.engine import ChosenEngine, Setup, StepOptions
 from rlplace.runtime.distributed.execution.make import make_segments, why_not
-from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.cut import Cut, Segment
 from rlplace.runtime.distributed.graph.order import Expected, expected_of, segment_seconds

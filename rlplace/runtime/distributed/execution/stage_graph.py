@@ -15,19 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, StepOptions, to_device, zero_loss
-from rlplace.runtime.distributed.execution.events import Recorder
-from rlplace.runtime.distributed.execution.messages import Message, StepState, Turn
+from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, Recorder, StepOptions, to_device, zero_loss
 from rlplace.runtime.distributed.execution.outputs import output_names
 from rlplace.runtime.distributed.execution.replicas import GradientReducer
 from rlplace.runtime.distributed.execution.turns import turns_of
-from rlplace.runtime.distributed.execution.wire import Wire
+from rlplace.runtime.distributed.execution.wire import Message, StepState, Turn, Wire
 from rlplace.runtime.distributed.graph.cut import Cut, Segment
 from rlplace.runtime.distributed.graph.order import Step, step_order
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.graph.segment import segment_module
-from rlplace.runtime.distributed.groups import group_of
-from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.ranks import Ranks, group_of
 from rlplace.runtime.distributed.state.tensors import Own
 
 

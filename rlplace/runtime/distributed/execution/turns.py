@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from rlplace.runtime.distributed.execution.messages import Message, Turn, posts_of
+from rlplace.runtime.distributed.execution.wire import Message, Turn, posts_of
 from rlplace.runtime.distributed.graph.cut import Cut
 from rlplace.runtime.distributed.graph.order import Step
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Mapping
-from itertools import count
 from typing import Any, TypeVar
+
+import numpy as np
+
+from rlplace.problem.order import topological_order
 
 K = TypeVar("K", bound=Hashable)
 
@@ -17,29 +19,16 @@ def topological(inputs: Mapping[K, set[K]], position: Mapping[K, Any] | None = N
         inputs: By key the keys that it comes after.
         position: Decides between keys that could come next: the least does. None: the one that became free first does.
     """
-    waiting = {key: len(before - {key}) for key, before in inputs.items()}
-    after: dict[K, list[K]] = {}
-    for key, before in inputs.items():
-        for other in before - {key}:
-            after.setdefault(other, []).append(key)
-    arrival = count()
-    ready: list[tuple[Any, K]] = []
-
-    def push(key: K) -> None:
-        heapq.heappush(ready, (next(arrival) if position is None else position[key], key))
-
-    for key, left in waiting.items():
-        if left == 0:
-            push(key)
-    order = []
-    while ready:
-        _, key = heapq.heappop(ready)
-        order.append(key)
-        for other in after.get(key, ()):
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                push(other)
-    return order
+    keys = list(inputs)
+    number = {key: index for index, key in enumerate(keys)}
+    pairs = [(number[other], number[key]) for key, before in inputs.items() for other in before - {key}]
+    source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    rank = None
+    if position is not None:
+        rank = np.empty(len(keys), dtype=np.int64)
+        rank[sorted(range(len(keys)), key=lambda index: position[keys[index]])] = np.arange(len(keys))
+    order, _ = topological_order(source, target, len(keys), key=rank)
+    return [keys[index] for index in order]
 
 
 def join_acyclic(edges: dict[int, set[int]], kinds: Mapping[int, Hashable]) -> dict[int, int]:

@@ -19,9 +19,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.graph.export import export_training_graph
+from rlplace.graph.export import export_training_graph, refuse_functions
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
-from rlplace.graph.functions import refuse_functions
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime import aliases
 from rlplace.runtime.distributed.graph.functional import replace_in_place_ops
@@ -76,8 +75,7 @@ class ForwardGraph:
 
     def node(self, name: str) -> fx.Node:
         """The node of that name."""
-        node: fx.Node = self._nodes[name]
-        return node
+        return self._nodes[name]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_nodes", {node.name: node for node in self.module.graph.nodes})

@@ -17,8 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlplace.errors import RlplaceError
-from rlplace.graph.autocast import autocast_region
-from rlplace.graph.fake import any_dtype_grouped_mm, fake_inputs
+from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_inputs
 
 
 @dataclass(frozen=True)

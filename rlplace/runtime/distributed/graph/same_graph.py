@@ -18,9 +18,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.runtime import aliases
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.groups import group_of
-from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed_text import gather_texts
+from rlplace.runtime.distributed.ranks import Ranks, gather_texts, group_of
 
 
 def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:

@@ -23,13 +23,11 @@ import torch
 import torch.distributed as dist
 
 from rlplace.errors import InputError, MissingError, RlplaceError
-from rlplace.runtime.distributed import groups
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.wire import LostPeerError
-from rlplace.runtime.distributed.job.board import Board
-from rlplace.runtime.distributed.job.processes import print_line
+from rlplace.runtime.distributed.job.board import Board, print_line
 from rlplace.runtime.distributed.job.watch import GRACE_S, TERMINATED, Watch
-from rlplace.runtime.distributed_text import one_line
+from rlplace.runtime.distributed.ranks import default_timeout_s, one_line
 
 _LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "timeout", "connection refused")
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
@@ -64,7 +62,7 @@ def watch_over(part: str = "", timeout_s: float | None = None) -> None:
             _watch.introduce(part)
         return
     board = Board(dist.get_rank(), dist.get_world_size())
-    _watch = Watch(board, part, timeout_s or _EARLIER * groups.default_timeout_s(), _exit)
+    _watch = Watch(board, part, timeout_s or _EARLIER * default_timeout_s(), _exit)
     _watch.introduce()
     _watch.start()
     if sys.excepthook is not _hook:

@@ -25,8 +25,8 @@ from rlplace.plan.plan import FORMAT, VERSION, PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.io import problem_from_dict, problem_to_dict
 from rlplace.runtime.distributed.job.measure import PlanTimer, plan_timer
-from rlplace.runtime.distributed_text import broadcast_text, gather_texts
-from rlplace.runtime.site import local_facts
+from rlplace.runtime.distributed.ranks import broadcast_text, gather_texts
+from rlplace.runtime.environment import local_facts
 from rlplace.zoo import LoadedModel
 
 

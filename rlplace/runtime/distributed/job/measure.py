@@ -18,12 +18,12 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.execution.events import Event, Recorder
+from rlplace.runtime.distributed.execution.engine import Event, Recorder
 from rlplace.runtime.distributed.execution.replay import ReplayEngine, sleep_until
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
-from rlplace.runtime.distributed.job.synthetic import synthetic_batch
+from rlplace.runtime.distributed.job.recipe import synthetic_batch
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed_text import gather_texts
+from rlplace.runtime.distributed.ranks import gather_texts
 from rlplace.runtime.measure import OPTIMIZERS, loss_of
 from rlplace.zoo import LoadedModel
 

@@ -24,11 +24,10 @@ from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import Loss, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.graph.segment import segment_module
-from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.ranks import gather_texts, group_of
 from rlplace.runtime.distributed.state.tensors import meta_copy
 from rlplace.runtime.distributed.state.whole_state import to_first
-from rlplace.runtime.distributed_text import gather_texts
 from rlplace.runtime.measure import loss_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

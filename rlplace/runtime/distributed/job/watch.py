@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, replace
 import torch.distributed as dist
 
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.job.board import Board, Member
-from rlplace.runtime.distributed.job.processes import alive, listen, machine, only_one_here, print_line
+from rlplace.runtime.distributed.job.board import Board, Member, alive, listen, machine, only_one_here, print_line
 
 BEAT_S = 1.0
 GRACE_S = 2.0

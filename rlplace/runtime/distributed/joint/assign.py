@@ -2,23 +2,35 @@
 
 A forward node runs where its op is planned, a backward node on the device of ``NAME.backward`` where the plan has that group,
 else where its forward ran. What belongs to no op follows its inputs. Views have no device, see `views`.
+
+In which order the nodes of a joint graph run over all micro-batches: the simulator's, fixed before the step begins.
+
+Every process computes the same order, in which producers come before consumers, and runs its own part of it blindly.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from typing import NamedTuple
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from rlplace.plan.device_map import plan_groups
 from rlplace.plan.plan import PlacementPlan
+from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem.problem import BACKWARD, FORWARD
+from rlplace.runtime.distributed.graph.acyclic import topological
 from rlplace.runtime.distributed.graph.assign import assign, planned_placements
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.graph import JointGraph
 from rlplace.runtime.distributed.joint.views import base_of, is_view_node
+from rlplace.simulator import simulate
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,3 +134,108 @@ def _owners(
         else:
             owners[name] = tuple(sorted({device_of[n] for n in reading})) or (home,)
     return owners
+
+
+_aten = torch.ops.aten
+_BANDWIDTH_BYTES_PER_S, _COMPUTE_FLOPS_PER_S, _LAUNCH_S = 1e12, 1e14, 5e-6
+"""Speeds of a nominal device; only their ratios matter, and only for the order."""
+
+
+class Task(NamedTuple):
+    """One run of a node for one micro-batch of the step."""
+
+    node: fx.Node
+    microbatch: int
+
+
+def forward_nodes(placement: JointPlacement) -> set[fx.Node]:
+    """Working nodes that outputs, loss and new values of buffers need."""
+    joint = placement.joint
+    wanted = [item for item in (joint.loss, *joint.outputs, *joint.writes.values()) if isinstance(item, fx.Node)]
+    needed = {base_of(node) for node in wanted}
+    for node in reversed(list(placement.device_of)):
+        if node in needed:
+            needed.update(placement.reads[node])
+    return {node for node in needed if node in placement.device_of}
+
+
+def joint_order(placement: JointPlacement, nodes: Iterable[fx.Node], microbatches: int, schedule: str) -> list[Task]:
+    """All runs of one step, those of all devices in one list.
+
+    Args:
+        placement: Where everything runs.
+        nodes: The nodes to run, closed under what they read. Items of ops with several results are no runs of their own.
+        microbatches: Number of them that this replica runs.
+        schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
+    """
+    chosen = set(nodes)
+    tasks = [node for node in placement.device_of if node in chosen and node.target is not operator.getitem]
+    if not tasks or not microbatches:
+        return []
+    index = {node: number for number, node in enumerate(tasks)}
+    readers: dict[fx.Node, dict[int, None]] = {}
+    for node in tasks:
+        for value in placement.reads[node]:
+            if value in placement.device_of:
+                readers.setdefault(value, {})[index[node]] = None
+    tensors = [
+        TensorSpec(index[_maker(value)], _bytes(value), [r for r in reading_ops if r != index[_maker(value)]])
+        for value, reading_ops in readers.items()
+    ]
+    used = sorted({placement.device_of[node] for node in tasks})
+    problem = build_problem(
+        "joint",
+        time_s=[[_seconds(node)] * len(used) for node in tasks],
+        tensors=tensors,
+        memory_bytes=[None] * len(used),
+        group=[used.index(placement.device_of[node]) for node in tasks],
+        phase=[BACKWARD if node.meta["backward"] else FORWARD for node in tasks],
+        bandwidth_bytes_per_s=1e11,
+        latency_s=1e-5,
+    )
+    line = simulate(problem, list(range(len(used))), microbatches=microbatches, schedule=schedule)
+    start = {
+        (op, number): (begin, number, op)
+        for op, number, begin in zip(line.task_op.tolist(), line.task_microbatch.tolist(), line.start_s.tolist(), strict=True)
+    }
+    before: dict[tuple[int, int], set[tuple[int, int]]] = {run: set() for run in start}
+    for value, reading_ops in readers.items():
+        for number in range(microbatches):
+            for op in reading_ops:
+                before[op, number].add((index[_maker(value)], number))
+    # A buffer's new value comes before the next micro-batch reads it.
+    for name, node in placement.joint.writes.items():
+        maker = base_of(node)
+        if maker in placement.device_of and _maker(maker) in index:
+            reading = [index[n] for n in tasks if placement.joint.held[name] in placement.reads[n]]
+            for number in range(1, microbatches):
+                for op in reading:
+                    before[op, number].add((index[_maker(maker)], number - 1))
+    return [Task(tasks[op], number) for op, number in topological(before, start)]
+
+
+def _maker(value: fx.Node) -> fx.Node:
+    """The task that makes a value."""
+    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _seconds(node: fx.Node) -> float:
+    touched = _bytes(node) + sum(_bytes(other) for other in (*node.all_input_nodes, *node.users))
+    return _LAUNCH_S + touched / _BANDWIDTH_BYTES_PER_S + _flops(node) / _COMPUTE_FLOPS_PER_S
+
+
+def _flops(node: fx.Node) -> float:
+    """FLOPs of products and convolutions."""
+    shapes = [tuple(n.meta["val"].shape) for n in pytree.tree_leaves(node.args) if isinstance(n, fx.Node) and "val" in n.meta]
+    if node.target in (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default):
+        return 2.0 * prod(shapes[-2]) * shapes[-1][-1]
+    if node.target is _aten.convolution.default:
+        return 2.0 * node.meta["val"].numel() * prod(shapes[1][1:])
+    if node.target is _aten.convolution_backward.default:
+        return 4.0 * prod(shapes[0]) * prod(shapes[2][1:])
+    return 0.0

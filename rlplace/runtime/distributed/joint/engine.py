@@ -17,18 +17,14 @@ from torch import fx
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, zero_loss
-from rlplace.runtime.distributed.execution.events import Recorder
-from rlplace.runtime.distributed.execution.gradients import sum_gradients
-from rlplace.runtime.distributed.execution.messages import Message, StepState, Turn
-from rlplace.runtime.distributed.execution.wire import Wire
+from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, Recorder, zero_loss
+from rlplace.runtime.distributed.execution.replicas import sum_gradients
+from rlplace.runtime.distributed.execution.wire import Message, StepState, Turn, Wire
 from rlplace.runtime.distributed.graph.randomness import random_key, seeded
-from rlplace.runtime.distributed.groups import group_of
-from rlplace.runtime.distributed.joint.assign import JointPlacement
-from rlplace.runtime.distributed.joint.order import Task, forward_nodes, joint_order
+from rlplace.runtime.distributed.joint.assign import JointPlacement, Task, forward_nodes, joint_order
 from rlplace.runtime.distributed.joint.program import JointProgram, calls_of, lay_out, layout_of, program_of, value_of
 from rlplace.runtime.distributed.joint.views import base_of
-from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.ranks import Ranks, group_of
 from rlplace.runtime.distributed.state.tensors import Own
 from rlplace.schedule import LIST
 

@@ -90,8 +90,7 @@ class JointForward(OpLevelForward):
 
     def _example(self, name: str, source: ForwardGraph) -> torch.Tensor:
         holder = self._holder.get(name)
-        tensor: torch.Tensor = source.constants[name] if holder is None else holder[0][holder[1]]
-        return tensor
+        return source.constants[name] if holder is None else holder[0][holder[1]]
 
 
 Flags = tuple[bool, ...]

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.engine import Engine
-from rlplace.runtime.distributed.execution.setup import ChosenEngine, Setup, why_not_free, why_not_whole_ops
+from rlplace.runtime.distributed.execution.engine import ChosenEngine, Engine, Setup, why_not_free, why_not_whole_ops
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.assign import JointPlacement, place_joint_graph
 from rlplace.runtime.distributed.joint.engine import JointEngine

@@ -12,8 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime import streams
-from rlplace.runtime.distributed.joint.assign import JointPlacement
-from rlplace.runtime.distributed.joint.order import forward_nodes
+from rlplace.runtime.distributed.joint.assign import JointPlacement, forward_nodes
 from rlplace.runtime.distributed.joint.views import base_of, is_view_node
 
 _aten = torch.ops.aten

@@ -12,10 +12,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from rlplace.runtime.distributed.execution.messages import Message, Turn, posts_of
+from rlplace.runtime.distributed.execution.wire import Message, Turn, posts_of
 from rlplace.runtime.distributed.graph.layouts import Layout
-from rlplace.runtime.distributed.joint.assign import JointPlacement
-from rlplace.runtime.distributed.joint.order import Task
+from rlplace.runtime.distributed.joint.assign import JointPlacement, Task
 from rlplace.runtime.distributed.joint.views import base_of, is_view_node
 
 AHEAD = 32

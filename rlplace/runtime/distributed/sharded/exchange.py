@@ -97,8 +97,7 @@ class _Exchanged(torch.autograd.Function):
 def exchanged(local: torch.Tensor, route: Exchange, mesh: Meshes) -> torch.Tensor:
     """The values after an exchange, with its gradient."""
     if torch.is_grad_enabled() and local.requires_grad:
-        result: torch.Tensor = _Exchanged.apply(local, route, mesh)
-        return result
+        return _Exchanged.apply(local, route, mesh)
     return move(local, route.there, route.after, mesh)
 
 
@@ -153,8 +152,7 @@ def summed(local: torch.Tensor, axes: frozenset[int], mesh: Meshes, *, everywher
     if not axes:
         return local
     if torch.is_grad_enabled() and local.requires_grad:
-        result: torch.Tensor = _Summed.apply(local, axes, everywhere, mesh)
-        return result
+        return _Summed.apply(local, axes, everywhere, mesh)
     return _reduced(local, axes, "sum", mesh)
 
 
@@ -221,5 +219,4 @@ class _Shared(torch.autograd.Function):
 
 def shared(whole: torch.Tensor, count: int) -> torch.Tensor:
     """An equal share of something that is added to partial sums; each device has its whole gradient."""
-    result: torch.Tensor = _Shared.apply(whole, count)
-    return result
+    return _Shared.apply(whole, count)

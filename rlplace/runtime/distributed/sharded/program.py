@@ -27,7 +27,7 @@ from rlplace.runtime.distributed.sharded.local_ops import LOCAL_OPS, PLAIN, Loca
 from rlplace.runtime.distributed.sharded.mesh import assignments
 from rlplace.runtime.distributed.sharded.spaces import OpSpace, Spaces, TensorShape, in_loss, spaces_of
 from rlplace.runtime.distributed.sharded.spec import WHOLE, Factor, Spec, moved_elements, normal, whole
-from rlplace.runtime.distributed.sharded.steps import Demand, ShardedProgram, Step, storable, writes_of, written_families
+from rlplace.runtime.distributed.sharded.values import Demand, ShardedProgram, Step, storable, writes_of, written_families
 from rlplace.runtime.distributed.sharded.views import is_view_op, view
 
 Factors = Mapping[str, tuple[Factor, ...]]
@@ -288,8 +288,7 @@ class _Maker:
     def _known(self, node: fx.Node) -> Spec:
         if node.name not in self.specs:
             self._demand(node, whole(self.spaces.values[node.name].shape), frozenset())
-        spec: Spec = self.specs[node.name]
-        return spec
+        return self.specs[node.name]
 
     def _described(self, leaf: Any) -> Any:
         return self.spaces.values.get(leaf.name) if isinstance(leaf, fx.Node) else leaf

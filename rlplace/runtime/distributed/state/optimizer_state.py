@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rlplace.errors import InputError, show
-from rlplace.runtime.distributed.groups import group_of
 from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.ranks import group_of
 from rlplace.runtime.distributed.state.shares import Share
 from rlplace.runtime.distributed.state.training_facts import check_setting
 

@@ -30,8 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.groups import all_gather, group_of
-from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.ranks import Ranks, all_gather, group_of
 from rlplace.simulator.replicas import BUCKET_BYTES
 
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rlplace.runtime.distributed.groups import group_of
-from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.ranks import Ranks, group_of
 from rlplace.runtime.held import first_names
 
 

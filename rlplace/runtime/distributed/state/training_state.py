@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import read_json, write_json
 from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.ranks import broadcast_text, gather_texts, one_line
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
 from rlplace.runtime.distributed.state.training_facts import check_facts, check_scheduler, check_sizes
 from rlplace.runtime.distributed.state.training_index import IndexReader, check_index
-from rlplace.runtime.distributed_text import broadcast_text, gather_texts, one_line
 
 FORMAT = "rlplace.training"
 VERSION = 1

@@ -1,15 +1,23 @@
-"""The state dict of the whole model, brought together on one process."""
+"""The state dict of the whole model, brought together on one process.
+
+The state of the optimizers of all processes, brought together as that of one optimizer over the whole model.
+
+The result is what ``optimizer.state_dict()`` returns where the undistributed model is trained, so a run can go on from it on
+one device or by another plan. Its parameter groups are those of that optimizer if they list parameters in the model's order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rlplace.errors import InputError
 from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.state.shares import share_of
 from rlplace.runtime.held import first_names
 
 
@@ -66,3 +74,137 @@ def to_first(value: Any, shape: Sequence[int], dtype: torch.dtype, source: int, 
 def own_part(whole: torch.Tensor, like: DTensor) -> DTensor:
     """This process's part of a tensor that every process has whole, cut as another one is."""
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer over the whole model; every process calls it.
+
+    Args:
+        model: The distributed model.
+        optimizer: Over its parameters, with equal parameter groups on all processes.
+
+    Returns:
+        On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
+    """
+    ranks, cut = model.ranks, model.shared_parameters.shares
+    names = [[name for name, _ in group] for group in _named_groups(model, optimizer)]
+    state = {name: optimizer.state.get(p, {}) for group in _named_groups(model, optimizer) for name, p in group}
+    described = {
+        name: (name in cut, {key: _described(value) for key, value in values.items()}) for name, values in state.items()
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (names, described))
+    order = _whole_order(model, [described_value for described_value, _ in everyone])
+    first = ranks.rank == 0
+    whole: dict[int, dict[str, Any]] = {}
+    shapes = dict(model.meta_model.named_parameters())
+    for index, name in enumerate(name for group in order for name in group):
+        rows = [row[model.own_tensors.owners[name][0]] for row in ranks.replicas]
+        is_cut, keys = everyone[rows[0]][1].get(name, (False, {}))
+        for key, described_value in keys.items():
+            shape = tuple(shapes[name].shape)
+            sources = rows if is_cut and described_value[0] == "tensor" and described_value[1] != () else rows[:1]
+            pieces = [_to_first(state, name, key, r, everyone[r][1][name][1][key], ranks.rank, ranks.device) for r in sources]
+            mine = state.get(name, {}).get(key)
+            if isinstance(mine, DTensor) and ranks.rank not in sources:
+                mine.full_tensor()  # takes part in the exchange
+            if not first:
+                continue
+            value = pieces[0]
+            if len(pieces) > 1:
+                dim = share_of(shape, len(rows), 0).dim
+                value = torch.cat(pieces, dim=dim or 0)
+            whole.setdefault(index, {})[key] = value
+    if not first:
+        return {}
+    groups = []
+    start = 0
+    for mine, listed in zip(optimizer.state_dict()["param_groups"], order, strict=True):
+        groups.append({**mine, "params": list(range(start, start + len(listed)))})
+        start += len(listed)
+    return {"state": whole, "param_groups": groups}
+
+
+def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Takes this process's part of an optimizer's state; every process calls it with the same state.
+
+    Args:
+        model: The distributed model.
+        optimizer: Over its parameters.
+        state: As `whole_optimizer_state` or an optimizer over the undistributed model gives it.
+
+    Raises:
+        InputError: It has other groups, or was made over other parameters.
+    """
+    named = _named_groups(model, optimizer)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [[name for name, _ in group] for group in named])
+    order = _whole_order(model, everyone)
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != [len(group) for group in order]:
+        raise InputError(
+            f"optimizer state: its groups have {sizes} parameters, those of this optimizer {[len(group) for group in order]}; "
+            "make the optimizer as it was made for the run that saved it"
+        )
+    shapes = {name: tuple(p.shape) for name, p in model.meta_model.named_parameters()}
+    number = {
+        name: index
+        for group, saved in zip(order, state["param_groups"], strict=True)
+        for name, index in zip(group, saved["params"], strict=True)
+    }
+    state_of = {
+        id(parameter): {
+            key: _own_part(model, name, shapes[name], parameter, value)
+            for key, value in state["state"].get(number[name], {}).items()
+        }
+        for group in named
+        for name, parameter in group
+    }
+    local: dict[int, dict[str, Any]] = {}
+    groups, at = [], 0
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        groups.append({**saved, "params": list(range(at, at + len(group["params"])))})
+        for parameter in group["params"]:
+            local[at] = state_of.get(id(parameter), {})
+            at += 1
+    optimizer.load_state_dict({"state": {k: v for k, v in local.items() if v}, "param_groups": groups})
+
+
+def _named_groups(model: DistributedModel, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, torch.Tensor]]]:
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[(name_of[id(p)], p) for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
+
+
+def _whole_order(model: DistributedModel, everyone: list[list[list[str]]]) -> list[list[str]]:
+    """Names by group, each in the order of the model."""
+    listed = [{name for mine in everyone for name in mine[g]} for g in range(len(everyone[0]))]
+    return [[name for name, _ in model.meta_model.named_parameters() if name in group] for group in listed]
+
+
+def _described(value: Any) -> tuple[str, Any, Any]:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype)
+    return ("value", value, None)
+
+
+def _to_first(
+    state: Mapping[str, Any], name: str, key: str, source: int, described: tuple[str, Any, Any], rank: int, device: torch.device
+) -> Any:
+    """A value of the optimizer's state of one rank, on rank 0; None elsewhere."""
+    what, shape, dtype = described
+    if what == "value":
+        return shape
+    value = state[name][key] if rank == source else None
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return to_first(value, shape, dtype, source, device)
+
+
+def _own_part(model: DistributedModel, name: str, shape: tuple[int, ...], parameter: torch.Tensor, value: Any) -> Any:
+    """What belongs to a rank's own part of a parameter: state of the parameter's shape is cut as the parameter is."""
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dim() == 0:
+        return value
+    if isinstance(parameter, DTensor):
+        return own_part(value, parameter)
+    share = model.shared_parameters.shares.get(name)
+    return value if share is None else share.of(value).clone()

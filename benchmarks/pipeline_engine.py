@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-CASES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero_bubble", 2)]
+CASES = [("1f1b", 1), ("gpipe", 1), ("looped_bfs", 2), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2)]
 BATCH, LENGTH, MICROBATCHES = 8, 128, 8
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/pipelines.py [--devices 4] [--microbatches 8]
 
-One stage a device for gpipe, 1f1b and zero_bubble; two for interleaved, in a loop, and for zero_bubble in a v. All schedules
+One stage a device for gpipe, 1f1b and interleaved_zero_bubble; two for the others, in a loop or a v. All schedules
 run the same problem, priced with weight gradients apart, on the reference executor.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 import rlplace
 from rlplace.plan.recompute import recompute
 from rlplace.plan.segments import layer_segments
+from rlplace.schedule import SCHEDULES, V
 from rlplace.simulator import default_priority
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.schedules import schedule_order
@@ -45,25 +46,27 @@ def main():
     print(
         f"{problem.num_groups} groups, {count} micro-batches, {devices} devices; no bubble, no transfers: {ideal * 1e3:.2f} ms"
     )
-    print(f"{'schedule':18s} {'step ms':>8s} {'over ideal':>10s}  peak GB")
+    print(f"{'schedule':23s} {'step ms':>8s} {'over ideal':>10s}  peak GB")
     for name, schedule, parts in (
         ("gpipe", "gpipe", 1),
         ("1f1b", "1f1b", 1),
         ("1f1b, torch's list", "1f1b", 1),
         ("list", "list", 1),
-        ("interleaved", "interleaved", 2),
-        ("zero_bubble", "zero_bubble", 1),
-        ("zero_bubble in a v", "zero_bubble", 2),
+        ("looped_bfs", "looped_bfs", 2),
+        ("interleaved_1f1b", "interleaved_1f1b", 2),
+        ("interleaved_zero_bubble", "interleaved_zero_bubble", 1),
+        ("zbv", "zbv", 2),
+        ("dualpipev", "dualpipev", 2),
     ):
         stages = cut(problem, parts * devices)
         order = np.arange(devices)
-        device = np.concatenate([order, order[::-1] if name.endswith("v") else order])[stages]
+        device = np.concatenate([order, order[::-1] if SCHEDULES[schedule].layout == V else order][:parts])[stages]
         how = {"schedule": schedule, "stage_of_group": stages}
         if name.endswith("'s list"):
             how = {"order": schedule_order(problem, device, schedule, count, stages, default_priority(problem))}
         line = simulate_reference(problem, device, microbatches=count, **how)
         peaks = " ".join(f"{peak / 1e9:.2f}" for peak in line.peak_memory_bytes)
-        print(f"{name:18s} {line.step_time_s * 1e3:8.2f} {line.step_time_s / ideal - 1:10.1%}  {peaks}")
+        print(f"{name:23s} {line.step_time_s * 1e3:8.2f} {line.step_time_s / ideal - 1:10.1%}  {peaks}")
 
     one = rlplace.price(graph, "a100-80g:1")
     base = simulate_reference(one, [0] * one.num_groups)

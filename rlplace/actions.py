@@ -4,29 +4,33 @@ A *stage* is a part of a chain; a device runs one or more stages. For every micr
 backward: one action (B), or the gradient of its input (I) and, any time later, the gradients of its weights (W). Only F, B
 and I pass something on, so W can fill what would otherwise be a bubble.
 
-================ ========================================== ======================= ==================================
-schedule         torch class                                stages a device         where stage s sits (p devices)
-================ ========================================== ======================= ==================================
-``gpipe``        ``ScheduleGPipe``                          1                       device s
-``1f1b``         ``Schedule1F1B``                           1                       device s
-``interleaved``  ``ScheduleInterleaved1F1B``                v                       device s mod p ("loop")
-``zero_bubble``  ``ScheduleInterleavedZeroBubble``          v                       device s mod p ("loop")
-``zero_bubble``  ``ScheduleZBVZeroBubble``                  2                       s, and back from 2p - 1 - s ("v")
-================ ========================================== ======================= ==================================
+=========================== ================================= =============== ==================================
+schedule                    torch class                       stages a device where stage s sits (p devices)
+=========================== ================================= =============== ==================================
+``gpipe``                   ``ScheduleGPipe``                 1               device s
+``1f1b``                    ``Schedule1F1B``                  1               device s
+``looped_bfs``              ``ScheduleLoopedBFS``             v               device s mod p ("loop")
+``interleaved_1f1b``        ``ScheduleInterleaved1F1B``       v               device s mod p ("loop")
+``interleaved_zero_bubble`` ``ScheduleInterleavedZeroBubble`` v               device s mod p ("loop")
+``zbv``                     ``ScheduleZBVZeroBubble``         2               s, and back from 2p - 1 - s ("v")
+``dualpipev``               ``ScheduleDualPipeV``             2               s, and back from 2p - 1 - s ("v")
+=========================== ================================= =============== ==================================
 
 With p devices, m micro-batches, equal stages and free links, where one stage takes F for a forward, I for an input gradient,
 W for weight gradients and B = I + W: the *bubble* is what a step takes beyond the work v m (F + B) of one device; *in flight*
 are the activations that the first device holds at most, counted in micro-batches through all its v stages.
 
-====================== =============================== ======================= =============== =========================
-schedule               bubble                          in flight               for             source
-====================== =============================== ======================= =============== =========================
-``gpipe``              (p - 1)(F + B)                  m                       any m           Huang et al. 2019
-``1f1b``               (p - 1)(F + B)                  min(m, p)               any m           Narayanan et al. 2021
-``interleaved``        (p - 1)(F + B)                  p + (p - 1)/v           m = 2p, 3p, ..  Narayanan et al. 2021
-``zero_bubble``, loop  (p - 1) max(F, I, F + I - W)    p                       m = p, 2p, ..   Qi et al. 2023, ZB-H1
-``zero_bubble``, v     (p - 1) F                       p                       m >= 2p, F=I=W  Qi et al. 2023, ZB-V
-====================== =============================== ======================= =============== =========================
+=========================== ============================ ============= ============== =====================
+schedule                    bubble                       in flight     for            source
+=========================== ============================ ============= ============== =====================
+``gpipe``                   (p - 1)(F + B)               m             any m          Huang et al. 2019
+``1f1b``                    (p - 1)(F + B)               min(m, p)     any m          Narayanan et al. 2021
+``looped_bfs``              (p - 1)(F + B)               m             m >= p         Lamy-Poirier 2022
+``interleaved_1f1b``        (p - 1)(F + B)               p + (p - 1)/v m = 2p, 3p, .. Narayanan et al. 2021
+``interleaved_zero_bubble`` (p - 1) max(F, I, F + I - W) p             m = p, 2p, ..  Qi et al. 2023, ZB-H1
+``zbv``                     (p - 1) F                    p             m >= 2p, F=I=W Qi et al. 2023, ZB-V
+``dualpipev``               (p - 1) F                    p + 1/2       m >= 2p, F=I=W the replay
+=========================== ============================ ============= ============== =====================
 
 With v stages a device each stage is 1/v of the device's work, which is how interleaving divides the bubble by v. The papers
 call the last bubble zero because devices start and end a step one after another, and with an optimizer step that waits for
@@ -36,15 +40,13 @@ counts.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlplace.errors import InputError, unknown_name, whole_number
-from rlplace.schedule import LIST, LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V, schedule_named
+from rlplace.errors import InputError, whole_number
+from rlplace.schedule import LIST, LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V, schedule_named, stages_a_device
 from rlplace.text import either
-
-LAYOUTS = (LOOP, V)
 
 FORWARD_ACTION, BACKWARD_ACTION, INPUT_ACTION, WEIGHT_ACTION = "F", "B", "I", "W"
 
@@ -63,9 +65,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def pipeline_actions(
-    schedule: str, num_devices: int, stages_per_device: int, microbatches: int, *, layout: str = "loop"
-) -> list[list[Action]]:
+def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, microbatches: int) -> list[list[Action]]:
     """The actions of every device, in the order in which torch runs them.
 
     Args:
@@ -73,41 +73,33 @@ def pipeline_actions(
         num_devices: Devices of the pipeline, p.
         stages_per_device: Stages on each of them, v; the chain has p v stages.
         microbatches: Micro-batches of a step, m.
-        layout: ``"loop"`` (stage s on device s mod p) or ``"v"`` (the second
-            half of the chain runs back over the devices). With one stage a device they are the same.
 
     Returns:
         Per device its actions.
 
     Raises:
-        InputError: torch has no such schedule: for this layout, this many stages or this many micro-batches.
+        InputError: torch has no such schedule: for this many stages or this many micro-batches.
     """
-    layouts = schedule_named(schedule, PIPELINE_SCHEDULES, "pipeline schedule").torch_class
-    if layout not in LAYOUTS:
-        raise unknown_name("stage layout", layout, LAYOUTS)
+    layout = schedule_named(schedule, PIPELINE_SCHEDULES, "pipeline schedule").layout
     for what, value in (("devices", num_devices), ("stages per device", stages_per_device), ("micro-batches", microbatches)):
         whole_number(value, f"schedule {schedule}: {what}", 1)
-    if stages_per_device == 1:
-        layout = LOOP
-    elif LOOP not in layouts:
-        others = [name for name in PIPELINE_SCHEDULES if LOOP in SCHEDULES[name].torch_class]
+    wanted = {ONE: 1, V: 2}.get(layout, stages_per_device)
+    if stages_per_device != wanted:
+        others = [name for name in PIPELINE_SCHEDULES if SCHEDULES[name].layout == LOOP]
         raise InputError(
-            f"schedule {schedule} runs one stage on each device, found {stages_per_device}; "
-            f"use 1, or the schedules {either(others)}"
+            f"schedule {schedule}: stages per device: expected {wanted}, found {stages_per_device}; "
+            f"use {wanted}, or the schedule {either(others)}"
         )
-    elif layout not in layouts:
-        others = [name for name in PIPELINE_SCHEDULES if layout in SCHEDULES[name].torch_class]
-        raise InputError(f"schedule {schedule} runs stages in a loop over the devices, found a {layout}; use {either(others)}")
-    return _ACTIONS[schedule](num_devices, stages_per_device, microbatches, layout)
+    return _ACTIONS[schedule](num_devices, stages_per_device, microbatches)
 
 
-def _gpipe(devices: int, stages: int, microbatches: int, layout: str) -> list[list[Action]]:
+def _gpipe(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
     """Every forward, then every backward, both from the first micro-batch on."""
     kinds = (FORWARD_ACTION, BACKWARD_ACTION)
     return [[Action(device, kind, n) for kind in kinds for n in range(microbatches)] for device in range(devices)]
 
 
-def _one_forward_one_backward(devices: int, stages: int, microbatches: int, layout: str) -> list[list[Action]]:
+def _one_forward_one_backward(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
     """One forward ahead for each stage that follows; then a forward and a backward in turn."""
     if microbatches < devices:
         raise InputError(
@@ -126,21 +118,48 @@ def _one_forward_one_backward(devices: int, stages: int, microbatches: int, layo
     return lists
 
 
-def _interleaved(devices: int, stages: int, microbatches: int, layout: str) -> list[list[Action]]:
-    _check_rounds("interleaved", devices, microbatches)
+def _looped_bfs(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
+    """Every forward, the device's first stage first, then every backward, in reverse."""
+    lists = []
+    for device in range(devices):
+        passes = [(stage, n) for stage in range(device, devices * stages, devices) for n in range(microbatches)]
+        forward = [Action(stage, FORWARD_ACTION, n) for stage, n in passes]
+        lists.append(forward + [Action(stage, BACKWARD_ACTION, n) for stage, n in reversed(passes)])
+    return lists
+
+
+def _interleaved_1f1b(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
+    _check_rounds("interleaved_1f1b", devices, microbatches)
     return [_in_rounds(device, devices, stages, microbatches, split=False) for device in range(devices)]
 
 
-def _zero_bubble(devices: int, stages: int, microbatches: int, layout: str) -> list[list[Action]]:
-    if layout == V:
-        if stages != 2:
-            raise InputError(f"schedule zero_bubble in a v needs 2 stages on each device, found {stages}; use 2")
-        return [_zero_bubble_v(device, devices, microbatches) for device in range(devices)]
-    _check_rounds("zero_bubble", devices, microbatches)
+def _interleaved_zero_bubble(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
+    _check_rounds("interleaved_zero_bubble", devices, microbatches)
     return [_in_rounds(device, devices, stages, microbatches, split=True) for device in range(devices)]
 
 
-_ACTIONS = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved, "zero_bubble": _zero_bubble}
+def _zbv(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
+    return [_zero_bubble_v(device, devices, microbatches) for device in range(devices)]
+
+
+def _dualpipev(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
+    if microbatches < 2 * devices:
+        raise InputError(
+            f"schedule dualpipev needs at least as many micro-batches as stages, found {microbatches} for {2 * devices}; "
+            f"use {2 * devices}, or the schedule zbv"
+        )
+    return [_dual_pipe_v(device, devices, microbatches) for device in range(devices)]
+
+
+_ACTIONS = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "looped_bfs": _looped_bfs,
+    "interleaved_1f1b": _interleaved_1f1b,
+    "interleaved_zero_bubble": _interleaved_zero_bubble,
+    "zbv": _zbv,
+    "dualpipev": _dualpipev,
+}
 """How the lists of `rlplace.schedule.PIPELINE_SCHEDULES` are made."""
 
 
@@ -235,53 +254,72 @@ def _zero_bubble_v(device: int, devices: int, microbatches: int) -> list[Action]
     return [action for action in actions if action.microbatch < microbatches]
 
 
-@dataclass(frozen=True)
-class StageLayout:
-    """How the stages of a chain sit on devices.
+def _dual_pipe_v(device: int, devices: int, microbatches: int) -> list[Action]:
+    """DualPipeV: a v in which the forward of one stage of the device and the backward of the other take turns.
 
-    Attributes:
-        kind: ``"loop"`` or ``"v"``; one stage a device is a loop of one lap.
-        devices: Device numbers in the order in which the chain visits them; `pipeline_actions` calls them 0, 1, ...
-        stages_per_device: Stages on each.
+    Torch runs such a pair as one action, which here is two in a row. Only the first and the last backwards are split.
     """
+    down, up = device, 2 * devices - 1 - device
+    done: Counter[tuple[int, bool]] = Counter()
+    put_off: deque[Action] = deque()
+    actions: list[Action] = []
 
-    kind: str
-    devices: tuple[int, ...]
-    stages_per_device: int
+    def run(stage: int, kind: str) -> None:
+        way = (stage, kind == FORWARD_ACTION)
+        actions.append(Action(stage, kind, done[way]))
+        if kind == INPUT_ACTION:
+            put_off.append(Action(stage, WEIGHT_ACTION, done[way]))
+        done[way] += 1
 
-    def actions(self, schedule: str, microbatches: int) -> dict[int, list[Action]]:
-        """The actions of a schedule by device number; see `pipeline_actions`."""
-        lists = pipeline_actions(schedule, len(self.devices), self.stages_per_device, microbatches, layout=self.kind)
-        return dict(zip(self.devices, lists, strict=True))
+    hops = devices - 1 - device
+    for _ in range(2 * hops):
+        run(down, FORWARD_ACTION)
+    for _ in range(device + 1):
+        run(down, FORWARD_ACTION)
+        run(up, FORWARD_ACTION)
+    for _ in range(hops):
+        run(up, INPUT_ACTION)
+        actions.append(put_off.popleft())
+        run(up, FORWARD_ACTION)
+    steady = microbatches - 2 * devices + device + 1
+    for turn in range(steady + hops):
+        if turn < steady:
+            run(down, FORWARD_ACTION)
+        run(up, BACKWARD_ACTION)
+        run(up, FORWARD_ACTION)
+        run(down, BACKWARD_ACTION)
+    for turn in range(2 * (device + 1)):  # the second half of what is left is split
+        run(down if turn % 2 else up, INPUT_ACTION if turn > device else BACKWARD_ACTION)
+    for _ in range(hops):
+        actions.append(put_off.popleft())
+        run(down, INPUT_ACTION)
+    return [*actions, *put_off]
 
 
-def stage_layout(device_of_stage: Sequence[int], schedule: str) -> StageLayout:
-    """Recognises how a chain is laid out, and whether a schedule can run it.
+def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: int) -> dict[int, list[Action]]:
+    """The actions of a chain as it sits on its devices.
 
     Args:
         device_of_stage: Device number of each stage, in chain order.
         schedule: One of `rlplace.schedule.PIPELINE_SCHEDULES`.
+        microbatches: Micro-batches of a step.
 
     Returns:
-        The layout. Two stages on a single device are a loop.
+        By device number, in the order in which the chain visits them.
 
     Raises:
-        InputError: The schedule cannot run the chain as it sits; says which layouts it can.
+        InputError: The schedule cannot run the chain as it sits, or so many micro-batches; says what it can.
     """
-    known = tuple(schedule_named(schedule, PIPELINE_SCHEDULES, "pipeline schedule").torch_class)
+    layout = schedule_named(schedule, PIPELINE_SCHEDULES, "pipeline schedule").layout
     stages = [int(device) for device in device_of_stage]
-    devices = tuple(dict.fromkeys(stages))
-    count = len(devices)
-    laps, rest = divmod(len(stages), count) if stages else (0, 0)
-    if stages and not rest:
-        if stages == list(devices) * laps and (LOOP in known or laps == 1):
-            return StageLayout(LOOP, devices, laps)
-        if laps == 2 and stages == [*devices, *reversed(devices)] and V in known:
-            return StageLayout(V, devices, 2)
-    words = {ONE: "one stage on each device", LOOP: "a loop (0 1 2 0 1 2)", V: "a v (0 1 2 2 1 0)"}
-    wanted = " or ".join(words[kind] for kind in known)
-    found = " ".join(map(str, stages[:40])) + (" ..." if len(stages) > 40 else "")
-    raise InputError(
-        f"schedule {schedule} cannot run stages on devices {found or '(none)'}: it needs {wanted}; "
-        f"move stages, or use the schedule {LIST}"
-    )
+    laps = stages_a_device(layout, stages)
+    if not laps:
+        wanted = {ONE: "one stage on each device", LOOP: "a loop (0 1 2 0 1 2)", V: "a v (0 1 2 2 1 0)"}[layout]
+        fit = [name for name in PIPELINE_SCHEDULES if stages_a_device(SCHEDULES[name].layout, stages)]
+        found = " ".join(map(str, stages[:40])) + (" ..." if len(stages) > 40 else "")
+        raise InputError(
+            f"schedule {schedule} cannot run stages on devices {found or '(none)'}: it needs {wanted}; "
+            f"move stages, or use the schedule {either([LIST, *fit])}"
+        )
+    devices = dict.fromkeys(stages)
+    return dict(zip(devices, pipeline_actions(schedule, len(devices), laps, microbatches), strict=True))

@@ -6,8 +6,8 @@ holds tasks back in a new way, `rlplace.simulator.stages` and its compiled twin 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from rlplace.errors import unknown_name
 
@@ -16,7 +16,7 @@ NO_GATES, BACKWARD_GATES, FORWARD_GATES = range(3)
 all of its forward; a stage's forward waits until few enough micro-batches are in flight."""
 
 ONE, LOOP, V = "one", "loop", "v"
-"""Layouts of a chain of stages on devices: one stage on each, a loop (0 1 2 0 1 2), a v (0 1 2 2 1 0)."""
+"""Layouts of a chain of stages on devices: one stage on each, a loop (0 1 2 0 1 2; also of one lap), a v (0 1 2 2 1 0)."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Schedule:
         gates: `NO_GATES`, `BACKWARD_GATES` or `FORWARD_GATES`.
         backward_first: A device prefers backward to forward ops, and goes on with the pass (one micro-batch in one direction)
             that it is working on while one of its ops is ready.
-        free: Runs any plan. False: the stages must form a chain, in one of the layouts of `torch_class`, and every device
-            follows its list of actions (`rlplace.actions`).
+        free: Runs any plan. False: the stages must form a chain, in the layout, and every device follows its list of actions
+            (`rlplace.actions`).
         splits_backward: Runs the gradients of weights apart from the gradient of a stage's input, so needs a problem that has
             them apart, and stages that are not recomputed: each half would run the forward again.
-        torch_class: By layout, the class of ``torch.distributed.pipelining`` that runs it; empty when torch has none.
-        tried_stages: By layout, the stages a device that planners try.
+        layout: `ONE`, `LOOP` or `V`: how torch wants a chain to sit on its devices.
+        torch_class: The class of ``torch.distributed.pipelining`` that runs it; empty when torch has none.
+        tried_stages: The stages a device that planners try; 0: they do not try it.
     """
 
     name: str
@@ -41,8 +42,9 @@ class Schedule:
     backward_first: bool = False
     free: bool = True
     splits_backward: bool = False
-    torch_class: Mapping[str, str] = field(default_factory=dict)
-    tried_stages: Mapping[str, int] = field(default_factory=dict)
+    layout: str = ONE
+    torch_class: str = ""
+    tried_stages: int = 0
 
     @property
     def by_priority_alone(self) -> bool:
@@ -64,21 +66,20 @@ LIST, GPIPE, ONE_F_ONE_B = "list", "gpipe", "1f1b"
 
 _ALL = (
     Schedule(LIST),
-    Schedule(GPIPE, gates=BACKWARD_GATES, torch_class={ONE: "ScheduleGPipe"}),
-    Schedule(ONE_F_ONE_B, gates=FORWARD_GATES, backward_first=True, torch_class={ONE: "Schedule1F1B"}),
+    Schedule(GPIPE, gates=BACKWARD_GATES, torch_class="ScheduleGPipe"),
+    Schedule(ONE_F_ONE_B, gates=FORWARD_GATES, backward_first=True, torch_class="Schedule1F1B"),
+    Schedule("looped_bfs", free=False, layout=LOOP, torch_class="ScheduleLoopedBFS"),
+    Schedule("interleaved_1f1b", free=False, layout=LOOP, torch_class="ScheduleInterleaved1F1B", tried_stages=2),
     Schedule(
-        "interleaved",
-        free=False,
-        torch_class={ONE: "ScheduleInterleaved1F1B", LOOP: "ScheduleInterleaved1F1B"},
-        tried_stages={LOOP: 2},
-    ),
-    Schedule(
-        "zero_bubble",
+        "interleaved_zero_bubble",
         free=False,
         splits_backward=True,
-        torch_class={ONE: "ScheduleInterleavedZeroBubble", LOOP: "ScheduleInterleavedZeroBubble", V: "ScheduleZBVZeroBubble"},
-        tried_stages={ONE: 1, V: 2},
+        layout=LOOP,
+        torch_class="ScheduleInterleavedZeroBubble",
+        tried_stages=1,
     ),
+    Schedule("zbv", free=False, splits_backward=True, layout=V, torch_class="ScheduleZBVZeroBubble", tried_stages=2),
+    Schedule("dualpipev", free=False, splits_backward=True, layout=V, torch_class="ScheduleDualPipeV"),
 )
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
 FREE_SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if schedule.free)
@@ -102,3 +103,22 @@ def schedule_named(name: str, known: Iterable[str] | None = None, what: str = "s
 def free_schedule(name: str, otherwise: str = ONE_F_ONE_B) -> str:
     """The schedule if it runs any plan, so that planners may choose devices for it; else `otherwise`."""
     return name if SCHEDULES[name].free else otherwise
+
+
+def stages_a_device(layout: str, device_of_stage: Sequence[int]) -> int:
+    """Stages on each device of a chain that sits on its devices in this layout; 0: it does not."""
+    devices = list(dict.fromkeys(device_of_stage))
+    laps = len(device_of_stage) // max(1, len(devices))
+    wanted = {ONE: devices, LOOP: devices * laps, V: devices + devices[::-1]}[layout]
+    return laps if list(device_of_stage) == wanted else 0
+
+
+def renamed_schedule(name: str, device_of_group: Sequence[int], stage_of_group: Sequence[int] | None) -> str:
+    """The schedule that plan files of version 1 call `name`; their zero_bubble is `zbv` where the stages make a v."""
+    if name == "interleaved":
+        return "interleaved_1f1b"
+    if name != "zero_bubble":
+        return name
+    place = dict(zip(device_of_group if stage_of_group is None else stage_of_group, device_of_group, strict=False))
+    chain = [place[stage] for stage in sorted(place)]
+    return "zbv" if stages_a_device(V, chain) and not stages_a_device(LOOP, chain) else "interleaved_zero_bubble"

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch.distributed.pipelining
 
+from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, make_plan
+from rlplace.plan.file import plan_from_dict
 from rlplace.problem.generate import random_problem
 from rlplace.schedule import BACKWARD_GATES, FORWARD_GATES, NO_GATES, PIPELINE_SCHEDULES, SCHEDULES, Schedule
 from rlplace.simulator import simulate
@@ -45,7 +47,7 @@ def test_names_of_schedules_are_spelled_in_their_home_alone() -> None:
         for text in texts(path)
         for name in SCHEDULES
         # Of words that mean other things as well, whole constants only; the other names not even in a sentence.
-        if text == name or (name in ("1f1b", "zero_bubble") and re.search(rf"\b{name}\b", text))
+        if text == name or (name not in OTHER_MEANINGS and re.search(rf"\b{name}\b", text))
     }
     elsewhere = {(name, path) for name, path in spelled if path not in HOME | OTHER_MEANINGS.get(name, set())}
     elsewhere = {item for item in elsewhere if not item[1].endswith("training_index.py")}  # types that a pickle may name
@@ -77,9 +79,31 @@ def test_both_simulators_run_what_a_new_record_says(
 
 
 def test_classes_are_torchs() -> None:
+    torchs = torch.distributed.pipelining.schedules
     for name in PIPELINE_SCHEDULES:
-        for layout, torch_class in SCHEDULES[name].torch_class.items():
-            assert layout in ("one", "loop", "v")
-            assert issubclass(
-                getattr(torch.distributed.pipelining, torch_class), torch.distributed.pipelining.schedules._PipelineSchedule
-            )
+        torch_class = getattr(torch.distributed.pipelining, SCHEDULES[name].torch_class)
+        assert issubclass(torch_class, torchs._PipelineSchedule)
+        assert torchs.get_schedule_class(name.replace("_", "").replace("zbv", "zbvzerobubble")) is torch_class
+
+
+@pytest.mark.parametrize(
+    ("old", "devices", "stages", "now"),
+    [
+        ("interleaved", [0, 1, 0, 1], [0, 1, 2, 3], "interleaved_1f1b"),
+        ("zero_bubble", [0, 1, 1, 2], None, "interleaved_zero_bubble"),
+        ("zero_bubble", [0, 1, 0, 1], [0, 1, 2, 3], "interleaved_zero_bubble"),
+        ("zero_bubble", [1, 0, 0, 0, 1], [0, 1, 1, 2, 3], "zbv"),
+        ("zero_bubble", [1, 1, 0, 0], [3, 0, 2, 1], "zbv"),
+        ("zero_bubble", [0, 0], [0, 1], "interleaved_zero_bubble"),  # one device is both, and was a loop
+        ("1f1b", [0, 1], None, "1f1b"),
+    ],
+)
+def test_old_names_in_files_mean_what_they_meant(old: str, devices: list[int], stages: list[int] | None, now: str) -> None:
+    data = {"problem": "0" * 64, "planner": "by hand", "seed": 0, "device_of_group": devices, "schedule": old}
+    assert plan_from_dict(data if stages is None else data | {"stage_of_group": stages}).schedule == now
+
+
+@pytest.mark.parametrize(("old", "now"), [("interleaved", "interleaved_1f1b"), ("zero_bubble", "interleaved_zero_bubble")])
+def test_old_names_elsewhere_are_refused_with_the_new(old: str, now: str) -> None:
+    with pytest.raises(InputError, match=f"unknown schedule '{old}'; did you mean '{now}'"):
+        simulate(random_problem(0, 4, 2), [0, 1, 0, 1], schedule=old)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlplace.actions import stage_layout
+from rlplace.actions import chain_actions
 from rlplace.errors import InputError
 from rlplace.schedule import LIST, PIPELINE_SCHEDULES
 from rlplace.text import either
@@ -31,6 +31,6 @@ def check_chain(schedule: str | None, places: Sequence[tuple[int, ...]], microba
         raise InputError(f"{where}: {len(places)} stages need a schedule for chains: {known}")
     number = {place: index for index, place in enumerate(dict.fromkeys(places))}
     try:
-        stage_layout([number[place] for place in places], schedule).actions(schedule, microbatches)
+        chain_actions([number[place] for place in places], schedule, microbatches)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None

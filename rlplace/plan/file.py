@@ -21,7 +21,7 @@ from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Axis, Strategy
 from rlplace.problem.source import check_source
 from rlplace.records import Count, Record, build, plain
-from rlplace.schedule import LIST, schedule_named
+from rlplace.schedule import LIST, renamed_schedule, schedule_named
 
 _Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Entry = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 62)]
@@ -141,7 +141,8 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
         first = build(_FirstPlan, data, "plan")
         if first.order is not None and ("priority" in data or "schedule" in data):
             raise InputError("plan: order excludes priority and schedule")
-        how = {"schedule": first.schedule, "replicas": first.replicas, "optimizer_sharding": first.optimizer_sharding}
+        schedule = renamed_schedule(first.schedule, first.device_of_group, first.stage_of_group)
+        how = {"schedule": schedule, "replicas": first.replicas, "optimizer_sharding": first.optimizer_sharding}
         return _placement_plan(first, first, data, first.microbatches, how)
     plan = build(_Plan, data, "plan")
     if plan.placement is not None:

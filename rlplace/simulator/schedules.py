@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.actions import stage_layout
+from rlplace.actions import chain_actions
 from rlplace.errors import InputError
 from rlplace.plan.plan import check_order
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
@@ -121,7 +121,7 @@ def schedule_order(
     if len(split):
         name = problem.group_names[split[0]]
         raise InputError(f"schedule {schedule}: group {name!r} sits on another device than the rest of its stage")
-    actions = stage_layout(device_of_stage[chain].tolist(), schedule).actions(schedule, microbatches)
+    actions = chain_actions(device_of_stage[chain].tolist(), schedule, microbatches)
     member = {op for collective in problem.collectives for op in collective.ops}
     ops: dict[tuple[int, int], list[int]] = {}
     for op in _priority_order(problem, priority):

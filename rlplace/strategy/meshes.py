@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from rlplace.actions import Action, stage_layout
+from rlplace.actions import Action, chain_actions
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.strategy.costs import COLLECTIVE_KINDS
@@ -113,7 +113,7 @@ def stage_actions(draft: Draft, microbatches: int) -> list[list[Action]]:
     """
     if draft.stages == 1:
         return [[Action(0, kind, n) for n in range(microbatches) for kind in "FB"]]
-    by_place = stage_layout(draft.place_of_stage, str(draft.schedule)).actions(str(draft.schedule), microbatches)
+    by_place = chain_actions(draft.place_of_stage, str(draft.schedule), microbatches)
     return [by_place[place] for place in range(len(draft.places))]
 
 

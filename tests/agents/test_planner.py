@@ -295,7 +295,7 @@ def test_a_time_limit_ends_it(agents, name):
         ({"start": [0] * 7 + [-1]}, "start must"),
         ({"start": [0.5] * 8}, "start must"),
         ({"start": "best"}, "start must"),
-        ({"schedule": "zero_bubble"}, "unknown schedule"),
+        ({"schedule": "zbv"}, "unknown schedule"),
         ({"microbatches": 0}, "microbatches"),
     ],
 )

@@ -157,7 +157,7 @@ def test_what_a_schedule_holds_back_follows_what_opened_it(schedule):
 
 def test_schedules_with_an_order_of_their_own():
     problem = pipeline_chain(4, 2)
-    run, path = path_of(problem, [0, 1, 0, 1], schedule="interleaved", microbatches=4, stage_of_group=[0, 1, 2, 3])
+    run, path = path_of(problem, [0, 1, 0, 1], schedule="interleaved_1f1b", microbatches=4, stage_of_group=[0, 1, 2, 3])
     assert run.ordered
     check(run, path)
 

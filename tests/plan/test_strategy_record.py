@@ -20,7 +20,7 @@ def interleaved() -> dict[str, Any]:
         for index, blocks in enumerate(chunks)
     ]
     stages[0] |= {"sequence_parallel": True, "recompute": {"layers.0": "full"}, "offload": {"layers.0": "optimizer"}}
-    return {"batch": 64, "microbatch": [2], "microbatches": [8], "schedule": "interleaved", "stages": stages}
+    return {"batch": 64, "microbatch": [2], "microbatches": [8], "schedule": "interleaved_1f1b", "stages": stages}
 
 
 def one_stage(**changed: Any) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def test_replicas_count_their_own_samples() -> None:
 def test_one_line_says_it_aloud() -> None:
     said = uniform_words(Strategy.from_dict(interleaved()))
     assert said == (
-        "2 pipeline stages (4 chunks), interleaved, tensor parallel 2, fully sharded over 4 (level 1), full recompute of 1 of "
-        "6 blocks, optimizer offload of 1 of 6 blocks, 8 micro-batches of 2 on 16 devices"
+        "2 pipeline stages (4 chunks), interleaved_1f1b, tensor parallel 2, fully sharded over 4 (level 1), full recompute "
+        "of 1 of 6 blocks, optimizer offload of 1 of 6 blocks, 8 micro-batches of 2 on 16 devices"
     )
     assert uniform_words(Strategy(4, (Pipeline((Stage(("a",), (0,)),), (4,), (1,)),))) == "one device, 1 micro-batch of 4"
 

@@ -48,7 +48,7 @@ def test_an_unsplit_problem_is_refused():
         with pytest.raises(InputError, match="gap"):
             bipartition(split, gap=gap)
     with pytest.raises(InputError, match="schedule"):
-        bipartition(split, schedule="zero_bubble")
+        bipartition(split, schedule="interleaved_zero_bubble")
 
 
 def test_the_plan_refers_to_the_split_problem(tmp_path):

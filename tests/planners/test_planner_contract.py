@@ -221,7 +221,7 @@ def test_searches_are_never_worse_than_the_floor_of_the_same_execution(name):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"schedule": "zero_bubble"}, "schedule"), ({"microbatches": 0}, "from 1 up"), ({"microbatches": True}, "from 1 up")],
+    [({"schedule": "zbv"}, "schedule"), ({"microbatches": 0}, "from 1 up"), ({"microbatches": True}, "from 1 up")],
 )
 def test_executions_that_no_search_can_run_are_refused(options, message):
     with pytest.raises(InputError, match=message):

@@ -43,7 +43,7 @@ def test_the_largest_value_is_the_peak(seed):
 
 def test_plans_with_an_order_or_a_schedule_of_actions():
     problem = random_problem(4, num_groups=16, num_devices=4, shape="chain")
-    fields = {"planner": "hand", "microbatches": 4, "schedule": "interleaved", "stage_of_group": np.arange(16) // 2}
+    fields = {"planner": "hand", "microbatches": 4, "schedule": "interleaved_1f1b", "stage_of_group": np.arange(16) // 2}
     plan = make_plan(problem, np.arange(16) // 2 % 4, **fields)
     line = simulate(problem, plan)
     assert line.step_time_s is not None

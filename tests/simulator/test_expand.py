@@ -116,7 +116,7 @@ def test_a_sharded_optimizer_keeps_and_updates_its_share():
     assert line.peak_memory_bytes.tolist() == [whole - 3001] * 2
 
 
-@pytest.mark.parametrize("schedule", ["list", "gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["list", "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble"])
 @pytest.mark.parametrize("microbatches", [2, 4, 6])
 def test_each_replica_of_a_pipeline_runs_as_one_alone(schedule, microbatches):
     """Nothing is exchanged here, so the copies do not know of each other."""
@@ -133,7 +133,7 @@ def test_each_replica_of_a_pipeline_runs_as_one_alone(schedule, microbatches):
         assert line.peak_memory_bytes.tolist() == alone.peak_memory_bytes[:2].tolist() * 2
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
 def test_each_replica_has_stages_of_its_own(schedule):
     """Two stages a device, so the schedule goes by the plan's stages."""
     problem = pipeline_chain(4, 4, split=True)
@@ -141,7 +141,7 @@ def test_each_replica_has_stages_of_its_own(schedule):
     alone = simulate(problem, make_plan(problem, [0, 1, 0, 1], **fields))
     plan = make_plan(problem, [0, 1, 0, 1], **fields, replicas=[[0, 1], [2, 3]])
     wide, plain = expand(problem, plan)
-    assert schedule == "interleaved" or list(plain.stage_of_group) == list(range(8))  # interleaved is an order by then
+    assert schedule == "interleaved_1f1b" or list(plain.stage_of_group) == list(range(8))  # interleaved is an order by then
     for line in (simulate(problem, plan), simulate(wide, plain)):
         assert line.step_time_s == alone.step_time_s
         assert line.peak_memory_bytes.tolist() == alone.peak_memory_bytes[:2].tolist() * 2

@@ -23,11 +23,13 @@ LAYOUTS = {
 CASES = [
     ("gpipe", "one", False),
     ("1f1b", "one", False),
-    ("interleaved", "one", False),
-    ("interleaved", "loop", False),
-    ("zero_bubble", "one", True),
-    ("zero_bubble", "loop", True),
-    ("zero_bubble", "v", True),
+    ("looped_bfs", "loop", False),
+    ("interleaved_1f1b", "one", False),
+    ("interleaved_1f1b", "loop", False),
+    ("interleaved_zero_bubble", "one", True),
+    ("interleaved_zero_bubble", "loop", True),
+    ("zbv", "v", True),
+    ("dualpipev", "v", True),
 ]
 
 
@@ -43,31 +45,32 @@ def run_chain(schedule, layout, split, devices, microbatches, **seconds):
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_equal_stages_give_the_textbook_bubble_and_activations(schedule, layout, split, devices, rounds):
     microbatches, laps = devices * rounds, len(LAYOUTS[layout](devices)) // devices
-    form = "v" if layout == "v" else "loop"
     seconds = (
         {"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0} if split else {"forward_s": 2.0, "input_s": 1.0, "weight_s": 3.0}
     )
-    line = run_chain(schedule, layout, split, devices, microbatches, **seconds)
     work = microbatches * laps * sum(seconds.values())
+    if schedule == "dualpipev" and microbatches < 2 * devices:
+        with pytest.raises(InputError, match="at least as many micro-batches as stages"):
+            run_chain(schedule, layout, split, devices, microbatches, **seconds)
+        return
+    line = run_chain(schedule, layout, split, devices, microbatches, **seconds)
     if layout == "v" and microbatches < 2 * devices:  # no closed form holds there
         assert line.step_time_s >= work
         return
-    assert line.step_time_s == work + bubble_s(schedule, devices, laps, microbatches, layout=form, **seconds)
-    expected = [in_flight(schedule, devices, laps, microbatches, device, layout=form) for device in range(devices)]
+    assert line.step_time_s == work + bubble_s(schedule, devices, laps, microbatches, **seconds)
+    expected = [in_flight(schedule, devices, laps, microbatches, device) for device in range(devices)]
     assert line.peak_memory_bytes.tolist() == expected
     assert line.busy_s.tolist() == [work] * devices
 
 
 @pytest.mark.parametrize(("schedule", "layout", "split"), CASES)
 def test_torchs_action_lists_replayed_give_the_same_step(schedule, layout, split):
-    """The lists are torch's: `test_pipeline_actions.py` compares them with torch itself."""
+    """The lists are torch's: `test_actions.py` compares them with torch itself."""
     for devices in (2, 3, 4):
-        for microbatches in (devices, 2 * devices, 4 * devices):
+        for microbatches in (devices, 2 * devices, 4 * devices)[schedule == "dualpipev" :]:
             placed = LAYOUTS[layout](devices)
             problem = pipeline_chain(len(placed), devices, split=split, forward_s=1.0, input_s=1.5, weight_s=0.5)
-            lists = pipeline_actions(
-                schedule, devices, len(placed) // devices, microbatches, layout="v" if layout == "v" else "loop"
-            )
+            lists = pipeline_actions(schedule, devices, len(placed) // devices, microbatches)
             count = len(placed)
             start = {"F": [0], "B": [1, 2] if split else [1], "I": [1], "W": [2]}
             order = [[(k * count + a.stage, a.microbatch) for a in row for k in start[a.kind]] for row in lists]
@@ -193,10 +196,10 @@ def test_one_microbatch_of_any_schedule_is_a_plain_step_on_a_chain():
 @pytest.mark.parametrize(
     ("placed", "stages", "schedule", "split", "message"),
     [
-        ([0, 1, 0], None, "interleaved", False, "no chain"),
-        ([0, 1, 1], [0, 0, 1], "interleaved", False, "another device than the rest of its stage"),
-        ([0, 1, 0, 1], [0, 1, 2, 3], "zero_bubble", False, "weight_gradients=True"),
-        ([0, 1, 1, 0], [0, 1, 2, 3], "interleaved", False, "a loop"),
+        ([0, 1, 0], None, "interleaved_1f1b", False, "no chain"),
+        ([0, 1, 1], [0, 0, 1], "interleaved_1f1b", False, "another device than the rest of its stage"),
+        ([0, 1, 0, 1], [0, 1, 2, 3], "interleaved_zero_bubble", False, "weight_gradients=True"),
+        ([0, 1, 1, 0], [0, 1, 2, 3], "interleaved_1f1b", False, "a loop"),
     ],
 )
 def test_what_an_action_schedule_cannot_run_is_refused(placed, stages, schedule, split, message):
@@ -216,7 +219,7 @@ def test_a_gradient_that_flows_forward_is_refused_by_action_schedules():
         phase=[FORWARD, FORWARD, BACKWARD, BACKWARD],
     )
     with pytest.raises(InputError, match="'op3' sends a gradient to a later stage"):
-        simulate_reference(problem, [0, 1], microbatches=2, schedule="interleaved")
+        simulate_reference(problem, [0, 1], microbatches=2, schedule="interleaved_1f1b")
 
 
 def test_ops_of_one_action_go_by_priority():
@@ -224,7 +227,7 @@ def test_ops_of_one_action_go_by_priority():
         "pair", time_s=[[1.0]] * 3, tensors=[TensorSpec(0, 0, [2])], memory_bytes=[None], group=[0, 0, 0], phase=[FORWARD] * 3
     )
     for priority, expected in (([3.0, 2.0, 1.0], [0, 1, 2]), ([1.0, 2.0, 3.0], [1, 0, 2]), ([2.0, 1.0, 3.0], [0, 2, 1])):
-        assert schedule_order(problem, np.zeros(1, int), "interleaved", 1, None, np.array(priority)) == [expected]
+        assert schedule_order(problem, np.zeros(1, int), "interleaved_1f1b", 1, None, np.array(priority)) == [expected]
 
 
 def test_a_forward_that_needs_its_own_backward_is_stuck_under_gpipe_and_says_so():

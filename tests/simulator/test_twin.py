@@ -20,6 +20,7 @@ from toys import pipeline_chain
 
 from rlplace.problem import UPDATE, Problem
 from rlplace.problem.generate import random_problem
+from rlplace.schedule import SCHEDULES
 from rlplace.simulator import Simulator, Timeline, default_priority, simulate, simulate_many
 from rlplace.simulator.reference import STUCK_ORDER, simulate_reference
 from rlplace.simulator.schedules import reference_priority
@@ -170,14 +171,24 @@ def test_random_costs_on_larger_graphs_equal_reference(schedule: str) -> None:
         assert_same(simulate(problem, plan, **options), simulate_reference(problem, plan, **options), seed)
 
 
-@pytest.mark.parametrize("devices", [[0, 1, 2], [0, 1, 2] * 2, [0, 1, 2, 2, 1, 0]])
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("schedule", "devices"),
+    [
+        ("looped_bfs", [0, 1, 2] * 2),
+        ("interleaved_1f1b", [0, 1, 2]),
+        ("interleaved_1f1b", [0, 1, 2] * 2),
+        ("interleaved_1f1b", [1, 0, 2]),
+        ("interleaved_zero_bubble", [0, 1, 2]),
+        ("interleaved_zero_bubble", [0, 1, 2] * 2),
+        ("zbv", [0, 1, 2, 2, 1, 0]),
+        ("dualpipev", [0, 1, 2, 2, 1, 0]),
+    ],
+)
 def test_action_schedules_equal_reference(schedule: str, devices: list[int]) -> None:
-    if schedule == "interleaved" and devices[3:] == [2, 1, 0]:
-        devices = [1, 0, 2]
-    problem = pipeline_chain(len(devices), 3, split=schedule == "zero_bubble", forward_s=1.1, input_s=1.3, weight_s=0.7)
+    split = SCHEDULES[schedule].splits_backward
+    problem = pipeline_chain(len(devices), 3, split=split, forward_s=1.1, input_s=1.3, weight_s=0.7)
     stages = np.arange(len(devices), dtype=np.int32)
-    for microbatches in (3, 6, 9):
+    for microbatches in (6, 9) if schedule == "dualpipev" else (3, 6, 9):
         options: dict[str, Any] = {"microbatches": microbatches, "schedule": schedule}
         line = simulate(problem, devices, stage_of_group=stages, **options)
         assert_same(line, simulate_reference(problem, devices, stage_of_group=stages, **options), microbatches)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
+from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
 from rlplace.strategy.costs import Cut, HeldCosts, PassCosts, Tie
 from rlplace.strategy.drafts import Draft, Place
 
@@ -151,17 +152,18 @@ def random_draft(rng: Generator, cluster: Cluster, blocks: int, *, wild: bool = 
     places = int(rng.choice(stages_on))
     width = int(rng.choice([w for w in (1, 2, 4, 8, 16) if w * places <= count]))
     devices = rng.permutation(count) if wild and rng.random() < 0.5 else np.arange(count)
-    schedules = ["gpipe", "1f1b", "interleaved", "zero_bubble"]
+    schedules = [name for name in PIPELINE_SCHEDULES if SCHEDULES[name].layout != V or 2 * places <= blocks]
     schedule = str(rng.choice(schedules)) if places > 1 else None
-    v = schedule == "zero_bubble" and 2 * places <= blocks and rng.random() < 0.5
-    chunks = 2 if v else int(rng.integers(1, min(3, blocks // places) + 1)) if schedule in schedules[2:] else 1
-    order = list(range(places)) * chunks if not v else [*range(places), *reversed(range(places))]
+    layout = ONE if schedule is None else SCHEDULES[schedule].layout
+    chunks = int(rng.integers(1, min(3, blocks // places) + 1)) if layout == LOOP else 1
+    order = list(range(places)) * chunks if layout != V else [*range(places), *reversed(range(places))]
     found = [_random_place(rng, devices[i * width : (i + 1) * width].tolist(), places > 1) for i in range(places)]
     if places > 1 and rng.random() < 0.7:
         found = [Place(place.devices, *(getattr(found[0], name) for name in _AXES)) for place in found]
     cuts = sorted(rng.choice(np.arange(1, blocks), len(order) - 1, replace=False).tolist()) if len(order) > 1 else []
     degree = max(place.data_degree for place in found)
     microbatches = places * int(rng.integers(1, 4)) if places > 1 else int(rng.integers(1, 5))
+    microbatches *= 2 if schedule == "dualpipev" else 1
     lockstep = any(place.sharding > 1 for place in found)
     unlike = wild and degree > 1 and rng.random() < 0.3
     sizes = tuple(rng.integers(1, 5, degree).tolist()) if unlike else (int(rng.integers(1, 5)),)

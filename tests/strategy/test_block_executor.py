@@ -14,6 +14,7 @@ from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.problem import Links
 from rlplace.problem.collectives import COMPUTE_SLOWDOWN, collective_s
+from rlplace.schedule import SCHEDULES
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
@@ -70,12 +71,13 @@ def test_recomputation_adds_a_forward_and_keeps_less():
     assert full.peak_memory_bytes[0] == cluster.devices[0].reserved_bytes + most + 8 * costs.held().weight_bytes.sum()
 
 
-@pytest.mark.parametrize(("schedule", "layout", "chunks"), [
-    ("gpipe", "loop", 1), ("1f1b", "loop", 1), ("interleaved", "loop", 2), ("zero_bubble", "loop", 1),
-    ("zero_bubble", "loop", 2), ("zero_bubble", "v", 2),
+@pytest.mark.parametrize(("schedule", "chunks"), [
+    ("gpipe", 1), ("1f1b", 1), ("looped_bfs", 2), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 1),
+    ("interleaved_zero_bubble", 2), ("zbv", 2), ("dualpipev", 2),
 ])  # fmt: skip
 @pytest.mark.parametrize("devices", [2, 3, 4])
-def test_equal_stages_have_the_textbook_bubble_and_activations(schedule, layout, chunks, devices):
+def test_equal_stages_have_the_textbook_bubble_and_activations(schedule, chunks, devices):
+    layout = SCHEDULES[schedule].layout
     costs, cluster = drawn(2, free_links(Cluster.preset("a100-80g:4")), 2 * devices * chunks)
     costs = equal_blocks(costs)
     if layout == "v":
@@ -88,9 +90,7 @@ def test_equal_stages_have_the_textbook_bubble_and_activations(schedule, layout,
     )  # fmt: skip
     passes = costs.passes(0, Cut(2))
     forward, backward, weight = (2 * float(part[0]) for part in (passes.forward_s, passes.backward_s, passes.weight_s))
-    bubble = bubble_s(
-        schedule, devices, chunks, microbatches, forward_s=forward, input_s=backward - weight, weight_s=weight, layout=layout
-    )
+    bubble = bubble_s(schedule, devices, chunks, microbatches, forward_s=forward, input_s=backward - weight, weight_s=weight)
     result = Evaluator(costs, cluster).evaluate(draft)
     work = microbatches * chunks * (forward + backward)
     update = [0.0] * devices
@@ -103,7 +103,7 @@ def test_equal_stages_have_the_textbook_bubble_and_activations(schedule, layout,
     for place in range(devices):
         inside = [b for stage, at in enumerate(order) if at == place for b in (2 * stage, 2 * stage + 1)]
         at_rest = 8 * int(costs.held().weight_bytes[inside].sum())
-        flight = in_flight(schedule, devices, chunks, microbatches, place, layout=layout) * 2 * kept
+        flight = in_flight(schedule, devices, chunks, microbatches, place) * 2 * kept
         assert result.peak_memory_bytes[place] - at_rest - cluster.devices[place].reserved_bytes == flight + backward_peak
 
 

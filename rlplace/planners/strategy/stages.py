@@ -19,7 +19,7 @@ from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.subsets import device_order
 from rlplace.problem import BACKWARD_WEIGHT, Problem
-from rlplace.schedule import FREE_SCHEDULES, ONE, SCHEDULES, V
+from rlplace.schedule import FREE_SCHEDULES, SCHEDULES, V
 from rlplace.simulator import Timeline, simulate
 
 
@@ -70,14 +70,15 @@ def other_schedules(problem: Problem, devices: Assignment, microbatches: int, *,
     row = np.array(device_order(problem)[:used], dtype=np.int32)
     weights_apart = (problem.op_phase == BACKWARD_WEIGHT).any()
     for name, schedule in SCHEDULES.items():
-        for layout, laps in schedule.tried_stages.items() if weights_apart or not schedule.splits_backward else ():
-            if layout == ONE:
-                tries.append((devices, name, None))
-                continue
-            cut = contiguous_parts(problem, used * laps)
-            if cut is not None:
-                turns = [row[::-1] if layout == V and lap % 2 else row for lap in range(laps)]
-                tries.append((np.concatenate(turns)[cut], name, cut))
+        laps = schedule.tried_stages
+        if laps == 0 or (schedule.splits_backward and not weights_apart):
+            continue
+        cut = contiguous_parts(problem, used * laps) if laps > 1 else None
+        if cut is not None:
+            turns = [row[::-1] if schedule.layout == V and lap % 2 else row for lap in range(laps)]
+            tries.append((np.concatenate(turns)[cut], name, cut))
+        elif laps == 1:
+            tries.append((devices, name, None))
     for assignment, name, stages in tries:
         if problem.group_allowed[np.arange(problem.num_groups), assignment].all():
             found = run_pipelined(problem, assignment, name, microbatches, stages)

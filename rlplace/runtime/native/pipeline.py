@@ -11,13 +11,12 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils import _pytree as pytree
 
-from rlplace.actions import stage_layout
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.native.accumulate import Loss
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
-from rlplace.schedule import ONE, SCHEDULES
+from rlplace.schedule import SCHEDULES
 
 
 class StageModule(nn.Module):
@@ -94,7 +93,7 @@ class PipelineRun:
             )
             stage.root = root
             made.append(stage)
-        kind = getattr(pipelining, _class_name(pipeline))
+        kind = getattr(pipelining, SCHEDULES[pipeline.schedule or ""].torch_class)
         single = issubclass(kind, PipelineScheduleSingle)
         self._schedule = kind(made[0] if single else made, microbatches, loss_fn=_same, scale_grads=False)
 
@@ -107,13 +106,6 @@ class PipelineRun:
         for root in self._roots.values():
             root.parts, root.loss = (), None
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
-
-
-def _class_name(pipeline: Pipeline) -> str:
-    """Of torch's class for the schedule and for how the stages sit on their places."""
-    places, classes = pipeline.device_sets, SCHEDULES[pipeline.schedule or ""].torch_class
-    layout = stage_layout([places.index(stage.devices) for stage in pipeline.stages], pipeline.schedule or "")
-    return classes[ONE if layout.stages_per_device == 1 and ONE in classes else layout.kind]
 
 
 def _same(output: torch.Tensor, target: Any) -> torch.Tensor:

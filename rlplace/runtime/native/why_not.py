@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from rlplace.actions import stage_layout
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.schedule import SCHEDULES, V
 
@@ -110,13 +109,12 @@ def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> 
     if len(pipeline.stages) == 1:
         return
     places = pipeline.device_sets
-    layout = stage_layout([places.index(stage.devices) for stage in pipeline.stages], pipeline.schedule or "")
     schedule = SCHEDULES[pipeline.schedule or ""]
-    if layout.kind == V and torch < (2, 13):
+    if schedule.layout == V and torch < (2, 13):
         yield "stages in a v need torch 2.13: before, neighbours in one process send to themselves"
     if any(list(column) != sorted(column) for column in zip(*places, strict=False)):
         yield "torch numbers the places of a pipeline by rising process; number devices in the order of the chain"
-    sharded, chunks = pipeline.stages[0].sharding > 0, layout.stages_per_device
+    sharded, chunks = pipeline.stages[0].sharding > 0, len(pipeline.stages) // len(places)
     if sharded and chunks > MOST_UNSHARDED and (schedule.splits_backward or len(set(pipeline.microbatches)) > 1):
         yield (
             f"torch keeps {MOST_UNSHARDED} chunks a device unsharded and reshards others between actions, found {chunks}: "

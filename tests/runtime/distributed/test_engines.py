@@ -47,7 +47,7 @@ def test_every_kind_of_plan_has_its_engine(gpt2):
     assert runs(piped, graph)[0] == "pipeline"
     back_and_forth = changed(piped, device_of_group=np.array([0, 1, 0, 1, 0, 1], dtype=np.int32))
     assert runs(back_and_forth, graph)[0] == "stage_graph"
-    assert runs(changed(chain, schedule="zero_bubble", microbatches=4), graph) == ["pipeline"]
+    assert runs(changed(chain, schedule="interleaved_zero_bubble", microbatches=4), graph) == ["pipeline"]
 
 
 def test_backward_elsewhere_is_for_the_joint_graph(gpt2):
@@ -62,7 +62,7 @@ def test_backward_elsewhere_is_for_the_joint_graph(gpt2):
 
 def test_a_refusal_says_what_would_run(gpt2):
     model, inputs, graph = gpt2
-    plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="zero_bubble")
+    plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="interleaved_zero_bubble")
     assert runs(plan, graph) == []
     assert "use list, gpipe or 1f1b" in why_not("stage_graph", plan, graph, 2)
 
@@ -81,7 +81,7 @@ class ByRank(torch.nn.Module):
 
 def refusals():
     model, inputs, _ = build("gpt2", double=False)
-    plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="zero_bubble")
+    plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="interleaved_zero_bubble")
     found = []
     for options, change in (
         ({}, {}),

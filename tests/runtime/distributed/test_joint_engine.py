@@ -182,7 +182,7 @@ def test_a_plan_without_backward_groups_runs_backward_with_forward():
         ({}, None),
         ({"shards": {"a/linear": {"out": 2}}}, "the plan cuts 1"),
         ({"recompute": [[0], [1]]}, "recomputes 2 segments"),
-        ({"schedule": "zero_bubble"}, "zero_bubble is for chains"),
+        ({"schedule": "zbv"}, "zbv is for chains"),
     ],
 )
 def test_what_a_joint_graph_cannot_do_is_refused(fields, message):

@@ -48,9 +48,11 @@ def chain_with(graph, places):
         ([1, 0], "1f1b"),
         ([0, 1, 2, 1, 0], "1f1b"),
         ([0, 0, 1], "gpipe"),
-        ([0, 1, 0, 1], "interleaved"),
-        ([0, 1, 0, 1], "zero_bubble"),
-        ([0, 1, 1, 0], "zero_bubble"),
+        ([0, 1, 0, 1], "looped_bfs"),
+        ([0, 1, 0, 1], "interleaved_1f1b"),
+        ([0, 1, 0, 1], "interleaved_zero_bubble"),
+        ([0, 1, 1, 0], "zbv"),
+        ([0, 1, 1, 0], "dualpipev"),
     ],
 )
 @pytest.mark.parametrize("name", ["t5", "resnet", "gpt2"])
@@ -64,10 +66,11 @@ def test_chains_of_stages_can_run(graphs, name, places, schedule):
     [
         ([0, 1], "list", {}, "schedule list is no pipeline schedule; the stage-graph engine runs it"),
         ([1, 1], "1f1b", {}, "nothing is piped"),
-        ([0, 1, 1, 0], "interleaved", {}, r"it needs one stage on each device or a loop \(0 1 2 0 1 2\)"),
-        ([0, 1, 1], "zero_bubble", {}, "cannot run stages on devices 0 1 1"),
-        ([0, 1, 0, 1], "interleaved", {"microbatches": 5}, "5 micro-batches on 2 devices do not make 2 equal rounds; use 4|6"),
-        ([0, 1, 0, 1], "zero_bubble", {"recompute": [[0]]}, "use the schedule interleaved, 1f1b or gpipe, or no recompute"),
+        ([0, 1, 1, 0], "interleaved_1f1b", {}, r"it needs a loop \(0 1 2 0 1 2\)"),
+        ([0, 1, 1], "zbv", {}, "cannot run stages on devices 0 1 1"),
+        ([0, 1, 0, 1], "interleaved_1f1b", {"microbatches": 5}, "5 micro-batches on 2 devices do not make 2 equal rounds; use"),
+        ([0, 1, 1, 0], "dualpipev", {"microbatches": 3}, "at least as many micro-batches as stages, found 3 for 4; use 4"),
+        ([0, 1, 1, 0], "zbv", {"recompute": [[0]]}, "interleaved_1f1b, looped_bfs, 1f1b or gpipe, or no recompute"),
         ([0, 1], "1f1b", {"order": [[0], [1]]}, "the plan fixes the order of every op"),
     ],
 )

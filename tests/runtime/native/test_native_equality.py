@@ -30,11 +30,13 @@ CASES = {
     "1f1b of four": ("gpt2", chain("gpt2", QUARTERS, "1f1b", microbatch=2, **ALONE)),
     "1f1b of four, recomputed in part": ("llama", chain("llama", QUARTERS, "1f1b", recompute="selective", **ALONE)),
     "1f1b, unlike micro-batches": ("llama", chain("llama", HALVES, "1f1b", **SHARED) | {"microbatches": [5, 3]}),
-    "interleaved, shared, recomputed": ("llama", chain("llama", LOOP, "interleaved", recompute="full", **SHARED)),
-    "interleaved, tied": ("gpt2", chain("gpt2", LOOP, "interleaved", **SHARED)),
-    "zero bubble in a loop, copies": ("llama", chain("llama", LOOP, "zero_bubble", **COPIES)),
-    "zero bubble in a v, shared": ("llama", chain("llama", TURN, "zero_bubble", **SHARED)),
-    "zero bubble in a v, tied in one process": ("gpt2", chain("gpt2", TURN, "zero_bubble", **SHARED)),
+    "breadth first, shared": ("gpt2", chain("gpt2", LOOP, "looped_bfs", **SHARED)),
+    "interleaved, shared, recomputed": ("llama", chain("llama", LOOP, "interleaved_1f1b", recompute="full", **SHARED)),
+    "interleaved, tied": ("gpt2", chain("gpt2", LOOP, "interleaved_1f1b", **SHARED)),
+    "zero bubble in a loop, copies": ("llama", chain("llama", LOOP, "interleaved_zero_bubble", **COPIES)),
+    "zero bubble in a v, shared": ("llama", chain("llama", TURN, "zbv", **SHARED)),
+    "zero bubble in a v, tied in one process": ("gpt2", chain("gpt2", TURN, "zbv", **SHARED)),
+    "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
 }
 
 

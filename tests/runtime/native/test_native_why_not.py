@@ -24,7 +24,7 @@ def reason(data, facts=FACTS, torch_version="2.13.0"):
         flat("llama", {"replicate": 2, "shard": 2}, 1, recompute="full"),
         flat("llama", {"shard": 4}, 2, offload="all"),
         chain("llama", [(0, 1), (2, 3)], "1f1b", **SHARED),
-        chain("llama", [(0, 1), (2, 3), (2, 3), (0, 1)], "zero_bubble", microbatches=4, microbatch=1, **SHARED),
+        chain("llama", [(0, 1), (2, 3), (2, 3), (0, 1)], "zbv", microbatches=4, microbatch=1, **SHARED),
     ],
 )
 def test_runs(data):
@@ -40,7 +40,7 @@ REFUSED = {
     "offload in a pipeline": (chain("llama", [(0, 1), (2, 3)], "1f1b", offload="all", **SHARED), "offload in a pipeline"),
     "falling": (chain("llama", [(2, 3), (0, 1)], "1f1b", **SHARED), "order of the chain"),
     "four chunks": (
-        chain("deep", [(0, 1), (2, 3)] * 4, "zero_bubble", microbatches=4, microbatch=1, **SHARED),
+        chain("deep", [(0, 1), (2, 3)] * 4, "interleaved_zero_bubble", microbatches=4, microbatch=1, **SHARED),
         "loses weight gradients",
     ),
 }
@@ -80,7 +80,7 @@ def test_facts_of_the_model_refuse():
 
 
 def test_old_versions_of_torch_are_refused():
-    v = chain("llama", [(0, 1), (2, 3), (2, 3), (0, 1)], "zero_bubble", microbatches=4, microbatch=1, **SHARED)
+    v = chain("llama", [(0, 1), (2, 3), (2, 3), (0, 1)], "zbv", microbatches=4, microbatch=1, **SHARED)
     assert "torch 2.13" in reason(v, torch_version="2.12.1+cpu")
     assert "older than 2.11" in reason(flat("llama", {"shard": 4}, 1), torch_version="2.10.0")
 

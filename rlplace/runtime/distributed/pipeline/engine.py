@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlplace.actions import BACKWARD_ACTION, FORWARD_ACTION, Action, StageLayout, stage_layout
+from rlplace.actions import BACKWARD_ACTION, FORWARD_ACTION, Action, chain_actions
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem.build import TensorSpec, build_problem
@@ -152,20 +152,18 @@ class PipelineEngine(Engine):
             self.options.schedule,
             stages,
             count,
-            torch_layout(chain, self.options.schedule, count),
             {group_rank[plan_device]: row for plan_device, row in actions.items()},
+            torchs=torch_order(chain, self.options.schedule, count) is not None,
         )
         return PipelineProgram(schedule, asides_of(chain, forwards))
 
 
-def torch_layout(chain: Chain, schedule: str, microbatches: int) -> StageLayout | None:
-    """How the stages sit, where torch has the schedule for it and for this many micro-batches; else None."""
+def torch_order(chain: Chain, schedule: str, microbatches: int) -> Mapping[int, list[Action]] | None:
+    """Torch's own order, where it has the schedule for stages that sit like this and for this many micro-batches; else None."""
     try:
-        layout = stage_layout(chain.devices, schedule)
-        layout.actions(schedule, microbatches)
+        return chain_actions(chain.devices, schedule, microbatches)
     except InputError:
         return None
-    return layout
 
 
 def pipeline_order(
@@ -185,10 +183,8 @@ def pipeline_order(
     Returns:
         Actions by device of the plan.
     """
-    layout = torch_layout(chain, schedule, microbatches)
-    if layout is not None:
-        return layout.actions(schedule, microbatches)
-    return _simulated(chain, free_schedule(schedule), microbatches, expected)
+    actions = torch_order(chain, schedule, microbatches)
+    return _simulated(chain, free_schedule(schedule), microbatches, expected) if actions is None else actions
 
 
 def _simulated(chain: Chain, schedule: str, microbatches: int, expected: Expected | None) -> dict[int, list[Action]]:
@@ -239,7 +235,7 @@ def unsupported(cut: Cut, plan: PlacementPlan) -> str | None:
         if len(set(chain.devices)) < 2:
             return "all stages are on one device, so nothing is piped; the stage-graph engine runs the plan"
         if not schedule.free:
-            stage_layout(chain.devices, plan.schedule).actions(plan.schedule, plan.microbatches)
+            chain_actions(chain.devices, plan.schedule, plan.microbatches)
     except InputError as error:
         return str(error)
     if cut.graph.loss is None:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
 
-from rlplace.actions import Action, StageLayout
+from rlplace.actions import Action
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
 from rlplace.runtime.distributed.pipeline.stage import StageModule
-from rlplace.schedule import LOOP, ONE, SCHEDULES
+from rlplace.schedule import ONE, SCHEDULES
 
 FIRST, BEYOND = (2, 11), (2, 14)
 
@@ -112,8 +112,9 @@ def make_schedule(
     schedule: str,
     stages: Sequence[Stage],
     microbatches: int,
-    layout: StageLayout | None,
     actions: Mapping[int, Sequence[Action]],
+    *,
+    torchs: bool,
 ) -> Any:
     """The object that runs a step.
 
@@ -121,8 +122,8 @@ def make_schedule(
         schedule: As in a plan.
         stages: The stages of this process.
         microbatches: Number of them in a step.
-        layout: Where torch has the schedule for these stages and this many micro-batches; else None.
         actions: By rank in the stages' group.
+        torchs: Torch has the schedule for stages that sit like these and this many micro-batches.
 
     Raises:
         InputError: A version of torch that the engine does not know.
@@ -131,18 +132,18 @@ def make_schedule(
     if reason is not None:
         raise InputError(f"pipeline: {reason}; use the schedule list")
     options: dict[str, Any] = {"loss_fn": weighted, "scale_grads": False}
-    classes = SCHEDULES[schedule].torch_class
-    if layout is not None and LOOP not in classes:
-        return getattr(pipelining, classes[ONE])(stages[0], microbatches, **options)
-    if layout is not None and _as_torch_counts(stages[0], layout):
-        return getattr(pipelining, classes[layout.kind])(list(stages), microbatches, **options)
+    record = SCHEDULES[schedule]
+    if torchs and record.layout == ONE:
+        return getattr(pipelining, record.torch_class)(stages[0], microbatches, **options)
+    if torchs and _as_torch_counts(stages[0]):
+        return getattr(pipelining, record.torch_class)(list(stages), microbatches, **options)
     return _runtime(stages, microbatches, actions, options)
 
 
-def _as_torch_counts(stage: Stage, layout: StageLayout) -> bool:
+def _as_torch_counts(stage: Stage) -> bool:
     """Whether the group's ranks come in the order in which the chain visits them, as torch's classes take it."""
-    ranks = [stage.stage_index_to_group_rank[number] for number in range(len(layout.devices))]
-    return ranks == list(range(len(layout.devices)))
+    visited = list(dict.fromkeys(stage.stage_index_to_group_rank.values()))
+    return visited == sorted(visited)
 
 
 def _runtime(

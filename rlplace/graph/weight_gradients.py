@@ -44,7 +44,8 @@ def split_weight_gradients(graph: OpGraph) -> tuple[OpGraph, NDArray[np.int32]]:
     """
     if (graph.op_phase == BACKWARD_WEIGHT).any():
         raise InputError("weight gradients: the graph has weight-gradient ops already; split it once")
-    weight_side = _weight_side(graph)
+    constant = _forward_of_parameters(graph)
+    weight_side = _weight_side(graph, constant)
     makes_weight, passes_on, ordered = _outputs(graph, weight_side)
     kinds = np.array(graph.op_kind)[np.maximum(graph.op_forward, 0)]  # of the forward: autograd adds gradients to a backward op
     backward = graph.op_phase == BACKWARD
@@ -56,12 +57,13 @@ def split_weight_gradients(graph: OpGraph) -> tuple[OpGraph, NDArray[np.int32]]:
     origin = np.repeat(np.arange(graph.num_ops, dtype=np.int32), 1 + split)
     is_weight = np.zeros(len(origin), dtype=bool)
     is_weight[second[split | only]] = True
-    flops, moved = _shares(graph, weight_side, split, kinds, origin, is_weight)
+    reads = _read_by_parts(graph, split, kinds, constant)
+    flops, moved = _shares(graph, weight_side, split, kinds, origin, is_weight, reads)
 
     producer = graph.tensor_producer
     producing_op = np.maximum(producer, 0)
     new_producer = np.where(weight_side, second[producing_op], first[producing_op])
-    tensor, consumers = _edges(graph, split, kinds, first, second)
+    tensor, consumers = _edges(graph, split, first, second, reads)
     ties = np.flatnonzero(split)  # the weight part runs after the input part
     count = graph.num_tensors
     tensor = np.concatenate([tensor, count + np.arange(len(ties))])
@@ -128,19 +130,21 @@ def part_times(whole_s: NDArray[np.float64], parts_s: NDArray[np.float64], origi
 
 def _forward_of_parameters(graph: OpGraph) -> NDArray[np.bool_]:
     """Marks [N] the forward ops that no input of the model reaches."""
+    forward = graph.op_phase == FORWARD
+    tensor = graph.edge_tensor
     reached = np.zeros(graph.num_ops, dtype=bool)
-    tensor, role, producer = graph.edge_tensor, graph.tensor_role, graph.tensor_producer
-    order = np.argsort(graph.consumers, kind="stable")  # ops are listed after what they depend on
-    for edge in order.tolist():
-        source = int(producer[tensor[edge]])
-        if role[tensor[edge]] == INPUT or (source >= 0 and reached[source]):
-            reached[graph.consumers[edge]] = True
-    return (graph.op_phase == FORWARD) & ~reached
+    reached[graph.consumers[graph.tensor_role[tensor] == INPUT]] = True
+    inner = np.flatnonzero(forward[graph.consumers] & (graph.tensor_producer[tensor] >= 0))
+    inner = inner[np.argsort(graph.consumers[inner], kind="stable")]  # ops are listed after what they depend on
+    seen = reached.tolist()
+    for source, op in zip(graph.tensor_producer[tensor[inner]].tolist(), graph.consumers[inner].tolist(), strict=True):
+        seen[op] = seen[op] or seen[source]
+    return forward & ~np.array(seen, dtype=bool)
 
 
-def _weight_side(graph: OpGraph) -> NDArray[np.bool_]:
+def _weight_side(graph: OpGraph, constant: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Marks [T] the gradients that lead to parameters and nowhere else: of parameters, and of what is computed from them."""
-    aside = (graph.op_phase == BACKWARD) & _forward_of_parameters(graph)[np.maximum(graph.op_forward, 0)]
+    aside = (graph.op_phase == BACKWARD) & constant[np.maximum(graph.op_forward, 0)]
     tensor, producer = graph.edge_tensor, graph.tensor_producer
     made_by_backward = (producer >= 0) & (graph.op_phase[np.maximum(producer, 0)] == BACKWARD)
     while True:
@@ -164,11 +168,12 @@ def _outputs(graph: OpGraph, weight_side: NDArray[np.bool_]) -> tuple[NDArray[np
     return makes_weight, passes_on, ordered
 
 
-def _read_by_parts(graph: OpGraph, split: NDArray[np.bool_], kinds: NDArray[np.str_]) -> tuple[NDArray[np.bool_], ...]:
+def _read_by_parts(
+    graph: OpGraph, split: NDArray[np.bool_], kinds: NDArray[np.str_], constant: NDArray[np.bool_]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Marks [E] which edges into split ops the input part and the weight part need."""
     tensor, into = graph.edge_tensor, split[graph.consumers]
     producer = graph.tensor_producer[tensor]
-    constant = _forward_of_parameters(graph)
     is_weight = (graph.tensor_role[tensor] == PARAMETER) | ((producer >= 0) & constant[np.maximum(producer, 0)])
     is_gradient = (producer >= 0) & (graph.op_phase[np.maximum(producer, 0)] != FORWARD)
     product = np.isin(kinds[graph.consumers], _PRODUCTS)
@@ -183,6 +188,7 @@ def _shares(
     kinds: NDArray[np.str_],
     origin: NDArray[np.int32],
     is_weight: NDArray[np.bool_],
+    reads: tuple[NDArray[np.bool_], NDArray[np.bool_]],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """FLOPs float64 and bytes int64 [N'] of the new ops.
 
@@ -191,8 +197,8 @@ def _shares(
     """
     touched = np.zeros((2, graph.num_ops))
     size = graph.tensor_bytes.astype(np.float64)
-    for part, reads in enumerate(_read_by_parts(graph, split, kinds)):
-        np.add.at(touched[part], graph.consumers[reads], size[graph.edge_tensor[reads]])
+    for part, read in enumerate(reads):
+        np.add.at(touched[part], graph.consumers[read], size[graph.edge_tensor[read]])
     produced = graph.tensor_producer >= 0
     for part, writes in enumerate((produced & ~weight_side, produced & weight_side)):
         np.add.at(touched[part], graph.tensor_producer[writes], size[writes])
@@ -211,12 +217,12 @@ def _shares(
 def _edges(
     graph: OpGraph,
     split: NDArray[np.bool_],
-    kinds: NDArray[np.str_],
     first: NDArray[np.int64],
     second: NDArray[np.int64],
+    reads: tuple[NDArray[np.bool_], NDArray[np.bool_]],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Tensor and consumer of every edge of the new graph, in no order."""
-    by_input, by_weight = _read_by_parts(graph, split, kinds)
+    by_input, by_weight = reads
     whole = ~split[graph.consumers]
     tensor = graph.edge_tensor.astype(np.int64)
     return (

@@ -153,7 +153,10 @@ class BlockCosts(Protocol):
         ...
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
-        """float64 [B], seconds of the optimizer step of whole blocks; a share takes its part of it."""
+        """float64 [B], seconds of the optimizer step of whole blocks; a share takes its part of it.
+
+        A tied weight counts in every block that reads it.
+        """
         ...
 
 

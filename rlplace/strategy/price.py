@@ -93,10 +93,14 @@ class PricedBlocks:
         return self._once("held", lambda: _held(self.graph, self.blocks))
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
-        """float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight in its first block alone."""
+        """float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""
         self._allowed(Cut(self.graph.samples, tensor, expert=expert))
-        updates = self.graph.op_phase == UPDATE
-        return _sums(self.blocks.of_op, self._seconds(kind, self.graph.samples) * updates, len(self.names))
+        updates = np.flatnonzero(self.graph.op_phase == UPDATE)
+        holders = [self.blocks.of_parameter[parameter] for parameter in self.graph.op_parameter[updates].tolist()]
+        seconds = self._seconds(kind, self.graph.samples)[updates]
+        counts = np.array([len(blocks) for blocks in holders], dtype=np.int64)
+        flat = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
+        return _sums(flat, np.repeat(seconds, counts), len(self.names))
 
     def _pass(self, kind: int, cut: Cut) -> PassCosts:
         self._allowed(cut)

@@ -1,0 +1,92 @@
+"""Stages that take alike: contiguous parts of the blocks, with the smallest largest time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster import Cluster
+from rlplace.strategy.costs import BlockCosts, Cut
+from rlplace.strategy.drafts import Draft, Place
+
+
+class Balance:
+    """Balanced stages of a model on the places of a cluster; what was found is kept.
+
+    Args:
+        costs: What blocks cost.
+        cluster: The devices.
+    """
+
+    def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
+        self._costs = costs
+        number = {name: index for index, name in enumerate(costs.kinds)}
+        self._kind = [number[kind.name] for kind in cluster.kinds]
+        self._seconds: dict[tuple[frozenset[int], Cut], NDArray[np.float64]] = {}
+        self._bounds: dict[tuple[tuple[frozenset[int], Cut], ...], tuple[tuple[int, ...], float, float]] = {}
+
+    def pass_s(self, kinds: frozenset[int], cut: Cut) -> NDArray[np.float64]:
+        """float64 [B], seconds of forward and backward of a micro-batch on the slowest of these kinds."""
+        key = (kinds, cut)
+        if key not in self._seconds:
+            passes = [self._costs.passes(kind, cut) for kind in sorted(kinds)]
+            self._seconds[key] = np.max([one.forward_s + one.backward_s for one in passes], axis=0)
+        return self._seconds[key]
+
+    def stages(self, places: Sequence[Place], order: Sequence[int], samples: int) -> tuple[tuple[int, ...], float, float]:
+        """Bounds of balanced stages; and the seconds of a pass through the slowest stage, and through all.
+
+        Args:
+            places: The places.
+            order: Place of every stage.
+            samples: Of a micro-batch.
+        """
+        own = [(frozenset(self._kind[device] for device in place.devices), place.cut(samples)) for place in places]
+        key = tuple(own[place] for place in order)
+        if key not in self._bounds:
+            seconds = np.array([self.pass_s(*item) for item in own])
+            bounds = balanced_bounds(seconds, order)
+            stages = [float(seconds[row, bounds[part] : bounds[part + 1]].sum()) for part, row in enumerate(order)]
+            self._bounds[key] = bounds, max(stages), sum(stages)
+        return self._bounds[key]
+
+    def replica_s(self, draft: Draft, replica: int) -> float:
+        """Seconds of a micro-batch through all stages of one replica, on the slowest device of each of its meshes."""
+        total_s = 0.0
+        for stage, number in enumerate(draft.place_of_stage):
+            place = draft.places[number]
+            width = len(place.devices) // place.data_degree
+            own = place.devices[replica * width : (replica + 1) * width]
+            kinds = frozenset(self._kind[device] for device in own)
+            blocks = slice(draft.bounds[stage], draft.bounds[stage + 1])
+            total_s += float(self.pass_s(kinds, place.cut(min(draft.microbatch)))[blocks].sum())
+        return total_s
+
+
+def balanced_bounds(seconds: NDArray[np.float64], part_row: Sequence[int]) -> tuple[int, ...]:
+    """Cuts the blocks into consecutive parts so that the slowest part is as quick as possible, by dynamic programming.
+
+    Args:
+        seconds: float64 [K, B], seconds of a block on every kind of place.
+        part_row: For each part, which row of `seconds` is its own; at most B parts.
+
+    Returns:
+        One number more than parts: the first block of every part, and B. No part is empty.
+    """
+    blocks = seconds.shape[1]
+    assert 1 <= len(part_row) <= blocks
+    ends = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
+    empty = np.tri(blocks + 1, dtype=bool)
+    slowest_s = np.where(np.arange(blocks + 1) == 0, 0.0, np.inf)  # of the parts so far, by where they end
+    starts = []
+    for row in part_row:
+        part_s = np.where(empty, np.inf, ends[row][None, :] - ends[row][:, None])  # [start, end]
+        reached = np.maximum(slowest_s[:, None], part_s)
+        starts.append(reached.argmin(axis=0))
+        slowest_s = reached.min(axis=0)
+    bounds = [blocks]
+    for start in reversed(starts):
+        bounds.append(int(start[bounds[-1]]))
+    return tuple(reversed(bounds))

@@ -1,0 +1,161 @@
+"""What a search has tried: every draft is evaluated once, counted against the budget, and the best are kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rlplace.cluster import Cluster
+from rlplace.errors import InputError
+from rlplace.strategy.costs import BlockCosts
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.evaluation import Evaluation
+from rlplace.strategy.space import Space
+
+
+class Scores(Protocol):
+    """What a search needs of `rlplace.strategy.evaluate.Evaluator`."""
+
+    costs: BlockCosts
+    cluster: Cluster
+
+    def evaluate(self, draft: Draft) -> Evaluation:
+        """Step time and memory, in full."""
+        ...
+
+    def score(self, draft: Draft) -> tuple[float, float]:
+        """Step time in seconds, and bytes over capacity."""
+        ...
+
+
+def _anything(draft: Draft) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What is asked: the quickest step that processes so many samples.
+
+    Attributes:
+        scores: What drafts take, on which cluster, for which model.
+        batch: Samples a step.
+        space: What may be chosen.
+        why_not: Why a draft cannot run, for example an engine's `why_not`; None where it can.
+    """
+
+    scores: Scores
+    batch: int
+    space: Space = field(default_factory=Space)
+    why_not: Callable[[Draft], str | None] = _anything
+
+    @property
+    def costs(self) -> BlockCosts:
+        """What blocks cost."""
+        return self.scores.costs
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices."""
+        return self.scores.cluster
+
+
+class OutOfBudgetError(Exception):
+    """The calls or the seconds of a search are used up."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A draft and what it takes; ordered by what fits first, then by time, else by the bytes that are missing.
+
+    Attributes:
+        draft: The draft.
+        step_s: Seconds of a step; inf where it cannot run.
+        over_bytes: Bytes over capacity.
+    """
+
+    draft: Draft
+    step_s: float
+    over_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be a plan."""
+        return self.over_bytes == 0 and math.isfinite(self.step_s)
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Smaller is better."""
+        if math.isinf(self.step_s):
+            return math.inf, math.inf
+        return self.over_bytes, self.step_s
+
+
+class Tries:
+    """Evaluates drafts within a budget.
+
+    Attributes:
+        question: What is asked.
+        calls: Evaluations so far.
+        best: The best so far; None before the first.
+        reasons: Why drafts were refused, with how many there were of each.
+    """
+
+    def __init__(self, question: Question, *, calls: int | None = None, time_limit_s: float | None = None) -> None:
+        self.question = question
+        self.calls = 0
+        self.best: Tried | None = None
+        self.reasons: dict[str, int] = {}
+        self._most = math.inf if calls is None else calls
+        self._end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+        self._known: dict[Draft, Tried] = {}
+
+    def left(self) -> bool:
+        """Whether there is budget for another evaluation."""
+        return self.calls < self._most and time.monotonic() < self._end_s
+
+    def known(self) -> list[Tried]:
+        """All that were evaluated, the best first."""
+        return sorted(self._known.values(), key=lambda tried: tried.key)
+
+    def refused(self, draft: Draft) -> bool:
+        """Whether space, engine or costs exclude a draft; the reason is counted."""
+        reason = self.question.space.forbids(draft)
+        if reason is not None:
+            reason = f"space: {reason}"
+        else:
+            cuts = {place.cut(size) for place in draft.places for size in draft.microbatch}
+            costs = self.question.costs
+            reason = next((why for cut in cuts if (why := costs.why_not(cut)) is not None), None) or self.question.why_not(
+                draft
+            )
+        if reason is not None:
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        return reason is not None
+
+    def score(self, draft: Draft) -> Tried:
+        """What a draft takes; one that is refused takes for ever.
+
+        Raises:
+            OutOfBudgetError: It is not known yet, and nothing is left.
+        """
+        if draft in self._known:
+            return self._known[draft]
+        if self.refused(draft):
+            tried = Tried(draft, math.inf, 0.0)
+        else:
+            if not self.left():
+                raise OutOfBudgetError
+            self.calls += 1
+            try:
+                tried = Tried(draft, *self.question.scores.score(draft))
+            except InputError as error:  # the schedule cannot run so many stages or micro-batches
+                reason = str(error)
+                self.reasons[reason] = self.reasons.get(reason, 0) + 1
+                tried = Tried(draft, math.inf, 0.0)
+        self._known[draft] = tried
+        if self.best is None or tried.key < self.best.key:
+            self.best = tried
+        return tried

@@ -1,0 +1,187 @@
+"""Uniform strategies: every place has the same axes, every block the same choices; stages are balanced by their time.
+
+They are what practice writes into configuration files, so searched through they are the floor for everything else. For each set
+of devices (all, those of some kinds, the first few of them), number of places and stages, degrees, level, micro-batch and
+schedule there is one draft; how much it recomputes is found by `rlplace.strategy.fit`. Shapes are taken in the order of a bound
+that no draft of the shape can beat, and the rest is left out when that bound is above the best so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlplace.cluster import Cluster
+from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
+from rlplace.strategy.cuts import Balance
+from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.fit import fitted
+from rlplace.strategy.tries import Question, Tries
+
+MOST_KINDS = 4
+"""Kinds of devices of which every subset is tried; of more, each alone and all together."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A uniform strategy without its micro-batch.
+
+    Attributes:
+        devices: In the order in which places take them.
+        places: Number of places.
+        chunks: Stages a place.
+        replicate: Of every place; so are the next four.
+        shard: See `replicate`.
+        tensor: See `replicate`.
+        sharding: See `replicate`.
+        sequence_parallel: See `replicate`.
+        schedule: Of the chain; None for one stage.
+    """
+
+    devices: tuple[int, ...]
+    places: int
+    chunks: int
+    replicate: int
+    shard: int
+    tensor: int
+    sharding: int
+    sequence_parallel: bool
+    schedule: str | None
+
+    @property
+    def replicas(self) -> int:
+        """Data degree."""
+        return self.replicate * self.shard
+
+
+def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Sets of devices worth using: every set of kinds, of one kind the first 1, 2, 4, ... and whole hosts; largest first."""
+    kinds = list(dict.fromkeys(kind.name for kind in cluster.kinds))
+    few = len(kinds) <= MOST_KINDS
+    sizes = range(len(kinds), 0, -1) if few else (len(kinds), 1)
+    sets: dict[tuple[int, ...], None] = {}
+    for chosen in itertools.chain.from_iterable(itertools.combinations(kinds, size) for size in sizes):
+        own = [device for device, kind in enumerate(cluster.kinds) if kind.name in chosen]
+        own.sort(key=lambda device: (cluster.hosts[device], device))
+        hosts = [cluster.hosts[device] for device in own]
+        ends = {index for index in range(1, len(own)) if hosts[index] != hosts[index - 1]}
+        counts = {len(own)} | {1 << power for power in range(len(own).bit_length())} | ends
+        if len(chosen) > 1:
+            counts = {len(own)}
+        for count in sorted(counts, reverse=True):
+            sets[tuple(own[:count])] = None
+    return list(sets)
+
+
+def shapes(question: Question, devices: tuple[int, ...]) -> Iterator[Shape]:
+    """All uniform ways to use a set of devices."""
+    space, cluster, blocks = question.space, question.cluster, len(question.costs.names)
+    hosts = [cluster.hosts[device] for device in devices]
+    per_host = max(1, min(hosts.count(host) for host in set(hosts)))
+    for places in space.only("pipeline", _divisors(len(devices))):
+        width = len(devices) // places
+        for tensor in space.only("tensor", _divisors(width)):
+            # A tensor group exchanges activations in every block: it stays inside a host unless the space asks for more.
+            if tensor > 1 and (tensor & (tensor - 1) or per_host % tensor) and space.tensor is None:
+                continue
+            data = width // tensor
+            inside = max(1, min(data, per_host // tensor))
+            for shard in sorted({1, data, inside if data % inside == 0 else 1} | set(space.shard or ())):
+                if data % shard or not space.allows("shard", shard) or not space.allows("replicate", data // shard):
+                    continue
+                levels = (0,) if shard == 1 else (1,) if places > 1 else (1, 2, 3)
+                for sharding in levels if shard == 1 else space.only("sharding", levels):
+                    for chunks, schedule in _chains(question, places, blocks):
+                        # Sequence parallelism moves what tensor parallelism moves, and keeps less.
+                        yield Shape(devices, places, chunks, data // shard, shard, tensor, sharding, tensor > 1, schedule)
+
+
+def _chains(question: Question, places: int, blocks: int) -> Iterator[tuple[int, str | None]]:
+    """Stages a place with the schedules that run them."""
+    space = question.space
+    if places == 1:
+        yield 1, None
+        return
+    for name in space.only("schedule", PIPELINE_SCHEDULES):
+        layouts = SCHEDULES[name].torch_class
+        for chunks in space.only("virtual", (1, 2, 3, 4)):
+            known = (ONE in layouts or LOOP in layouts) if chunks == 1 else LOOP in layouts or (V in layouts and chunks == 2)
+            if known and places * chunks <= blocks:
+                yield chunks, name
+
+
+def drafts(question: Question, shape: Shape, balance: Balance) -> Iterator[tuple[float, Draft]]:
+    """The drafts of a shape, one for each micro-batch, each with seconds of compute that it cannot beat."""
+    if question.batch % shape.replicas:
+        return
+    share = question.batch // shape.replicas
+    width = len(shape.devices) // shape.places
+    places = tuple(
+        Place(
+            shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, 1, shape.tensor, 1,
+            shape.sharding, shape.sequence_parallel,
+        )
+        for index in range(shape.places)
+    )  # fmt: skip
+    order = place_order(shape)
+    blocks = len(question.costs.names)
+    for samples in question.space.only("microbatch", _divisors(share)):
+        count = share // samples
+        if count > 1 << 12 or (samples & (samples - 1) and samples != share and question.space.microbatch is None):
+            continue  # of micro-batch sizes that divide the share: powers of two, and the whole
+        if question.costs.why_not(places[0].cut(samples)) is not None:
+            continue
+        bounds, slowest_s, total_s = balance.stages(places, order, samples)
+        # In a chain the first micro-batch passes all stages, and the others follow at the pace of the slowest; the gradients
+        # of weights may fill that time.
+        filled = shape.chunks > 1 or (shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward)
+        bound_s = count * total_s / shape.places if filled else (count - 1) * slowest_s + total_s
+        nothing = bytes(blocks)
+        yield bound_s, Draft(bounds, places, order, nothing, nothing, (samples,), (count,), shape.schedule)
+
+
+def place_order(shape: Shape) -> tuple[int, ...]:
+    """Place of every stage: a loop over the places, or a v where the schedule wants one."""
+    loop = tuple(range(shape.places))
+    layouts = SCHEDULES[shape.schedule].torch_class if shape.schedule is not None else {}
+    if shape.chunks == 2 and LOOP not in layouts and V in layouts:
+        return (*loop, *reversed(loop))
+    return loop * shape.chunks
+
+
+def try_uniform(tries: Tries) -> None:
+    """Evaluates uniform strategies, the most promising first, while there is budget.
+
+    Raises:
+        OutOfBudgetError: The budget ended before all were looked at.
+    """
+    question = tries.question
+    balance = Balance(question.costs, question.cluster)
+    listed = [
+        (bound_s, number, draft)
+        for number, (bound_s, draft) in enumerate(
+            item
+            for devices in device_sets(question.cluster)
+            for shape in shapes(question, devices)
+            for item in drafts(question, shape, balance)
+        )
+    ]
+    for bound_s, _, draft in sorted(listed, key=lambda item: item[:2]):
+        best = tries.best
+        if best is not None and best.fits and bound_s >= best.step_s:
+            continue
+        fitted(tries, draft)
+
+
+def any_uniform(question: Question) -> bool:
+    """Whether there is a uniform strategy, be it too large for the memory."""
+    balance = Balance(question.costs, question.cluster)
+    every = (drafts(question, shape, balance) for used in device_sets(question.cluster) for shape in shapes(question, used))
+    return any(question.space.forbids(draft) is None for listed in every for _, draft in listed)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,191 @@
+"""The search for a strategy: parts against exhaustive ones, what fits, what is refused, and the same answer every time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_costs import random_costs
+
+from rlplace.cluster import Cluster
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.strategy.cuts import Balance, balanced_bounds
+from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.fit import fitted
+from rlplace.strategy.moves import neighbours
+from rlplace.strategy.search import kind_of, search
+from rlplace.strategy.space import Space
+from rlplace.strategy.tries import OutOfBudgetError, Question, Tries
+from rlplace.strategy.uniform import device_sets, drafts, shapes
+
+
+def with_memory(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with so much of its memory."""
+    devices = tuple(
+        dataclasses.replace(d, memory_bytes=int((d.memory_bytes or 0) * factor), reserved_bytes=0) for d in cluster.devices
+    )
+    return dataclasses.replace(cluster, devices=devices)
+
+
+@cache
+def question(seed: int, text: str = "a100-80g:4", factor: float = 1.0, batch: int = 8, space: str = "") -> Question:
+    cluster = with_memory(Cluster.preset(text), factor)
+    costs = random_costs(np.random.default_rng(seed), cluster, 5)
+    return Question(Evaluator(costs, cluster), batch, Space.parse(space))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_balanced_stages_are_the_best_of_all_cuts(data: st.DataObject) -> None:
+    blocks, rows = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 3))
+    parts = data.draw(st.integers(1, min(blocks, 4)))
+    row = data.draw(st.lists(st.integers(0, rows - 1), min_size=parts, max_size=parts))
+    seconds = np.array(
+        data.draw(st.lists(st.lists(st.integers(1, 30), min_size=blocks, max_size=blocks), min_size=rows, max_size=rows))
+    )
+
+    def slowest(bounds: tuple[int, ...]) -> float:
+        return max(float(seconds[r, a:b].sum()) for r, a, b in zip(row, bounds, bounds[1:], strict=False))
+
+    found = balanced_bounds(seconds.astype(np.float64), row)
+    assert found[0] == 0 and found[-1] == blocks and all(a < b for a, b in itertools.pairwise(found))
+    every = [(0, *inner, blocks) for inner in itertools.combinations(range(1, blocks), parts - 1)]
+    assert slowest(found) == min(map(slowest, every))
+
+
+def all_drafts(asked: Question) -> list:
+    balance = Balance(asked.costs, asked.cluster)
+    return [
+        draft
+        for devices in device_sets(asked.cluster)
+        for shape in shapes(asked, devices)
+        for _, draft in drafts(asked, shape, balance)
+    ]
+
+
+@pytest.mark.parametrize("text", ["a100-80g:4", "a100-80g:2+t4:2", "h100:2x4,ib=400g"])
+def test_bounds_of_uniform_strategies_hold(text: str) -> None:
+    asked = question(1, text)
+    balance = Balance(asked.costs, asked.cluster)
+    checked = 0
+    for devices in device_sets(asked.cluster)[:2]:
+        for shape in list(shapes(asked, devices))[::3]:
+            for bound_s, draft in drafts(asked, shape, balance):
+                assert draft.batch == asked.batch
+                tried = Tries(asked).score(draft)
+                assert tried.step_s >= bound_s * (1 - 1e-9)
+                checked += np.isfinite(tried.step_s)
+    assert checked > 20
+
+
+@pytest.mark.parametrize("text", ["a100-80g:4", "a100-80g:2+t4:2"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_answer_is_no_worse_than_any_uniform_strategy(text: str, seed: int) -> None:
+    asked = question(seed, text, factor=0.5)
+    tries = Tries(asked)
+    best = min((t.step_s for draft in all_drafts(asked) if (t := fitted(tries, draft)) is not None), default=np.inf)
+    answer = search(asked)
+    assert answer.complete
+    assert answer.ranked[0].step_s <= best
+    assert [tried.step_s for tried in answer.ranked] == sorted(tried.step_s for tried in answer.ranked)
+    for tried in answer.ranked[:20]:
+        said = asked.scores.evaluate(tried.draft)
+        assert said.feasible and said.step_time_s == pytest.approx(tried.step_s, rel=1e-12)
+        assert tried.draft.strategy(asked.costs.names).batch == asked.batch  # a strategy that contradicts itself is refused
+
+
+def test_calls_make_the_answer_exact() -> None:
+    one, other = (search(question(2), calls=30) for _ in range(2))
+    assert one == other
+    assert one.calls == 30 and not one.complete
+    assert search(question(2)).ranked[0].step_s <= one.ranked[0].step_s
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_less_recomputation_would_fit(seed: int) -> None:
+    roomy = question(seed, space="pipeline=1 tensor=1 offload=none")
+    draft = next(draft for draft in all_drafts(roomy) if len(draft.devices) == 4)
+    need = max(roomy.scores.evaluate(draft).peak_memory_bytes)
+    least = max(roomy.scores.evaluate(dataclasses.replace(draft, recompute=b"\2" * 5)).peak_memory_bytes)
+    memory = roomy.cluster.devices[0].memory_bytes
+    assert memory is not None and least < need
+    tight = question(seed, factor=(least + 0.4 * (need - least)) / memory, space="pipeline=1 tensor=1 offload=none")
+    tries = Tries(tight)
+    tried = fitted(tries, draft)
+    assert tried is not None and tried.fits
+    steps = sum(tried.draft.recompute)
+    assert 0 < steps <= 10
+    for fewer in range(steps):  # the same ladder, by hand: blocks in order, none to selective to full
+        whole, rest = divmod(fewer, 5)
+        recompute = bytes(whole + (block < rest) for block in range(5))
+        assert not tries.score(dataclasses.replace(draft, recompute=recompute)).fits
+
+
+def test_neighbours_process_the_same_batch_or_are_left_out() -> None:
+    asked = question(0, "a100-80g:2+t4:2", batch=16)
+    balance = Balance(asked.costs, asked.cluster)
+    start = next(tried.draft for tried in search(asked, calls=40).ranked if tried.draft.stages > 1)
+    near = list(neighbours(start, asked.scores.evaluate(start), balance))
+    assert len(set(near)) > 5
+    assert all(draft.bounds[0] == 0 and draft.bounds[-1] == 5 for draft in near)
+    assert sum(draft.batch == 16 for draft in near) > len(near) / 2
+
+
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"no strategy fits: the nearest \(.*\) is .* GB over the devices' memory"
+    ) as info:
+        search(question(0, factor=1e-5, space="offload=none"))
+    assert info.value.short_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("space", "batch", "reason"),
+    [
+        ("pipeline=3", 8, "it leaves no strategy for a batch of 8; relax pipeline=3 first"),
+        ("tensor=16", 8, "relax tensor=16 first"),
+        ("microbatch=3", 8, "relax microbatch=3 first"),
+        ("recompute=full tensor=3 shard=1", 8, "relax shard=1 tensor=3 recompute=full"),
+        ("replicate=4 shard=1 tensor=1 pipeline=1", 6, "relax replicate=4 first"),
+    ],
+)
+def test_a_space_that_leaves_nothing_says_what_to_relax(space: str, batch: int, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        search(question(0, batch=batch, space=space))
+
+
+def test_a_batch_that_nothing_divides_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="batch of 6; relax replicate=2 first, or use a batch of 8"):
+        search(question(0, batch=6, space="replicate=2 shard=2 pipeline=1"))
+
+
+def test_what_cannot_run_is_left_out() -> None:
+    asked = dataclasses.replace(question(0), why_not=lambda draft: "no pipelines here" if draft.stages > 1 else None)
+    answer = search(asked)
+    assert all(tried.draft.stages == 1 for tried in answer.ranked)
+    assert answer.reasons["no pipelines here"] > 0
+    with pytest.raises(InputError, match="no strategy can run: nothing runs here"):
+        search(dataclasses.replace(asked, why_not=lambda draft: "nothing runs here"))
+
+
+def test_kinds_are_named_after_what_they_have() -> None:
+    answer = search(question(0))
+    assert {"data parallel", "fully sharded"} <= set(answer.of_kinds)
+    for kind, tried in answer.of_kinds.items():
+        assert kind_of(tried.draft) == kind
+        same = [other.step_s for other in answer.ranked if kind_of(other.draft) == kind]
+        assert not same or tried.step_s == min(same)
+
+
+def test_the_budget_ends_it() -> None:
+    tries = Tries(question(0), calls=1)
+    first, second = all_drafts(question(0))[:2]
+    tries.score(first)
+    tries.score(first)  # known: costs nothing
+    with pytest.raises(OutOfBudgetError):
+        tries.score(second)

@@ -29,7 +29,6 @@ _SIMULATOR = [
     for name in (
         "timelines_by_hand",
         "simulator_identities",
-        "reference_properties",
         "simulator_api",
         "collectives",
         "pipelines",

@@ -9,7 +9,7 @@ import pytest
 from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import planner, setup
-from rlplace.agents.planner import ROLLOUT_LENGTH, load_agent
+from rlplace.agents.planner import ROLLOUT_LENGTH
 from rlplace.agents.search import Search
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import make_plan
@@ -258,12 +258,6 @@ def test_nothing_but_rollouts(agents):
         assert nothing.device_of_group.tolist() == start.tolist() and nothing.predicted.search_calls == 0
 
 
-def test_an_agent_that_only_constructs_uses_its_budget(agents):
-    problem = random_problem(8, num_groups=10, num_devices=3)
-    assert agents["placement"].place(problem, calls=7).predicted.search_calls == 7
-    assert agents["placement"].place(problem, time_limit_s=0.4).predicted.search_calls > 2
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_time_limit_ends_it(agents, name):
     """Loose: the machine may be busy; what counts is that nothing goes on without end."""
@@ -306,8 +300,3 @@ def test_wrong_arguments(agents, arguments, message):
     if set(arguments) - {"calls", "samples"}:
         with pytest.raises(InputError, match=message):
             agents["refinement"].adapt(problem, **arguments)
-
-
-def test_unknown_agents():
-    with pytest.raises(InputError, match="unknown agent 'no-such-agent'"):
-        load_agent("no-such-agent")

@@ -17,7 +17,7 @@ from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.planner import load_agent
 from rlplace.agents.tuning.belief import Pool, believe
-from rlplace.agents.tuning.learn import LogModel, fit_moves, lesson_of, log_rows, price_moves
+from rlplace.agents.tuning.learn import LogModel, fit_moves, lesson_of, price_moves
 from rlplace.agents.tuning.offline import METHODS, finetune_offline, measurements_of
 from rlplace.agents.tuning.proposer import AgentProposer, Residual
 from rlplace.agents.tuning.tune import first_plans, tune
@@ -293,21 +293,6 @@ def test_labels_of_a_log_reach_only_as_far_as_the_log():
     assert not model.seen[:4, 2].any() and model.seen[4:].all()
     with pytest.raises(InputError, match="too few"):
         LogModel(plans[:7], seconds[:7], 3)
-
-
-def test_log_rows():
-    plans, _, seconds = planted(PROBLEM)
-    instance = make_instance(PROBLEM)
-    rows = log_rows(instance, plans, seconds, states=100, rng=np.random.default_rng(0))
-    assert 90 <= len(rows) <= 100, "plans are used again where there are fewer than states"
-    model = LogModel(plans, seconds, 3)
-    labelled = 0
-    for features, labels, group in rows:
-        found = np.isfinite(labels)
-        labelled += found.sum()
-        assert found.sum() >= 2 and np.isfinite(features).all() and (group[found] >= 0).all() and (group[~found] == -1).all()
-        assert np.abs(labels[found]).max() <= 2 * np.abs(model.cost).sum()
-    assert labelled > 1000
 
 
 # Learning in the simulator

@@ -144,18 +144,6 @@ def test_reads_back_what_was_written(tmp_path: Path) -> None:
     assert (read.cases, read.methods, read.rows, read.runs) == (written.cases, written.methods, written.rows, written.runs)
 
 
-def test_a_line_that_was_cut_off_is_dropped_and_made_again(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    filled(path)
-    text = path.read_text()
-    for cut in (1, 10, 60):
-        path.write_text(text[:-cut])
-        store = Store(SETTINGS, path)
-        assert [store.done(("a", "seed0", "64 calls", seed)) for seed in range(3)] == [True, True, False]
-        store.add_row(replace(ROW, seed=2))
-        assert path.read_text() == text
-
-
 def test_damage_elsewhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     filled(path)

@@ -55,16 +55,6 @@ def test_rows_hold_what_the_simulator_says():
     assert heft.gap == heft.step_time_s / heft.bound_s - 1 and heft.gap >= 0
 
 
-def test_the_agents_own_simulations_count(monkeypatch):
-    def agent_like(problem, *, seed=0, time_limit_s=None, calls=None):
-        predicted = Prediction(search_calls=calls)
-        return make_plan(problem, [0] * problem.num_groups, planner="agent_like", seed=seed, predicted=predicted)
-
-    register(monkeypatch, agent_like=agent_like)
-    found = run([random_problem(1, 5, 2)], ["agent_like"], calls=17)
-    assert found.rows[-1].simulator_calls == 17
-
-
 def test_an_error_is_a_row_with_its_reason(monkeypatch):
     def infeasible(problem, *, seed=0, time_limit_s=None):
         raise InfeasibleError("gpu0 is\nfull")

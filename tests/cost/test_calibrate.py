@@ -153,16 +153,6 @@ def test_prediction_uses_measured_shapes_exactly(graph):
     assert times.shares().keys() <= {"measured", "calibrated"}
 
 
-def test_simulated_step_is_the_sum_of_the_measured_ops(graph):
-    found = timed(graph)
-    table = calibrate([measurement(found, step_s=1.2)], KIND, by_model=False, holdout=0.0).table
-    cluster = rlplace.Cluster.preset("cpu:1")
-    problem = rlplace.price(graph, cluster, level="op", costs=table)
-    line = rlplace.simulate(problem, [0] * problem.num_groups)
-    assert line.step_time_s == pytest.approx(1.2 * sum(o.seconds * o.count for o in found), rel=0.01)
-    assert set(problem.source["op_times"][cluster.kinds[0].name]) <= {"measured", "calibrated"}
-
-
 def test_a_model_that_was_measured_twice_does_not_predict_itself():
     one = measurement(sweep("aten.linear.default", "gemm", 200.0, SIZES), name="zoo:a")
     other = measurement(sweep("aten.add.Tensor", "elementwise", 0.1, SIZES), name="zoo:b")

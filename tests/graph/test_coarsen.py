@@ -9,7 +9,6 @@ from rlplace.graph.atoms import op_anchors
 from rlplace.graph.coarsen import BALANCE, coarsen, merge_cyclic_tasks
 from rlplace.graph.contract import ContractionGraph
 from rlplace.graph.opgraph import BACKWARD, FORWARD, GRADIENT, PARAMETER, UPDATE
-from rlplace.problem.order import strong_components
 
 graphs = st.builds(
     random_graph,
@@ -206,21 +205,6 @@ def test_bad_cost():
     for cost in (np.ones(3), np.full(graph.num_ops, np.nan), np.full(graph.num_ops, -1.0)):
         with pytest.raises(InputError, match="cost"):
             coarsen(graph, 2, cost=cost)
-
-
-@settings(max_examples=60)
-@given(st.integers(1, 40), st.integers(0, 10_000))
-def test_strong_components_agree_with_networkx(count, seed):
-    import networkx as nx
-
-    rng = np.random.default_rng(seed)
-    edges = rng.integers(0, count, size=(int(rng.integers(0, 80)), 2)).astype(np.int32)
-    found = strong_components(count, edges[:, 0], edges[:, 1])
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(count))
-    graph.add_edges_from(edges.tolist())
-    expected = {frozenset(c) for c in nx.strongly_connected_components(graph)}
-    assert {frozenset(np.flatnonzero(found == c).tolist()) for c in set(found.tolist())} == expected
 
 
 @settings(max_examples=60)

@@ -368,16 +368,6 @@ def test_merge_copies_what_is_missing(tmp_path):
         assert second.problem(PROBLEM.fingerprint).fingerprint == PROBLEM.fingerprint
 
 
-def test_merge_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "_CHUNK", 3)
-    with new_store(tmp_path / "a.sqlite") as first:
-        for number in range(8):
-            first.add(done(number))
-    with TrialStore(None) as second:
-        assert second.merge(tmp_path / "a.sqlite") == 8
-        assert second.trials() == [done(number) for number in range(8)]
-
-
 def test_merge_finishes_what_a_copy_took_while_it_ran(tmp_path):
     with new_store(tmp_path / "a.sqlite") as first:
         numbers = [first.begin(begun(number)) for number in range(2)]

@@ -113,12 +113,6 @@ def test_names_that_modules_already_have_and_names_without_dots():
     assert get_planner("accelerate")(problem).predicted.feasible
 
 
-def test_a_roomy_device_takes_everything_and_the_raw_map_fits():
-    plan = get_planner("accelerate")(random_problem(3, 20, 3))
-    assert plan.device_of_group.tolist() == [0] * 20
-    assert plan.predicted.accelerate == {"raw_feasible": True, "offloaded_groups": 0, "device_map": {"": 0}}
-
-
 def test_weights_that_fit_may_not_train_and_are_repaired():
     problem = random_problem(3, 40, 3, memory_factor=1.4)
     plan = get_planner("accelerate")(problem)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlplace.errors import InfeasibleError, InputError
+from rlplace.errors import InputError
 from rlplace.planners import get_planner
 from rlplace.planners.dlplacer.coarsen import coarsen
 from rlplace.planners.dlplacer.contract import contract_groups
@@ -146,25 +146,6 @@ def test_plans_of_coarse_graphs_are_never_worse_than_the_floor(setting):
     assert 0.0 <= proof["gap"] < 1.0 and proof["lower_bound_s"] <= proof["objective_s"]
 
 
-def test_a_time_limit_and_microbatches():
-    problem = random_problem(1, 80, 4, memory_factor=1.5)
-    plan = get_planner("dlplacer")(problem, time_limit_s=1.0, microbatches=2, schedule="1f1b")
-    assert plan.microbatches == 2 and plan.schedule == "1f1b" and plan.predicted.feasible
-    assert plan.predicted.step_time_s <= step(problem, "best", microbatches=2, schedule="1f1b")
-
-
 def test_bad_options():
     with pytest.raises(InputError, match="groups"):
         get_planner("dlplacer")(random_problem(0, 4, 2), groups=0)
-
-
-def test_thousands_of_groups_are_coarsened():
-    problem = random_problem(1, 3000, 4, memory_factor=1.5)
-    node = coarsen(problem, 40)
-    coarse, _ = contract_groups(problem, node)
-    assert coarse.num_groups <= 40 and coarse.num_ops <= 40 * 3 * 2
-    try:
-        plan = get_planner("dlplacer")(problem, effort=0.1)
-    except InfeasibleError:
-        pytest.fail("the floor has a plan")
-    assert plan.predicted.feasible

@@ -16,7 +16,7 @@ from rlplace.planners import get_planner
 from rlplace.planners.pardnn.memory import balance_residents, limits, peak_bytes, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import folded_graph, op_graph
 from rlplace.planners.pardnn.pardnn import place_clusters
-from rlplace.planners.pardnn.slicing import bind_groups, cut_long_primary, map_clusters, node_levels, slice_graph, spans
+from rlplace.planners.pardnn.slicing import bind_groups, cut_long_primary, map_clusters, slice_graph, spans
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -51,12 +51,6 @@ def test_levels_of_the_papers_example():
     start, end = spans(graph, clusters)
     assert (start[2], end[2]) == (3.0, 6.0)  # H: from the end of C to the start of J
     assert (start[3], end[3]) == (10.0, 13.0)  # N: from the end of M to the start of Q
-
-
-def test_the_critical_path_with_communication_takes_18():
-    graph = op_graph(pardnn_example(), [0, 1])
-    top, bottom = node_levels(graph, np.full(17, -1, dtype=np.int32))
-    assert (top + bottom).max() == 18.0 == pytest.approx((top + bottom)[NAMES.index("Q")])
 
 
 def cut(problem, devices=None):

@@ -7,7 +7,6 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
-from toys import TOYS
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
@@ -78,14 +77,6 @@ def test_bad_arguments_are_refused() -> None:
     for options in ({"num_groups": 0}, {"num_devices": 0}, {"hosts": 5}, {"width": 0}):
         with pytest.raises(InputError):
             random_problem(0, **options)
-
-
-@pytest.mark.parametrize("name", TOYS)
-def test_toys_are_named_and_state_an_optimum_of_their_size(name: str) -> None:
-    toy = TOYS[name]()
-    assert toy.problem.name == name
-    assert len(toy.optimal_device_of_group) == toy.problem.num_groups
-    assert "Optimum:" in (TOYS[name].__doc__ or "")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import make_plan
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.reporting.data import MAX_LINKS, front_coded, report_data, ticks_of
+from rlplace.reporting.data import MAX_LINKS, front_coded, report_data
 from rlplace.reporting.report import json_text, render
 from rlplace.reporting.tables import PlannerRow, measured_rows, planner_rows
 from rlplace.simulator import simulate
@@ -96,10 +96,6 @@ def test_front_coded_names_come_back(names):
         before = before.encode("utf-16-le")[: 2 * count].decode("utf-16-le") + text
         found.append(before)
     assert found == names
-
-
-def test_ticks():
-    assert ticks_of(0.1) == pytest.approx(1e-9) and ticks_of(0.0) == 1.0
 
 
 def test_page_loads_nothing(piped):

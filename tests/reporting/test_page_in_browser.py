@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from rlplace.plan.plan import make_plan
-from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.reporting.data import report_data
 from rlplace.reporting.report import render
@@ -421,15 +420,3 @@ def test_hundreds_of_devices_are_drawn_on_a_sharp_screen(browser, tmp_path):
     )
     assert all(max(size) <= 16384 and size[0] * size[1] <= 1.65e7 for size in sizes)
     assert all(len(colors_in(browser, name)) > 8 for name in ("lanes", "memory"))
-
-
-def test_plans_that_cannot_run_say_so(browser, tmp_path):
-    problem = random_problem(3, num_groups=20, num_devices=2, memory_factor=0.6)
-    broken = build_problem("broken", time_s=[[1.0, np.nan]], tensors=[], memory_bytes=[None, None])
-    for number, (case, devices) in enumerate(((problem, [0] * 20), (broken, [1]))):
-        path = tmp_path / f"{number}.html"
-        path.write_text(render(report_data(case, make_plan(case, devices, planner="hand"))), encoding="utf-8")
-        assert show(browser, path.as_uri()) == []
-        red = browser.execute_script("return getComputedStyle(document.querySelector('.notice.bad')).color")
-        assert red == "rgb(179, 38, 30)"
-        assert browser.execute_script("return document.getElementById('nothing').checkVisibility()") == (case is broken)

@@ -1,15 +1,22 @@
-"""The joint graph computes what autograd does, draws what the forward drew, and knows whom each node belongs to."""
+"""The joint graph computes what autograd does, and plans whose forward and backward ops are anywhere train like the model."""
+
+import copy
 
 import joint_worker
+import launch
+import numpy as np
 import pytest
 import small_models
 import torch
+from equal import SINGLE_PRECISION, build, keywords
 from torch import fx, nn
 
+import rlplace
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key, seeded
-from rlplace.runtime.distributed.joint.assign import joint_order
+from rlplace.runtime.distributed.joint.assign import joint_order, place_joint_graph
 from rlplace.runtime.distributed.joint.graph import joint_graph
+from rlplace.runtime.distributed.joint.make import why_not
 from rlplace.runtime.distributed.joint.views import base_of
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
@@ -165,3 +172,180 @@ def test_order_runs_producers_first_and_carries_buffers():
     for name, node in placement.joint.writes.items():
         readers = [n for n in placement.device_of if placement.joint.held[name] in placement.reads[n] and (n, 1) in position]
         assert all(made[base_of(node), 0] < position[reader, 1] for reader in readers)
+
+
+def train(cases):
+    """Worst error of each case on this rank; a case is a model's name and options."""
+    return [
+        joint_worker.train_and_compare(joint_worker.Running(name, **options), optimizer) for name, optimizer, options in cases
+    ]
+
+
+def left_over(running):
+    """What a step leaves in memory: names of nodes whose values were not freed."""
+    engine = running.engine
+    state = engine._run(running.parts, training=True, seed=0, step=0)
+    joint = running.built.joint
+    own = {joint.held[name] for name in (*running.own.parameters, *running.own.buffers) if name in joint.held}
+    allowed = own | set(joint.inputs) | set(joint.writes.values())
+    return sorted({node.name for node, _ in state.values if node not in allowed}), len(state.pending), len(state.gradients)
+
+
+def evaluated(name, world):
+    """Outputs of both micro-batches, and those of the plain model."""
+    running = joint_worker.Running(name, world, microbatches=2, seed=4, train=False)
+    found = running.engine.evaluate(running.parts)
+    model, inputs = running.reference()
+    with torch.no_grad():
+        plain = [model(**keywords(inputs, part.leaves)) for part in running.parts]
+    return found, [[out.loss, out.logits] for out in plain]
+
+
+def distributed(world):
+    """`rlplace.distribute` with such a plan: losses of three steps, then outputs in eval mode; and those of the plain model."""
+    model, inputs, _ = build("bert")
+    reference = copy.deepcopy(model)
+    graph = joint_worker.build("bert", world, microbatches=2).graph
+    plan = joint_worker.plan_of(graph, *joint_worker.random_places(graph, world, 6), microbatches=2)
+    placed = rlplace.distribute(model, plan, inputs)
+    losses = []
+    optimizers = [joint_worker.optimizer_of("adamw", m.parameters()) for m in (placed, reference)]
+    for _ in range(3):
+        both = []
+        for m, optimizer in zip((placed, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = m(**inputs).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9) if m is reference else m.clip_grad_norm_(1e9)
+            optimizer.step()
+            both.append(float(loss.detach()))
+        losses.append(both)
+    small = {key: value[:3] for key, value in inputs.items()}  # another signature
+    placed.eval(), reference.eval()
+    with torch.no_grad():
+        logits = [m(**small).logits for m in (placed, reference)]
+    return placed.report, losses, logits
+
+
+def bundle(world):
+    """Several short checks in one start of processes."""
+    options = {"world": world, "microbatches": 2, "double": True}
+    train([("gpt2", "adamw", {**options, "seed": 2, "given": {"dropout": 0.3}})])
+    tied, written = joint_worker.Running("gpt2", seed=1, **options), joint_worker.Running("resnet", seed=3, **options)
+    for running in (tied, written):
+        joint_worker.train_and_compare(running)
+    owned = sorted(tied.own.parameters), sorted(tied.own.buffers)
+    return left_over(written), owned, evaluated("vit", world), bipartition_step(world), distributed(world)
+
+
+def bipartition_step(world):
+    """A real Bi-Partition plan, with the ops that run on each device."""
+    model, inputs, _ = build("gpt2", double=False)
+    problem = rlplace.split_backward(rlplace.price(rlplace.capture(model, inputs), f"l4:{world}"))
+    plan = rlplace.place(problem, planner="bipartition", seed=0)
+    running = joint_worker.Running("gpt2", world, plan=plan, double=True)
+    worst = joint_worker.train_and_compare(running)
+    placement = running.built.placement
+    used = [{placement.device_of[n] for n in placement.device_of if n.meta["backward"] == which} for which in (False, True)]
+    return worst[0], used, plan.planner
+
+
+@pytest.fixture(scope="module")
+def results():
+    return launch.run(2, bundle, 2)
+
+
+def test_nothing_is_left_in_memory_after_a_step(results):
+    for (nodes, pending, gradients), *_ in results:
+        assert (nodes, pending, gradients) == ([], 0, 0)
+
+
+def test_each_process_holds_its_own_parameters_only(results):
+    first, second = (set(own[0]) for _, own, *_ in results)
+    assert first and second and not first & second
+    model, _, _ = build("gpt2", double=False)
+    assert first | second == {name for name, _ in model.named_parameters()}
+
+
+def test_evaluation_returns_all_outputs_on_every_rank(results):
+    for _, _, (found, expected), *_ in results:
+        for ours, plain in zip(found, expected, strict=True):
+            for a, b in zip(ours, plain, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_a_bipartition_plan_trains(results):
+    for *_, (worst, used, planner), _ in results:
+        assert planner == "bipartition" and worst < 1e-6
+        assert used[0] and used[1]
+
+
+def test_distribute_takes_the_engine_for_such_a_plan(results):
+    for *_, (engine, losses, logits) in results:
+        assert engine == "joint_graph"
+        for ours, plain in losses:
+            assert ours == pytest.approx(plain, rel=1e-9)
+        torch.testing.assert_close(*logits)
+
+
+@pytest.mark.slow
+def test_models_train_on_random_places():
+    """Models of the quick tests and of `test_replicas_and_schedules` left out; `test_joint_graph.py` has all graphs."""
+    world, cases = 3, []
+    for number, name in enumerate(["t5", "resnet", "mixtral", "lstm", "awkward", "dlrm"]):
+        options = {
+            "world": world,
+            "microbatches": 1 + number % 2,
+            "seed": 10 * world + number,
+            "double": name not in SINGLE_PRECISION,
+        }
+        cases.append((name, ["sgd", "adamw"][number % 2], options))
+    launch.run(world, train, cases, timeout_s=200)
+
+
+@pytest.mark.slow
+def test_replicas_and_schedules():
+    options = {"world": 4, "microbatches": 2, "replicas": [[0, 2], [3, 1]], "double": True}
+    cases = [("gpt2", "adamw", {**options, "schedule": "gpipe"}), ("vit", "sgd", {**options, "schedule": "1f1b"})]
+    launch.run(4, train, cases)
+
+
+def test_owners_are_where_the_weight_is_updated():
+    built = joint_worker.build("bert", 3, seed=1)
+    placement, graph = built.placement, built.graph
+    backward = {op: int(built.plan.device_of_group[2 * i + 1]) for i, op in enumerate(graph.op_of_node.values())}
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    op = next(op for op in backward if op.startswith("bert.encoder.layer.0.intermediate.dense/"))
+    assert placement.owners[name] == (backward[op],)
+    for node, plan_device in placement.device_of.items():
+        op = graph.op_of_node.get(node.meta["owner"])
+        if op is not None:
+            index = 2 * list(graph.op_of_node.values()).index(op) + node.meta["backward"]
+            assert plan_device == built.plan.device_of_group[index]
+
+
+def test_a_plan_without_backward_groups_runs_backward_with_forward():
+    built = joint_worker.build("bert", 1)
+    ops = list(built.graph.op_of_node.values())
+    devices = np.arange(len(ops)) % 3
+    plan = joint_worker.plan_of(built.graph, devices, devices)
+    together = rlplace.PlacementPlan(
+        "0" * 64, "test", 0, devices.astype(np.int32), groups=[{"name": op, "modules": [], "ops": [op]} for op in ops]
+    )
+    apart, same = (place_joint_graph(built.graph, built.joint, p) for p in (plan, together))
+    assert apart.device_of == same.device_of and apart.owners == same.owners
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, None),
+        ({"shards": {"a/linear": {"out": 2}}}, "the plan cuts 1"),
+        ({"recompute": [[0], [1]]}, "recomputes 2 segments"),
+        ({"schedule": "zbv"}, "zbv is for chains"),
+    ],
+)
+def test_what_a_joint_graph_cannot_do_is_refused(fields, message):
+    groups = [{"name": "a", "modules": ["a"], "ops": ["a/linear"]}]
+    reason = why_not(rlplace.PlacementPlan("0" * 64, "test", 0, np.zeros(1, dtype=np.int32), groups=groups, **fields), None, 1)
+    assert reason is None if message is None else message in reason

@@ -129,12 +129,6 @@ def test_a_hanging_command_ends_with_the_timeout(tmp_path):
         assert job.timed_out and job.poll() == (137, 137) and running(tmp_path) == []
 
 
-def test_daemons_end_with_their_command(tmp_path):
-    with emulated_hosts(HostsSpec(1)) as hosts:
-        assert launch(hosts, [*PYTHON, "-c", DAEMON, str(tmp_path)]).wait(30) == (0,)
-        assert len(list(tmp_path.glob("pid*"))) == 2 and running(tmp_path) == []
-
-
 def test_workers_that_stay_take_lines(tmp_path):
     worker = "import os, sys\nfor line in sys.stdin: print(os.environ['RANK'], line.strip()[::-1], flush=True)"
     lines = []

@@ -131,11 +131,12 @@ def test_micro_batches(seeds, tmp_path):
     text = (seeds / "stages.plan.json").read_text()
     for count, fits in ((limits.MICROBATCHES, True), (limits.MICROBATCHES + 1, False), (0, False)):
         path = tmp_path / "x.plan.json"
-        path.write_text(text.replace('"microbatches": 2', f'"microbatches": {count}'))
+        old = '"batch": 2, "microbatch": [1], "microbatches": [2]'
+        path.write_text(text.replace(old, f'"batch": {max(count, 1)}, "microbatch": [1], "microbatches": [{count}]'))
         if fits:
             assert PlacementPlan.load(path).microbatches == count
         else:
-            refused(lambda path=path: PlacementPlan.load(path), r"microbatches: expected a whole number in 1\.\.65536")
+            refused(lambda path=path: PlacementPlan.load(path), r"microbatches\[0\]: expected a whole number in 1\.\.65536")
 
 
 def test_modules_of_a_zoo_model():

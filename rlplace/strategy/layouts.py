@@ -1,0 +1,103 @@
+"""Tensor-parallel layouts of the blocks of a captured step, for any degree, found from the graph alone.
+
+Every kind of block is searched once by PaSE's dynamic program (`rlplace.strategy.cut_block`). For transformers that gives the
+layout of Megatron: the products that read the residual stream are cut by columns, heads stay together, those that write it are
+cut by rows, and each half of a block has one all-reduce forward and one backward. Along the sequence an all-gather and a
+reduce-scatter take their place.
+
+Samples belong to the data axes and are never cut, so that a layout found at one batch size holds at all: `rescale` keeps the
+numbers of ops and tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError, whole_number
+from rlplace.graph.opgraph import OpGraph
+from rlplace.strategy.block_graph import BlockGraphs, FoundBlock
+from rlplace.strategy.cut_block import Block, BlockCut, cut_block, whole_block
+from rlplace.strategy.tensor_layout import TensorLayout, layout_of
+
+
+def tensor_layouts(
+    graph: OpGraph, block_of_op: NDArray[np.int32], degree: int, *, sequence_parallel: bool = False
+) -> TensorLayout:
+    """Cuts every block of a step over a tensor group.
+
+    Args:
+        graph: Captured in this process at any batch size; the answer holds for `rescale`d graphs, too.
+        block_of_op: int32 [N], block of every forward op. What passes from block to block is whole on every device, or cut
+            along the sequence.
+        degree: Devices of the group.
+        sequence_parallel: Whether activations between products are cut along the sequence.
+
+    Returns:
+        The layout. A block in which nothing can be cut is whole on every device.
+
+    Raises:
+        InputError: `why_not` has a reason, or the graph does not say how its ops access tensors.
+    """
+    whole_number(degree, "tensor_layouts: degree", 1)
+    blocks = BlockGraphs(graph, block_of_op)
+    found, cuts, reason = _search(blocks, degree, sequence_parallel)
+    if reason is not None:
+        raise InputError(f"tensor_layouts: {reason}")
+    return layout_of(blocks, zip(found, cuts, strict=True), degree, sequence_parallel=sequence_parallel)
+
+
+def why_not(graph: OpGraph, block_of_op: NDArray[np.int32], degree: int, *, sequence_parallel: bool = False) -> str | None:
+    """Why `tensor_layouts` has no answer; None where it has one."""
+    return _search(BlockGraphs(graph, block_of_op), degree, sequence_parallel)[2]
+
+
+def _search(
+    blocks: BlockGraphs, degree: int, sequence_parallel: bool
+) -> tuple[list[FoundBlock], list[BlockCut | None], str | None]:
+    """All blocks, the cut of each, and why not. Equal blocks are searched once."""
+    known: dict[Block, BlockCut | None] = {}
+
+    def cut(block: Block) -> BlockCut | None:
+        if block not in known:
+            known[block] = cut_block(block, degree, sequence_parallel=sequence_parallel)
+        return known[block]
+
+    found = blocks.found(degree, sequence_parallel=sequence_parallel)
+    if degree == 1:
+        return found, [whole_block(item.block) for item in found], None
+    cuts = [cut(item.block) for item in found]
+    free = [item.block for item in blocks.found(1, sequence_parallel=sequence_parallel)]
+    return found, cuts, _why_not(blocks, found, cuts, [(block, cut(block)) for block in free], degree)
+
+
+def _why_not(
+    blocks: BlockGraphs,
+    found: Sequence[FoundBlock],
+    cuts: Sequence[BlockCut | None],
+    free: Sequence[tuple[Block, BlockCut | None]],
+    degree: int,
+) -> str | None:
+    """What the best cut of any sizes (`free`) cuts and the degree does not divide, or that there is nothing to cut."""
+    for item, cut, (ideal, best) in zip(found, cuts, free, strict=True):
+        if best is None or cut is None:
+            sizes = blocks.border_sizes(item)
+            size = next((size for size in sizes if size % degree), 1)
+            return f"the sequence of {size} positions cannot be cut into {degree} parts; leave sequence parallelism out"
+        for op, record, wanted, dim in zip(item.ops, ideal.ops, best.dims, cut.dims, strict=True):
+            size = blocks.indices.dims.get(op, {}).get(wanted, degree)
+            if blocks.product[op] and not record.ends and not dim and size % degree:
+                what = "heads" if blocks.graph.op_kind[op] == "attention" else "columns or heads"
+                return f"tensor degree {degree} does not divide the {size} {what} of {blocks.graph.op_names[op]}"
+    cut_ops = (
+        op
+        for item, cut in zip(found, cuts, strict=True)
+        if cut
+        for op, dim in zip(item.block.ops, cut.dims, strict=True)
+        if dim
+    )
+    if not any(op.weighted for op in cut_ops):
+        return f"no product with a weight can be cut into {degree} parts"
+    return None

@@ -1,0 +1,210 @@
+"""The record of a tensor-parallel layout, put together from the cuts of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
+from rlplace.strategy.block_graph import TABLE, BlockGraphs, FoundBlock
+from rlplace.strategy.costs import FORWARD_PASS
+from rlplace.strategy.cut_block import BlockCut
+from rlplace.strategy.cut_moves import ALL_GATHER, WHOLE, CutOp
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of the tensor group in one pass of a micro-batch.
+
+    Attributes:
+        block: Number of the block.
+        op: Forward op that makes the tensor, or, for a tensor of another block, the first one that reads it.
+        tensor: The activation; in the backward pass its gradient is what moves.
+        when: Index into the passes of `rlplace.strategy.costs`.
+        kind: Index into `COLLECTIVE_KINDS`.
+    """
+
+    block: int
+    op: int
+    tensor: int
+    when: int
+    kind: int
+
+    def size_bytes(self, graph: OpGraph) -> int:
+        """Bytes of the whole tensor, in a graph of any batch size."""
+        return int(graph.tensor_bytes[self.tensor])
+
+
+@dataclass(frozen=True, eq=False)
+class TensorLayout:
+    """How the blocks of a step are cut over a tensor group.
+
+    Attributes:
+        degree: Devices of the group.
+        sequence_parallel: Whether activations between products are cut along the sequence.
+        op_parts: int32 [N], into how many parts the work of an op is cut; 1: every device does all of it.
+        op_dims: Op to the dimension that is cut, named as in the graph's `op_dims` where the op has an entry there.
+        tensor_parts: int32 [T], parts of what stays on a device; 1 where a device keeps the whole, gathered or not.
+        parameter_parts: int32 [P].
+        parameter_axis: int32 [P], axis of the parameter's shape that is cut, -1 for none.
+        parameter_packs: int32 [P], pieces of that axis which are each cut (3 for packed queries, keys and values).
+        partial_gradients: Parameters that are whole, but whose gradients are partial sums: one all-reduce a step.
+        collectives: What the group sends in a pass.
+        modules: Module path to layout word: "column", "row", "packed column", "embedding" (rows of a table).
+    """
+
+    degree: int
+    sequence_parallel: bool
+    op_parts: NDArray[np.int32]
+    op_dims: Mapping[int, str]
+    tensor_parts: NDArray[np.int32]
+    parameter_parts: NDArray[np.int32]
+    parameter_axis: NDArray[np.int32]
+    parameter_packs: NDArray[np.int32]
+    partial_gradients: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+    modules: Mapping[str, str]
+
+
+def layout_of(
+    blocks: BlockGraphs, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], degree: int, *, sequence_parallel: bool
+) -> TensorLayout:
+    """The layout of a step from the cuts of its blocks."""
+    return _Layout(blocks, degree).of(cuts, sequence_parallel=sequence_parallel)
+
+
+class _Layout:
+    """Puts the cuts of blocks together."""
+
+    def __init__(self, blocks: BlockGraphs, degree: int) -> None:
+        graph = blocks.graph
+        self.blocks, self.graph, self.degree = blocks, graph, degree
+        self.op_dims: dict[int, str] = {}
+        self.op_parts = np.ones(graph.num_ops, dtype=np.int32)
+        self.axis = np.full(graph.num_tensors, WHOLE, dtype=np.int64)
+        self.tensor_parts = np.ones(graph.num_tensors, dtype=np.int32)
+        self.partial: list[int] = []
+        self.collectives: list[Collective] = []
+        self.modules: dict[str, str] = {}
+
+    def of(self, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], *, sequence_parallel: bool) -> TensorLayout:
+        graph = self.graph
+        for item, cut in cuts:
+            assert cut is not None
+            self._block(item, cut)
+        self._views()
+        follows = (graph.op_phase != FORWARD) & (graph.op_forward >= 0)
+        self.op_parts[follows] = self.op_parts[graph.op_forward[follows]]
+        for op in np.flatnonzero(follows).tolist():
+            if int(graph.op_forward[op]) in self.op_dims:
+                self.op_dims[op] = self.op_dims[int(graph.op_forward[op])]
+        parts, axis, packs = self._parameters()
+        updates = np.flatnonzero(graph.op_phase == UPDATE)
+        self.op_parts[updates] = parts[graph.op_parameter[updates]]
+        self._tensors(parts)
+        dims = {op: self._priced_name(op, name) for op, name in self.op_dims.items()}
+        arrays = self.op_parts, dims, self.tensor_parts, parts, axis, packs
+        record = TensorLayout(
+            self.degree, sequence_parallel, *arrays, tuple(sorted(set(self.partial))), tuple(self.collectives), self.modules
+        )
+        for array in arrays:
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+        return record
+
+    def _block(self, item: FoundBlock, cut: BlockCut) -> None:
+        graph = self.graph
+        for op, dim in zip(item.ops, cut.dims, strict=True):
+            if dim:
+                self.op_dims[op], self.op_parts[op] = dim, self.degree
+        for tensor, state, value in zip(item.tensors, cut.layouts, item.block.values, strict=True):
+            if value.made or value.weight:
+                self.axis[tensor] = state
+                self.tensor_parts[tensor] = self.degree if state >= 0 else 1
+        for number, when, kind in cut.moves:
+            tensor = item.tensors[number]
+            maker = int(graph.tensor_producer[tensor])
+            op = maker if item.block.values[number].made else next(op for op in item.ops if op in self.blocks.readers[tensor])
+            self.collectives.append(Collective(item.number, op, tensor, when, kind))
+            if (when, kind) == (FORWARD_PASS, ALL_GATHER):
+                self.tensor_parts[tensor] = 1  # torch keeps what was gathered for the backward pass
+        for number in cut.partial_weights:
+            self.partial.append(int(graph.tensor_parameter[item.tensors[number]]))
+        for op, record, dim in zip(item.ops, item.block.ops, cut.dims, strict=True):
+            word = self._word(op, record, dim) if dim and record.weighted else None
+            if dim and not record.weighted and any(item.block.values[number].weight for number, _ in record.reads):
+                word = "sequence"
+            if word is not None:
+                self.modules[graph.op_module[op]] = word
+
+    def _word(self, op: int, record: CutOp, dim: str) -> str:
+        if self.graph.op_kind[op] == TABLE:
+            return "embedding"
+        if dim not in record.outputs:
+            return "row"
+        weight = self.blocks.weights(op)[0]
+        packed = self._own_axis(weight, (self.blocks.names(op, weight) or ()).index(dim))[1] > 1
+        gathered = all(self.axis[tensor] < 0 for tensor in self.blocks.makes[op] if self.blocks.readers[tensor])
+        return ("packed " if packed else "") + ("gathered " if gathered else "") + "column"
+
+    def _own_axis(self, tensor: int, axis: int) -> tuple[int, int]:
+        """Of an axis of a parameter's storage, the axis of its shape, and pieces of that axis which are each cut."""
+        pieces, packs, own = self.blocks.indices.axes[tensor], 1, 0
+        shape = [size for size in self.graph.parameters[self.graph.tensor_parameter[tensor]].shape]
+        for size in pieces[:axis]:
+            packs *= size
+            while own < len(shape) and packs >= shape[own]:
+                packs //= shape[own]
+                own += 1
+        return own, packs
+
+    def _parameters(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """Parts, axis and packs of every parameter."""
+        graph = self.graph
+        parts = np.ones(len(graph.parameters), dtype=np.int32)
+        axes, packs = np.full_like(parts, -1), np.ones_like(parts)
+        for tensor in np.flatnonzero(np.isin(graph.tensor_role, (PARAMETER, BUFFER)) & (self.axis >= 0)).tolist():
+            index = int(graph.tensor_parameter[tensor])
+            parts[index] = self.degree
+            axes[index], packs[index] = self._own_axis(tensor, int(self.axis[tensor]))
+        return parts, axes, packs
+
+    def _views(self) -> None:
+        """Views of cut tensors, whose backward ops may be work, are cut as well."""
+        for op in np.flatnonzero((self.graph.op_phase == FORWARD) & ~self.blocks.searched).tolist():
+            for tensor in self.blocks.views[op]:
+                if self.axis[tensor] >= 0 and self.tensor_parts[tensor] > 1:
+                    names = self.blocks.names(op, tensor)
+                    self.op_parts[op] = self.degree
+                    if names is not None and names[self.axis[tensor]]:
+                        self.op_dims[op] = names[self.axis[tensor]]
+
+    def _tensors(self, parameter_parts: NDArray[np.int32]) -> None:
+        """Parts of gradients, and of what only an op and its backward op know."""
+        graph, access = self.graph, self.blocks.indices.access
+        for tensor in np.flatnonzero((graph.tensor_producer >= 0) & (graph.tensor_bytes > 0)).tolist():
+            maker = int(graph.tensor_producer[tensor])
+            if graph.tensor_role[tensor] == GRADIENT:
+                self.tensor_parts[tensor] = parameter_parts[graph.tensor_parameter[tensor]]
+            elif graph.op_phase[maker] != FORWARD or not self.blocks.readers[tensor]:
+                names, dim = access.get(tensor, {}).get(maker), self.op_dims.get(maker)
+                cut = dim in names if names is not None and dim is not None else True
+                self.tensor_parts[tensor] = self.op_parts[maker] if cut else 1
+
+    def _priced_name(self, op: int, name: str) -> str:
+        """A dimension by the name that the graph's `op_dims` have for it, which prices are read by."""
+        graph = self.graph
+        forward = int(graph.op_forward[op])
+        known, kind = graph.op_dims.get(op) or graph.op_dims.get(forward, {}), graph.op_kind[op]
+        if kind == "attention":
+            priced = "heads"
+        elif kind in ("gemm", "bmm"):
+            made = any(name in (self.blocks.names(forward, tensor) or ()) for tensor in self.blocks.makes[forward])
+            read = sum(name in (self.blocks.names(forward, tensor) or ()) for tensor in self.blocks.reads[forward])
+            priced = "k" if not made else "batch" if read > 1 and not self.blocks.weights(forward) else "n"
+        else:
+            priced = "rows"
+        return priced if priced in known else name

@@ -1,0 +1,236 @@
+"""Tensor-parallel layouts: Megatron's come out for the blocks of transformers, with its bytes, at any degree and batch size."""
+
+import time
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.graph.capture import capture
+from rlplace.graph.opgraph import PARAMETER, UPDATE
+from rlplace.graph.rescale import rescale
+from rlplace.strategy.blocks import find_blocks
+from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
+from rlplace.strategy.layouts import tensor_layouts, why_not
+from rlplace.zoo import load_model
+
+BATCH, SEQUENCE, HIDDEN, WIDTH, VOCABULARY = 3, 24, 64, 96, 128
+STREAM_BYTES = 4 * BATCH * SEQUENCE * HIDDEN
+SPECS = {
+    "llama": f"hf:llama,num_hidden_layers=2,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=4",
+    "grouped": f"hf:llama,num_hidden_layers=2,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=8,"
+    "num_key_value_heads=4",
+    "gpt2": f"hf:gpt2,n_layer=2,n_embd={HIDDEN},n_head=4,n_positions=64",
+    "bert": f"hf:bert,num_hidden_layers=2,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=4",
+    "vit": f"hf:vit,num_hidden_layers=2,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=4,image_size=32,"
+    "patch_size=8",
+    "t5": f"hf:t5,num_layers=2,d_model={HIDDEN},d_kv=16,num_heads=4,d_ff={WIDTH}",
+}
+MEGATRON = {
+    "llama": {
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), "column"),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "row"),
+    },
+    "gpt2": {"attn.c_attn": "packed column", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},
+    "bert": {
+        **dict.fromkeys((*(f"attention.self.{name}" for name in ("query", "key", "value")), "intermediate.dense"), "column"),
+        **dict.fromkeys(("attention.output.dense", "output.dense"), "row"),
+    },
+    "vit": {
+        **dict.fromkeys((*(f"attention.{name}_proj" for name in "qkv"), "mlp.fc1"), "column"),
+        **dict.fromkeys(("attention.o_proj", "mlp.fc2"), "row"),
+    },
+}
+MEGATRON["grouped"] = MEGATRON["llama"]
+NORMS = {
+    "llama": ("input_layernorm", "post_attention_layernorm"),
+    "grouped": ("input_layernorm", "post_attention_layernorm"),
+    "gpt2": ("ln_1", "ln_2"),
+    "bert": ("attention.output.LayerNorm", "output.LayerNorm"),
+}
+
+
+@cache
+def captured(name, batch=BATCH):
+    spec = SPECS[name] + ("" if name == "vit" else f",vocab_size={VOCABULARY}")
+    model = load_model(spec, batch=batch, seq=SEQUENCE)
+    return capture(model.module, model.example_inputs, loss=model.loss)
+
+
+def blocks_of(graph):
+    """Paths of blocks, and the block of every op."""
+    blocks = find_blocks(graph)
+    return blocks.names, blocks.of_op
+
+
+def layers(paths):
+    return [number for number, path in enumerate(paths) if path.rpartition(".")[2].isdigit()]
+
+
+def sent(layout, graph, block):
+    """(pass, kind, bytes) of a block's collectives with how often each stands."""
+    return Counter((c.when, COLLECTIVE_KINDS[c.kind], c.size_bytes(graph)) for c in layout.collectives if c.block == block)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", MEGATRON)
+def test_blocks_have_the_layout_of_megatron(name, degree):
+    graph = captured(name)
+    paths, blocks = blocks_of(graph)
+    layout = tensor_layouts(graph, blocks, degree)
+    stream_bytes = 4 * BATCH * 17 * HIDDEN if name == "vit" else STREAM_BYTES
+    assert len(layers(paths)) == 2
+    for block in layers(paths):
+        prefix = f"{paths[block]}."
+        found = {path.removeprefix(prefix): word for path, word in layout.modules.items() if path.startswith(prefix)}
+        assert found == MEGATRON[name]
+        # One all-reduce of the residual stream for each half of a block, in either direction.
+        assert sent(layout, graph, block) == {
+            (FORWARD_PASS, "all_reduce", stream_bytes): 2,
+            (BACKWARD_PASS, "all_reduce", stream_bytes): 2,
+        }
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_along_the_sequence_gathers_and_scatters_take_the_place_of_all_reduces(name):
+    graph = captured(name)
+    paths, blocks = blocks_of(graph)
+    layout = tensor_layouts(graph, blocks, 2, sequence_parallel=True)
+    for block in layers(paths):
+        prefix = f"{paths[block]}."
+        found = {path.removeprefix(prefix): word for path, word in layout.modules.items() if path.startswith(prefix)}
+        assert found == MEGATRON[name] | dict.fromkeys(NORMS[name], "sequence")
+        kinds = [
+            (when, kind, STREAM_BYTES) for when in (FORWARD_PASS, BACKWARD_PASS) for kind in ("all_gather", "reduce_scatter")
+        ]
+        assert sent(layout, graph, block) == dict.fromkeys(kinds, 2)
+    norms = {path for path, word in layout.modules.items() if word == "sequence"}
+    assert {graph.parameters[index].name.rpartition(".")[0] for index in layout.partial_gradients} == norms
+
+
+@pytest.mark.parametrize("name", ["t5"])
+def test_of_t5_the_feed_forward_is_cut_and_attention_with_its_whole_position_bias_is_not(name):
+    graph = captured(name)
+    paths, blocks = blocks_of(graph)
+    layout = tensor_layouts(graph, blocks, 2)
+    assert len(layers(paths)) == 4
+    for block in layers(paths):
+        words = {path: word for path, word in layout.modules.items() if path.startswith(f"{paths[block]}.")}
+        assert {path.rpartition(".")[2]: word for path, word in words.items()} == {"wi": "column", "wo": "row"}
+        assert sent(layout, graph, block) == {
+            (FORWARD_PASS, "all_reduce", STREAM_BYTES): 1,
+            (BACKWARD_PASS, "all_reduce", STREAM_BYTES): 1,
+        }
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_parts_of_parameters_follow_megatron(name):
+    graph = captured(name)
+    _, blocks = blocks_of(graph)
+    layout = tensor_layouts(graph, blocks, 2)
+    owners = {path: word for path, word in layout.modules.items() if word != "embedding"}
+    transposed = name == "gpt2"  # Conv1D keeps its weight as (inputs, outputs)
+    for index, item in enumerate(graph.parameters):
+        path, _, kind = item.name.rpartition(".")
+        word = owners.get(path, "")
+        if kind == "weight" and word:
+            column = word.endswith("column")
+            assert layout.parameter_parts[index] == 2
+            assert layout.parameter_axis[index] == (1 if column == transposed and path != "lm_head" else 0), item.name
+            assert layout.parameter_packs[index] == (3 if word == "packed column" else 1)
+        elif kind == "bias" and word:
+            assert layout.parameter_parts[index] == (2 if word.endswith("column") else 1)
+
+
+def test_work_and_what_stays_are_cut_as_megatron_does():
+    graph = captured("llama")
+    _, blocks = blocks_of(graph)
+    whole, layout = tensor_layouts(graph, blocks, 1), tensor_layouts(graph, blocks, 2)
+    assert (whole.op_parts == 1).all() and not whole.collectives and not whole.modules
+    for op in range(graph.num_ops):
+        kind, forward = graph.op_kind[op], int(graph.op_forward[op])
+        if kind in ("gemm", "attention"):
+            assert layout.op_parts[op] == 2 and layout.op_dims[op] in ("n", "k", "heads")
+        elif graph.op_phase[op] == UPDATE:
+            assert layout.op_parts[op] == layout.parameter_parts[graph.op_parameter[op]]
+        elif "layernorm" in graph.op_module[op] or graph.op_module[op] == "model.norm":
+            assert layout.op_parts[op] == 1
+        assert graph.op_phase[op] == UPDATE or layout.op_parts[op] == layout.op_parts[forward]
+    for tensor, parts in enumerate(layout.tensor_parts.tolist()):
+        maker = int(graph.tensor_producer[tensor])
+        if maker >= 0 and "mlp.act_fn" in graph.op_module[maker]:
+            assert parts == 2  # silu(gate), forward and backward
+        if maker >= 0 and graph.tensor_bytes[tensor] == STREAM_BYTES and "layernorm" in graph.op_module[maker]:
+            assert parts == 1
+        if graph.tensor_role[tensor] == PARAMETER:
+            assert parts == layout.parameter_parts[graph.tensor_parameter[tensor]]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_table_and_head_are_cut_along_the_vocabulary_and_logits_gathered(sequence_parallel):
+    graph = captured("gpt2")  # the table is the weight of the head, too
+    _, blocks = blocks_of(graph)
+    layout = tensor_layouts(graph, blocks, 2, sequence_parallel=sequence_parallel)
+    assert layout.modules["transformer.wte"] == "embedding" and layout.modules["lm_head"] == "gathered column"
+    assert "transformer.wpe" not in layout.modules  # as long as the sequence: nothing to be gained
+    table = next(index for index, item in enumerate(graph.parameters) if item.name == "transformer.wte.weight")
+    assert (layout.parameter_parts[table], layout.parameter_axis[table]) == (2, 0)
+    found = sent(layout, graph, 0)
+    assert found[FORWARD_PASS, "all_gather", 4 * BATCH * SEQUENCE * VOCABULARY] == 1
+    if not sequence_parallel:
+        assert found[FORWARD_PASS, "all_reduce", STREAM_BYTES] == found[BACKWARD_PASS, "all_reduce", STREAM_BYTES] == 1
+
+
+def test_a_layout_holds_at_any_batch_size():
+    small, large = captured("llama", 2), captured("llama", 5)
+    _, blocks = blocks_of(small)
+    one, other = (tensor_layouts(graph, blocks, 2, sequence_parallel=True) for graph in (small, large))
+    assert one.op_dims == other.op_dims and one.modules == other.modules and one.collectives == other.collectives
+    for name in ("op_parts", "tensor_parts", "parameter_parts", "parameter_axis", "parameter_packs"):
+        assert np.array_equal(getattr(one, name), getattr(other, name))
+    between = rescale(small, large, 4)
+    assert between.traced is None
+    assert {c.size_bytes(between) for c in one.collectives if c.block == 1} == {4 * 4 * SEQUENCE * HIDDEN}
+
+
+def test_what_the_degree_does_not_divide_is_refused_with_the_reason():
+    graph = captured("llama")
+    _, blocks = blocks_of(graph)
+    assert why_not(graph, blocks, 4) is None
+    reason = why_not(graph, blocks, 8)
+    assert reason is not None and "8 does not divide the 4" in reason and "heads" in reason
+    with pytest.raises(InputError, match="does not divide"):
+        tensor_layouts(graph, blocks, 8)
+    vit = captured("vit")
+    assert "17 positions" in (why_not(vit, blocks_of(vit)[1], 2, sequence_parallel=True) or "")
+
+
+def test_a_model_without_products_in_a_row_is_refused_and_a_pair_is_cut():
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.LayerNorm(32))
+    graph = capture(model, (torch.randn(4, 32),), loss=lambda out: out.square().mean())
+    alone = np.array([int(module or 3) for module in graph.op_module], dtype=np.int32)
+    assert "no product" in (why_not(graph, alone, 2) or "")
+    layout = tensor_layouts(graph, np.zeros_like(alone), 2)
+    assert layout.modules == {"0": "column", "2": "row"}
+
+
+def test_a_graph_that_has_lost_what_was_traced_is_refused():
+    graph = rescale(captured("llama", 2), captured("llama", 5), 4)
+    with pytest.raises(InputError, match="capture the model again"):
+        tensor_layouts(graph, blocks_of(graph)[1], 2)
+
+
+def test_a_kind_of_block_takes_a_tenth_of_a_second():
+    graph = captured("llama")
+    _, blocks = blocks_of(graph)
+    tensor_layouts(graph, blocks, 2)
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        tensor_layouts(graph, blocks, 2)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.3  # embedding, layer and head

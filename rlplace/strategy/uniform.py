@@ -105,10 +105,9 @@ def _chains(question: Question, places: int, blocks: int) -> Iterator[tuple[int,
         yield 1, None
         return
     for name in space.only("schedule", PIPELINE_SCHEDULES):
-        layouts = SCHEDULES[name].torch_class
-        for chunks in space.only("virtual", (1, 2, 3, 4)):
-            known = (ONE in layouts or LOOP in layouts) if chunks == 1 else LOOP in layouts or (V in layouts and chunks == 2)
-            if known and places * chunks <= blocks:
+        counts = {ONE: (1,), LOOP: (1, 2, 3, 4), V: (2,)}[SCHEDULES[name].layout]
+        for chunks in space.only("virtual", counts):
+            if places * chunks <= blocks:
                 yield chunks, name
 
 
@@ -145,8 +144,7 @@ def drafts(question: Question, shape: Shape, balance: Balance) -> Iterator[tuple
 def place_order(shape: Shape) -> tuple[int, ...]:
     """Place of every stage: a loop over the places, or a v where the schedule wants one."""
     loop = tuple(range(shape.places))
-    layouts = SCHEDULES[shape.schedule].torch_class if shape.schedule is not None else {}
-    if shape.chunks == 2 and LOOP not in layouts and V in layouts:
+    if shape.schedule is not None and SCHEDULES[shape.schedule].layout == V:
         return (*loop, *reversed(loop))
     return loop * shape.chunks
 

@@ -2,36 +2,101 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
 from rlplace.cluster import Cluster
-from rlplace.strategy.costs import BlockCosts
+from rlplace.errors import InputError
+from rlplace.strategy import columns as c
+from rlplace.strategy.costs import BlockCosts, Floats
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.evaluation import Evaluation
-from rlplace.strategy.reference import evaluate_reference
+from rlplace.strategy.evaluation import PARTS, Evaluation
+from rlplace.strategy.meshes import check_draft
+from rlplace.strategy.packing import NO_TIES, Frame, Packer
 from rlplace.strategy.traffic import Traffic
 
 __all__ = ["Evaluation", "Evaluator"]
 
 
 class Evaluator:
-    """The block executor for one model and cluster; it keeps what drafts have in common.
+    """The block executor for one model and cluster; it keeps what drafts have in common. One thread at a time.
 
     Args:
         costs: What blocks cost on the kinds of the cluster's devices.
         cluster: Where drafts run.
+
+    Attributes:
+        traffic: Times of communication on the cluster.
     """
 
     def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
         self.costs, self.cluster, self.traffic = costs, cluster, Traffic(cluster)
+        self._packer = Packer(costs, cluster, self.traffic)
+        self._room: dict[tuple[int, int, int], tuple[Floats, ...]] = {}
 
-    def evaluate(self, draft: Draft) -> Evaluation:
-        """Step time and memory with everything that a search or a person asks about them.
+    def score(self, draft: Draft) -> tuple[float, float]:
+        """Step time in seconds, and bytes over capacity; `evaluate` says more.
 
         Raises:
             InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
         """
-        return evaluate_reference(draft, self.costs, self.cluster, self.traffic)
+        step, over = self._run(draft)[1][0].tolist()
+        return step, over
 
-    def score(self, draft: Draft) -> tuple[float, float]:
-        """Step time in seconds, and bytes over capacity; raises as `evaluate` does."""
-        result = self.evaluate(draft)
-        return result.step_time_s, result.over_bytes
+    def evaluate(self, draft: Draft) -> Evaluation:
+        """Step time and memory with everything that a search or a person asks about them; raises as `score` does."""
+        frame, (result, answers, used, on_host, stage_out) = self._run(draft)
+        step, over = result.tolist()
+        peaks, hosts = [0] * self.cluster.num_devices, [0.0] * (max(self.cluster.hosts) + 1)
+        for size, devices in zip(used.ravel().tolist(), frame.devices, strict=True):
+            for device in devices:
+                peaks[device] = math.ceil(self.cluster.devices[device].reserved_bytes + size)
+        for place, size in zip(draft.places, on_host.tolist(), strict=True):
+            for device in place.devices:
+                hosts[self.cluster.hosts[device]] += size
+        work = answers[:, c.COMPUTE] + answers[:, c.TENSOR]
+        busiest = int(work.argmax())
+        stages = [stage for stage, place in enumerate(draft.place_of_stage) if place == busiest]
+        spent = [*answers[busiest, : c.END].tolist(), 0.0, float(answers[busiest, c.UPDATE_S])]
+        spent[PARTS.index("bubble")] = max(0.0, step - sum(spent))
+        busy = stage_out[0].tolist()
+        return Evaluation(
+            step_time_s=step,
+            feasible=over == 0.0 and step < math.inf,
+            peak_memory_bytes=tuple(peaks),
+            host_bytes=tuple(math.ceil(size) for size in hosts),
+            over_bytes=over,
+            parts=dict(zip(PARTS, spent, strict=True)),
+            bottleneck=max(stages, key=lambda stage: busy[stage]),
+            stage_busy_s=tuple(busy),
+            stage_memory_bytes=tuple(math.ceil(size) for size in stage_out[1].tolist()),
+        )
+
+    def _run(self, draft: Draft) -> tuple[Frame, tuple[Floats, ...]]:
+        from rlplace.strategy.kernel import evaluate_packed
+
+        frame = self._packer.frame(draft)
+        ties = self._packer.ties(frame, draft) if self.costs.ties else NO_TIES
+        shape = len(frame.microbatches), len(draft.places), draft.stages
+        room = self._room.get(shape)
+        if room is None:
+            lanes, places, stages = shape
+            room = self._room[shape] = (
+                np.zeros(2), np.zeros((places, c.ANSWER)), np.zeros((lanes, places)), np.zeros(places), np.zeros((2, stages)),
+            )  # fmt: skip
+        done = evaluate_packed(
+            self._packer.rows, self.traffic.tables, frame.stage_place, frame.places, frame.microbatches, frame.row, frame.actions,
+            frame.action_ptr, frame.ways, frame.room_bytes, frame.room_count, frame.room_ptr, _whole(draft.bounds),
+            np.frombuffer(draft.recompute, dtype=np.uint8), np.frombuffer(draft.offload, dtype=np.uint8), ties.seconds, ties.ptr,
+            ties.places, ties.block, ties.again_bytes, *room,
+        )  # fmt: skip
+        if not done:
+            check_draft(draft, self.cluster, len(self.costs.names))
+            raise InputError("draft: it cannot be packed")
+        return frame, room
+
+
+def _whole(numbers: tuple[int, ...]) -> NDArray[np.int64]:
+    return np.array(numbers, dtype=np.int64)

@@ -1,0 +1,26 @@
+"""What the arrays hold that drafts are packed into, by name of column; compiled code reads these numbers."""
+
+from __future__ import annotations
+
+# Rows, float64 [rows, B, ROW]: every block in one pass of the slowest replica of a lane, by what of it runs again (3 columns each).
+(FORWARD, FORWARD_TENSOR, BACKWARD_TENSOR, BACKWARD_TENSOR_FULL, WEIGHT, SENT, RETURNED, WEIGHTS, GRADIENTS, OPTIMIZER, UPDATE) = (
+    range(11)
+)
+BACKWARD, AGAIN, KEPT, WORKING_FORWARD, WORKING_BACKWARD = range(11, 26, 3)
+ROW = 26
+
+# Places, float64 [P, PLACE].
+(SHARDING, SHARE, COPIES, GATHER_TABLE, SCATTER_TABLE, REDUCE_TABLE, HOST_RATE, UPDATE_RATE, ITEM) = range(9)
+PLACE = 9
+
+# Actions, int32 [., 3]: stage, kind, micro-batch.
+KINDS = "FBIW"
+F, B, I, W = range(4)
+
+# Ways between places, float64 [P, P, WAY].
+LATENCY, S_PER_BYTE, PART = range(3)
+WAY = 3
+
+# Answers about places, float64 [P, ANSWER]; the first are seconds of the lane with most work.
+(COMPUTE, TENSOR, GATHER, EXCHANGE, HAND_OVER, END, UPDATE_S) = range(7)
+ANSWER = 7

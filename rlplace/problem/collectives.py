@@ -160,23 +160,39 @@ def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tu
 
     The smallest fabric that holds the whole group serves it, else each takes as many as it can.
     """
-    left = list(group)
+    left, fabrics_of = list(group), _fabrics_of_device(links)
     parts: list[tuple[Fabric | None, tuple[int, ...]]] = []
     while left:
-        best: tuple[tuple[int, int], Fabric, tuple[int, ...]] | None = None
-        for fabric in links.fabrics:
-            joined = set(fabric.devices)
-            members = tuple(d for d in left if d in joined)
-            if len(members) > 1 and serves(fabric, members):
-                rank = (-len(members), len(fabric.devices))
-                if best is None or rank < best[0]:
-                    best = rank, fabric, members
-        if best is None:
+        members: dict[int, list[int]] = {}
+        for device in left:
+            for number in fabrics_of.get(device, ()):
+                members.setdefault(number, []).append(device)
+        ranked = sorted(
+            (-len(own), len(links.fabrics[number].devices), number)
+            for number, own in members.items()
+            if len(own) > 1 and serves(links.fabrics[number], own)
+        )
+        if not ranked:
             parts += [(None, (device,)) for device in left] if parts else [(None, tuple(left))]
             break
-        parts.append((best[1], best[2]))
-        left = [d for d in left if d not in best[2]]
+        taken: set[int] = set()
+        for _, _, number in ranked:
+            if not taken.isdisjoint(members[number]):
+                break  # the fabric has lost devices, and its rank with them
+            parts.append((links.fabrics[number], tuple(members[number])))
+            taken.update(members[number])
+        left = [device for device in left if device not in taken]
     return parts
+
+
+@memoized
+def _fabrics_of_device(links: Links) -> dict[int, tuple[int, ...]]:
+    """Numbers of the fabrics that join each device."""
+    found: dict[int, tuple[int, ...]] = {}
+    for number, fabric in enumerate(links.fabrics):
+        for device in fabric.devices:
+            found[device] = (*found.get(device, ()), number)
+    return found
 
 
 def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algorithm]:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-# Rows, float64 [rows, B, ROW]: every block in one pass of the slowest replica of a lane, by what of it runs again (3 columns each).
-(FORWARD, FORWARD_TENSOR, BACKWARD_TENSOR, BACKWARD_TENSOR_FULL, WEIGHT, SENT, RETURNED, WEIGHTS, GRADIENTS, OPTIMIZER, UPDATE) = (
-    range(11)
-)
+# Rows, float64 [rows, B, ROW]: every block in one pass of the slowest replica of a lane. The last five have a column for each
+# entry of `costs.RECOMPUTE`.
+(
+    FORWARD,
+    FORWARD_TENSOR,
+    BACKWARD_TENSOR,
+    BACKWARD_TENSOR_FULL,
+    WEIGHT,
+    SENT,
+    RETURNED,
+    WEIGHTS,
+    GRADIENTS,
+    OPTIMIZER,
+    UPDATE,
+) = range(11)
 BACKWARD, AGAIN, KEPT, WORKING_FORWARD, WORKING_BACKWARD = range(11, 26, 3)
 ROW = 26
 
@@ -15,7 +26,7 @@ PLACE = 9
 
 # Actions, int32 [., 3]: stage, kind, micro-batch.
 KINDS = "FBIW"
-F, B, I, W = range(4)
+DO_F, DO_B, DO_I, DO_W = range(4)
 
 # Ways between places, float64 [P, P, WAY].
 LATENCY, S_PER_BYTE, PART = range(3)

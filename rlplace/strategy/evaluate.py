@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
@@ -87,16 +86,13 @@ class Evaluator:
                 np.zeros(2), np.zeros((places, c.ANSWER)), np.zeros((lanes, places)), np.zeros(places), np.zeros((2, stages)),
             )  # fmt: skip
         done = evaluate_packed(
-            self._packer.rows, self.traffic.tables, frame.stage_place, frame.places, frame.microbatches, frame.row, frame.actions,
-            frame.action_ptr, frame.ways, frame.room_bytes, frame.room_count, frame.room_ptr, _whole(draft.bounds),
-            np.frombuffer(draft.recompute, dtype=np.uint8), np.frombuffer(draft.offload, dtype=np.uint8), ties.seconds, ties.ptr,
-            ties.places, ties.block, ties.again_bytes, *room,
+            self._packer.rows, self.traffic.tables, frame.stage_place, frame.places, frame.microbatches, frame.row,
+            frame.actions, frame.action_ptr, frame.ways, frame.room_bytes, frame.room_count, frame.room_ptr,
+            np.array(draft.bounds, dtype=np.int64), np.frombuffer(draft.recompute, dtype=np.uint8),
+            np.frombuffer(draft.offload, dtype=np.uint8), ties.seconds, ties.ptr, ties.places, ties.block, ties.again_bytes,
+            *room,
         )  # fmt: skip
         if not done:
             check_draft(draft, self.cluster, len(self.costs.names))
             raise InputError("draft: it cannot be packed")
         return frame, room
-
-
-def _whole(numbers: tuple[int, ...]) -> NDArray[np.int64]:
-    return np.array(numbers, dtype=np.int64)

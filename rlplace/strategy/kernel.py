@@ -28,16 +28,16 @@ hidden_buckets = inner(rules.hidden_buckets)
 
 # A block on its place in one lane, float64 [B, BLOCK].
 (
-    HOW, FORWARD, FORWARD_TENSOR, BACKWARD, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, AGAIN, UPDATE, GATHER, REDUCE, COPIES, BUCKETS,
-    WEIGHTS, GRADIENTS, BUFFER, STATIC, HOST, KEPT, WORKING_FORWARD, WORKING_BACKWARD,
+    HOW, FORWARD, FORWARD_TENSOR, BACKWARD, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, AGAIN, UPDATE, GATHER, REDUCE, COPIES,
+    BUCKETS, WEIGHTS, GRADIENTS, BUFFER, STATIC, HOST, KEPT, WORKING_FORWARD, WORKING_BACKWARD,
 ) = range(21)  # fmt: skip
 BLOCK = 21
 
 # What a stage's micro-batches take, float64 [S, STAGE].
 # The last seven are seconds of ops and of collectives of its actions.
 (
-    KEEPS, FORWARD_PEAK, BACKWARD_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S, FIRST_GATHER_S, FORWARD_C, FORWARD_T, BACKWARD_C,
-    BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
+    KEEPS, FORWARD_PEAK, BACKWARD_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S, FIRST_GATHER_S, FORWARD_C, FORWARD_T,
+    BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
 ) = range(14)  # fmt: skip
 STAGE = 14
 
@@ -266,9 +266,9 @@ def pipeline(y, works, busy, peaks, flights, actions, action_ptr, stage_place, r
                 a = position[p]
                 s, kind, n = actions[a, 0], actions[a, 1], actions[a, 2]
                 way = -1
-                if kind == c.F and s > 0:
+                if kind == c.DO_F and s > 0:
                     way = 0
-                elif (kind == c.B or kind == c.I) and s < stages - 1:
+                elif (kind == c.DO_B or kind == c.DO_I) and s < stages - 1:
                     way = 1
                 ready = 0.0
                 if way >= 0:
@@ -277,13 +277,13 @@ def pipeline(y, works, busy, peaks, flights, actions, action_ptr, stage_place, r
                         break
                     works[p, c.HAND_OVER] += min(max(0.0, ready - end_s), travelled[way, s, n])
                 gather = 0.0
-                if kind == c.F:
+                if kind == c.DO_F:
                     compute, tensor = y[s, FORWARD_C], y[s, FORWARD_T]
                     gather = y[s, FIRST_GATHER_S] if n == 0 else 0.0
-                elif kind == c.W:
+                elif kind == c.DO_W:
                     compute, tensor = y[s, WEIGHT_C], y[s, WEIGHT_T]
                 else:
-                    compute, tensor = y[s, INPUT_C if kind == c.I else BACKWARD_C], y[s, BACKWARD_T]
+                    compute, tensor = y[s, INPUT_C if kind == c.DO_I else BACKWARD_C], y[s, BACKWARD_T]
                 took = compute + tensor + gather
                 now = max(end_s, ready) + took
                 works[p, c.COMPUTE] += compute
@@ -292,9 +292,9 @@ def pipeline(y, works, busy, peaks, flights, actions, action_ptr, stage_place, r
                 busy[s] += took
                 target = -1
                 size = 0.0
-                if kind == c.F and s < stages - 1:
+                if kind == c.DO_F and s < stages - 1:
                     target, size, way = s + 1, rows[row[p], bounds[s + 1] - 1, c.SENT], 0
-                elif (kind == c.B or kind == c.I) and s > 0:
+                elif (kind == c.DO_B or kind == c.DO_I) and s > 0:
                     target, size, way = s - 1, rows[row[p], bounds[s] - 1, c.RETURNED], 1
                 if target >= 0:
                     q = stage_place[target]
@@ -307,14 +307,14 @@ def pipeline(y, works, busy, peaks, flights, actions, action_ptr, stage_place, r
                         link_free[p, q] = max(link_free[p, q], now) + sent
                         arrived[way, target, n] = link_free[p, q]
                         travelled[way, target, n] = sent
-                if kind == c.F:
+                if kind == c.DO_F:
                     peaks[p] = max(peaks[p], held[p] + y[s, FORWARD_PEAK])
                     held[p] += y[s, KEEPS]
                     in_flight[s] += 1
                     flights[s] = max(flights[s], in_flight[s])
-                elif kind != c.W:
+                elif kind != c.DO_W:
                     peaks[p] = max(peaks[p], held[p] - y[s, KEEPS] + y[s, BACKWARD_PEAK])
-                if kind == c.B or kind == c.W:
+                if kind == c.DO_B or kind == c.DO_W:
                     held[p] -= y[s, KEEPS]
                     in_flight[s] -= 1
                     left[s] -= 1
@@ -338,25 +338,17 @@ def _compile(stamp):
 
     @entry
     def evaluate_packed(
-        rows, tables, stage_place, places, lane_microbatches, row_of, actions, action_ptr, ways, room_bytes, room_count, room_ptr,
-        bounds, recompute, offload, tie_s, tie_ptr, tie_places, again_block, again_bytes, result, answers, used, hosts, stage_out,
+        rows, tables, stage_place, places, lane_microbatches, row_of, actions, action_ptr, ways, room_bytes, room_count,
+        room_ptr, bounds, recompute, offload, tie_s, tie_ptr, tie_places, again_block, again_bytes, result, answers, used,
+        hosts, stage_out,
     ):  # fmt: skip
         """Step time and memory of a packed draft.
 
-        Args:
-            rows: float64 [rows, B, ROW].
-            tables: float64 [T, G].
-            stage_place, places, lane_microbatches, row_of, actions, action_ptr, ways, room_bytes, room_count, room_ptr: Of a
-                `packing.Frame`.
-            bounds: int64 [S + 1].
-            recompute: uint8 [B].
-            offload: uint8 [B].
-            tie_s, tie_ptr, tie_places, again_block, again_bytes: Of `packing.Ties`.
-            result: float64 [2], filled with step time and bytes over capacity.
-            answers: float64 [P, ANSWER], filled.
-            used: float64 [L, P], filled with the bytes that devices hold, reserved ones apart.
-            hosts: float64 [P], filled with the bytes that each device has in its host's memory.
-            stage_out: float64 [2, S], filled with busy seconds and bytes.
+        Rows float64 [rows, B, ROW] and tables float64 [T, G]; from `stage_place` to `room_ptr` the arrays of a
+        `packing.Frame`; bounds int64 [S + 1], recompute and offload uint8 [B]; from `tie_s` to `again_bytes` those of
+        `packing.Ties`. The rest is filled: result float64 [2] with step time and bytes over capacity, answers float64
+        [P, ANSWER], used float64 [L, P] with the bytes that devices hold beside reserved ones, hosts float64 [P] with the bytes
+        that each device has in its host's memory, stage_out float64 [2, S] with busy seconds and bytes.
 
         Returns:
             False when `bounds` do not cut the blocks into these stages.
@@ -392,9 +384,7 @@ def _compile(stamp):
             for s in range(stages):
                 p = stage_place[s]
                 for b in range(bounds[s], bounds[s + 1]):
-                    place_block(
-                        x, b, rows[row[p]], places[p], tables, recompute[b], offload[b], again[b], stages, microbatches
-                    )
+                    place_block(x, b, rows[row[p]], places[p], tables, recompute[b], offload[b], again[b], stages, microbatches)
                     if lane == 0:
                         hosts[p] += x[b, HOST]
                 prepare_stage(x, y, s, bounds[s], bounds[s + 1], rows[row[p]], stages, microbatches)

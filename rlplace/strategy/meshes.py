@@ -133,7 +133,7 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
     if set(draft.place_of_stage) != set(range(len(draft.places))):
         raise InputError("draft: every place holds at least one stage, and every stage has one of the places")
     devices = draft.devices
-    if len(set(devices)) < len(devices) or not all(0 <= device < cluster.num_devices for device in devices):
+    if len(set(devices)) < len(devices) or min(devices) < 0 or max(devices) >= cluster.num_devices:
         raise InputError(f"draft: devices must be distinct numbers in 0..{cluster.num_devices - 1}")
     for index, place in enumerate(draft.places):
         size = place.replicate * place.shard * place.context * place.tensor

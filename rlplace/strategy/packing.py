@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,8 +14,17 @@ from rlplace.strategy import columns as c
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, BlockCosts, Floats
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.meshes import (
-    Lane, check_draft, copy_degree, copy_groups, lanes, place_pairs, places_of, share_degree, share_groups, stage_actions,
-    tensor_groups, tie_groups,
+    check_draft,
+    copy_degree,
+    copy_groups,
+    lanes,
+    place_pairs,
+    places_of,
+    share_degree,
+    share_groups,
+    stage_actions,
+    tensor_groups,
+    tie_groups,
 )  # fmt: skip
 from rlplace.strategy.reference_blocks import tie_part
 from rlplace.strategy.traffic import Traffic, table_s, tables_s
@@ -86,6 +96,10 @@ class Packer:
         self.costs, self.cluster, self.traffic = costs, cluster, traffic
         number = {name: kind for kind, name in enumerate(costs.kinds)}
         self._kind = [number[str(device.kind)] for device in cluster.devices]
+        self._room = [
+            np.inf if device.memory_bytes is None else float(device.memory_bytes - device.reserved_bytes)
+            for device in cluster.devices
+        ]
         self._forget()
 
     def _forget(self) -> None:
@@ -93,8 +107,10 @@ class Packer:
         self._row_of: dict[object, int] = {}
         self._frames: dict[object, Frame] = {}
         self._actions: dict[object, list[NDArray[np.int32]]] = {}
-        self._place: dict[Place, list[float]] = {}
-        self._tables: dict[Place, tuple[int, ...]] = {}
+        self._seat_of: dict[Place, int] = {}
+        self._seats: dict[object, int] = {}
+        self._place: dict[int, list[float]] = {}
+        self._tables: dict[int, tuple[int, ...]] = {}
 
     def frame(self, draft: Draft) -> Frame:
         """The frame of a draft.
@@ -122,13 +138,13 @@ class Packer:
         differ: dict[tuple[object, ...], list[list[int]]] = {}
         for lane in lanes(draft):
             rows = tuple(self._row(place, replicas) for place, replicas in zip(draft.places, lane.replicas, strict=True))
-            devices = differ.setdefault((lane.microbatches, rows), [[] for _ in draft.places])
+            inside = differ.setdefault((lane.microbatches, rows), [[] for _ in draft.places])
             for place, replicas in enumerate(lane.replicas):
-                devices[place] += [device for _, inside in replicas for device in inside]
+                inside[place] += [device for _, own in replicas for device in own]
         counts = [key[0] for key in differ]
         actions = [row for count in counts for row in self._actions_of(draft, count)]  # type: ignore[arg-type]
-        devices = [tuple(own) for lane in differ.values() for own in lane]
-        rooms = [np.unique([self._room(device) for device in own], return_counts=True) for own in devices]
+        devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
+        rooms = [Counter([self._room[device] for device in own]) for own in devices]
         ways = np.zeros((len(draft.places), len(draft.places), c.WAY))
         for one, other in {*zip(draft.place_of_stage, draft.place_of_stage[1:], strict=False)}:
             for sender, receiver in ((one, other), (other, one)):
@@ -143,15 +159,11 @@ class Packer:
             actions=np.concatenate(actions),
             action_ptr=np.cumsum([0, *map(len, actions)]),
             ways=ways,
-            room_bytes=np.concatenate([values for values, _ in rooms]),
-            room_count=np.concatenate([count for _, count in rooms]),
-            room_ptr=np.cumsum([0, *(len(values) for values, _ in rooms)]),
+            room_bytes=np.array([size for room in rooms for size in room]),
+            room_count=np.array([count for room in rooms for count in room.values()], dtype=np.int64),
+            room_ptr=np.cumsum([0, *map(len, rooms)]),
             devices=tuple(devices),
         )
-
-    def _room(self, device: int) -> float:
-        record = self.cluster.devices[device]
-        return np.inf if record.memory_bytes is None else float(record.memory_bytes - record.reserved_bytes)
 
     def _actions_of(self, draft: Draft, microbatches: int) -> list[NDArray[np.int32]]:
         key = draft.place_of_stage, draft.schedule, microbatches
@@ -163,8 +175,17 @@ class Packer:
             ]
         return self._actions[key]
 
+    def _seat(self, place: Place) -> int:
+        """A number that places alike in axes, devices and links have in common."""
+        if place not in self._seat_of:
+            axes = (place.replicate, place.shard, place.context, place.tensor, place.expert, place.sharding)
+            alike = axes, self.traffic.alike((place.devices,))
+            self._seat_of[place] = self._seats.setdefault(alike, len(self._seats))
+        return self._seat_of[place]
+
     def _place_row(self, place: Place) -> list[float]:
-        if place not in self._place:
+        seat = self._seat(place)
+        if seat not in self._place:
             traffic = self.traffic
             row = [0.0] * c.PLACE
             row[c.SHARDING], row[c.SHARE], row[c.COPIES] = place.sharding, share_degree(place), copy_degree(place)
@@ -174,8 +195,8 @@ class Packer:
             row[c.HOST_RATE] = min(traffic.host_bytes_per_s(device) for device in place.devices)
             row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
             row[c.ITEM] = self.costs.held(place.tensor, place.expert).gradient_item
-            self._place[place] = row
-        return self._place[place]
+            self._place[seat] = row
+        return self._place[seat]
 
     def _row(self, place: Place, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> int:
         """Number of the row of a place's replicas in a lane."""
@@ -195,11 +216,12 @@ class Packer:
 
     def _tensor_tables(self, place: Place) -> tuple[int, ...]:
         """Number of the table of each kind of collective inside blocks."""
-        if place not in self._tables:
-            self._tables[place] = tuple(
+        seat = self._seat(place)
+        if seat not in self._tables:
+            self._tables[seat] = tuple(
                 self.traffic.collective(name, tensor_groups(place, kind)) for kind, name in enumerate(COLLECTIVE_KINDS)
             )
-        return self._tables[place]
+        return self._tables[seat]
 
     def _fill(self, row: Floats, place: Place, passes: set[tuple[int, int]]) -> None:
         """Every column: the most that any of the passes (samples, device kind) takes."""
@@ -267,5 +289,7 @@ class Packer:
         )
 
 
-NO_TIES = Ties(np.zeros(0), np.zeros(1, dtype=np.int64), *(np.zeros(0, dtype=np.int64) for _ in range(2)), np.zeros((0, 3)))
+NO_TIES = Ties(
+    np.zeros(0), np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3))
+)
 """Of models without tied weights."""

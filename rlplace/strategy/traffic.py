@@ -65,27 +65,35 @@ class Traffic:
     """Times of communication on one cluster, made once for each set of groups.
 
     Attributes:
-        tables: float64 [T, G], seconds at `SIZES`, by the numbers that `collective` gives; row 0 is nothing to do.
+        tables: float64 [., G], seconds at `SIZES`, by the numbers that `collective` gives; row 0 is nothing to do. Grows.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.links = cluster, cluster.links
-        self.tables = np.zeros((1, len(SIZES)))
+        self.tables = np.zeros((8, len(SIZES)))
         self._numbers: dict[tuple[str, tuple[object, ...]], int] = {}
+        self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
         self._pairs: dict[tuple[tuple[int, int], ...], tuple[float, float]] = {}
 
     def collective(self, kind: str, groups: Groups) -> int:
         """Number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
         if len(groups[0]) < 2:
             return 0
-        key = kind, self._alike(groups)
+        key = kind, self.alike(groups)
         if key not in self._numbers:
             factor = contention(self.links, groups)
-            distinct = {self._alike((group,)): group for group in groups}
+            distinct = {self.alike((group,)): group for group in groups}
             times = [collective_s(self.links, kind, group, SIZES * factor) for group in distinct.values()]
-            self._numbers[key] = len(self.tables)
-            self.tables = np.vstack([self.tables, np.max(times, axis=0)])
+            self._numbers[key] = self._kept(np.max(times, axis=0))
         return self._numbers[key]
+
+    def _kept(self, table: NDArray[np.float64]) -> int:
+        """The number of a table; equal ones have one."""
+        number = self._distinct.setdefault(table.tobytes(), len(self._distinct))
+        if number == len(self.tables):
+            self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
+        self.tables[number] = table
+        return number
 
     def table(self, kind: str, groups: Groups) -> NDArray[np.float64]:
         """The table itself."""
@@ -119,7 +127,7 @@ class Traffic:
             counts[host] = counts.get(host, 0) + (not kind.host_processor)
         return {host: max(count, 1) for host, count in counts.items()}
 
-    def _alike(self, groups: Groups) -> tuple[object, ...]:
+    def alike(self, groups: Groups) -> tuple[object, ...]:
         """Equal for groups that lie alike on hosts that are alike: hosts are numbered as they appear."""
         numbers: dict[int, int] = {}
         seats, hosts = self._seats, self.cluster.hosts

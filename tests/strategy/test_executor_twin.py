@@ -1,0 +1,75 @@
+"""The compiled block executor says what the plain one says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_costs import CLUSTERS, random_costs, random_draft
+
+from rlplace.cluster import Cluster
+from rlplace.errors import InputError
+from rlplace.problem import Links
+from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.reference import evaluate_reference
+from rlplace.strategy.traffic import SIZES, Traffic, table_s, tables_s
+
+FIELDS = ("step_time_s", "over_bytes", "stage_busy_s", "stage_memory_bytes", "peak_memory_bytes", "host_bytes")
+PRESETS = {name: Cluster.preset(name) for name in CLUSTERS}
+
+
+def check_twins(costs, cluster, draft, evaluator=None):
+    one, other = (evaluator or Evaluator(costs, cluster)).evaluate(draft), evaluate_reference(draft, costs, cluster)
+    for name in FIELDS:
+        assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-12), name
+    assert list(one.parts.values()) == pytest.approx(list(other.parts.values()), rel=1e-12, abs=1e-12 * other.step_time_s)
+    assert (one.feasible, one.bottleneck, list(one.parts)) == (other.feasible, other.bottleneck, list(other.parts))
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(CLUSTERS), st.integers(0, 2**32), st.integers(1, 24), st.booleans())
+def test_twins_agree(name, seed, blocks, tied):
+    rng, cluster = np.random.default_rng(seed), PRESETS[name]
+    costs = random_costs(rng, cluster, blocks, tied=tied)
+    check_twins(costs, cluster, random_draft(rng, cluster, blocks))
+
+
+def test_an_evaluator_that_has_seen_much_says_the_same():
+    cluster = PRESETS["a100-80g:2+t4:2"]
+    costs = random_costs(np.random.default_rng(0), cluster, 12, tied=True)
+    evaluator = Evaluator(costs, cluster)
+    for seed in range(200):
+        check_twins(costs, cluster, random_draft(np.random.default_rng(seed), cluster, 12), evaluator)
+
+
+def test_without_links_the_step_never_ends():
+    cluster = PRESETS["a100-80g:4"]
+    cluster = dataclasses.replace(cluster, links=Links(np.zeros((4, 4)), np.zeros((4, 4))), text=None)
+    costs = random_costs(np.random.default_rng(0), cluster, 4)
+    for draft in (
+        Draft((0, 4), (Place((0, 1), replicate=2),), (0,), bytes(4), bytes(4), (1,), (1,)),
+        Draft((0, 2, 4), (Place((0,)), Place((1,))), (0, 1), bytes(4), bytes(4), (1,), (2,), "1f1b"),
+    ):
+        result = Evaluator(costs, cluster).evaluate(draft)
+        assert result.step_time_s == evaluate_reference(draft, costs, cluster).step_time_s == np.inf
+        assert not result.feasible
+
+
+def test_tables_of_many_sizes_say_what_single_ones_say():
+    sizes = np.concatenate([SIZES[1:], 2.0 ** np.random.default_rng(0).uniform(0, 50, 500)])
+    for table in (Traffic(PRESETS["v100:8"]).table("all_reduce", (tuple(range(8)),)), np.full(len(SIZES), np.inf)):
+        assert tables_s(table, sizes).tolist() == [table_s(table, size) for size in sizes.tolist()]
+
+
+def test_cuts_that_do_not_fit_are_refused_though_their_frame_is_known():
+    cluster = PRESETS["a100-80g:4"]
+    evaluator = Evaluator(random_costs(np.random.default_rng(0), cluster, 6), cluster)
+    draft = Draft((0, 3, 6), (Place((0,)), Place((1,))), (0, 1), bytes(6), bytes(6), (1,), (2,), "1f1b")
+    evaluator.score(draft)
+    for change in ({"bounds": (0, 6, 6)}, {"bounds": (0, 3, 7)}, {"recompute": bytes(5)}, {"offload": bytes(7)}):
+        with pytest.raises(InputError):
+            evaluator.score(dataclasses.replace(draft, **change))

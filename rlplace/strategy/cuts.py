@@ -27,6 +27,10 @@ class Balance:
         self._seconds: dict[tuple[frozenset[int], Cut], NDArray[np.float64]] = {}
         self._bounds: dict[tuple[tuple[frozenset[int], Cut], ...], tuple[tuple[int, ...], float, float]] = {}
 
+    def can_cut(self, place: Place, samples: int) -> bool:
+        """Whether a pass can be cut as a place wants it."""
+        return self._costs.why_not(place.cut(samples)) is None
+
     def pass_s(self, kinds: frozenset[int], cut: Cut) -> NDArray[np.float64]:
         """float64 [B], seconds of forward and backward of a micro-batch on the slowest of these kinds."""
         key = (kinds, cut)

@@ -36,9 +36,9 @@ def neighbours(draft: Draft, seen: Evaluation, balance: Balance) -> Iterator[Dra
     worst = draft.place_of_stage[seen.bottleneck]
     for number in sorted(range(len(draft.places)), key=lambda place: abs(place - worst)):
         for place in _other_axes(draft.places[number]):
-            yield _with_places(draft, balance, {number: place})
+            yield from _with_places(draft, balance, {number: place})
     for changed in zip(*(_other_axes(place) for place in draft.places), strict=False):
-        yield _with_places(draft, balance, dict(enumerate(changed)))
+        yield from _with_places(draft, balance, dict(enumerate(changed)))
     yield from _moved_devices(draft, balance)
     yield from _shares(draft, balance)
 
@@ -89,15 +89,19 @@ def _other_axes(place: Place) -> list[Place]:
     return changed
 
 
-def _with_places(draft: Draft, balance: Balance, changed: dict[int, Place]) -> Draft:
-    """The draft with other places, its micro-batch size kept where their number of replicas allows, its stages cut anew."""
+def _with_places(draft: Draft, balance: Balance, changed: dict[int, Place]) -> Iterator[Draft]:
+    """The draft with other places, its micro-batch size kept where their number of replicas allows, its stages cut anew.
+
+    None where a pass cannot be cut like that.
+    """
     places = tuple(changed.get(number, place) for number, place in enumerate(draft.places))
     degree = max(place.data_degree for place in places)
     share, size = draft.batch // degree, min(draft.microbatch)
     size = next((n for n in range(size, 0, -1) if share % n == 0), 1)
     count = max(share // size, 1)
-    bounds, _, _ = balance.stages(places, draft.place_of_stage, size)
-    return dataclasses.replace(draft, places=places, bounds=bounds, microbatch=(size,), microbatches=(count,))
+    if all(balance.can_cut(place, size) for place in places):
+        bounds, _, _ = balance.stages(places, draft.place_of_stage, size)
+        yield dataclasses.replace(draft, places=places, bounds=bounds, microbatch=(size,), microbatches=(count,))
 
 
 def _moved_devices(draft: Draft, balance: Balance) -> Iterator[Draft]:
@@ -108,7 +112,7 @@ def _moved_devices(draft: Draft, balance: Balance) -> Iterator[Draft]:
             a, b = draft.places[one], draft.places[other]
             if len(a.devices) == len(b.devices):
                 swapped = {one: dataclasses.replace(a, devices=b.devices), other: dataclasses.replace(b, devices=a.devices)}
-                yield _with_places(draft, balance, swapped)
+                yield from _with_places(draft, balance, swapped)
     if count > 1 and draft.stages == count:
         for gone in range(count):
             places = tuple(place for number, place in enumerate(draft.places) if number != gone)
@@ -119,7 +123,7 @@ def _moved_devices(draft: Draft, balance: Balance) -> Iterator[Draft]:
     for number, place in enumerate(draft.places):
         if place.replicate % 2 == 0:
             half = dataclasses.replace(place, devices=place.devices[: len(place.devices) // 2], replicate=place.replicate // 2)
-            yield _with_places(draft, balance, {number: half})
+            yield from _with_places(draft, balance, {number: half})
 
 
 def _shares(draft: Draft, balance: Balance) -> Iterator[Draft]:

@@ -94,7 +94,7 @@ def place_of(model: str, cluster: str, view: str) -> str:
 
 
 def _problem_cells(info: ProblemInfo) -> list[str]:
-    from rlplace.planners.common.execution_bound import largest
+    from rlplace.planners.common.bounds import largest
 
     parts = (info.critical_path_s, info.work_s, info.largest_group_s, info.memory_forced_s)
     bound, binding = largest(*parts)

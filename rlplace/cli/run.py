@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shlex
 import sys
@@ -62,21 +63,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
     with _rank_0_first():
         plan = _load(options)
-    settings = job.JobOptions(
-        steps=options.steps,
-        optimizer=options.optimizer,
-        lr=options.lr,
-        device=options.device,
-        backend=options.backend,
-        verify=options.verify,
-        seed=options.seed,
-        autocast=options.autocast,
-        clip=options.clip,
-        cluster=options.cluster,
-        checkpoint=options.checkpoint,
-        checkpoint_every=options.checkpoint_every,
-        resume=options.resume,
-    )
+    settings = job.JobOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(job.JobOptions)})
     return _train(plan, settings, options)
 
 

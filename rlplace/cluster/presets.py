@@ -1,17 +1,11 @@
-"""Device kinds: datasheet facts and sustained fractions of the accelerators that presets name.
-
-Peaks are dense (no sparsity), GB is 1e9 bytes. Sources, quoted beside each number:
-
-* datasheet: the vendors' product sheets, halved where they quote 2:4 sparsity or both directions of a link.
-* kernels: medians of public fp32 kernel timings (NeuSight, ASPLOS'25, MIT licence), by total FLOPs of a call.
-* MAMF: best achieved matmul rates, "Machine Learning Engineering" (S. Bekman), bf16. That is the best of many shapes; those of
-  models reach 0.75 to 0.95 of it, so the largest sustained fraction here is 0.85 of it.
-"""
+"""Device kinds: what an accelerator can do, the built-in ones of ``presets.toml`` and those of installed packages."""
 
 from __future__ import annotations
 
 import functools
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -21,7 +15,7 @@ from rlplace import extensions
 from rlplace.cluster.fabrics import FAMILIES
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.problem.check import MAX_BYTES
-from rlplace.records import Record, Text, check
+from rlplace.records import Record, Text, build, check
 
 DType = Literal["float64", "float32", "tf32", "float16", "bfloat16"]
 """Keys of `DeviceKind.peak_flops` and `gemm_efficiency`; tf32 is what cuDNN convolutions of float32 tensors run in."""
@@ -123,86 +117,14 @@ def cpu_kind(cores: int, memory_bytes: int, name: str = "cpu") -> DeviceKind:
     )
 
 
-def _kind(
-    name: str,
-    peaks_tflops: dict[DType, float],
-    bandwidth_gb_per_s: float,
-    memory_gb: float,
-    efficiency: dict[DType, float],
-    **rest: object,
-) -> DeviceKind:
-    return DeviceKind(
-        name=name,
-        peak_flops=MappingProxyType({dtype: peak * 1e12 for dtype, peak in peaks_tflops.items()}),
-        memory_bandwidth_bytes_per_s=bandwidth_gb_per_s * 1e9,
-        memory_bytes=int(memory_gb * 1e9),
-        gemm_efficiency=MappingProxyType(efficiency),
-        **rest,  # type: ignore[arg-type]
-    )
+def _built_in() -> dict[str, DeviceKind]:
+    """The kinds of ``presets.toml``, where their sources stand, and a server's processor."""
+    data = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+    kinds = {name: build(DeviceKind, {"name": name, **fields}, name) for name, fields in data.items()}
+    return {**kinds, "cpu": cpu_kind(32, 256_000_000_000)}
 
 
-_KINDS = (
-    # V100 SXM2 32 GB (datasheet). No bfloat16 and no tf32. fp32 0.88 (kernels). NVLink2: one link sustains 22.6 of 25 GB/s.
-    _kind(
-        "v100", {"float64": 7.8, "float32": 15.7, "float16": 125}, 900, 32, {"float32": 0.87, "float16": 0.70},
-        launch_s=7e-6, gemm_half_s=260e-6, processors=80, pcie_generation=3, nvlink="cube", nvlink_bytes_per_s=22.6e9,
-        fabric="nvlink2", pcie_per_switch=2, network="ib=4x100g",
-    ),
-    # A100 SXM 40 GB (datasheet). fp32 0.79 to 0.81 (kernels, PCIe card). NVLink3: 300 GB/s each way, 88 % usable for copies.
-    _kind(
-        "a100-40g", {"float64": 9.7, "float32": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312}, 1555, 40,
-        {"float32": 0.81, "tf32": 0.70, "float16": 0.74, "bfloat16": 0.74},
-        gemm_half_s=230e-6, nvlink="switch", nvlink_bytes_per_s=264e9,
-        fabric="nvlink3", pcie_per_switch=2, network="ib=8x200g",
-    ),
-    # A100 SXM 80 GB (datasheet). fp32 0.90 to 0.91 (kernels); bf16 271 of 312 TFLOP/s (MAMF) x 0.85.
-    _kind(
-        "a100-80g", {"float64": 9.7, "float32": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312}, 2039, 80,
-        {"float32": 0.91, "tf32": 0.70, "float16": 0.74, "bfloat16": 0.74},
-        gemm_half_s=128e-6, nvlink="switch", nvlink_bytes_per_s=264e9,
-        fabric="nvlink3", pcie_per_switch=2, network="ib=8x200g",
-    ),
-    # H100 SXM (datasheet). fp32 0.76 (kernels); bf16 794 of 989 (MAMF) x 0.85. NVLink4: 396 of 450 GB/s measured for a copy.
-    _kind(
-        "h100", {"float64": 34, "float32": 67, "tf32": 494.5, "float16": 989, "bfloat16": 989}, 3350, 80,
-        {"float32": 0.76, "tf32": 0.65, "float16": 0.68, "bfloat16": 0.68},
-        launch_s=5e-6, reserved_bytes=700_000_000, gemm_half_s=150e-6, processors=132, pcie_generation=5,
-        nvlink="switch", nvlink_bytes_per_s=396e9, fabric="nvlink4", network="ib=8x400g",
-    ),
-    # H200 SXM (datasheet): the compute of an H100 with faster and larger memory.
-    _kind(
-        "h200", {"float64": 34, "float32": 67, "tf32": 494.5, "float16": 989, "bfloat16": 989}, 4800, 141,
-        {"float32": 0.76, "tf32": 0.65, "float16": 0.68, "bfloat16": 0.68},
-        launch_s=5e-6, reserved_bytes=700_000_000, gemm_half_s=150e-6, processors=132, pcie_generation=5,
-        nvlink="switch", nvlink_bytes_per_s=396e9, fabric="nvlink4", network="ib=8x400g",
-    ),
-    # L4 (datasheet, 72 W): power-limited, sustains 0.28 of its fp32 peak (kernels); tensor-core fractions scaled alike.
-    _kind(
-        "l4", {"float32": 30.3, "tf32": 60, "float16": 121, "bfloat16": 121}, 300, 24,
-        {"float32": 0.28, "tf32": 0.40, "float16": 0.50, "bfloat16": 0.50}, gemm_half_s=26e-6, processors=58,
-    ),
-    # T4 (datasheet, 70 W, 15 GB usable): sustains 0.40 of its fp32 peak (kernels). No bfloat16 and no tf32.
-    _kind(
-        "t4", {"float32": 8.1, "float16": 65}, 320, 15, {"float32": 0.40, "float16": 0.40},
-        launch_s=7e-6, gemm_half_s=49e-6, processors=40, pcie_generation=3,
-    ),
-    # RTX 4090 (datasheet; half precision with fp32 accumulation). The driver disables peer copies.
-    _kind(
-        "rtx4090", {"float32": 82.6, "tf32": 82.6, "float16": 165.2, "bfloat16": 165.2}, 1008, 24,
-        {"float32": 0.65, "tf32": 0.65, "float16": 0.85, "bfloat16": 0.85}, launch_s=5e-6, gemm_half_s=60e-6,
-        processors=128, pcie_peer=False,
-    ),
-    # MI300X (datasheet). bf16 668 of 1300 (MAMF, ROCm 6.3) x 0.85; fp32 fraction as MI210 (kernels). xGMI: 48 GB/s per peer.
-    _kind(
-        "mi300x", {"float64": 81.7, "float32": 163.4, "tf32": 653.7, "float16": 1307, "bfloat16": 1307}, 5300, 192,
-        {"float32": 0.60, "tf32": 0.45, "float16": 0.43, "bfloat16": 0.43},
-        launch_s=9e-6, reserved_bytes=1_000_000_000, gemm_half_s=60e-6, processors=304, pcie_generation=5,
-        nvlink="mesh", nvlink_bytes_per_s=48e9, fabric="xgmi", network="ib=8x400g",
-    ),
-    cpu_kind(32, 256_000_000_000),
-)  # fmt: skip
-
-KINDS: Mapping[str, DeviceKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
+KINDS: Mapping[str, DeviceKind] = MappingProxyType(_built_in())
 """All built-in kinds by name."""
 
 RESERVED = ("host",)

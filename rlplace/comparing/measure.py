@@ -18,7 +18,7 @@ from rlplace.placing import Priced, plan_priced
 from rlplace.plan import PlacementPlan
 from rlplace.planners import PLANNERS, get_planner, takes_microbatches
 from rlplace.planners.attempt import FAILED, MISSING, OK, Attempt, attempt
-from rlplace.planners.common.execution_bound import execution_bound
+from rlplace.planners.common.bounds import execution_bound
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -95,7 +95,7 @@ class ProblemInfo(Chosen, frozen=True):
         samples: Samples of one micro-batch.
         groups, ops, devices: Sizes.
         critical_path_s, work_s, largest_group_s: See `rlplace.planners.common.bounds`.
-        memory_forced_s: See `rlplace.planners.common.execution_bound`.
+        memory_forced_s: See `rlplace.planners.common.bounds`.
         least_devices: So few devices could hold the resident bytes and the activations at their peak; None: not even all.
     """
 

@@ -16,8 +16,7 @@ from rlplace.errors import InputError, RlplaceError
 from rlplace.placing import Priced
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
 from rlplace.planners.attempt import OK
-from rlplace.planners.common.bounds import device_time_s, lower_bounds
-from rlplace.planners.common.execution_bound import finite, least_devices, memory_forced
+from rlplace.planners.common.bounds import device_time_s, finite, least_devices, lower_bounds, memory_forced
 from rlplace.problem import Problem
 
 VIEW_OF = {**dict.fromkeys(NEEDS_SPLIT, SPLIT), **dict.fromkeys(NEEDS_SHARDING, OPS)}

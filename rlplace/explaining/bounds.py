@@ -19,7 +19,7 @@ from rlplace.explaining.changes import with_optimizer
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
 from rlplace.explaining.simulated_plan import SimulatedPlan
 from rlplace.explaining.stretches import Stretch, channel_names, channel_pairs, location_of, module_of, stretches
-from rlplace.planners.common.execution_bound import execution_bound
+from rlplace.planners.common.bounds import execution_bound
 from rlplace.problem import UPDATE, Problem
 
 Key = TypeVar("Key")

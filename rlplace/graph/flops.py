@@ -140,49 +140,37 @@ def _common_shapes(args: Args) -> list[list[int]]:
     return shapes
 
 
+_FUSED_ATTENTION = tuple(
+    f"_scaled_dot_product_{name}"
+    for name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention",
+                 "fused_attention_overrideable")
+)  # fmt: skip
+
 _FORMULAS: dict[str, Formula] = {
-    "mm": _matrix(0),
-    "addmm": _matrix(1),
-    "bmm": _matrix(0),
-    "baddbmm": _matrix(1),
-    "addbmm": _matrix(1),
-    "_scaled_mm": _matrix(0),
-    "_int_mm": _matrix(0),
-    "mv": _vector(0),
-    "addmv": _vector(1),
-    "dot": _vector(0),
-    "vdot": _vector(0),
-    "linear": _linear,
-    "mkldnn_linear": _linear,
-    "_grouped_mm": _grouped_mm,
-    "_scaled_grouped_mm": _grouped_mm,
-    "grouped_mm_fallback": _grouped_mm,
-    "grouped_mm_fallback_backward": _grouped_mm_fallback_backward,
-    "convolution": _convolution,
-    "_convolution": _convolution,
-    "convolution_overrideable": _convolution,
-    "cudnn_convolution": _convolution,
-    "convolution_backward": _convolution_backward,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention(0, 2),
-    "_scaled_dot_product_flash_attention": _attention(0, 2),
-    "_scaled_dot_product_efficient_attention": _attention(0, 2),
-    "_scaled_dot_product_cudnn_attention": _attention(0, 2),
-    "_scaled_dot_product_fused_attention_overrideable": _attention(0, 2),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(1, 5),
-    "_scaled_dot_product_flash_attention_backward": _attention(1, 5),
-    "_scaled_dot_product_efficient_attention_backward": _attention(1, 5),
-    "_scaled_dot_product_cudnn_attention_backward": _attention(1, 5),
-    "_scaled_dot_product_fused_attention_overrideable_backward": _attention(1, 5),
-    "mkldnn_rnn_layer": _recurrent_layer,
-    "mkldnn_rnn_layer_backward": _twice(_recurrent_layer),
-    "recurrent_layer": _recurrent(0, 3),
-    "recurrent_layer_backward": _twice(_recurrent(1, 4)),
-    "selective_scan": _selective_scan(0, 1.0),
-    # Backward computes the states again and then walks them twice.
-    "selective_scan_backward": _selective_scan(1, 3.0),
-    "_cudnn_rnn": _recurrent(0, 1),
-    "_cudnn_rnn_backward": _twice(_recurrent(0, 1)),
-    "embedding": lambda args, outputs: 0.0,
-    "embedding_dense_backward": lambda args, outputs: float(args[0].numel()),
-    "_trilinear": _trilinear,
+    name: formula
+    for formula, names in (
+        (_matrix(0), ("mm", "bmm", "_scaled_mm", "_int_mm")),
+        (_matrix(1), ("addmm", "baddbmm", "addbmm")),
+        (_vector(0), ("mv", "dot", "vdot")),
+        (_vector(1), ("addmv",)),
+        (_linear, ("linear", "mkldnn_linear")),
+        (_grouped_mm, ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback")),
+        (_grouped_mm_fallback_backward, ("grouped_mm_fallback_backward",)),
+        (_convolution, ("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution")),
+        (_convolution_backward, ("convolution_backward",)),
+        (_attention(0, 2), _FUSED_ATTENTION),
+        (_attention(1, 5), tuple(f"{name}_backward" for name in _FUSED_ATTENTION)),
+        (_recurrent_layer, ("mkldnn_rnn_layer",)),
+        (_twice(_recurrent_layer), ("mkldnn_rnn_layer_backward",)),
+        (_recurrent(0, 3), ("recurrent_layer",)),
+        (_twice(_recurrent(1, 4)), ("recurrent_layer_backward",)),
+        (_recurrent(0, 1), ("_cudnn_rnn",)),
+        (_twice(_recurrent(0, 1)), ("_cudnn_rnn_backward",)),
+        (_selective_scan(0, 1.0), ("selective_scan",)),
+        (_selective_scan(1, 3.0), ("selective_scan_backward",)),  # computes the states again and then walks them twice
+        (lambda args, outputs: 0.0, ("embedding",)),
+        (lambda args, outputs: float(args[0].numel()), ("embedding_dense_backward",)),
+        (_trilinear, ("_trilinear",)),
+    )
+    for name in names
 }

@@ -55,33 +55,19 @@ _NAMES: dict[str, str] = {
 }
 _KIND_OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
-_MARKS = {
-    "attention": "attention",
-    "convolution": "conv",
-    "conv1d": "conv",
-    "conv2d": "conv",
-    "conv3d": "conv",
-    "conv_": "conv",
-    "batch_norm": "norm",
-    "layer_norm": "norm",
-    "group_norm": "norm",
-    "instance_norm": "norm",
-    "rms_norm": "norm",
-    "softmax": "softmax",
-    "selective_scan": "scan",
-    "associative_scan": "scan",
-    "pool": "reduction",
-    "nll_loss": "reduction",
-    "_loss": "reduction",
-    "lstm": "recurrent",
-    "gru_": "recurrent",
-    "rnn": "recurrent",
-    "upsample": "gather",
-    "grid_sampler": "gather",
-    "adaptive_": "reduction",
-    "_cdist": "bmm",
-    "_fft": "other",
-}
+_MARKS = (
+    ("attention", "attention"),
+    ("conv", "convolution conv1d conv2d conv3d conv_"),
+    ("norm", "batch_norm layer_norm group_norm instance_norm rms_norm"),
+    ("softmax", "softmax"),
+    ("scan", "selective_scan associative_scan"),
+    ("reduction", "pool nll_loss _loss"),
+    ("recurrent", "lstm gru_ rnn"),
+    ("gather", "upsample grid_sampler"),
+    ("reduction", "adaptive_"),
+    ("bmm", "_cdist"),
+    ("other", "_fft"),
+)
 """Parts of a name that decide when the whole name is not listed; the first match counts."""
 
 
@@ -98,8 +84,8 @@ def kind_of(name: str) -> str:
     known = _KIND_OF_NAME.get(name)
     if known is not None:
         return known
-    for mark, kind in _MARKS.items():
-        if mark in name:
+    for kind, marks in _MARKS:
+        if any(mark in name for mark in marks.split()):
             return kind
     base = name.removesuffix("_backward").removesuffix("_")
     return _KIND_OF_NAME.get(base, "elementwise")

@@ -8,8 +8,7 @@ import pytest
 
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
-from rlplace.planners.common.bounds import device_time_s, lower_bounds
-from rlplace.planners.common.execution_bound import execution_bound, largest, least_devices, memory_forced
+from rlplace.planners.common.bounds import device_time_s, execution_bound, largest, least_devices, lower_bounds, memory_forced
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem

@@ -21,13 +21,12 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.io import problem_from_dict, problem_to_dict
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.job.process_memory import StepMemory, held_tensors
 from rlplace.runtime.distributed.job.recipe import problem_of_plan, recipe_of, synthetic_batch
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison, gather_tensors, whole_gradients
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import broadcast_text, devices_of, gather_texts, start_group
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlplace.runtime.host_memory import keep_freed_memory
+from rlplace.runtime.host_memory import StepMemory, held_tensors, keep_freed_memory
 from rlplace.runtime.measure import OPTIMIZERS, loss_of
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

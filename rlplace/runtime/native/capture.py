@@ -85,7 +85,7 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = ()) -> Capt
     """
     found = dict(units(model, blocks))
     try:
-        results, calls = _results(model, inputs, found)
+        results, calls = observe(model, inputs, found)
         with _opaque(found, results), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             exported = export_training_graph(model, (), inputs)
         graph = exported.module.graph
@@ -109,7 +109,7 @@ def _shapes(value: Any) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _results(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
+def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
     """From a run on fake tensors: by unit, what it returns by the shapes of its arguments, and what it is first called with."""
     mode = new_fake_mode()
     copied = fake_copy(model, mode)
@@ -133,7 +133,7 @@ def _results(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tu
 def _meta(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
 
 @contextlib.contextmanager

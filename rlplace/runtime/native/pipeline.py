@@ -44,8 +44,8 @@ class StageModule(nn.Module):
         part = self.parts[self.number]
         leaves = pytree.tree_leaves(((), dict(part)))
         values = self.body(*taken, *(leaves[position] for position in self._inputs))
-        if not self._last:
-            return values
+        if not self._last:  # a split backward detaches what was handed on, which torch does not do with views
+            return tuple(value.clone() if value._is_view() else value for value in values)
         assert self.loss is not None
         return self.loss(pytree.tree_unflatten(values, self._out_spec), part).reshape(1) * self._weight
 

@@ -8,17 +8,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
-from rlplace.plan.strategy import Strategy
+from rlplace.plan.strategy import Stage, Strategy
 from rlplace.runtime.native.accumulate import Accumulation, Loss
 from rlplace.runtime.native.batches import Batch, micro_batches, own_samples, share_of
 from rlplace.runtime.native.blocks import tied_names, units
-from rlplace.runtime.native.capture import capture
+from rlplace.runtime.native.capture import Captured, capture, observe
 from rlplace.runtime.native.cut import cut, stage_module
 from rlplace.runtime.native.facts import model_facts
 from rlplace.runtime.native.mesh import Place, find_place
+from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay_out, split_sequence
 from rlplace.runtime.native.pipeline import PipelineRun, StageModule
+from rlplace.runtime.native.tensor import Layouts
 from rlplace.runtime.native.ties import Ties
 from rlplace.runtime.native.why_not import why_not
 from rlplace.runtime.native.wrap import wrap_stage
@@ -69,6 +72,7 @@ class NativeModel:
         if self._ties is not None:
             self._ties.begin(self.bodies)
         total = self._runner.step(parts, loss)
+        _sum_parts(self.parameters())
         if self._ties is not None:
             self._ties.sum_gradients(self.bodies)
         total = total.double() if self.place.device.type == "cpu" else total.float()
@@ -81,8 +85,14 @@ class NativeModel:
             yield from body.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What an optimizer gets."""
+        """All of them, as `named_parameters` gives them."""
         return (parameter for _, parameter in self.named_parameters())
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What an optimizer gets: plain tensors and `DTensor` apart, which one foreach or fused operation cannot take."""
+        parameters = list(self.parameters())
+        groups = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (False, True))
+        return [{"params": group} for group in groups if group]
 
     def state_dict(self) -> dict[str, Any]:
         """This process's parameters and buffers under the model's names, for `torch.distributed.checkpoint`."""
@@ -92,6 +102,14 @@ class NativeModel:
         """Sets the mode of the blocks; ops between them stay as they were recorded."""
         for body in self.bodies.values():
             body.train(mode)
+
+
+def _sum_parts(parameters: Iterator[nn.Parameter]) -> None:
+    """Gradients that are partial sums over the tensor axis are summed, as their parameters are held."""
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
+            if parameter.grad.placements != parameter.placements:
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_type: str = "cpu") -> NativeModel:
@@ -108,20 +126,39 @@ def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_
     Raises:
         InputError: It cannot be run, with the reason (`why_not`).
     """
-    reason = why_not(strategy, model_facts(model), torch.__version__)
+    named = [block for stage in strategy.stages for block in stage.blocks]
+    found = dict(units(model, named))
+    laid_out = strategy.stages[0].axis("tensor") > 1
+    layouts = find_layouts(found, observe(model, example_inputs, found)[1]) if laid_out else None
+    reason = why_not(strategy, model_facts(model, layouts), torch.__version__)
     if reason is not None:
         raise InputError(f"native: {reason}")
     place = find_place(strategy, device_type)
     if len(strategy.stages) > 1:
-        return _pipelined(model, strategy, example_inputs, place)
+        return _pipelined(model, strategy, example_inputs, place, layouts)
     stage = strategy.stages[0]
+    captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
     model.to(place.device)
-    root = wrap_stage(model, dict(units(model, stage.blocks)), stage, place, pipelined=False)
+    if layouts is not None:
+        _lay_out(layouts, captured, found, stage, place)
+    root = wrap_stage(model, found, stage, place, pipelined=False)
     share = share_of(strategy, place.replica)
     return NativeModel(strategy, place, {0: model}, Accumulation(root, share.weight, every_pass=stage.sharding > 1))
 
 
-def _pipelined(model: nn.Module, strategy: Strategy, example_inputs: Batch, place: Place) -> NativeModel:
+def _lay_out(
+    layouts: ModelLayouts, captured: Captured | None, found: Mapping[str, nn.Module], stage: Stage, place: Place
+) -> None:
+    put = Layouts(place.mesh["tensor"], stage.sequence_parallel)
+    lay_out(put, layouts, found, stage.axis("tensor"))
+    if stage.sequence_parallel:
+        assert captured is not None
+        split_sequence(put, layouts, captured, found)
+
+
+def _pipelined(
+    model: nn.Module, strategy: Strategy, example_inputs: Batch, place: Place, layouts: ModelLayouts | None
+) -> NativeModel:
     pipeline, share = strategy.pipelines[0], share_of(strategy, place.replica)
     names = tied_names(model)
     captured = capture(model, example_inputs, [block for stage in pipeline.stages for block in stage.blocks])
@@ -136,7 +173,10 @@ def _pipelined(model: nn.Module, strategy: Strategy, example_inputs: Batch, plac
     roots = {}
     for number, body in bodies.items():
         root = StageModule(body, stages[number], captured.out_spec, share.weight)
-        inside = {path: module for path, module in captured.units.items() if id(module) in {id(m) for m in body.modules()}}
+        own = {id(module) for module in body.modules()}
+        inside = {path: module for path, module in captured.units.items() if id(module) in own}
+        if layouts is not None:
+            _lay_out(layouts, captured, inside, pipeline.stages[number], place)
         wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
         roots[number] = root
     return NativeModel(strategy, place, bodies, PipelineRun(pipeline, place, roots, stages, share.microbatches), ties)

@@ -6,8 +6,8 @@ strategies; nothing here loads torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from rlplace.plan.strategy import Pipeline, Strategy
@@ -32,6 +32,7 @@ class ModelFacts:
         no_tensor: Why its blocks have no tensor-parallel layout; None when they have, or when nobody looked.
         tensor_parts: The tensor degree must divide it: heads, key and value heads and widths in common; 0 when nobody looked.
         no_sequence: Why activations between tensor-parallel parts cannot be split along the sequence; None like above.
+        layouts: Layout of each product with a weight that has one, by module path; empty when nobody looked.
     """
 
     blocks: tuple[str, ...] = ()
@@ -41,6 +42,7 @@ class ModelFacts:
     no_tensor: str | None = None
     tensor_parts: int = 0
     no_sequence: str | None = None
+    layouts: Mapping[str, str] = field(default_factory=dict)
 
 
 def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: str | None = None) -> str | None:
@@ -136,5 +138,9 @@ def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
             yield f"no tensor-parallel layout: {facts.no_tensor}"
         if facts.tensor_parts % degree:
             yield f"the tensor degree {degree} does not divide {facts.tensor_parts}, what heads and widths have in common"
+    given = {path: layout for stage in pipeline.stages for path, layout in stage.tensor.items()}
+    for path, layout in given.items():
+        if facts.layouts.get(path, layout) != layout or layout not in ("column", "row"):
+            yield f"the layout {layout!r} of {path} is not run: {facts.layouts.get(path, 'column or row')} is; leave it out"
     if facts.no_sequence is not None and any(stage.sequence_parallel for stage in pipeline.stages):
         yield f"no sequence parallelism: {facts.no_sequence}"

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -73,13 +75,20 @@ def wrap_stage(root: nn.Module, blocks: Mapping[str, nn.Module], stage: Stage, p
         shared: Any = partial(replicate, mesh=place.mesh["replicate"])  # type: ignore[arg-type]
     else:
         axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
-        shared = partial(fully_shard, mesh=axes, reshard_after_forward=stage.sharding == 3)
+        again = stage.sharding == 3
+        shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim)
     for path, block in blocks.items():
         if _stands_alone(root, block):
             shared(block, offload_policy=offload(stage.offload.get(path), place.device))
     everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
     shared(root, offload_policy=offload("all" if everything else None, place.device))
     return root
+
+
+def _shard_dim(parameter: nn.Parameter) -> Shard | None:
+    """A weight that packs several on its first dimension is cut there for the tensor axis, and shared out on its second."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return Shard(1) if any(isinstance(p, _StridedShard) and p.dim == 0 for p in placements) else None
 
 
 def offload(what: str | None, device: torch.device) -> OffloadPolicy:

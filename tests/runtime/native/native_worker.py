@@ -83,7 +83,7 @@ def difference(own, wanted):
 def run_case(name, strategy, plain, steps=3):
     strategy = Strategy.from_dict(strategy)
     native = prepare(make(name), strategy, {k: v[: strategy.pipelines[0].microbatch[0]] for k, v in batch().items()})
-    optimizer = torch.optim.AdamW(native.parameters(), lr=1e-2, foreach=True)
+    optimizer = torch.optim.AdamW(native.parameter_groups(), lr=1e-2, foreach=True)
     value, gradients, parameters = plain
     result = {}
     for step in range(steps):

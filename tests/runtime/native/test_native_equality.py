@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 HALVES, QUARTERS = [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
 SHARED, COPIES = {"mesh": {"shard": 2}, "sharding": 1}, {"mesh": {"replicate": 2}, "sharding": 0}
-ALONE = {"mesh": {}, "sharding": 0}
+ALONE, BOTH = {"mesh": {}, "sharding": 0}, {"shard": 2, "tensor": 2}
 LOOP, TURN = HALVES * 2, [*HALVES, *reversed(HALVES)]
 
 CASES = {
@@ -24,6 +24,14 @@ CASES = {
     "gathered once, recomputed in part": ("llama", flat("llama", {"shard": 4}, 1, recompute="selective")),
     "in host memory": ("gpt2", flat("gpt2", {"shard": 4}, 3, offload="all")),
     "unlike micro-batches": ("llama", flat("llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}),
+    "tensor": ("llama", flat("llama", {"tensor": 4}, 0)),
+    "tensor, packed": ("gpt2", flat("gpt2", {"tensor": 4}, 0)),
+    "tensor, sequence": ("gpt2", flat("gpt2", {"replicate": 2, "tensor": 2}, 0, sequence_parallel=True)),
+    "tensor, shared": ("gpt2", flat("gpt2", BOTH, 1)),
+    "tensor, sequence, shared": ("llama", flat("llama", BOTH, 1, sequence_parallel=True)),
+    "tensor, sequence, recomputed": ("llama", flat("llama", BOTH, 3, sequence_parallel=True, recompute="selective")),
+    "tensor in a chain": ("gpt2", chain("gpt2", HALVES, "1f1b", mesh={"tensor": 2}, sharding=0)),
+    "v with sequence": ("llama", chain("llama", TURN, "zero_bubble", mesh={"tensor": 2}, sharding=0, sequence_parallel=True)),
     "gpipe, shared": ("llama", chain("llama", HALVES, "gpipe", **SHARED)),
     "1f1b, shared": ("gpt2", chain("gpt2", HALVES, "1f1b", **SHARED)),
     "1f1b, copies, recomputed": ("gpt2", chain("gpt2", HALVES, "1f1b", recompute="full", **COPIES)),

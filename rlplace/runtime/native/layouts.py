@@ -1,0 +1,219 @@
+"""Tensor-parallel layouts of a block, derived from its graph.
+
+A *region* starts where matrix products with weights read one value: their weights are cut by output (``column``), so what they
+make is cut on its last dimension. The cut is followed through views (into heads), elementwise ops, attention and packed splits
+to the products that sum over it, whose weights are cut by input (``row``) and whose partial sums end the region. What does not
+fit leaves a region whole, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rlplace.graph.export import export_training_graph, module_path
+from rlplace.runtime.native.follow import RefusedError, follow
+
+_SAME_VALUE = {"view", "reshape", "_unsafe_view", "alias", "to", "contiguous", "clone", "dropout"}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product with a weight.
+
+    Attributes:
+        module: Path of the module that it is the forward of.
+        out_dim: Dimension of the weight that the output's last one comes from; the other is summed over.
+        value: What it multiplies.
+        source: The same before views, where no other op is between.
+    """
+
+    module: str
+    out_dim: int
+    value: fx.Node
+    source: fx.Node
+
+
+@dataclass(frozen=True)
+class Region:
+    """Products that share a cut.
+
+    Attributes:
+        columns: Products that start it.
+        packed: Parts that a column packs, by module path; others pack one.
+        rows: Products that end it.
+        source: What the columns read.
+        entry: Path of a module around all columns that is handed the source and uses it for them only; "" where there is none.
+        sizes: Sizes of the cut dimensions on the way; the degree must divide all.
+        stored: Attributes (module path, name) that hold the size of a packed part.
+        nodes: Nodes whose values are cut.
+    """
+
+    columns: tuple[Product, ...]
+    packed: Mapping[str, int]
+    rows: tuple[Product, ...]
+    source: fx.Node
+    entry: str
+    sizes: frozenset[int]
+    stored: tuple[tuple[str, str], ...]
+    nodes: frozenset[fx.Node]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockGraph:
+    """A block's graph, and what its products with weights are.
+
+    Attributes:
+        graph: From `export_training_graph`.
+        parameters: Parameter path by ``get_attr`` node.
+        products: Products with weights.
+        live: Nodes that a gradient flows back through.
+    """
+
+    graph: fx.Graph
+    parameters: Mapping[fx.Node, str]
+    products: Mapping[fx.Node, Product]
+    live: frozenset[fx.Node]
+
+
+@dataclass
+class Trail:
+    """A region while it is followed.
+
+    Attributes:
+        cut: By node, the dimension that is cut.
+        sizes: Sizes of cut dimensions met.
+        packed: Parts of a packed product, by module path.
+        stored: Attributes that hold the size of a part.
+    """
+
+    cut: dict[fx.Node, int] = field(default_factory=dict)
+    sizes: set[int] = field(default_factory=set)
+    packed: dict[str, int] = field(default_factory=dict)
+    stored: list[tuple[str, str]] = field(default_factory=list)
+
+
+def block_graph(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BlockGraph:
+    """Exports a block; `args` and `kwargs` are fake or meta, and say by ``requires_grad`` where gradients flow."""
+    graph = export_training_graph(block, args, kwargs).module.graph
+    tensors = dict(block.named_parameters(remove_duplicate=False))
+    parameters = {node: str(node.target) for node in graph.nodes if node.op == "get_attr" and node.target in tensors}
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    live = {n for n, leaf in zip(placeholders, leaves, strict=True) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    live |= {node for node, path in parameters.items() if tensors[path].requires_grad}
+    for node in graph.nodes:
+        if node not in live and any(value in live for value in node.all_input_nodes):
+            live.add(node)
+    products = {node: made for node in graph.nodes if (made := _product(node, parameters)) is not None}
+    return BlockGraph(graph, parameters, products, frozenset(live))
+
+
+def _product(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Product | None:
+    name = getattr(node.target, "_opname", "")
+    places = {"linear": (0, 1), "addmm": (1, 2), "mm": (0, 1), "matmul": (0, 1)}
+    if node.op != "call_function" or name not in places:
+        return None
+    value, weight = (node.args[place] for place in places[name])
+    out_dim = int(name != "linear")
+    while isinstance(weight, fx.Node) and getattr(weight.target, "_opname", "") in ("t", "transpose", "numpy_T"):
+        weight, out_dim = weight.args[0], 1 - out_dim
+    if not isinstance(weight, fx.Node) or not parameters.get(weight, "").endswith(".weight") or not isinstance(value, fx.Node):
+        return None
+    source = value
+    while getattr(source.target, "_opname", "") in _SAME_VALUE:
+        source = source.args[0]  # type: ignore[assignment]
+    return Product(parameters[weight].rpartition(".")[0], out_dim, value, source)
+
+
+def regions(block: BlockGraph) -> tuple[list[Region], list[str]]:
+    """The regions of a block in the order of their sources, and why other products stay whole."""
+    found: list[Region] = []
+    reasons: list[str] = []
+    ended: set[fx.Node] = set()
+    for source in dict.fromkeys(product.source for product in block.products.values()):
+        columns = [node for node, product in block.products.items() if product.source is source and node not in ended]
+        if not columns:
+            continue
+        try:
+            region, rows = _region(block, source, columns)
+        except RefusedError as error:
+            reasons.append(f"{', '.join(block.products[node].module for node in columns)}: {error}")
+            continue
+        found.append(region)
+        ended.update(rows)
+    return found, reasons
+
+
+def _region(block: BlockGraph, source: fx.Node, columns: list[fx.Node]) -> tuple[Region, list[fx.Node]]:
+    trail, rows = Trail(), []
+    for node in columns:
+        value = node.meta["val"]
+        trail.cut[node] = value.dim() - 1
+        trail.sizes.add(value.shape[-1])
+    for node in block.graph.nodes:
+        if node in trail.cut or not any(value in trail.cut for value in node.all_input_nodes):
+            continue
+        if node.op == "output":
+            raise RefusedError("what it makes leaves the block in parts")
+        if node in block.products:
+            value = block.products[node].value
+            if trail.cut.get(value) != value.meta["val"].dim() - 1:
+                raise RefusedError(f"the product of {block.products[node].module} does not sum over the cut dimension")
+            rows.append(node)
+            continue
+        dim = follow(node, trail, block)
+        if dim is not None:
+            trail.cut[node] = dim
+    if not rows:
+        raise RefusedError("no product sums over what it makes")
+    starts = tuple(block.products[node] for node in columns)
+    for product in (*starts, *(block.products[node] for node in rows)):
+        _check_module(block, product)
+    entry = _entry(source, columns, [product.module for product in starts])
+    ends = tuple(block.products[node] for node in rows)
+    stored, nodes = tuple(trail.stored), frozenset(trail.cut)
+    return Region(starts, trail.packed, ends, source, entry, frozenset(trail.sizes), stored, nodes), rows
+
+
+def _check_module(block: BlockGraph, product: Product) -> None:
+    """Its module does nothing else, so that its forward may be replaced."""
+    names = {getattr(node.target, "_opname", "") for node in block.graph.nodes if module_path(node) == product.module}
+    if not names <= {"linear", "addmm", "mm", "matmul", "add", "t", "transpose", "numpy_T"} | _SAME_VALUE:
+        raise RefusedError(f"{product.module} is more than a product with a weight")
+
+
+def _entry(source: fx.Node, columns: list[fx.Node], modules: list[str]) -> str:
+    """The innermost module around all columns, where the source comes from outside and nothing else inside reads it."""
+    common: list[str] = []
+    for parts in zip(*(path.split(".") for path in modules), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    path = ".".join(common)
+    if not path or _inside(module_path(source), path):
+        return ""
+    readers, seen = [source], set(columns)
+    while readers:
+        for user in readers.pop().users:
+            if user in seen or not _inside(module_path(user), path):
+                continue
+            if getattr(user.target, "_opname", "") not in _SAME_VALUE:
+                return ""
+            seen.add(user)
+            readers.append(user)
+    return path
+
+
+def _inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
+
+
+def common_parts(found: Iterable[Region]) -> int:
+    """What the degree must divide; 0 without regions."""
+    return math.gcd(*(size for region in found for size in region.sizes))

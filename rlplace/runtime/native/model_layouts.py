@@ -1,0 +1,194 @@
+"""Tensor-parallel layouts of a whole model: its blocks' regions, its vocabulary, and why others stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.runtime.native.capture import Captured
+from rlplace.runtime.native.follow import RefusedError
+from rlplace.runtime.native.layouts import Region, block_graph, common_parts, regions
+from rlplace.runtime.native.sequence import sequence_modules
+from rlplace.runtime.native.tensor import Layouts, Trial
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """Layout of a block.
+
+    Attributes:
+        regions: In the order of the block.
+        positions: Modules that work by positions, where activations between regions may be split along the sequence.
+        width: Last dimension of the activation that the block is handed.
+        reasons: Why products stay whole.
+        no_sequence: Why activations stay whole.
+    """
+
+    regions: tuple[Region, ...]
+    positions: tuple[str, ...] = ()
+    width: int = 0
+    reasons: tuple[str, ...] = ()
+    no_sequence: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLayouts:
+    """Layouts of a model.
+
+    Attributes:
+        blocks: By path, for blocks with regions.
+        vocabulary: Paths of embeddings and of the products that make logits of the same width.
+        parts: The degree must divide it; 0 where nothing has a layout.
+        no_tensor: Why nothing has one, None where something has.
+        no_sequence: Why activations cannot be split along the sequence, None where they can.
+    """
+
+    blocks: Mapping[str, BlockLayout]
+    vocabulary: tuple[str, ...]
+    parts: int
+    no_tensor: str | None
+    no_sequence: str | None
+
+    def by_module(self) -> dict[str, str]:
+        """``column`` or ``row`` by module path, for every product with a layout."""
+        named: dict[str, str] = {}
+        for path, block in self.blocks.items():
+            for region in block.regions:
+                for layout, products in (("column", region.columns), ("row", region.rows)):
+                    named |= {f"{path}.{product.module}": layout for product in products}
+        return named
+
+
+def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> ModelLayouts:
+    """Finds the layouts of a model.
+
+    Args:
+        units: Its blocks by path.
+        calls: What each is called with (`capture.observe`).
+    """
+    known: dict[Any, BlockLayout] = {}
+    blocks: dict[str, BlockLayout] = {}
+    reasons: list[str] = []
+    for path, module in units.items():
+        if path not in calls or not any(True for _ in module.children()):
+            continue
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+        key = (type(module), shapes, tuple(_kind(leaf) for leaf in pytree.tree_leaves(calls[path])))
+        if key not in known:
+            known[key] = _block_layout(module, calls[path])
+        layout = known[key]
+        if layout.regions:
+            blocks[path] = layout
+        reasons += [f"block {path}: {reason}" for reason in layout.reasons]
+    parts = gcd(*(common_parts(layout.regions) for layout in blocks.values()))
+    no_tensor = None if blocks else next(iter(reasons), "no block has two products in a row")
+    sequence = next((f"block {path}: {b.no_sequence}" for path, b in blocks.items() if b.no_sequence), None)
+    return ModelLayouts(blocks, _vocabulary(units), parts, no_tensor, sequence)
+
+
+def _kind(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+
+
+def _vocabulary(units: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    tables = {path: unit for path, unit in units.items() if type(unit) is nn.Embedding and unit.max_norm is None}
+    heads = {path: unit for path, unit in units.items() if type(unit) is nn.Linear}
+    sizes = {unit.num_embeddings for unit in tables.values()} & {unit.out_features for unit in heads.values()}
+    found = [path for path, unit in tables.items() if unit.num_embeddings in sizes]
+    return tuple(found + [path for path, unit in heads.items() if unit.out_features in sizes])
+
+
+def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
+    mode = new_fake_mode()
+    copied = fake_copy(block, mode)
+    args, kwargs = fake_inputs(call, mode)
+    try:
+        graph = block_graph(copied, args, kwargs)
+    except Exception as error:  # the block's own code runs
+        reason = (str(error).strip().splitlines() or [""])[0][:160]
+        return BlockLayout((), reasons=(f"its forward cannot be exported ({type(error).__name__}: {reason})",))
+    found, reasons = regions(graph)
+    if not found:
+        return BlockLayout((), reasons=tuple(reasons))
+    degree = next((n for n in range(2, common_parts(found) + 1) if common_parts(found) % n == 0), None)
+    if degree is None:
+        return BlockLayout((), reasons=("its heads and widths have no divisor in common",))
+    if (failed := _trial(block, call, found, (), degree, sequence=False)) is not None:
+        return BlockLayout((), reasons=(failed,))
+    try:
+        positions = sequence_modules(block, graph, found)
+    except RefusedError as error:
+        return BlockLayout(tuple(found), (), 0, tuple(reasons), str(error))
+    hidden = _activation(call)
+    fits = hidden.shape[1] % degree == 0
+    problem = _trial(block, call, found, positions, degree, sequence=True) if fits else None
+    return BlockLayout(tuple(found), positions, hidden.shape[-1], tuple(reasons), problem)
+
+
+def _activation(call: Call) -> torch.Tensor:
+    """What a gradient flows back through, of what a block is handed."""
+    leaves = pytree.tree_leaves(call)
+    return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+
+
+def _trial(
+    block: nn.Module, call: Call, found: Sequence[Region], positions: Sequence[str], degree: int, *, sequence: bool
+) -> str | None:
+    """Runs a block on the shapes that one process has; says what goes wrong."""
+    mode = new_fake_mode()
+    copied, whole = fake_copy(block, mode), fake_copy(block, mode)
+    args, kwargs = fake_inputs(call, mode)
+    try:
+        with mode, torch.enable_grad():
+            layouts = Trial(degree, sequence)
+            layouts.regions(copied, found, positions)
+            if sequence:
+                hidden = next(
+                    leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+                )
+                layouts.split(copied, hidden.shape[-1])
+            made, wanted = (pytree.tree_leaves(module(*args, **kwargs))[0] for module in (copied, whole))
+        shape = [size // degree if sequence and dim == 1 else size for dim, size in enumerate(wanted.shape)]
+    except Exception as error:  # the block's own code runs
+        return f"its code does not run on parts ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
+    return None if list(made.shape) == shape else f"on parts it makes {list(made.shape)}, not {shape}"
+
+
+def lay_out(layouts: Layouts, found: ModelLayouts, units: Mapping[str, nn.Module], degree: int) -> None:
+    """Puts the layouts of some units in place."""
+    for path, module in units.items():
+        if path in found.blocks:
+            layouts.regions(module, found.blocks[path].regions, found.blocks[path].positions)
+        elif path in found.vocabulary and isinstance(module, nn.Embedding) and module.num_embeddings % degree == 0:
+            layouts.embedding(module)
+        elif path in found.vocabulary and isinstance(module, nn.Linear) and module.out_features % degree == 0:
+            layouts.head(module)
+
+
+def split_sequence(layouts: Layouts, found: ModelLayouts, captured: Captured, units: Mapping[str, nn.Module]) -> None:
+    """Splits activations where a run of blocks begins, and joins them where it ends."""
+    inside = [node for node in captured.graph.nodes if node.op == "call_module" and node.target in units]
+    inside = [node for node in inside if node.target in found.blocks]
+    after = {node: _handed_on(node, inside) for node in inside}
+    for node in inside:
+        if node not in after.values():
+            layouts.split(units[node.target], found.blocks[node.target].width)
+        if after[node] is None:
+            layouts.join(units[node.target])
+
+
+def _handed_on(node: fx.Node, inside: Sequence[fx.Node]) -> fx.Node | None:
+    """The one block that reads what a block makes, None where another op reads it too."""
+    readers = list(node.users)
+    if len(readers) == 1 and readers[0].op == "call_function" and readers[0].args == (node, 0):
+        readers = list(readers[0].users)
+    return readers[0] if len(readers) == 1 and readers[0] in inside else None

@@ -1,0 +1,238 @@
+"""Tensor-parallel layouts put on a block: weights as `DTensor`, products on what a process holds of them.
+
+Activations outside of the products stay plain tensors, whole or split along the sequence, so a block's own code runs on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from rlplace.runtime.native.layouts import Region
+
+SEQUENCE = 1
+"""Dimension of an activation that is split along the sequence."""
+
+
+class Layouts:
+    """Puts layouts on blocks of one process.
+
+    Args:
+        mesh: The tensor axis.
+        sequence: Activations between regions are split along the sequence.
+    """
+
+    def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
+        self._mesh, self._sequence = mesh, sequence
+        self._degree, self._rank = mesh.size(), mesh.get_local_rank()
+        self._changed: dict[nn.Parameter, nn.Parameter] = {}
+
+    def regions(self, block: nn.Module, regions: Sequence[Region], positions: Sequence[str]) -> None:
+        """Lays out the products of a block, and the modules that work by positions."""
+        for region in regions:
+            single = len(region.columns) == 1 and region.entry == region.columns[0].module
+            if region.entry and not single:
+                value = region.source.meta["val"]
+                hook = partial(_change_activation, self._enter, value.dim(), value.shape[-1])
+                block.get_submodule(region.entry).register_forward_pre_hook(hook, with_kwargs=True)
+            for product in region.columns:
+                module = block.get_submodule(product.module)
+                packed = region.packed.get(product.module, 1)
+                self._share(module, product.out_dim, packed)
+                enter = self._enter if single or not region.entry else _as_it_is
+                part = partial(self._own_part, 0, packed) if packed > 1 else None
+                module.forward = partial(_column, module, product.out_dim == 1, enter, part)
+            for product in region.rows:
+                module = block.get_submodule(product.module)
+                self._share(module, 1 - product.out_dim, 1, bias=False)
+                module.forward = partial(_row, module, product.out_dim == 1, self._leave)
+            for path, name in region.stored:
+                owner = block.get_submodule(path)
+                setattr(owner, name, getattr(owner, name) // self._degree)
+        for path in positions if self._sequence else ():
+            self._whole(block.get_submodule(path))
+
+    def embedding(self, module: nn.Embedding) -> None:
+        """Cuts a vocabulary by rows."""
+        self._share(module, 0, 1)
+        vars(module)["forward"] = partial(_embed, module, self._mesh)
+
+    def head(self, module: nn.Linear) -> None:
+        """Cuts a product by output, and puts what it makes together."""
+        self._share(module, 0, 1)
+        vars(module)["forward"] = partial(_gathered_column, module, self._mesh)
+
+    def _share(self, module: nn.Module, dim: int, packed: int, bias: bool = True) -> None:
+        self._set(module, "weight", dim, packed)
+        if getattr(module, "bias", None) is not None:  # fully_shard cannot share out what packs several on its first dimension
+            self._set(module, "bias", 0 if bias and packed == 1 else None, packed)
+
+    def _whole(self, module: nn.Module) -> None:
+        """Every process holds all of the parameters and reads them for its positions: gradients are partial sums."""
+        for name, _ in list(module.named_parameters(recurse=False)):
+            self._set(module, name, None, 1)
+        forward = module.forward
+        module.forward = lambda *args, **kwargs: _on_local_parameters(module, forward, args, kwargs)
+
+    def _set(self, module: nn.Module, name: str, dim: int | None, packed: int) -> None:
+        """Makes a parameter a `DTensor`, once where modules share it."""
+        before = module.get_parameter(name)
+        if before not in self._changed:
+            after = nn.Parameter(self._shared(before.detach(), dim, packed), requires_grad=before.requires_grad)
+            self._changed[before] = self._changed[after] = after
+        setattr(module, name, self._changed[before])
+
+    def _own_part(self, dim: int, packed: int, whole: torch.Tensor) -> torch.Tensor:
+        """What this process holds of a tensor that packs several, each cut by itself."""
+        parts = [part.chunk(self._degree, dim)[self._rank] for part in whole.chunk(packed, dim)]
+        return torch.cat(parts, dim).contiguous()
+
+    def _shared(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
+        local, placement = whole, cast("Placement", Replicate())
+        if dim is not None:
+            local = self._own_part(dim, packed, whole)
+            placement = Shard(dim) if packed == 1 else _StridedShard(dim, split_factor=packed)
+        return DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+
+    def _enter(self, value: torch.Tensor) -> torch.Tensor:
+        """Whole activations for products whose input gradients are partial sums."""
+        given = DTensor.from_local(value, self._mesh, [Shard(SEQUENCE) if self._sequence else Replicate()], run_check=False)
+        return given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def _leave(self, value: torch.Tensor, bias: Any) -> torch.Tensor:
+        """The sum of partial products, split along the sequence where that is asked for, and the bias."""
+        made = self._summed(value)
+        return made if bias is None else made + _local(bias, partial_sums=self._sequence)
+
+    def _summed(self, value: torch.Tensor) -> torch.Tensor:
+        wanted: Placement = Shard(SEQUENCE) if self._sequence else Replicate()
+        total = DTensor.from_local(value, self._mesh, [Partial()], run_check=False)
+        return total.redistribute(placements=[wanted]).to_local()
+
+    def split(self, block: nn.Module, width: int) -> None:
+        """The block is handed whole activations: it takes its part of the sequence."""
+        block.register_forward_pre_hook(partial(_change_activation, self._to_parts, 3, width), with_kwargs=True)
+
+    def join(self, block: nn.Module) -> None:
+        """The block hands on whole activations."""
+        block.register_forward_hook(lambda module, args, output: _on_first(self._to_whole, output))
+
+    def _to_parts(self, value: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(value, self._mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+
+    def _to_whole(self, value: torch.Tensor) -> torch.Tensor:
+        parts = DTensor.from_local(value, self._mesh, [Shard(SEQUENCE)], run_check=False)
+        return parts.redistribute(placements=[Replicate()]).to_local()
+
+
+class Trial(Layouts):
+    """The same on fake tensors and without a mesh: shows whether a block's own code runs on parts."""
+
+    def __init__(self, degree: int, sequence: bool) -> None:
+        self._sequence, self._degree, self._rank, self._changed = sequence, degree, 0, {}
+
+    def _shared(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
+        return whole if dim is None else self._own_part(dim, packed, whole)
+
+    def _enter(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([value] * self._degree, SEQUENCE) if self._sequence else value
+
+    def _summed(self, value: torch.Tensor) -> torch.Tensor:
+        return self._to_parts(value) if self._sequence else value
+
+    def _to_parts(self, value: torch.Tensor) -> torch.Tensor:
+        return value.chunk(self._degree, SEQUENCE)[0]
+
+
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _change_activation(
+    change: Callable[..., torch.Tensor], dims: int, width: int, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    """Changes the one activation among the arguments of a module: the one that a gradient flows back through."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    fitting = [(n, leaf) for n, leaf in tensors if leaf.dim() == dims and leaf.shape[-1] == width]
+    places = [n for n, leaf in fitting if leaf.requires_grad] or [n for n, _ in fitting]
+    if len(places) != 1:
+        raise RuntimeError(f"{type(module).__name__} is handed {len(places)} activations of width {width}, expected one")
+    leaves[places[0]] = change(leaves[places[0]])
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _on_first(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(output)
+    return pytree.tree_unflatten([change(leaves[0]), *leaves[1:]], spec)
+
+
+def _local(parameter: Any, *, partial_sums: bool = False) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):  # in a trial
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()]) if partial_sums else parameter.to_local()
+
+
+def _product(value: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return value @ weight if transposed else F.linear(value, weight)
+
+
+def _column(
+    module: Any,
+    transposed: bool,
+    enter: Callable[[torch.Tensor], torch.Tensor],
+    part: Callable[[torch.Tensor], torch.Tensor] | None,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    made = _product(enter(value), _local(module.weight), transposed)
+    bias = getattr(module, "bias", None)
+    if bias is None:
+        return made
+    local = _local(bias, partial_sums=part is not None)
+    return made + (local if part is None else part(local))
+
+
+def _row(module: Any, transposed: bool, leave: Callable[..., torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+    return leave(_product(value, _local(module.weight), transposed), getattr(module, "bias", None))
+
+
+def _gathered_column(module: Any, mesh: DeviceMesh, value: torch.Tensor) -> torch.Tensor:
+    whole = DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    made = DTensor.from_local(_column(module, False, _as_it_is, None, whole), mesh, [Shard(value.dim() - 1)], run_check=False)
+    return made.redistribute(placements=[Replicate()]).to_local()
+
+
+def _embed(module: Any, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
+    weight = _local(module.weight)
+    own = ids - mesh.get_local_rank() * len(weight)
+    held = (own >= 0) & (own < len(weight))
+    padding = module.padding_idx
+    rows = F.embedding(torch.where(held, own, 0), weight) * held.unsqueeze(-1)
+    if padding is not None:
+        rows = torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+    return DTensor.from_local(rows, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+
+
+def _on_local_parameters(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a forward on plain tensors in place of a module's own parameters."""
+    kept = dict(module._parameters)
+    try:
+        for name, parameter in kept.items():
+            if parameter is not None:
+                del module._parameters[name]
+                vars(module)[name] = _local(parameter, partial_sums=True)
+        return forward(*args, **kwargs)
+    finally:
+        for name, parameter in kept.items():
+            vars(module).pop(name, None)
+            module._parameters[name] = parameter

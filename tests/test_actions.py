@@ -1,5 +1,6 @@
 """The action lists of pipeline schedules: equal to torch's own, and exact against the closed forms when replayed."""
 
+import functools
 import logging
 import warnings
 from unittest import mock
@@ -24,12 +25,18 @@ STAGES = {
 }
 
 
+@functools.cache
+def stage_like():
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    return mock.create_autospec(PipelineStage, instance=True)
+
+
 def torch_actions(name, devices, stages, microbatches):
     """Torch's own lists; a ValueError where torch refuses."""
     from torch.distributed.pipelining import schedules
-    from torch.distributed.pipelining.stage import PipelineStage
 
-    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage = stage_like()
     stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, devices, devices * stages, None
     schedule_class = getattr(schedules, name)
     single = issubclass(schedule_class, schedules.PipelineScheduleSingle)

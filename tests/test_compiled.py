@@ -64,6 +64,7 @@ def run_together(folder, count):
     return sorted(job.communicate(timeout=120)[0].split() for job in jobs)
 
 
+@pytest.mark.slow
 def test_one_process_compiles_and_the_others_load(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     assert run_together(tmp_path, 3) == [["False", "0", "1"], ["False", "0", "1"], ["False", "1", "0"]]
@@ -159,6 +160,7 @@ def test_the_walk_finds_what_a_kernel_holds() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_index_of_older_sources_counts_as_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signatures may name a class that is gone."""
     (tmp_path / "kernels.py").write_text(

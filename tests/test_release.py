@@ -144,32 +144,3 @@ def test_every_dependency_has_its_reason():
     for line in wanted:
         name = re.match(r"[\w-]+", line)[0]
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", table), f"docs/design.md does not say why {name} is needed"
-
-
-@pytest.mark.parametrize(
-    ("package", "extra", "statement"),
-    [
-        ("transformers", "transformers", "from rlplace.zoo import load_model; load_model('hf:gpt2')"),
-        ("ortools", "exact", "run_planner('cp_sat', problem)"),
-        ("accelerate", "accelerate", "run_planner('accelerate', problem)"),
-        ("matplotlib", "plots", "from rlplace.reporting.pictures import check_pictures; check_pictures('pictures')"),
-    ],
-)
-@pytest.mark.slow
-def test_a_missing_extra_is_named(package, extra, statement, tmp_path):
-    code = f"""
-import sys
-sys.modules[{package!r}] = None            # importing it fails from here on
-from rlplace.errors import MissingError
-from rlplace.planners import run_planner
-from rlplace.problem.generate import random_problem
-problem = random_problem(0, num_groups=4, num_devices=2)
-plan = run_planner('single', problem).plan
-try:
-    {statement}
-except MissingError as error:
-    assert "rlplace[{extra}]" in str(error), error
-else:
-    raise AssertionError("nothing was missed")
-"""
-    python("-c", code, cwd=tmp_path)

@@ -37,7 +37,7 @@ def build(name, devices, sim, seed=0, double=True):
     return placed, reference, inputs, loss_of
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm", "awkward"])
+@pytest.mark.parametrize("name", ["gpt2", "awkward", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", "lstm"))])
 def test_random_devices_train_like_the_plain_model(sim, name):
     placed, reference, inputs, loss_of = build(name, 3, sim)
     assert placed.report.level == "op" and placed.report.ops_moved == 0

@@ -14,6 +14,8 @@ from torch import nn
 from rlplace.errors import InputError
 from rlplace.runtime.apply import apply
 
+QUICK = ("gpt2", "t5", "resnet", "lstm", "awkward")
+
 
 @functools.cache
 def op_names(name):
@@ -29,8 +31,13 @@ def build(name):
     return model, copy.deepcopy(model), inputs, loss_of
 
 
-@pytest.mark.parametrize("level", ["op", "module"])
-@pytest.mark.parametrize("name", small_models.MODELS)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        *(pytest.param(name, "op", marks=[pytest.mark.slow] * (name not in QUICK)) for name in small_models.MODELS),
+        *((name, "module") for name in QUICK),
+    ],
+)
 def test_random_plan_on_four_devices_trains_with_adam(sim, name, level):
     model, reference, inputs, loss_of = build(name)
     plan = equality.random_plan(op_names(name), 4, seed=1)

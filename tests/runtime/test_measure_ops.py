@@ -65,6 +65,7 @@ def test_every_op_of_the_graph_has_a_time(files):
     assert found.step.peak_memory_bytes is None and found.environment.details["allocator"] in ("keep", "default")
 
 
+@pytest.mark.slow
 def test_calibrate_and_place_with_the_result(files, tmp_path, capsys):
     table = str(tmp_path / "host.cost.json")
     assert main(["calibrate", *files, "--cluster", "cpu:1", "--json", "--out", table]) == 0

@@ -89,6 +89,7 @@ def numbers(text):
     return [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 
+@pytest.mark.slow
 def test_plain_loop(folders, monkeypatch, capsys):
     one, two = folders
     save_plan("train_plain", two)

@@ -63,6 +63,7 @@ def few_samples():
     return abs(loss.item() - expected), without, pair.worst["gradient"]
 
 
+@pytest.mark.slow
 def test_a_replica_without_samples_takes_part():
     for difference, without, gradient in run(2, few_samples):
         assert difference < 1e-9 and gradient < 1e-9

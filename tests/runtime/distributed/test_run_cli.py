@@ -33,6 +33,7 @@ def run_under_torchrun(*arguments):
     return torchrun(2, "-m", "rlplace", "run", *arguments)
 
 
+@pytest.mark.slow
 def test_trains_and_verifies_under_torchrun(plan):
     code, out, err = run_under_torchrun("--plan", plan, "--steps", 4, "--verify", "--clip", 1.0, "--json")
     assert code == 0, err
@@ -135,6 +136,7 @@ def test_synthetic_batches_stay_in_range():
     assert torch.equal(one["ids"], again["ids"]) and not torch.equal(one["ids"], next_step["ids"])
 
 
+@pytest.mark.slow
 def test_rank_0_asks_and_the_others_serve(tmp_path):
     first, second = run(2, campaign_worker.serve_all, str(tmp_path / "m.sqlite"))
     assert first["site"] == second

@@ -48,6 +48,7 @@ def megatron_block():
     return shards
 
 
+@pytest.mark.slow
 def test_two_processes():
     cases = [(name, batch(name, 2)) for name in ("gpt2", "resnet")]
     results = launch.run(2, worker.all_checks, cases, megatron_block())

@@ -283,12 +283,10 @@ def test_two_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
-def test_two_replicas(sharded):
-    assert run(2, everything, 1, 2, sharded, timeout_s=300) == [True] * 2
+def test_two_replicas():
+    assert run(2, everything, 1, 2, timeout_s=300) == [True] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("places", "replicas", "sharded"), [(2, 2, True), (3, 1, False), (1, 3, True)])
-def test_four_processes(places, replicas, sharded):
-    assert run(4, everything, places, replicas, sharded, timeout_s=400) == [True] * 4
+def test_replicas_of_two_devices_with_a_sharded_optimizer():
+    assert run(4, everything, 2, 2, True, timeout_s=400) == [True] * 4

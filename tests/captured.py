@@ -4,7 +4,6 @@ from functools import cache
 
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
-from rlplace.graph.rescale import rescale
 from rlplace.zoo import load_model
 
 _BERT = "num_hidden_layers=4,hidden_size=64,num_attention_heads=2,intermediate_size=128"
@@ -31,9 +30,3 @@ def captured(name: str, samples: int = 4) -> OpGraph:
     """A training step of one of `MODELS`."""
     model = load_model(MODELS[name], batch=samples, seq=32)
     return capture(model.module, model.example_inputs, loss=model.loss)
-
-
-@cache
-def at(name: str, samples: int) -> OpGraph:
-    """The same at any batch size, from two captures."""
-    return rescale(captured(name, 2), captured(name, 4), samples)

@@ -20,10 +20,14 @@ from rlplace.cost.foreign import as_costs
 from rlplace.cost.table import CostTable
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
+from rlplace.graph.rescale import rescale
 from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.strategy.blocks import Blocks, find_blocks
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
+from rlplace.strategy.divide import divided, moved_by
+from rlplace.strategy.layouts import tensor_layouts
 from rlplace.strategy.lives import Lives
+from rlplace.strategy.tensor_layout import TensorLayout
 
 T = TypeVar("T")
 
@@ -44,7 +48,7 @@ class PricedBlocks:
         self,
         graph: OpGraph,
         cluster: Cluster | str,
-        graph_of: Callable[[int], OpGraph] | None = None,
+        other: OpGraph | None = None,
         *,
         costs: CostTable | str | Path | None = None,
         host: str = "eager",
@@ -54,29 +58,34 @@ class PricedBlocks:
         Args:
             graph: A captured step.
             cluster: Its devices say which kinds there are.
-            graph_of: The same model captured at another batch size (see `rlplace.graph.rescale`); None: there is this one only.
+            other: The same model captured at another batch size: both together give all sizes (`rlplace.graph.rescale`). None:
+                there is this one only.
             costs: See `rlplace.price`; so is `host`.
             host: See `costs`.
         """
         check_host(host)
-        self.graph, self._graph_of, self._host = graph, graph_of, host
+        self.graph, self._other, self._host = graph, other, host
         self._table = as_costs(costs)
         self._kinds = {kind.name: kind for kind in as_cluster(cluster).kinds}
         self.kinds = tuple(self._kinds)
         self._kept: dict[Hashable, object] = {}
-        self._structures: list[tuple[OpGraph, Blocks, Lives]] = []
-        self.blocks, _ = self._structure(graph)
+        self.blocks = find_blocks(graph)
+        self._lives = Lives(graph, self.blocks)
         self.names = self.blocks.names
         self.ties = _ties(graph, self.blocks)
         self.classes = self._classes()
 
     def why_not(self, cut: Cut) -> str | None:
         """Why a pass cannot be cut like that; None where it can."""
-        for axis in ("tensor", "context", "expert"):
+        for axis in ("context", "expert"):
             if getattr(cut, axis) > 1:
                 return f"{axis} parallelism of blocks has no price yet; leave {axis} at 1"
-        if self._graph_of is None and cut.samples != self.graph.samples:
+        if self._other is None and cut.samples != self.graph.samples:
             return f"the model was captured with {self.graph.samples} samples only, asked for {cut.samples}"
+        try:
+            self._at(cut)
+        except InputError as error:
+            return str(error)
         return None
 
     def passes(self, kind: int, cut: Cut) -> PassCosts:
@@ -89,43 +98,44 @@ class PricedBlocks:
 
     def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
         """What one device holds at these degrees."""
-        self._allowed(Cut(self.graph.samples, tensor, expert=expert))
-        return self._once("held", lambda: _held(self.graph, self.blocks))
+        cut = self._whole(tensor, expert)
+        return self._once(("held", tensor), lambda: _held(self._at(cut), self.blocks))
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
         """float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""
-        self._allowed(Cut(self.graph.samples, tensor, expert=expert))
+        cut = self._whole(tensor, expert)
         updates = np.flatnonzero(self.graph.op_phase == UPDATE)
         holders = [self.blocks.of_parameter[parameter] for parameter in self.graph.op_parameter[updates].tolist()]
-        seconds = self._seconds(kind, self.graph.samples)[updates]
         counts = np.array([len(blocks) for blocks in holders], dtype=np.int64)
         flat = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
-        return _sums(flat, np.repeat(seconds, counts), len(self.names))
+        return _sums(flat, np.repeat(self._seconds(kind, cut)[updates], counts), len(self.names))
 
     def _pass(self, kind: int, cut: Cut) -> PassCosts:
         self._allowed(cut)
-        graph, blocks, lives = self._at(cut.samples)
-        seconds, weight = self._seconds(kind, cut.samples), self._weight_seconds(kind, cut.samples)
-        memory = self._once(("memory", cut.samples), lambda: lives.memory(graph))
+        graph, of_op = self._at(cut), self.blocks.of_op
+        seconds, weight = self._seconds(kind, cut), self._weight_seconds(kind, cut)
+        memory = self._once(("memory", cut), lambda: self._lives.memory(graph))
         forward, backward = graph.op_phase == FORWARD, ~np.isin(graph.op_phase, (FORWARD, UPDATE))
-
-        def total(values: Floats) -> Floats:
-            return _sums(blocks.of_op, values, len(self.names))
-
-        again = [_sums(blocks.of_op[ops], seconds[ops], len(self.names)) for ops in lives.again]
-        none = np.zeros((2, len(COLLECTIVE_KINDS), len(self.names)))
+        count = len(self.names)
+        collective_bytes, collective_calls = self._once(("moved", cut), lambda: self._moved(cut))
         return PassCosts(
-            forward_s=total(seconds * forward),
-            backward_s=total(seconds * backward),
-            weight_s=total(weight),
-            again_s=np.stack(again),
+            forward_s=_sums(of_op, seconds * forward, count),
+            backward_s=_sums(of_op, seconds * backward, count),
+            weight_s=_sums(of_op, weight, count),
+            again_s=np.stack([_sums(of_op[ops], seconds[ops], count) for ops in self._lives.again]),
             kept_bytes=memory.kept_bytes,
             working_bytes=_most(memory.working_bytes, self.classes),
             sent_bytes=memory.sent_bytes,
             returned_bytes=memory.returned_bytes,
-            collective_bytes=none,
-            collective_calls=none.copy(),
+            collective_bytes=collective_bytes,
+            collective_calls=collective_calls,
         )
+
+    def _whole(self, tensor: int, expert: int) -> Cut:
+        """The cut at which a tensor group holds and updates what it holds, at the captured batch."""
+        cut = Cut(self.graph.samples, tensor, expert=expert)
+        self._allowed(cut)
+        return cut
 
     def _allowed(self, cut: Cut) -> None:
         reason = self.why_not(cut)
@@ -133,63 +143,67 @@ class PricedBlocks:
             raise InputError(f"blocks: {reason}")
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes, or the error it ends with, found once."""
         if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]  # type: ignore[return-value]
+            try:
+                self._kept[key] = make()
+            except InputError as error:
+                self._kept[key] = error
+        found = self._kept[key]
+        if isinstance(found, InputError):
+            raise found
+        return found  # type: ignore[return-value]
 
-    def _at(self, samples: int) -> tuple[OpGraph, Blocks, Lives]:
-        """The graph at a batch size, its blocks and lifetimes."""
+    def _at(self, cut: Cut) -> OpGraph:
+        """What one device of a tensor group runs."""
 
         def make() -> OpGraph:
-            if samples == self.graph.samples or self._graph_of is None:
+            if cut.tensor > 1:
+                return divided(self._at(Cut(cut.samples)), self._layout(cut))
+            if cut.samples == self.graph.samples or self._other is None:
                 return self.graph
-            found = self._graph_of(samples)
-            if found.samples != samples:
-                raise InputError(
-                    f"blocks: the model was asked for a batch of {samples} samples and has one of {found.samples}; "
-                    "let its function take a parameter batch"
-                )
-            return found
+            return rescale(self.graph, self._other, cut.samples)
 
-        graph = self._once(("graph", samples), make)
-        blocks, lives = self._structure(graph)
-        return graph, blocks, lives
+        return self._once(("graph", cut), make)
 
-    def _structure(self, graph: OpGraph) -> tuple[Blocks, Lives]:
-        """Blocks and lifetimes, found once for graphs that differ in sizes alone."""
-        for known, blocks, lives in self._structures:
-            if known is graph or _same_structure(known, graph):
-                return blocks, lives
-        blocks = find_blocks(graph)
-        if self._structures and blocks.names != self.names:
-            raise InputError(f"blocks: with {graph.samples} samples the model has other blocks than with {self.graph.samples}")
-        lives = Lives(graph, blocks)
-        self._structures.append((graph, blocks, lives))
-        return blocks, lives
+    def _layout(self, cut: Cut) -> TensorLayout:
+        """How the blocks are cut over a tensor group."""
+        if self.graph.traced is None:
+            raise InputError("the graph does not say how its ops can be cut; capture the model again, in this process")
+        return self._once(
+            ("layout", cut.tensor, cut.sequence_parallel),
+            lambda: tensor_layouts(self.graph, self.blocks.of_op, cut.tensor, sequence_parallel=cut.sequence_parallel),
+        )
 
-    def _seconds(self, kind: int, samples: int) -> Floats:
+    def _moved(self, cut: Cut) -> tuple[Floats, Floats]:
+        if cut.tensor == 1:
+            none = np.zeros((2, len(COLLECTIVE_KINDS), len(self.names)))
+            return none, none
+        return moved_by(self._at(Cut(cut.samples)), self._layout(cut), len(self.names))
+
+    def _seconds(self, kind: int, cut: Cut) -> Floats:
         """float64 [N], of every op."""
 
         def make() -> Floats:
-            graph = self._at(samples)[0]
-            calls = self._once(("calls", samples), lambda: calls_of(graph, self._host))
+            graph = self._at(cut)
+            calls = self._once(("calls", cut), lambda: calls_of(graph, self._host))
             return times_with(self._table, graph, self._kinds[self.kinds[kind]], calls, self._host).seconds
 
-        return self._once(("seconds", kind, samples), make)
+        return self._once(("seconds", kind, cut), make)
 
-    def _weight_seconds(self, kind: int, samples: int) -> Floats:
+    def _weight_seconds(self, kind: int, cut: Cut) -> Floats:
         """float64 [N], of what every op does for gradients of weights."""
-        graph = self._at(samples)[0]
-        split, origin = self._once(("split", samples), lambda: split_weight_gradients(graph))
-        calls = self._once(("split calls", samples), lambda: calls_of(split, self._host))
+        graph = self._at(cut)
+        split, origin = self._once(("split", cut), lambda: split_weight_gradients(graph))
+        calls = self._once(("split calls", cut), lambda: calls_of(split, self._host))
         parts = times_with(self._table, split, self._kinds[self.kinds[kind]], calls, self._host).seconds
-        whole = self._seconds(kind, samples)
+        whole = self._seconds(kind, cut)
         seconds = part_times(whole[:, None], parts[:, None], origin)[:, 0]
         return _sums(origin, seconds * (split.op_phase == BACKWARD_WEIGHT), graph.num_ops)
 
     def _classes(self) -> NDArray[np.int64]:
         graph, of_op = self.graph, self.blocks.of_op
-        held, memory = self.held(), self._once(("memory", graph.samples), lambda: self._structures[0][2].memory(graph))
+        held, memory = self.held(), self._lives.memory(graph)
         tied = [tuple(index for index, tie in enumerate(self.ties) if b in tie.blocks) for b in range(len(self.names))]
         ops: list[list[Hashable]] = [[] for _ in self.names]
         for op, block in enumerate(of_op.tolist()):
@@ -208,17 +222,6 @@ class PricedBlocks:
         numbers: dict[Hashable, int] = {}
         rows = [(tuple(ops[b]), tied[b], tuple(sizes[b])) for b in range(len(self.names))]
         return np.array([numbers.setdefault(row, len(numbers)) for row in rows], dtype=np.int64)
-
-
-def _same_structure(a: OpGraph, b: OpGraph) -> bool:
-    """Whether two graphs of a model differ in sizes alone."""
-    return (
-        a.op_names == b.op_names
-        and np.array_equal(a.tensor_producer, b.tensor_producer)
-        and np.array_equal(a.consumer_ptr, b.consumer_ptr)
-        and np.array_equal(a.consumers, b.consumers)
-        and np.array_equal(a.op_forward, b.op_forward)
-    )
 
 
 def _most(values: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from captured import at, captured
+from captured import captured
 
 from rlplace.cost import price
 from rlplace.errors import InputError
@@ -13,6 +13,8 @@ from rlplace.plan.recompute import recompute
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
 from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut, tied_once
+from rlplace.strategy.divide import divided
+from rlplace.strategy.layouts import tensor_layouts
 from rlplace.strategy.price import PricedBlocks
 
 CLUSTER = "a100-80g:1 + l4:1"
@@ -176,7 +178,7 @@ def test_the_output_of_an_encoder_crosses_every_later_border(priced):
 @pytest.mark.parametrize("name", ["llama", "resnet"])
 def test_other_batch_sizes(name):
     """A price at a third size is that of the model captured at it."""
-    blocks = PricedBlocks(captured(name), CLUSTER, lambda samples: at(name, samples))
+    blocks = PricedBlocks(captured(name), CLUSTER, captured(name, 2))
     direct = PricedBlocks(captured(name, 6), CLUSTER)
     for field in (
         "forward_s",
@@ -193,12 +195,60 @@ def test_other_batch_sizes(name):
     assert blocks.passes(0, Cut(6)) is blocks.passes(0, Cut(6))
 
 
+@pytest.fixture(scope="module")
+def gpt2(priced):
+    """GPT-2, whole and as one device of a tensor group of two runs it, with and without sequence parallelism."""
+    blocks = priced["gpt2"]
+    return blocks, [blocks.passes(0, cut) for cut in (FOUR, Cut(4, 2), Cut(4, 2, sequence_parallel=True))]
+
+
+def test_a_tensor_group_shares_work_and_weights(gpt2):
+    blocks, (whole, half, _) = gpt2
+    layer = blocks.names.index("transformer.h.1")
+    graph = captured("gpt2")
+    cut = divided(graph, tensor_layouts(graph, blocks.blocks.of_op, 2))
+    products = [op for op in range(graph.num_ops) if graph.op_kind[op] == "gemm" and blocks.blocks.of_op[op] == layer]
+    assert len(products) == 8
+    np.testing.assert_array_equal(cut.op_flops[products], graph.op_flops[products] / 2)
+    wide = next(op for op in products if "c_fc" in graph.op_names[op] and graph.op_phase[op] == FORWARD)
+    rows, width = 4 * 32, 64
+    assert graph.op_bytes[wide] == 4 * (rows * width + width * 4 * width + 4 * width + rows * 4 * width)
+    assert cut.op_bytes[wide] == 4 * (rows * width + (width * 4 * width + 4 * width + rows * 4 * width) / 2)
+    assert cut.op_dims[wide]["n"] * 2 == graph.op_dims[wide]["n"]
+    held, part = (blocks.held(degree) for degree in (1, 2))
+    norms_and_biases = 4 * (4 * width + 2 * width)  # of two norms, and of two products that are cut by rows
+    for field in ("weight_bytes", "gradient_bytes"):
+        sizes = [int(getattr(item, field)[layer]) for item in (held, part)]
+        assert sizes[1] == (sizes[0] + norms_and_biases) / 2
+    assert half.kept_bytes[NONE, layer] < 0.75 * whole.kept_bytes[NONE, layer]
+    assert (half.kept_bytes[FULL] == whole.kept_bytes[FULL]).all()
+    assert (half.sent_bytes == whole.sent_bytes).all()
+    assert blocks.update_s(0, 2)[layer] < blocks.update_s(0)[layer]
+    assert half.weight_s[layer] <= half.backward_s[layer] <= whole.backward_s[layer]
+
+
+def test_a_tensor_group_sends_hidden_states(gpt2):
+    """Megatron's collectives: two all-reduces a pass of a layer; with sequence parallelism an all-gather and a scatter each."""
+    blocks, (whole, half, sequence) = gpt2
+    layer = blocks.names.index("transformer.h.1")
+    hidden = 4 * 32 * 64 * 4
+    assert not whole.collective_calls.any()
+    assert half.collective_calls[:, :, layer].tolist() == [[2, 0, 0, 0]] * 2
+    assert half.collective_bytes[:, :, layer].tolist() == [[2 * hidden, 0, 0, 0]] * 2
+    assert sequence.collective_bytes[:, :, layer].tolist() == [[0, 2 * hidden, 2 * hidden, 0]] * 2
+    assert half.sent_bytes[layer] - sequence.sent_bytes[layer] == hidden / 2
+    assert (sequence.kept_bytes[NONE] <= half.kept_bytes[NONE]).all()
+
+
 def test_what_has_no_price(priced):
     blocks = priced["vit"]
-    for cut in (Cut(4, context=2), Cut(4, expert=2), Cut(8)):
+    for cut in (Cut(4, context=2), Cut(4, expert=2), Cut(8), Cut(4, tensor=2, sequence_parallel=True)):
         reason = blocks.why_not(cut)
         assert reason is not None
         with pytest.raises(InputError, match="blocks: "):
             blocks.passes(0, cut)
     assert "captured with 4 samples only, asked for 8" in blocks.why_not(Cut(8))
+    assert "the sequence of 17 positions cannot be cut" in blocks.why_not(Cut(4, tensor=2, sequence_parallel=True))
     assert blocks.why_not(FOUR) is None
+    loaded = PricedBlocks(replace(captured("vit"), traced=None), CLUSTER)
+    assert "does not say how its ops can be cut" in loaded.why_not(Cut(4, tensor=2))

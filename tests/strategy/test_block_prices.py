@@ -33,11 +33,11 @@ def grouped(graph, of_op, names):
 
 
 def peak_bytes(blocks, how):
-    """Of a step of one micro-batch on one device."""
-    costs, held = blocks.passes(0, FOUR), blocks.held()
-    before = np.cumsum(costs.kept_bytes[how])
-    working = (before + costs.working_bytes[:, how]).max()
-    return sum(tied_once(held, blocks.ties, range(len(blocks.names)))) + int(working)
+    """Of a step of one micro-batch on one device; `how` is one choice of recomputation, or one a block."""
+    costs, held, every = blocks.passes(0, FOUR), blocks.held(), np.arange(len(blocks.names))
+    before = np.cumsum(costs.kept_bytes[how, every])
+    working = (before + costs.working_bytes[:, how, every]).max()
+    return sum(tied_once(held, blocks.ties, range(len(every)))) + int(working)
 
 
 def simulated_peak(problem, order=None):
@@ -122,6 +122,35 @@ def test_peak_of_blocks_one_after_another(name):
     again = recompute(problem, [[block] for block in range(len(blocks.names))])
     for how, executed in ((NONE, problem), (FULL, again)):
         assert peak_bytes(blocks, how) == pytest.approx(simulated_peak(executed, one_by_one(executed)), rel=0.001)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "resnet"])
+def test_peak_of_any_mixture(priced, name):
+    """Every block keeps everything or runs again, drawn at random: what blocks keep adds up."""
+    blocks = priced[name]
+    problem, count = op_level(name, blocks), len(blocks.names)
+    for seed in range(4):
+        again = np.random.default_rng(seed).permutation(count)[: 1 + seed]
+        executed = recompute(problem, [[block] for block in again])
+        how = [FULL if block in again else NONE for block in range(count)]
+        assert peak_bytes(blocks, how) == pytest.approx(simulated_peak(executed, one_by_one(executed)), rel=0.002)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+def test_peaks_of_two_stages(priced, name):
+    """The later stage holds what it was sent on top of its own."""
+    graph, blocks = captured(name), priced[name]
+    problem = price(graph, "a100-80g:2", level="op", groups=grouped(graph, blocks.blocks.of_op, blocks.names))
+    costs, held, count = blocks.passes(0, FOUR), blocks.held(), len(blocks.names)
+    for border in range(1, count):
+        device = [int(block >= border) for block in range(count)]
+        order = [[op for op in one_by_one(problem)[0] if device[problem.op_group[op]] == stage] for stage in range(2)]
+        peaks = simulate(problem, device, order=order).peak_memory_bytes - problem.devices[0].reserved_bytes
+        for stage, inside in enumerate((range(border), range(border, count))):
+            own = slice(inside.start, inside.stop)
+            working = (np.cumsum(costs.kept_bytes[NONE, own]) + costs.working_bytes[:, NONE, own]).max()
+            received = costs.sent_bytes[border - 1] if stage else 0
+            assert sum(tied_once(held, (), inside)) + working + received == pytest.approx(peaks[stage], rel=0.005)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rlplace import limits
 from rlplace.errors import InputError, unknown_name
-from rlplace.problem.check import check_names
+from rlplace.problem.check import check_names, first, refuse
 from rlplace.problem.order import topological_order
 
 if TYPE_CHECKING:
@@ -42,10 +42,6 @@ def _fail(where: str, what: str) -> InputError:
     return InputError(f"graph: {where}: {what}")
 
 
-def _first(mask: NDArray[np.bool_]) -> int:
-    return int(np.flatnonzero(mask)[0])
-
-
 def _check_shape(graph: OpGraph, field: str, count: int) -> None:
     values = getattr(graph, field)
     shape = values.shape if isinstance(values, np.ndarray) else (len(values),)
@@ -57,7 +53,7 @@ def _check_range(values: NDArray[np.generic], where: str, low: float, high: floa
     """`low` and `high` inclusive; NaN is outside every range."""
     bad = ~((values >= low) & (values <= high))  # type: ignore[operator]
     if bad.any():
-        index = _first(bad)
+        index = first(bad)
         raise _fail(f"{where}[{index}]", f"{values[index]} is outside {low:g}..{high:g}")
 
 
@@ -85,22 +81,15 @@ def _check_ops(graph: OpGraph) -> None:
     _check_range(graph.op_parameter, "op_parameter", -1, len(graph.parameters) - 1)
     phase, forward = graph.op_phase, graph.op_forward
     ids = np.arange(count)
-    bad = (phase == FORWARD) & (forward != ids)
-    if bad.any():
-        raise _fail(f"op_forward[{_first(bad)}]", "a forward op belongs to itself")
+    refuse((phase == FORWARD) & (forward != ids), "graph", "op_forward[{}]", "a forward op belongs to itself")
     is_backward = (phase == BACKWARD) | (phase == BACKWARD_WEIGHT)
     bad = is_backward & ((forward < 0) | (phase[np.maximum(forward, 0)] != FORWARD))
-    if bad.any():
-        raise _fail(f"op_forward[{_first(bad)}]", "a backward op must name its forward op")
+    refuse(bad, "graph", "op_forward[{}]", "a backward op must name its forward op")
     bad = is_backward & (graph.op_colocate != graph.op_colocate[np.maximum(forward, 0)])
-    if bad.any():
-        raise _fail(f"op_colocate[{_first(bad)}]", "a backward op must share a device with its forward op")
+    refuse(bad, "graph", "op_colocate[{}]", "a backward op must share a device with its forward op")
     bad = (phase == UPDATE) != (graph.op_parameter >= 0)
-    if bad.any():
-        raise _fail(f"op_parameter[{_first(bad)}]", "update ops, and only they, name a parameter")
-    bad = (phase == UPDATE) & (forward != -1)
-    if bad.any():
-        raise _fail(f"op_forward[{_first(bad)}]", "an update op belongs to no forward op")
+    refuse(bad, "graph", "op_parameter[{}]", "update ops, and only they, name a parameter")
+    refuse((phase == UPDATE) & (forward != -1), "graph", "op_forward[{}]", "an update op belongs to no forward op")
     if graph.op_launches is not None:
         _check_shape(graph, "op_launches", count)
         _check_range(graph.op_launches, "op_launches", 0, 2**31 - 1)
@@ -135,12 +124,10 @@ def _check_tensors(graph: OpGraph) -> None:
     role = graph.tensor_role
     external = (role == PARAMETER) | (role == BUFFER) | (role == INPUT)
     bad = external != (graph.tensor_producer < 0)
-    if bad.any():
-        raise _fail(f"tensor_producer[{_first(bad)}]", "parameters, buffers and inputs, and only they, have no producer")
+    refuse(bad, "graph", "tensor_producer[{}]", "parameters, buffers and inputs, and only they, have no producer")
     owned = (role == PARAMETER) | (role == BUFFER) | (role == GRADIENT)
     bad = owned != (graph.tensor_parameter >= 0)
-    if bad.any():
-        raise _fail(f"tensor_parameter[{_first(bad)}]", "parameters, buffers and gradients, and only they, name a parameter")
+    refuse(bad, "graph", "tensor_parameter[{}]", "parameters, buffers and gradients, and only they, name a parameter")
     ptr = graph.consumer_ptr
     if ptr.shape != (count + 1,) or ptr[0] != 0 or ptr[-1] != len(graph.consumers) or (np.diff(ptr) < 0).any():
         raise _fail("consumer_ptr", "offsets are not a partition of the consumer list")
@@ -156,7 +143,7 @@ def _check_order(graph: OpGraph) -> None:
     bad = producer >= graph.consumers
     if not bad.any():
         return
-    edge = _first(bad)
+    edge = first(bad)
     produced = producer >= 0
     _, stuck = topological_order(producer[produced], graph.consumers[produced], graph.num_ops)
     if stuck is not None:

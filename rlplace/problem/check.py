@@ -75,12 +75,19 @@ def check_names(names: tuple[str, ...], record: str, where: str) -> None:
         seen.add(name)
 
 
+def refuse(bad: Any, record: str, where: str, what: str) -> None:
+    """Refuses a record of which some items are bad, bool [any length]: ``{}`` in `where` stands for the first of them."""
+    if bad.any():
+        raise InputError(f"{record}: {where.format(first(bad))}: {what}")
+
+
+def first(mask: Any) -> int:
+    """The first item of a mask that is set."""
+    return int(np.flatnonzero(mask)[0])
+
+
 def _fail(where: str, what: str) -> InputError:
     return InputError(f"problem: {where}: {what}")
-
-
-def _first(mask: Any) -> int:
-    return int(np.flatnonzero(mask)[0])
 
 
 def _check_bytes(values: NDArray[np.int64], where: str, count: int, least: int = 0) -> None:
@@ -88,7 +95,7 @@ def _check_bytes(values: NDArray[np.int64], where: str, count: int, least: int =
         raise _fail(where, f"expected {count} values, found shape {values.shape}")
     bad = (values < least) | (values > MAX_BYTES)
     if bad.any():
-        index = _first(bad)
+        index = first(bad)
         raise _fail(f"{where}[{index}]", f"{int(values[index])} is outside 0..{MAX_BYTES}")
 
 
@@ -156,11 +163,10 @@ def _check_groups(problem: Problem) -> None:
         parts.append(getattr(problem, name))
     known = np.stack(parts) >= 0 if count else np.zeros((3, 0), dtype=bool)
     partial = known.any(axis=0) & ~known.all(axis=0)
-    if partial.any():
-        raise _fail(f"groups[{_first(partial)}]", "weight_bytes, gradient_bytes and optimizer_bytes go together")
+    refuse(partial, "problem", "groups[{}]", "weight_bytes, gradient_bytes and optimizer_bytes go together")
     wrong = known.all(axis=0) & (sum(parts) != problem.resident_bytes)
     if wrong.any():
-        index = _first(wrong)
+        index = first(wrong)
         total = int(sum(int(p[index]) for p in parts))
         raise _fail(f"groups[{index}]", f"parts add up to {total}, resident_bytes is {int(problem.resident_bytes[index])}")
     device = problem.group_device
@@ -177,7 +183,7 @@ def _check_ops(problem: Problem) -> None:
         raise _fail("ops", "group and phase must be given for every op")
     bad = (problem.op_group < 0) | (problem.op_group >= problem.num_groups)
     if bad.any():
-        raise _fail(f"ops[{_first(bad)}].group", f"{int(problem.op_group[bad][0])} is not one of {problem.num_groups} groups")
+        raise _fail(f"ops[{first(bad)}].group", f"{int(problem.op_group[bad][0])} is not one of {problem.num_groups} groups")
     if (problem.op_phase < 0).any() or (problem.op_phase > 3).any():
         raise _fail("ops.phase", "must be forward, backward, backward_weight or update")
     times = problem.time_s
@@ -187,9 +193,7 @@ def _check_ops(problem: Problem) -> None:
     if bad_time.any():
         i, j = np.argwhere(bad_time)[0]
         raise _fail(f"ops[{i}].time_s[{j}]", f"{times[i, j]} is not in 0..{MAX_SECONDS:g} seconds")
-    nowhere = np.isnan(times).all(axis=1)
-    if nowhere.any():
-        raise _fail(f"ops[{_first(nowhere)}].time_s", "null on every device; the op cannot run anywhere")
+    refuse(np.isnan(times).all(axis=1), "problem", "ops[{}].time_s", "null on every device; the op cannot run anywhere")
     _check_bytes(problem.temporary_bytes, "ops.temporary_bytes", count)
     if problem.op_kind is not None and len(problem.op_kind) != count:
         raise _fail("ops.kind", f"expected {count} values")
@@ -201,18 +205,15 @@ def _check_tensors(problem: Problem) -> None:
     producer, owner = problem.tensor_producer, problem.tensor_owner
     if producer.shape != (count,) or owner.shape != (count,) or problem.consumer_ptr.shape != (count + 1,):
         raise _fail("tensors", "producer, owner and consumers must be given for every tensor")
-    both = (producer >= 0) == (owner >= 0)
-    if both.any():
-        raise _fail(f"tensors[{_first(both)}]", "needs exactly one of producer and owner")
+    refuse((producer >= 0) == (owner >= 0), "problem", "tensors[{}]", "needs exactly one of producer and owner")
     bad = (producer < -1) | (producer >= ops) | (owner < -1) | (owner >= problem.num_groups)
-    if bad.any():
-        raise _fail(f"tensors[{_first(bad)}]", "producer or owner is out of range")
+    refuse(bad, "problem", "tensors[{}]", "producer or owner is out of range")
     ptr = problem.consumer_ptr
     if ptr[0] != 0 or ptr[-1] != len(problem.consumers) or (np.diff(ptr) < 0).any():
         raise _fail("tensors.consumers", "offsets are not a partition of the consumer list")
     bad = (problem.consumers < 0) | (problem.consumers >= ops)
     if bad.any():
-        edge = _first(bad)
+        edge = first(bad)
         raise _fail(f"tensors[{int(problem.edge_tensor[edge])}].consumers", f"op {int(problem.consumers[edge])} does not exist")
     key = np.sort(problem.edge_tensor.astype(np.int64) * ops + problem.consumers)
     twice = key[1:] == key[:-1]

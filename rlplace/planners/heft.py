@@ -59,7 +59,6 @@ def schedule(
     *,
     contention: bool,
     decided: NDArray[np.int32] | None = None,
-    room_bytes: NDArray[np.float64] | None = None,
 ) -> HeftSchedule:
     """Insertion-based earliest finish time.
 
@@ -69,13 +68,12 @@ def schedule(
         subset: Devices that may be used; groups that may sit on none of them go anywhere they may.
         contention: Whether transfers wait for their channels.
         decided: int32 [G], devices that are settled beforehand, -1 elsewhere.
-        room_bytes: float64 [D], memory for footprints; default the devices' limits.
     """
     arrays = op_arrays(problem)
     mask = np.zeros(problem.num_devices, dtype=bool)
     mask[list(subset)] = True
     devices = np.full(problem.num_groups, -1, dtype=np.int32) if decided is None else decided.astype(np.int32)
-    room = problem.memory_limit_bytes.copy() if room_bytes is None else room_bytes.astype(np.float64)
+    room = problem.memory_limit_bytes.copy()
     placed = devices >= 0
     np.subtract.at(room, devices[placed], arrays.footprint[placed].astype(np.float64))
     ops, tensors, count = problem.num_ops, problem.num_tensors, problem.num_devices

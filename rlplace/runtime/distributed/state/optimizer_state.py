@@ -31,7 +31,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         if name == _NOTHING:
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
-            flat[f"state.{name}.{key}"] = _whole(model, name, value) if isinstance(value, torch.Tensor) else value
+            flat[f"state.{name}.{key}"] = whole_value(model, name, value)
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
     return flat
@@ -93,7 +93,9 @@ def load_optimizer(
             if key.startswith(prefix) and isinstance(item, TensorStorageMetadata) and "." not in key[len(prefix) :]:
                 entry[key[len(prefix) :]] = _empty(parameter, item, _share(model, name))
         tensors |= {
-            f"state.{name}.{key}": _whole(model, name, value) for key, value in entry.items() if isinstance(value, torch.Tensor)
+            f"state.{name}.{key}": whole_value(model, name, value)
+            for key, value in entry.items()
+            if isinstance(value, torch.Tensor)
         }
         if entry:
             state[number] = entry
@@ -136,10 +138,10 @@ def _share(model: nn.Module, name: str) -> Share | None:
     return model.shared_parameters.shares.get(name) if isinstance(model, DistributedModel) else None
 
 
-def _whole(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+def whole_value(model: nn.Module, name: str, value: Any) -> Any:
     """State of a share as the shard of a DTensor over the replicas; other state as it is."""
     share = _share(model, name)
-    if share is None or share.dim is None or not isinstance(model, DistributedModel):
+    if share is None or share.dim is None or not isinstance(model, DistributedModel) or not isinstance(value, torch.Tensor):
         return value
     whole = model.own_tensors.parameters[name]
     if tuple(value.shape) != tuple(share.of(whole).shape):

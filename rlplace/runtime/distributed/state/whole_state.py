@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.state.shares import share_of
+from rlplace.runtime.distributed.state.optimizer_state import whole_value
 from rlplace.runtime.held import first_names
 
 
@@ -86,35 +86,28 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     Returns:
         On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
     """
-    ranks, cut = model.ranks, model.shared_parameters.shares
-    names = [[name for name, _ in group] for group in _named_groups(model, optimizer)]
-    state = {name: optimizer.state.get(p, {}) for group in _named_groups(model, optimizer) for name, p in group}
-    described = {
-        name: (name in cut, {key: _described(value) for key, value in values.items()}) for name, values in state.items()
+    ranks, named = model.ranks, _named_groups(model, optimizer)
+    state = {
+        name: {key: whole_value(model, name, value) for key, value in optimizer.state.get(parameter, {}).items()}
+        for group in named
+        for name, parameter in group
     }
+    described = {name: {key: _described(value) for key, value in values.items()} for name, values in state.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (names, described))
-    order = _whole_order(model, [described_value for described_value, _ in everyone])
+    dist.all_gather_object(everyone, ([[name for name, _ in group] for group in named], described))
+    order = _whole_order(model, [names for names, _ in everyone])
     first = ranks.rank == 0
     whole: dict[int, dict[str, Any]] = {}
-    shapes = dict(model.meta_model.named_parameters())
     for index, name in enumerate(name for group in order for name in group):
-        rows = [row[model.own_tensors.owners[name][0]] for row in ranks.replicas]
-        is_cut, keys = everyone[rows[0]][1].get(name, (False, {}))
-        for key, described_value in keys.items():
-            shape = tuple(shapes[name].shape)
-            sources = rows if is_cut and described_value[0] == "tensor" and described_value[1] != () else rows[:1]
-            pieces = [_to_first(state, name, key, r, everyone[r][1][name][1][key], ranks.rank, ranks.device) for r in sources]
+        source = ranks.replicas[0][model.own_tensors.owners[name][0]]
+        for key, (shape, dtype, value) in everyone[source][1].get(name, {}).items():
             mine = state.get(name, {}).get(key)
-            if isinstance(mine, DTensor) and ranks.rank not in sources:
-                mine.full_tensor()  # takes part in the exchange
-            if not first:
-                continue
-            value = pieces[0]
-            if len(pieces) > 1:
-                dim = share_of(shape, len(rows), 0).dim
-                value = torch.cat(pieces, dim=dim or 0)
-            whole.setdefault(index, {})[key] = value
+            if isinstance(mine, DTensor):
+                mine = mine.full_tensor()  # all that hold a part take part
+            if dtype is not None:
+                value = to_first(mine, shape, dtype, source, ranks.device)
+            if first:
+                whole.setdefault(index, {})[key] = value
     if not first:
         return {}
     groups = []
@@ -181,23 +174,9 @@ def _whole_order(model: DistributedModel, everyone: list[list[list[str]]]) -> li
     return [[name for name, _ in model.meta_model.named_parameters() if name in group] for group in listed]
 
 
-def _described(value: Any) -> tuple[str, Any, Any]:
-    if isinstance(value, torch.Tensor):
-        return ("tensor", tuple(value.shape), value.dtype)
-    return ("value", value, None)
-
-
-def _to_first(
-    state: Mapping[str, Any], name: str, key: str, source: int, described: tuple[str, Any, Any], rank: int, device: torch.device
-) -> Any:
-    """A value of the optimizer's state of one rank, on rank 0; None elsewhere."""
-    what, shape, dtype = described
-    if what == "value":
-        return shape
-    value = state[name][key] if rank == source else None
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return to_first(value, shape, dtype, source, device)
+def _described(value: Any) -> tuple[tuple[int, ...], torch.dtype | None, Any]:
+    """Shape and dtype of a tensor; else the value."""
+    return (tuple(value.shape), value.dtype, None) if isinstance(value, torch.Tensor) else ((), None, value)
 
 
 def _own_part(model: DistributedModel, name: str, shape: tuple[int, ...], parameter: torch.Tensor, value: Any) -> Any:

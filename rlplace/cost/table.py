@@ -16,7 +16,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from rlplace.errors import InputError, unknown_name
-from rlplace.files import fingerprint
+from rlplace.files import fingerprint, write_json
 from rlplace.records import Record, Whole
 
 MAX_WEIGHTS = 10_000
@@ -234,9 +234,9 @@ class CostTable:
 
     def save(self, path: str | Path) -> None:
         """Writes ``*.cost.json``, atomically."""
-        from rlplace.cost.tablefile import save_table
+        from rlplace.cost.tablefile import table_to_dict
 
-        save_table(self, path)
+        write_json(path, table_to_dict(self))
 
     @staticmethod
     def load(path: str | Path) -> CostTable:

@@ -26,7 +26,7 @@ from rlplace.cost.table import (
     TargetCosts,
 )
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, read_record, write_json
+from rlplace.files import check_header, read_record
 from rlplace.graph.opgraph import OpKind
 from rlplace.records import Record, Text, build, plain
 
@@ -84,11 +84,6 @@ class _Table(Record, frozen=True):
     kinds: dict[Text, _Kind]
     name: str | None = None
     source: str = ""
-
-
-def save_table(table: CostTable, path: str | Path) -> None:
-    """Writes a cost file, atomically."""
-    write_json(path, table_to_dict(table))
 
 
 def load_table(path: str | Path) -> CostTable:

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from rlplace.errors import InputError
-from rlplace.files import check_header, read_record, write_json
+from rlplace.files import check_header, read_record
 from rlplace.graph.opgraph import PHASES, TENSOR_ROLES, OpGraph, OpKind, Parameter, Phase, TensorRole
 from rlplace.records import Record, Whole, build, plain
 
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
 FORMAT = "rlplace.graph"
 VERSION = 1
-
-
-def save_graph(graph: OpGraph, path: str | Path) -> None:
-    """Writes a graph file, atomically."""
-    write_json(path, graph_to_dict(graph))
 
 
 def load_graph(path: str | Path) -> OpGraph:

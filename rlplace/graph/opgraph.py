@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.files import fingerprint
+from rlplace.files import fingerprint, write_json
 from rlplace.records import Bytes, Record
 
 if TYPE_CHECKING:
@@ -165,9 +165,9 @@ class OpGraph:
 
     def save(self, path: str | Path) -> None:
         """Writes ``*.graph.json``, atomically."""
-        from rlplace.graph.io import save_graph
+        from rlplace.graph.io import graph_to_dict
 
-        save_graph(self, path)
+        write_json(path, graph_to_dict(self))
 
     @staticmethod
     def load(path: str | Path) -> OpGraph:

@@ -1,6 +1,6 @@
 """The placement problem: record, checks, file format, networkx exchange."""
 
-from rlplace.problem.io import load_problem, problem_from_dict, problem_to_dict, save_problem
+from rlplace.problem.io import problem_from_dict, problem_to_dict
 from rlplace.problem.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, PHASES, UPDATE, Collective, Device, Links, Problem
 
 __all__ = [
@@ -13,8 +13,6 @@ __all__ = [
     "Device",
     "Links",
     "Problem",
-    "load_problem",
     "problem_from_dict",
     "problem_to_dict",
-    "save_problem",
 ]

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
-from rlplace.files import check_header, read_record, write_json
+from rlplace.files import check_header, read_record
 from rlplace.problem.check import check_counts
 from rlplace.problem.fabric import fabrics_from_list
 from rlplace.problem.problem import PHASES, Collective, Device, Links, Phase, Problem
@@ -25,11 +25,6 @@ FORMAT = "rlplace.problem"
 VERSION = 1
 
 _PARTS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
-
-
-def save_problem(problem: Problem, path: str | Path) -> None:
-    """Writes a problem file, atomically."""
-    write_json(path, problem_to_dict(problem))
 
 
 def load_problem(path: str | Path) -> Problem:

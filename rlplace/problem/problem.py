@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.files import fingerprint
+from rlplace.files import fingerprint, write_json
 from rlplace.problem.fabric import Fabric
 from rlplace.problem.sharding import Sharding
 
@@ -251,9 +251,9 @@ class Problem:
 
     def save(self, path: str | Path) -> None:
         """Writes the problem as ``*.problem.json``, atomically."""
-        from rlplace.problem.io import save_problem
+        from rlplace.problem.io import problem_to_dict
 
-        save_problem(self, path)
+        write_json(path, problem_to_dict(self))
 
     @staticmethod
     def load(path: str | Path) -> Problem:

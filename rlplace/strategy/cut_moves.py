@@ -78,7 +78,9 @@ def enter(value: CutValue, state: int) -> Moves:
 def made(op: CutOp, value: CutValue, names: Names, dim: str, state: int) -> Moves | None:
     """What moves between an op that makes an activation and the activation."""
     source = names.index(dim) if dim in names and dim else PARTIAL if dim else WHOLE
-    if source >= 0 and state != source and not (op.weighted and op.ends):
+    if source >= 0 and state != source and not (state == WHOLE and op.weighted and op.ends):
+        return None
+    if source == PARTIAL and state >= 0 and value.axes[state][0] == FEATURE:
         return None
     if source == WHOLE and state >= 0 and state != value.border:  # nothing is sliced but where a block ends
         return None

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.graph.opgraph import OpGraph
-from rlplace.strategy.block_graph import BlockGraphs, FoundBlock
+from rlplace.strategy.block_graph import FoundBlock, found_blocks
 from rlplace.strategy.cut_block import Block, BlockCut, cut_block, whole_block
+from rlplace.strategy.forward_ops import ForwardOps
 from rlplace.strategy.tensor_layout import TensorLayout, layout_of
 
 
@@ -42,20 +43,20 @@ def tensor_layouts(
         InputError: `why_not` has a reason, or the graph does not say how its ops access tensors.
     """
     whole_number(degree, "tensor_layouts: degree", 1)
-    blocks = BlockGraphs(graph, block_of_op)
-    found, cuts, reason = _search(blocks, degree, sequence_parallel)
+    ops = ForwardOps(graph, block_of_op)
+    found, cuts, reason = _search(ops, degree, sequence_parallel)
     if reason is not None:
         raise InputError(f"tensor_layouts: {reason}")
-    return layout_of(blocks, zip(found, cuts, strict=True), degree, sequence_parallel=sequence_parallel)
+    return layout_of(ops, zip(found, cuts, strict=True), degree, sequence_parallel=sequence_parallel)
 
 
 def why_not(graph: OpGraph, block_of_op: NDArray[np.int32], degree: int, *, sequence_parallel: bool = False) -> str | None:
     """Why `tensor_layouts` has no answer; None where it has one."""
-    return _search(BlockGraphs(graph, block_of_op), degree, sequence_parallel)[2]
+    return _search(ForwardOps(graph, block_of_op), degree, sequence_parallel)[2]
 
 
 def _search(
-    blocks: BlockGraphs, degree: int, sequence_parallel: bool
+    ops: ForwardOps, degree: int, sequence_parallel: bool
 ) -> tuple[list[FoundBlock], list[BlockCut | None], str | None]:
     """All blocks, the cut of each, and why not. Equal blocks are searched once."""
     known: dict[Block, BlockCut | None] = {}
@@ -65,16 +66,16 @@ def _search(
             known[block] = cut_block(block, degree, sequence_parallel=sequence_parallel)
         return known[block]
 
-    found = blocks.found(degree, sequence_parallel=sequence_parallel)
+    found = found_blocks(ops, degree, sequence_parallel=sequence_parallel)
     if degree == 1:
         return found, [whole_block(item.block) for item in found], None
     cuts = [cut(item.block) for item in found]
-    free = [item.block for item in blocks.found(1, sequence_parallel=sequence_parallel)]
-    return found, cuts, _why_not(blocks, found, cuts, [(block, cut(block)) for block in free], degree)
+    free = [item.block for item in found_blocks(ops, 1, sequence_parallel=sequence_parallel)]
+    return found, cuts, _why_not(ops, found, cuts, [(block, cut(block)) for block in free], degree)
 
 
 def _why_not(
-    blocks: BlockGraphs,
+    ops: ForwardOps,
     found: Sequence[FoundBlock],
     cuts: Sequence[BlockCut | None],
     free: Sequence[tuple[Block, BlockCut | None]],
@@ -83,14 +84,15 @@ def _why_not(
     """What the best cut of any sizes (`free`) cuts and the degree does not divide, or that there is nothing to cut."""
     for item, cut, (ideal, best) in zip(found, cuts, free, strict=True):
         if best is None or cut is None:
-            sizes = blocks.border_sizes(item)
-            size = next((size for size in sizes if size % degree), 1)
+            borders = [(tensor, value.border) for tensor, value in zip(item.tensors, item.block.values, strict=True)]
+            sizes = [ops.indices.axes[tensor][axis] for tensor, axis in borders if axis is not None and axis >= 0]
+            size = next(size for size in sizes if size % degree)
             return f"the sequence of {size} positions cannot be cut into {degree} parts; leave sequence parallelism out"
         for op, record, wanted, dim in zip(item.ops, ideal.ops, best.dims, cut.dims, strict=True):
-            size = blocks.indices.dims.get(op, {}).get(wanted, degree)
-            if blocks.product[op] and not record.ends and not dim and size % degree:
-                what = "heads" if blocks.graph.op_kind[op] == "attention" else "columns or heads"
-                return f"tensor degree {degree} does not divide the {size} {what} of {blocks.graph.op_names[op]}"
+            size = ops.indices.dims.get(op, {}).get(wanted, degree)
+            if ops.product[op] and not record.ends and not dim and size % degree:
+                what = "heads" if ops.graph.op_kind[op] == "attention" else "columns or heads"
+                return f"tensor degree {degree} does not divide the {size} {what} of {ops.graph.op_names[op]}"
     cut_ops = (
         op
         for item, cut in zip(found, cuts, strict=True)

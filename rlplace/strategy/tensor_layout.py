@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
-from rlplace.strategy.block_graph import TABLE, BlockGraphs, FoundBlock
+from rlplace.strategy.block_graph import FoundBlock
 from rlplace.strategy.costs import FORWARD_PASS
 from rlplace.strategy.cut_block import BlockCut
-from rlplace.strategy.cut_moves import ALL_GATHER, WHOLE, CutOp
+from rlplace.strategy.cut_moves import ALL_GATHER, ROW, WHOLE, CutOp
+from rlplace.strategy.forward_ops import TABLE, ForwardOps
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class TensorLayout:
         parameter_packs: int32 [P], pieces of that axis which are each cut (3 for packed queries, keys and values).
         partial_gradients: Parameters that are whole, but whose gradients are partial sums: one all-reduce a step.
         collectives: What the group sends in a pass.
-        modules: Module path to layout word: "column", "row", "packed column", "embedding" (rows of a table).
+        modules: Path of a module with parameters to layout word; what is left out is whole. "column", "row"; "packed column":
+            several matrices in one, each cut; "gathered column": its output is gathered; "embedding": rows of a table;
+            "sequence": works on a part of the sequence; "local": works on what others have cut.
     """
 
     degree: int
@@ -70,18 +73,18 @@ class TensorLayout:
 
 
 def layout_of(
-    blocks: BlockGraphs, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], degree: int, *, sequence_parallel: bool
+    ops: ForwardOps, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], degree: int, *, sequence_parallel: bool
 ) -> TensorLayout:
     """The layout of a step from the cuts of its blocks."""
-    return _Layout(blocks, degree).of(cuts, sequence_parallel=sequence_parallel)
+    return _Layout(ops, degree).of(cuts, sequence_parallel=sequence_parallel)
 
 
 class _Layout:
     """Puts the cuts of blocks together."""
 
-    def __init__(self, blocks: BlockGraphs, degree: int) -> None:
-        graph = blocks.graph
-        self.blocks, self.graph, self.degree = blocks, graph, degree
+    def __init__(self, ops: ForwardOps, degree: int) -> None:
+        graph = ops.graph
+        self.ops, self.graph, self.degree = ops, graph, degree
         self.op_dims: dict[int, str] = {}
         self.op_parts = np.ones(graph.num_ops, dtype=np.int32)
         self.axis = np.full(graph.num_tensors, WHOLE, dtype=np.int64)
@@ -127,32 +130,41 @@ class _Layout:
         for number, when, kind in cut.moves:
             tensor = item.tensors[number]
             maker = int(graph.tensor_producer[tensor])
-            op = maker if item.block.values[number].made else next(op for op in item.ops if op in self.blocks.readers[tensor])
-            self.collectives.append(Collective(item.number, op, tensor, when, kind))
+            op = maker if item.block.values[number].made else next(op for op in item.ops if op in self.ops.readers[tensor])
+            self.collectives.append(Collective(int(self.ops.given[op]), op, tensor, when, kind))
             if (when, kind) == (FORWARD_PASS, ALL_GATHER):
                 self.tensor_parts[tensor] = 1  # torch keeps what was gathered for the backward pass
         for number in cut.partial_weights:
-            self.partial.append(int(graph.tensor_parameter[item.tensors[number]]))
+            sources = self.ops.parameters[item.tensors[number]]
+            self.partial += [int(graph.tensor_parameter[source]) for source in sources]
         for op, record, dim in zip(item.ops, item.block.ops, cut.dims, strict=True):
-            word = self._word(op, record, dim) if dim and record.weighted else None
-            if dim and not record.weighted and any(item.block.values[number].weight for number, _ in record.reads):
-                word = "sequence"
-            if word is not None:
-                self.modules[graph.op_module[op]] = word
+            own = [item.tensors[number] for number, _ in record.reads if item.tensors[number] in self.ops.parameters]
+            if dim and own:
+                weights = self.ops.weights(op)
+                self.modules[self._owner(op, weights[0] if weights else own[0])] = self._word(op, record, dim)
+
+    def _owner(self, op: int, tensor: int) -> str:
+        """The module that holds a parameter which an op reads; of several the one that runs the op."""
+        index = self.graph.tensor_parameter[min(self.ops.parameters[tensor])]
+        names = self.graph.parameters[index].name, *self.graph.parameters[index].aliases
+        owners = [name.rpartition(".")[0] for name in names]
+        return self.graph.op_module[op] if self.graph.op_module[op] in owners else owners[0]
 
     def _word(self, op: int, record: CutOp, dim: str) -> str:
+        if not record.weighted:
+            return "sequence" if self.ops.runs(op, dim) == ROW else "local"
         if self.graph.op_kind[op] == TABLE:
             return "embedding"
         if dim not in record.outputs:
             return "row"
-        weight = self.blocks.weights(op)[0]
-        packed = self._own_axis(weight, (self.blocks.names(op, weight) or ()).index(dim))[1] > 1
-        gathered = all(self.axis[tensor] < 0 for tensor in self.blocks.makes[op] if self.blocks.readers[tensor])
+        weight = self.ops.weights(op)[0]
+        packed = self._own_axis(weight, (self.ops.names(op, weight) or ()).index(dim))[1] > 1
+        gathered = all(self.axis[tensor] < 0 for tensor in self.ops.makes[op] if self.ops.readers[tensor])
         return ("packed " if packed else "") + ("gathered " if gathered else "") + "column"
 
     def _own_axis(self, tensor: int, axis: int) -> tuple[int, int]:
         """Of an axis of a parameter's storage, the axis of its shape, and pieces of that axis which are each cut."""
-        pieces, packs, own = self.blocks.indices.axes[tensor], 1, 0
+        pieces, packs, own = self.ops.indices.axes[tensor], 1, 0
         shape = [size for size in self.graph.parameters[self.graph.tensor_parameter[tensor]].shape]
         for size in pieces[:axis]:
             packs *= size
@@ -174,22 +186,22 @@ class _Layout:
 
     def _views(self) -> None:
         """Views of cut tensors, whose backward ops may be work, are cut as well."""
-        for op in np.flatnonzero((self.graph.op_phase == FORWARD) & ~self.blocks.searched).tolist():
-            for tensor in self.blocks.views[op]:
+        for op in np.flatnonzero((self.graph.op_phase == FORWARD) & ~self.ops.searched).tolist():
+            for tensor in self.ops.views[op]:
                 if self.axis[tensor] >= 0 and self.tensor_parts[tensor] > 1:
-                    names = self.blocks.names(op, tensor)
+                    names = self.ops.names(op, tensor)
                     self.op_parts[op] = self.degree
                     if names is not None and names[self.axis[tensor]]:
                         self.op_dims[op] = names[self.axis[tensor]]
 
     def _tensors(self, parameter_parts: NDArray[np.int32]) -> None:
         """Parts of gradients, and of what only an op and its backward op know."""
-        graph, access = self.graph, self.blocks.indices.access
+        graph, access = self.graph, self.ops.indices.access
         for tensor in np.flatnonzero((graph.tensor_producer >= 0) & (graph.tensor_bytes > 0)).tolist():
             maker = int(graph.tensor_producer[tensor])
             if graph.tensor_role[tensor] == GRADIENT:
                 self.tensor_parts[tensor] = parameter_parts[graph.tensor_parameter[tensor]]
-            elif graph.op_phase[maker] != FORWARD or not self.blocks.readers[tensor]:
+            elif graph.op_phase[maker] != FORWARD or not self.ops.readers[tensor]:
                 names, dim = access.get(tensor, {}).get(maker), self.op_dims.get(maker)
                 cut = dim in names if names is not None and dim is not None else True
                 self.tensor_parts[tensor] = self.op_parts[maker] if cut else 1
@@ -202,9 +214,9 @@ class _Layout:
         if kind == "attention":
             priced = "heads"
         elif kind in ("gemm", "bmm"):
-            made = any(name in (self.blocks.names(forward, tensor) or ()) for tensor in self.blocks.makes[forward])
-            read = sum(name in (self.blocks.names(forward, tensor) or ()) for tensor in self.blocks.reads[forward])
-            priced = "k" if not made else "batch" if read > 1 and not self.blocks.weights(forward) else "n"
+            made = any(name in (self.ops.names(forward, tensor) or ()) for tensor in self.ops.makes[forward])
+            read = sum(name in (self.ops.names(forward, tensor) or ()) for tensor in self.ops.reads[forward])
+            priced = "k" if not made else "batch" if read > 1 and not self.ops.weights(forward) else "n"
         else:
             priced = "rows"
         return priced if priced in known else name

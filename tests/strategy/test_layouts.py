@@ -28,6 +28,8 @@ SPECS = {
     "bert": f"hf:bert,num_hidden_layers=2,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=4",
     "vit": f"hf:vit,num_hidden_layers=2,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=4,image_size=32,"
     "patch_size=8",
+    "gemma": f"hf:gemma2,num_hidden_layers=2,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=8,head_dim=8,"
+    "num_key_value_heads=4",
     "t5": f"hf:t5,num_layers=2,d_model={HIDDEN},d_kv=16,num_heads=4,d_ff={WIDTH}",
 }
 MEGATRON = {
@@ -45,10 +47,11 @@ MEGATRON = {
         **dict.fromkeys(("attention.o_proj", "mlp.fc2"), "row"),
     },
 }
-MEGATRON["grouped"] = MEGATRON["llama"]
+MEGATRON["grouped"] = MEGATRON["gemma"] = MEGATRON["llama"]
 NORMS = {
     "llama": ("input_layernorm", "post_attention_layernorm"),
     "grouped": ("input_layernorm", "post_attention_layernorm"),
+    "gemma": tuple(f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")),
     "gpt2": ("ln_1", "ln_2"),
     "bert": ("attention.output.LayerNorm", "output.LayerNorm"),
 }
@@ -173,16 +176,44 @@ def test_work_and_what_stays_are_cut_as_megatron_does():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_table_and_head_are_cut_along_the_vocabulary_and_logits_gathered(sequence_parallel):
     graph = captured("gpt2")  # the table is the weight of the head, too
-    _, blocks = blocks_of(graph)
+    paths, blocks = blocks_of(graph)
     layout = tensor_layouts(graph, blocks, 2, sequence_parallel=sequence_parallel)
     assert layout.modules["transformer.wte"] == "embedding" and layout.modules["lm_head"] == "gathered column"
     assert "transformer.wpe" not in layout.modules  # as long as the sequence: nothing to be gained
     table = next(index for index, item in enumerate(graph.parameters) if item.name == "transformer.wte.weight")
     assert (layout.parameter_parts[table], layout.parameter_axis[table]) == (2, 0)
-    found = sent(layout, graph, 0)
+    table_block, head_block = paths.index("transformer.wte"), paths.index("lm_head")
+    found = sent(layout, graph, table_block) + sent(layout, graph, head_block)
     assert found[FORWARD_PASS, "all_gather", 4 * BATCH * SEQUENCE * VOCABULARY] == 1
     if not sequence_parallel:
         assert found[FORWARD_PASS, "all_reduce", STREAM_BYTES] == found[BACKWARD_PASS, "all_reduce", STREAM_BYTES] == 1
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_attention_of_torch_itself_is_cut_inside_its_module(autocast):
+    layer = nn.TransformerEncoderLayer(HIDDEN, 4, WIDTH, dropout=0.0, batch_first=True)
+    model = nn.Sequential(layer, nn.LayerNorm(HIDDEN))
+    inputs = (torch.randn(BATCH, SEQUENCE, HIDDEN),)
+    graph = capture(model, inputs, loss=lambda out: out.square().mean(), autocast=autocast)
+    layout = tensor_layouts(graph, blocks_of(graph)[1], 2)
+    expected = {"self_attn": "packed column", "self_attn.out_proj": "row", "linear1": "column", "linear2": "row"}
+    assert {path.removeprefix("0."): word for path, word in layout.modules.items()} == expected
+    packs = {item.name.removeprefix("0."): count for item, count in zip(graph.parameters, layout.parameter_packs, strict=True)}
+    assert packs["self_attn.in_proj_weight"] == packs["self_attn.in_proj_bias"] == 3 and packs["linear1.weight"] == 1
+
+
+def test_a_norm_of_heads_has_partial_gradients():
+    model = load_model(
+        f"hf:qwen3,num_hidden_layers=1,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=4,head_dim=16,"
+        f"num_key_value_heads=4,vocab_size={VOCABULARY}",
+        batch=BATCH,
+        seq=SEQUENCE,
+    )
+    graph = capture(model.module, model.example_inputs, loss=model.loss)
+    layout = tensor_layouts(graph, blocks_of(graph)[1], 2)
+    norms = {f"model.layers.0.self_attn.{name}_norm" for name in "qk"}
+    assert {path for path, word in layout.modules.items() if word == "local"} == norms
+    assert {graph.parameters[index].name for index in layout.partial_gradients} == {f"{path}.weight" for path in norms}
 
 
 def test_a_layout_holds_at_any_batch_size():

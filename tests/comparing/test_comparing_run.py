@@ -1,10 +1,11 @@
 """A comparison: equal treatment, errors as rows, metrics kept apart, and going on after an interruption."""
 
 import dataclasses
+import sys
+import types
 
 import numpy as np
 import pytest
-from comparing_helpers import case, register
 
 from rlplace.cluster.parse import Cluster
 from rlplace.comparing import Case, Settings, Store, compare, count_rows, gather
@@ -22,6 +23,19 @@ from rlplace.planners.common.bounds import lower_bounds
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 from rlplace.zoo import load_model
+
+
+def register(monkeypatch, **planners):
+    """Puts functions into the planner table."""
+    module = types.ModuleType("planners_of_a_test")
+    for name, function in planners.items():
+        setattr(module, name, function)
+        monkeypatch.setitem(PLANNERS, name, f"planners_of_a_test:{name}")
+    monkeypatch.setitem(sys.modules, "planners_of_a_test", module)
+
+
+def case(problem, name="toy", cluster=""):
+    return Case(name, cluster, lambda: Priced.problem(problem))
 
 
 def run(problems, planners, *, views=(), store=None, **settings):

@@ -1,9 +1,12 @@
+"""Curves are fitted to timings: of ops, with a bounded residual, and of collectives."""
+
 import dataclasses
 
 import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.fit_residual import choose_residual, fit_residual, sizes_of
 from rlplace.cost.curve import kernel_seconds, work_seconds
 from rlplace.cost.fit import DEFAULT_PRIOR, OpTiming, fit_op_curve
 from rlplace.cost.table import Curve
@@ -14,15 +17,16 @@ from rlplace.runtime.measured_cluster import fit_collective_curve
 DEVICE = {"peak_flops": 2e13, "bandwidth_bytes_per_s": 2e12}
 
 
-def timings(curve, count, *, noise=0.0, seed=0, calls=1.0):
+def timings(curve, count, *, noise=0.0, seed=0, calls=1.0, factor=lambda dims: 1.0):
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(count):
         m, n, k = (int(2 ** rng.uniform(4, 13)) for _ in range(3))
         flops, size = 2.0 * m * n * k, 4.0 * (m * k + k * n + m * n)
-        work = float(work_seconds(curve, flops, size, **DEVICE))
+        dims = {"batch": 1, "m": m, "n": n, "k": k}
+        work = float(work_seconds(curve, flops, size, **DEVICE)) * factor(dims)
         seconds = calls * (curve.floor_s + curve.overhead_s + work) * float(np.exp(noise * rng.normal()))
-        rows.append(OpTiming(calls * flops, calls * size, seconds, calls=calls))
+        rows.append(OpTiming(calls * flops, calls * size, seconds, calls=calls, dims=dims))
     return rows
 
 
@@ -31,7 +35,7 @@ def mape(curve, rows):
         curve,
         [r.flops / r.calls for r in rows],
         [r.size_bytes / r.calls for r in rows],
-        {},
+        sizes_of(rows),
         processors=100,
         **DEVICE,
     )
@@ -150,3 +154,26 @@ def test_times_that_do_not_grow_still_make_a_curve():
 def test_too_few_or_impossible_times_are_refused(sizes, times):
     with pytest.raises(InputError, match="cannot fit"):
         fit_collective_curve(sizes, times, kind="all_reduce", group_size=2)
+
+
+def narrow(dims):
+    """Products with a narrow output are slower."""
+    return 1.0 + 1.5 / (1.0 + min(dims["m"], dims["n"]) / 64)
+
+
+def test_a_residual_learns_what_the_curve_cannot():
+    rows, unseen = timings(TRUE, 300, factor=narrow, noise=0.02), timings(TRUE, 100, factor=narrow, seed=1)
+    curve = fit_op_curve(rows, basis="calibrated", source="test", **DEVICE)
+    better = choose_residual(curve, rows, op="gemm", processors=100, **DEVICE)
+    assert mape(curve, unseen) > 0.09
+    assert mape(better, unseen) < 0.05
+    again = choose_residual(curve, rows, op="gemm", processors=100, **DEVICE)
+    assert again == better  # nothing random in it
+
+
+def test_no_residual_where_it_would_learn_noise():
+    rows = timings(TRUE, 60, noise=0.05)
+    curve = fit_op_curve(rows, basis="calibrated", source="test", **DEVICE)
+    assert choose_residual(curve, rows, op="gemm", processors=100, **DEVICE).residual is None
+    assert choose_residual(curve, rows[:8], op="gemm", processors=100, **DEVICE) is curve
+    assert fit_residual(curve, rows, op="elementwise", processors=100, **DEVICE) is curve

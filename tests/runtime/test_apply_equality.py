@@ -8,11 +8,23 @@ import pytest
 import sim_device
 import small_models
 import torch
-from own_backward import Triple
 from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.runtime.apply import apply
+
+
+class Triple(torch.autograd.Function):
+    """Doubles, with another gradient than that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
 
 QUICK = ("gpt2", "t5", "resnet", "lstm", "awkward")
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placing import place
     from rlplace.plan.plan import PlacementPlan
+    from rlplace.plan.strategy import Strategy
     from rlplace.problem import Problem
     from rlplace.reporting.report import report
     from rlplace.runtime.apply import apply
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
     from rlplace.simulator import simulate, simulate_many
     from rlplace.simulator.expand import expand
+    from rlplace.strategy.space import Space
 
 __version__ = "0.1.0"
 
@@ -49,6 +51,8 @@ _PUBLIC = {
     "PlacementPlan": "rlplace.plan.plan",
     "Problem": "rlplace.problem",
     "RlplaceError": "rlplace.errors",
+    "Space": "rlplace.strategy.space",
+    "Strategy": "rlplace.plan.strategy",
     "apply": "rlplace.runtime.apply",
     "capture": "rlplace.graph.capture",
     "diff": "rlplace.explaining.difference",
@@ -79,6 +83,8 @@ __all__ = [
     "PlacementPlan",
     "Problem",
     "RlplaceError",
+    "Space",
+    "Strategy",
     "__version__",
     "apply",
     "capture",

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
+    from rlplace.plan.strategy import Strategy
     from rlplace.planners.strategy.efficiency import BatchCurve
+    from rlplace.strategy.space import Space
 
 
 def place(
@@ -34,6 +36,9 @@ def place(
     example_inputs: Any = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: str = "adam",
+    batch: int | None = None,
+    space: Space | str | None = None,
+    calls: int | None = None,
     global_batch: int | None = None,
     batch_curve: BatchCurve | None = None,
     groups: int = 200,
@@ -42,7 +47,7 @@ def place(
     host: str = "eager",
     **options: Any,
 ) -> PlacementPlan:
-    """Plans where every group of a training step runs.
+    """Plans how a training step runs: with `batch` the whole strategy, else where every group of one micro-batch runs.
 
     Args:
         target: A problem; or a captured graph or a module, which are priced for `cluster`.
@@ -53,6 +58,12 @@ def place(
         example_inputs: For a module: its arguments as a tuple, or a dict of keyword arguments.
         loss: For a module: maps its output to the scalar loss; default ``output.loss``.
         optimizer: For a module: decides the optimizer state.
+        batch: Samples a step, everything together. Replicas, sharding, tensor and pipeline parallelism, micro-batches,
+            schedule, recomputation and offload are then chosen together (docs/strategy.md); a graph is taken at its own
+            micro-batch size, a module at any.
+        space: With `batch`, what may be chosen: a `Space` or its text such as ``"tensor=1,2 sharding=0,1"``; None is all that
+            the runtime can execute for this model, ``"all"`` plans also what cannot run yet.
+        calls: Evaluations at most; with it and without a time limit the answer is the same from run to run.
         global_batch: Samples per step. Single device, model parallel, pipeline, data parallel and combinations are then
             compared at that batch (`rlplace.planners.strategy`). A module is priced for every micro-batch size that divides
             it, a graph or problem is taken at its own. Default: one micro-batch as given, one replica.
@@ -70,6 +81,12 @@ def place(
     Raises:
         InfeasibleError: No plan fits.
     """
+    if space is not None and batch is None:
+        raise InputError("place: a space restricts whole strategies, which need the samples of a step; give batch, too")
+    if batch is not None and isinstance(target, Problem):
+        raise InputError("place: a problem's groups are placed one by one; leave batch out, or place the model")
+    if calls is not None and batch is None:
+        options["calls"] = calls
     if isinstance(target, Problem):
         if cluster is not None:
             raise InputError("a problem has its own devices; leave cluster out, or place the model")
@@ -81,6 +98,14 @@ def place(
         if cluster is None:
             raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
         machine = as_cluster(cluster)
+        if batch is not None:
+            if global_batch is not None or batch_curve is not None or options or planner not in (CLASSICAL, "agent"):
+                raise InputError(
+                    f"place: a whole strategy is found by the planner {CLASSICAL!r}; leave global_batch, batch_curve, other "
+                    "planners and their options out, or leave batch out to place groups"
+                )
+            limits = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed, "costs": costs, "host": host}
+            return _whole_strategy(target, machine, batch, space, limits, inputs=example_inputs, loss=loss, optimizer=optimizer)
         pricing = {"groups": groups, "weight_gradients": weight_gradients, "costs": costs, "host": host}
         if isinstance(target, OpGraph):
             priced = Priced.graph(target, machine, **pricing)
@@ -100,6 +125,78 @@ def place(
         priced, planner=planner, seed=seed, time_limit_s=time_limit_s, global_batch=global_batch, batch_curve=batch_curve,
         **options,
     ).plan  # fmt: skip
+
+
+def _whole_strategy(
+    target: OpGraph | nn.Module,
+    cluster: Cluster,
+    batch: int,
+    space: Space | str | None,
+    limits: dict[str, Any],
+    *,
+    inputs: Any,
+    loss: Callable[[Any], Any] | None,
+    optimizer: str,
+) -> PlacementPlan:
+    from rlplace.graph.capture import capture
+    from rlplace.graph.opgraph import OpGraph
+
+    if isinstance(target, OpGraph):
+        return strategy_of(target, None, cluster, batch, space, None, limits)
+    if inputs is None:
+        raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
+    whole = capture(target, inputs, loss=loss, optimizer=optimizer)
+
+    def capture_at(samples: int) -> OpGraph:
+        return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer)
+
+    return strategy_of(whole, capture_at, cluster, batch, space, target, limits)
+
+
+CLASSICAL = "strategy"
+"""Name of the planner of whole strategies."""
+
+EVERYTHING = "all"
+"""Text of the space that plans also what cannot run yet."""
+
+
+def strategy_of(
+    graph: OpGraph,
+    capture_at: Callable[[int], OpGraph] | None,
+    cluster: Cluster,
+    batch: int,
+    space: Space | str | None,
+    module: nn.Module | None,
+    limits: dict[str, Any],
+) -> PlacementPlan:
+    """The whole strategy for a captured model.
+
+    Args:
+        graph: The model, captured.
+        capture_at: Captures it with so many samples; None: it has this micro-batch size only.
+        cluster: The devices.
+        batch: Samples a step.
+        space: See `place`.
+        module: The model, for what the runtime can execute; None asks it about the strategy alone.
+        limits: Arguments of `rlplace.strategy.plan.plan_strategy`.
+    """
+    from rlplace.strategy.plan import plan_strategy
+    from rlplace.strategy.space import Space
+
+    whole_number(batch, "place: batch", 1, 1 << 24)
+    why_not = None
+    if space != EVERYTHING:
+        from rlplace.runtime.native.facts import model_facts
+        from rlplace.runtime.native.why_not import why_not as cannot_run
+
+        facts = None if module is None else model_facts(module)
+
+        def why_not(strategy: Strategy) -> str | None:
+            return cannot_run(strategy, facts)
+
+    allowed = space if isinstance(space, Space) else Space.parse(space) if space not in (None, EVERYTHING) else None
+    graph, other = (graph, None) if capture_at is None else _two_captures(graph, capture_at)
+    return plan_strategy(graph, cluster, batch, other=other, space=allowed, why_not=why_not, **limits)
 
 
 OP_LEVEL_TRIES = 3
@@ -251,13 +348,18 @@ class _Graphs:
         if samples == 1:  # a batch of one takes paths of its own: dimensions of size one broadcast
             return self._capture_at(1)
         if self._pair is None:
-            whole = self._whole if self._whole.samples > 1 else self._capture_at(2)
-            other = self._capture_at(whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples)
+            whole, other = _two_captures(self._whole, self._capture_at)
             self._pair = (other, whole) if other.samples < whole.samples else (whole, other)
         try:
             return rescale(*self._pair, samples)
         except InputError:
             return self._capture_at(samples)
+
+
+def _two_captures(whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> tuple[OpGraph, OpGraph]:
+    """Captures at two batch sizes above one, which together give all sizes; the first is `whole` where it is one of them."""
+    whole = whole if whole.samples > 1 else capture_at(2)
+    return whole, capture_at(whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples)
 
 
 def plan_priced(

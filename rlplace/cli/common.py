@@ -15,6 +15,8 @@ from rlplace.errors import InputError
 from rlplace.text import table
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placing import Priced
@@ -101,10 +103,12 @@ class Captured:
     Attributes:
         graph: At the batch that was asked for.
         capture_at: Captures it with so many samples; what was captured is kept.
+        module: Builds the model, on the meta device.
     """
 
     graph: OpGraph
     capture_at: Callable[[int], OpGraph]
+    module: Callable[[], nn.Module]
 
 
 def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded:
@@ -158,7 +162,11 @@ def capture_model(model: str, options: argparse.Namespace) -> Captured:
                 source=source,
             )
 
-    return Captured(capture_at(options.batch), capture_at)
+    def module() -> nn.Module:
+        with contextlib.redirect_stdout(sys.stderr):
+            return load_model(model, batch=options.batch, seq=options.seq, dtype=options.dtype).module
+
+    return Captured(capture_at(options.batch), capture_at, module)
 
 
 def pricing(options: argparse.Namespace, *, finer: int = 1) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from rlplace.cli.common import (
 )
 from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, warn_of_update, with_memory
 from rlplace.cli.strategies import count, show_strategies
+from rlplace.cli.strategy import PLACEMENT, place_strategy, show_strategy
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
@@ -57,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="epochs by global batch: --batch is then of a replica, the number of replicas is chosen",
     )
+    parser.add_argument(
+        "--space",
+        metavar="S",
+        help='choose the whole strategy of --global-batch samples: auto, all, or "tensor=1,2 sharding=0"; placement (default)',
+    )
+    parser.add_argument("--calls", type=positive, metavar="N", help="with --space: strategies to evaluate at most")
     add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     parser.add_argument("--json", action="store_true", help="print what the plan file holds")
@@ -72,6 +79,10 @@ def run(options: argparse.Namespace) -> int:
 
     if options.out:
         check_output(options.out)
+    if options.space not in (None, PLACEMENT):
+        return _run_strategy(options)
+    if options.calls is not None:
+        raise InputError("--calls counts strategies; give --space as well, or leave it out")
     check_memory_options(options)
     chooser = "--batch-curve" if options.batch_curve else "--global-batch" if options.global_batch is not None else None
     if chooser and (options.microbatches > 1 or options.schedule):
@@ -123,6 +134,21 @@ def run(options: argparse.Namespace) -> int:
         if footprints is not None:
             print()
             show_memory(footprints)
+    return 0
+
+
+def _run_strategy(options: argparse.Namespace) -> int:
+    """The verb with a space of strategies."""
+    from rlplace.cluster.parse import parse
+
+    plan = place_strategy(options)
+    if options.out:
+        plan.save(options.out)
+        say(f"wrote {options.out}")
+    if options.json:
+        print_json(plan.to_dict())
+    else:
+        show_strategy(plan, parse(options.cluster or "host"))
     return 0
 
 

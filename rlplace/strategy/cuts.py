@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,21 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BlockCosts, Cut
 from rlplace.strategy.drafts import Draft, Place
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Balanced stages.
+
+    Attributes:
+        bounds: First block of every stage, and the number of blocks.
+        slowest_s: Forward and backward of a micro-batch on the slowest stage.
+        total_s: The same on all stages together.
+    """
+
+    bounds: tuple[int, ...]
+    slowest_s: float
+    total_s: float
 
 
 class Balance:
@@ -25,7 +41,7 @@ class Balance:
         number = {name: index for index, name in enumerate(costs.kinds)}
         self._kind = [number[kind.name] for kind in cluster.kinds]
         self._seconds: dict[tuple[frozenset[int], Cut], NDArray[np.float64]] = {}
-        self._bounds: dict[tuple[tuple[frozenset[int], Cut], ...], tuple[tuple[int, ...], float, float]] = {}
+        self._bounds: dict[tuple[tuple[frozenset[int], Cut], ...], Stages] = {}
 
     def can_cut(self, place: Place, samples: int) -> bool:
         """Whether a pass can be cut as a place wants it."""
@@ -39,8 +55,8 @@ class Balance:
             self._seconds[key] = np.max([one.forward_s + one.backward_s for one in passes], axis=0)
         return self._seconds[key]
 
-    def stages(self, places: Sequence[Place], order: Sequence[int], samples: int) -> tuple[tuple[int, ...], float, float]:
-        """Bounds of balanced stages; and the seconds of a pass through the slowest stage, and through all.
+    def stages(self, places: Sequence[Place], order: Sequence[int], samples: int) -> Stages:
+        """Balanced stages.
 
         Args:
             places: The places.
@@ -53,7 +69,7 @@ class Balance:
             seconds = np.array([self.pass_s(*item) for item in own])
             bounds = balanced_bounds(seconds, order)
             stages = [float(seconds[row, bounds[part] : bounds[part + 1]].sum()) for part, row in enumerate(order)]
-            self._bounds[key] = bounds, max(stages), sum(stages)
+            self._bounds[key] = Stages(bounds, max(stages), sum(stages))
         return self._bounds[key]
 
     def replica_s(self, draft: Draft, replica: int) -> float:

@@ -15,11 +15,10 @@ import msgspec
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.records import plain
 from rlplace.strategy.cuts import Balance
-from rlplace.strategy.drafts import Draft
 from rlplace.strategy.fit import fitted
 from rlplace.strategy.moves import neighbours
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import any_uniform, try_uniform
+from rlplace.strategy.uniform import any_uniform, kind_of, try_uniform
 
 STARTS = 4
 """Kinds of strategies from whose best one local search starts."""
@@ -106,24 +105,6 @@ def starts(tries: Tries) -> Iterator[Tried]:
         if tried.fits and kind not in kinds and len(kinds) < STARTS:
             kinds.add(kind)
             yield tried
-
-
-KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pipeline")
-"""Kinds that have one dimension; others are named after all that they have."""
-
-
-def kind_of(draft: Draft) -> str:
-    """What people call a strategy."""
-    words = []
-    if draft.stages > 1:
-        words.append("pipeline")
-    if any(place.tensor > 1 for place in draft.places):
-        words.append("tensor parallel")
-    if any(place.shard > 1 for place in draft.places):
-        words.append("fully sharded")
-    if any(place.replicate > 1 for place in draft.places):
-        words.append("data parallel")
-    return " x ".join(words) or "one device"
 
 
 def _nothing(tries: Tries) -> Exception:

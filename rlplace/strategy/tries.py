@@ -113,27 +113,32 @@ class Tries:
         self._known: dict[Draft, Tried] = {}
 
     def left(self) -> bool:
-        """Whether there is budget for another evaluation."""
-        return self.calls < self._most and time.monotonic() < self._end_s
+        """Whether there is budget for another evaluation; the clock ends no search that has nothing that fits."""
+        some = self.best is not None and self.best.fits
+        return self.calls < self._most and (not some or time.monotonic() < self._end_s)
 
     def known(self) -> list[Tried]:
         """All that were evaluated, the best first."""
         return sorted(self._known.values(), key=lambda tried: tried.key)
 
     def refused(self, draft: Draft) -> bool:
-        """Whether space, engine or costs exclude a draft; the reason is counted."""
-        reason = self.question.space.forbids(draft)
-        if reason is not None:
-            reason = f"space: {reason}"
-        else:
-            cuts = {place.cut(size) for place in draft.places for size in draft.microbatch}
-            costs = self.question.costs
-            reason = next((why for cut in cuts if (why := costs.why_not(cut)) is not None), None) or self.question.why_not(
-                draft
-            )
+        """Whether space, costs or engine exclude a draft, or it contradicts itself; the reason is counted."""
+        reason = self._reason(draft)
         if reason is not None:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
         return reason is not None
+
+    def _reason(self, draft: Draft) -> str | None:
+        question = self.question
+        if (key := question.space.forbids(draft)) is not None:
+            return f"space: {key}"
+        cuts = {place.cut(size) for place in draft.places for size in draft.microbatch}
+        if why := next((why for cut in cuts if (why := question.costs.why_not(cut)) is not None), None):
+            return why
+        try:
+            return question.why_not(draft)
+        except InputError as error:  # it is no strategy at all
+            return str(error)
 
     def score(self, draft: Draft) -> Tried:
         """What a draft takes; one that is refused takes for ever.

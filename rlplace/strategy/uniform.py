@@ -132,11 +132,15 @@ def drafts(question: Question, shape: Shape, balance: Balance) -> Iterator[tuple
             continue  # of micro-batch sizes that divide the share: powers of two, and the whole
         if question.costs.why_not(places[0].cut(samples)) is not None:
             continue
-        bounds, slowest_s, total_s = balance.stages(places, order, samples)
-        # In a chain the first micro-batch passes all stages, and the others follow at the pace of the slowest; the gradients
-        # of weights may fill that time.
-        filled = shape.chunks > 1 or (shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward)
-        bound_s = count * total_s / shape.places if filled else (count - 1) * slowest_s + total_s
+        stages = balance.stages(places, order, samples)
+        # In a chain the first micro-batch passes all stages, and the others follow at the pace of the slowest place; gradients
+        # of weights, less than two thirds of a backward, may fill that time.
+        split = shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
+        first_s = 0.5 * stages.total_s if split else stages.total_s
+        paced_s = (
+            count * stages.total_s / shape.places if split or shape.chunks > 1 else first_s + (count - 1) * stages.slowest_s
+        )
+        bound_s, bounds = max(first_s, paced_s), stages.bounds
         nothing = bytes(blocks)
         yield bound_s, Draft(bounds, places, order, nothing, nothing, (samples,), (count,), shape.schedule)
 
@@ -147,6 +151,10 @@ def place_order(shape: Shape) -> tuple[int, ...]:
     if shape.schedule is not None and SCHEDULES[shape.schedule].layout == V:
         return (*loop, *reversed(loop))
     return loop * shape.chunks
+
+
+RIVALS = 4
+"""Drafts of every kind with one dimension that are evaluated before all others, so that an answer can name its rivals."""
 
 
 def try_uniform(tries: Tries) -> None:
@@ -166,11 +174,34 @@ def try_uniform(tries: Tries) -> None:
             for item in drafts(question, shape, balance)
         )
     ]
-    for bound_s, _, draft in sorted(listed, key=lambda item: item[:2]):
-        best = tries.best
-        if best is not None and best.fits and bound_s >= best.step_s:
-            continue
+    listed.sort(key=lambda item: item[:2])
+    rivals = [
+        item for kind in KINDS for item in itertools.islice((item for item in listed if kind_of(item[2]) == kind), RIVALS)
+    ]
+    for _, _, draft in rivals:
         fitted(tries, draft)
+    for bound_s, _, draft in listed:
+        best = tries.best
+        if best is None or not best.fits or bound_s < best.step_s:
+            fitted(tries, draft)
+
+
+KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pipeline")
+"""Kinds that have one dimension; others are named after all that they have."""
+
+
+def kind_of(draft: Draft) -> str:
+    """What people call a strategy."""
+    words = []
+    if draft.stages > 1:
+        words.append("pipeline")
+    if any(place.tensor > 1 for place in draft.places):
+        words.append("tensor parallel")
+    if any(place.shard > 1 for place in draft.places):
+        words.append("fully sharded")
+    if any(place.replicate > 1 for place in draft.places):
+        words.append("data parallel")
+    return " x ".join(words) or "one device"
 
 
 def any_uniform(question: Question) -> bool:

@@ -18,10 +18,10 @@ from rlplace.strategy.cuts import Balance, balanced_bounds
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.fit import fitted
 from rlplace.strategy.moves import neighbours
-from rlplace.strategy.search import kind_of, search
+from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tries
-from rlplace.strategy.uniform import device_sets, drafts, shapes
+from rlplace.strategy.uniform import device_sets, drafts, kind_of, shapes
 
 
 def with_memory(cluster: Cluster, factor: float) -> Cluster:
@@ -175,7 +175,7 @@ def test_what_cannot_run_is_left_out() -> None:
 
 def test_kinds_are_named_after_what_they_have() -> None:
     answer = search(question(0))
-    assert {"data parallel", "fully sharded"} <= set(answer.of_kinds)
+    assert {"one device", "data parallel", "fully sharded", "tensor parallel", "pipeline"} <= set(answer.of_kinds)
     for kind, tried in answer.of_kinds.items():
         assert kind_of(tried.draft) == kind
         same = [other.step_s for other in answer.ranked if kind_of(other.draft) == kind]

@@ -1,0 +1,98 @@
+"""``rlplace place --space``: the whole strategy of a step, and what its rivals would take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlplace.cli.common import capture_model, check_costs, print_table, say
+from rlplace.cluster import Cluster
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import uniform_words
+from rlplace.text import gb, ms
+
+PER_DEVICE = 8
+"""Samples a step for each device where --global-batch does not say."""
+
+PLACEMENT = "placement"
+"""The space that is the other question: groups of one micro-batch on devices."""
+
+
+def place_strategy(options: argparse.Namespace) -> PlacementPlan:
+    """Plans the whole strategy that the options ask for.
+
+    Raises:
+        InputError: They contradict each other.
+    """
+    from rlplace.cluster.parse import parse
+    from rlplace.placing import strategy_of
+
+    if options.model.endswith(".problem.json"):
+        raise InputError(f"{options.model} is placed group by group; leave --space out, or name the model instead")
+    if options.planner not in ("agent", "strategy"):
+        raise InputError(f"--planner {options.planner} places groups; leave it out, or leave --space out")
+    flags = ("microbatches", "schedule", "batch_curve", "memory", "weight_gradients")
+    given = [flag for flag in flags if getattr(options, flag) not in (None, False, 1)]
+    if given:
+        raise InputError(
+            f"--{given[0].replace('_', '-')} belongs to --space placement; restrict the space instead, or leave it out"
+        )
+    machine = parse(options.cluster or "host")
+    if options.costs:
+        check_costs(options.costs, [kind.name for kind in machine.kinds])
+    batch = options.global_batch
+    if batch is None:
+        batch = PER_DEVICE * machine.num_devices
+        say(f"--global-batch: {batch} samples a step, {PER_DEVICE} a device")
+    captured = capture_model(options.model, options)
+    say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
+    limits = {
+        "calls": options.calls,
+        "time_limit_s": options.time_limit,
+        "seed": options.seed,
+        "costs": options.costs,
+        "host": options.host_mode,
+    }
+    space = None if options.space == "auto" else options.space
+    return strategy_of(captured.graph, captured.capture_at, machine, batch, space, captured.module(), limits)
+
+
+def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
+    """The strategy in one line, what it beats and by how much, memory by device, and what the figures rest on."""
+    assert plan.strategy is not None
+    predicted = plan.predicted
+    print(uniform_words(plan.strategy))
+    print(
+        f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s for {plan.strategy.batch} samples "
+        "a step, simulated block by block"
+    )
+    print()
+    _show_rivals(predicted.strategies)
+    print()
+    rows = []
+    for device, peak in zip(machine.devices, predicted.peak_memory_bytes, strict=True):
+        limit = device.memory_bytes
+        rows.append([device.name, device.kind or "-", gb(peak), gb(limit), f"{100 * peak / limit:.1f} %" if limit else "-"])
+    print_table(["device", "kind", "peak GB", "memory GB", "used"], rows)
+    if predicted.parts:
+        parts = sorted(predicted.parts.items(), key=lambda item: -item[1])
+        print("\nthe busiest place: " + ", ".join(f"{name.replace('_', ' ')} {ms(s)} ms" for name, s in parts if s > 0))
+    print(f"{predicted.search_calls} strategies evaluated")
+
+
+def _show_rivals(entries: Sequence[Mapping[str, Any]]) -> None:
+    """The best of every kind of strategy, the quickest first."""
+    chosen = entries[0]
+    rows, seen = [], set()
+    for entry in entries:
+        if entry["kind"] in seen:
+            continue
+        seen.add(entry["kind"])
+        step_s, missing = entry["step_time_s"], f"{gb(entry['over_bytes'])} GB too large"
+        figures = ["-", "-", missing]
+        if step_s is not None:
+            figures = [ms(step_s), f"{entry['samples_per_s']:.2f}", f"{step_s / chosen['step_time_s']:.2f}"]
+        rows.append([entry["kind"], *figures, entry["words"]])
+    print_table(["kind", "step ms", "samples/s", "times", "its best"], rows)

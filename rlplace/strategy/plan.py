@@ -1,0 +1,129 @@
+"""From a captured model, a cluster and a batch to a plan: the whole strategy, and what its rivals would take."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlplace.cluster import Cluster
+from rlplace.cost.compute import VERSION
+from rlplace.cost.foreign import as_costs
+from rlplace.cost.table import CostTable
+from rlplace.graph.opgraph import OpGraph
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.prediction import Prediction
+from rlplace.plan.strategy import Strategy, uniform_words
+from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.price import PricedBlocks
+from rlplace.strategy.search import Answer, search
+from rlplace.strategy.space import Space
+from rlplace.strategy.tries import Question, Tried
+from rlplace.strategy.uniform import kind_of
+
+EXECUTOR = "blocks"
+"""Who simulated the step, in predictions."""
+
+RANKED = 3
+"""Strategies beside the best that a plan lists, before the best of each kind."""
+
+
+def plan_strategy(
+    graph: OpGraph,
+    cluster: Cluster,
+    batch: int,
+    *,
+    other: OpGraph | None = None,
+    space: Space | None = None,
+    why_not: Callable[[Strategy], str | None] | None = None,
+    calls: int | None = None,
+    time_limit_s: float | None = None,
+    seed: int = 0,
+    costs: CostTable | str | Path | None = None,
+    host: str = "eager",
+) -> PlacementPlan:
+    """The best strategy for a step of `batch` samples.
+
+    Args:
+        graph: A captured step of the model.
+        cluster: The devices.
+        batch: Samples a step, everything together.
+        other: The same model captured at another batch size: both together give all sizes; None: micro-batches have the size
+            that was captured.
+        space: What may be chosen; None: everything.
+        why_not: Why a strategy cannot run, for example `rlplace.runtime.native.why_not`; None: all may.
+        calls: Evaluations at most.
+        time_limit_s: Seconds of search at most.
+        seed: Written into the plan; the search draws nothing.
+        costs: See `rlplace.price`; so is `host`.
+        host: See `costs`.
+
+    Returns:
+        A plan whose prediction lists its rivals (``predicted.strategies``): the next best, and the best of each kind.
+
+    Raises:
+        InputError: Nothing is left to choose from.
+        InfeasibleError: Nothing fits.
+    """
+    blocks = PricedBlocks(graph, cluster, other, costs=costs, host=host)
+    names = blocks.names
+    excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
+    how = {} if excluded is None else {"why_not": excluded}
+    question = Question(Evaluator(blocks, cluster), batch, space or Space(), **how)
+    answer = search(question, calls=calls, time_limit_s=time_limit_s)
+    source = {
+        "graph": None if graph.source is None else dict(graph.source),
+        "capture": dict(graph.capture),
+        "graph_fingerprint": graph.fingerprint,
+        "cluster": cluster.text,
+        "cluster_fingerprint": cluster.fingerprint,
+        "costs": {"path": str(costs) if isinstance(costs, (str, Path)) else None, "fingerprint": as_costs(costs).fingerprint},
+        "host": host,
+        "cost_version": VERSION,
+    }
+    asked = {key: source[key] for key in ("graph_fingerprint", "cluster_fingerprint", "costs", "host", "cost_version")}
+    return PlacementPlan(
+        problem=hashlib.sha256(json.dumps({**asked, "batch": batch}, sort_keys=True).encode()).hexdigest(),
+        planner="strategy",
+        seed=seed,
+        device_of_group=np.zeros(0, dtype=np.int32),
+        strategy=answer.ranked[0].draft.strategy(names),
+        source=source,
+        predicted=predict(question, answer),
+    )
+
+
+def predict(question: Question, answer: Answer) -> Prediction:
+    """What the best draft takes, with its rivals."""
+    best = answer.ranked[0]
+    said = question.scores.evaluate(best.draft)
+    chosen = dict.fromkeys([*answer.ranked[: 1 + RANKED], *sorted(answer.of_kinds.values(), key=lambda tried: tried.key)])
+    return Prediction(
+        step_time_s=said.step_time_s,
+        samples_per_s=question.batch / said.step_time_s,
+        peak_memory_bytes=said.peak_memory_bytes,
+        host_bytes=said.host_bytes,
+        feasible=said.feasible,
+        parts=said.parts,
+        executor=EXECUTOR,
+        search_calls=answer.calls,
+        strategies=tuple(_entry(question, tried) for tried in chosen),
+    )
+
+
+def _entry(question: Question, tried: Tried) -> Mapping[str, Any]:
+    """A strategy as plans list it."""
+    strategy = tried.draft.strategy(question.costs.names)
+    return {
+        "kind": kind_of(tried.draft),
+        "words": uniform_words(strategy),
+        "devices": len(tried.draft.devices),
+        "step_time_s": tried.step_s if tried.fits else None,
+        "samples_per_s": question.batch / tried.step_s if tried.fits else None,
+        "over_bytes": int(tried.over_bytes),
+        "strategy": strategy.to_dict(),
+    }

@@ -264,8 +264,8 @@ def test_a_time_limit_ends_it(agents, name):
     problem = random_problem(9, num_groups=40, num_devices=4)
     agents[name].place(problem, calls=3)
     began_s = time.monotonic()
-    plan = agents[name].place(problem, time_limit_s=0.5)
-    assert time.monotonic() - began_s < 5.0
+    plan = agents[name].place(problem, time_limit_s=2.0)
+    assert time.monotonic() - began_s < 6.5
     assert plan.predicted.search_calls > 0
     assert agents[name].place(problem, time_limit_s=0.0).predicted.feasible
     both = agents[name].place(problem, time_limit_s=20.0, calls=30)

@@ -246,6 +246,7 @@ def test_capture_that_changes_its_method_is_quiet(capfd: pytest.CaptureFixture[s
     assert code == 0 and "def forward" not in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [("shape", 1, "same reduction dim"), ("exits", 2, "SystemExit"), ("goood", 2, "did you mean 'good'")],

@@ -129,6 +129,7 @@ def test_a_bar_on_a_terminal(capsys, problems, monkeypatch):
     assert code == 0 and "0/4" in err and "%|" in err and "\r" in err and json.loads(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_interrupting_keeps_what_was_done(problems, tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"

@@ -162,10 +162,12 @@ def found(tmp_path_factory):
     return list(zip(*run(2, everything, str(path), timeout_s=300), strict=True))
 
 
+@pytest.mark.slow
 def test_the_first_engine_that_fits_is_taken(found):
     assert found[0] == (["stage_graph", "pipeline"],) * 2
 
 
+@pytest.mark.slow
 def test_refusals_on_a_job(found):
     (first, other), (second, another) = found[1]
     assert first == second
@@ -185,11 +187,13 @@ def test_refusals_on_a_job(found):
         assert part in text and "\n" not in text, text
 
 
+@pytest.mark.slow
 def test_weights_of_others_are_freed(found):
     for engines in found[2]:
         assert all(gone and fewer for gone, fewer in engines.values()), engines
 
 
+@pytest.mark.slow
 def test_a_plan_of_pase_runs_as_it_is(found):
     for report, loss, gradient, norm in found[3]:
         assert report == "sharded" and loss < 2e-6 and gradient < 1e-9 and norm < 1e-6

@@ -255,11 +255,13 @@ def results():
     return launch.run(2, bundle, 2)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_memory_after_a_step(results):
     for (nodes, pending, gradients), *_ in results:
         assert (nodes, pending, gradients) == ([], 0, 0)
 
 
+@pytest.mark.slow
 def test_each_process_holds_its_own_parameters_only(results):
     first, second = (set(own[0]) for _, own, *_ in results)
     assert first and second and not first & second
@@ -267,6 +269,7 @@ def test_each_process_holds_its_own_parameters_only(results):
     assert first | second == {name for name, _ in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_evaluation_returns_all_outputs_on_every_rank(results):
     for _, _, (found, expected), *_ in results:
         for ours, plain in zip(found, expected, strict=True):
@@ -274,12 +277,14 @@ def test_evaluation_returns_all_outputs_on_every_rank(results):
                 torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_a_bipartition_plan_trains(results):
     for *_, (worst, used, planner), _ in results:
         assert planner == "bipartition" and worst < 1e-6
         assert used[0] and used[1]
 
 
+@pytest.mark.slow
 def test_distribute_takes_the_engine_for_such_a_plan(results):
     for *_, (engine, losses, logits) in results:
         assert engine == "joint_graph"

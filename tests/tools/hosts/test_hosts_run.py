@@ -249,6 +249,7 @@ def test_the_script_hands_the_code_on(capfd):
     assert "rank 0 still running after 0.3 s" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_signals_leave_nothing(tmp_path, number, code):
     script = [sys.executable, "-m", "tools.hosts", "--hosts", "2", "--"]

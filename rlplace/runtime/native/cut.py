@@ -14,8 +14,10 @@ import torch
 from torch import fx, nn
 
 from rlplace.errors import InputError, show
+from rlplace.runtime.aliases import shared_memory, written_by
 from rlplace.runtime.native.blocks import owner
 from rlplace.runtime.native.capture import Captured
+from rlplace.runtime.native.follow import draws
 
 FLOATING = -1
 """Stage of values that every stage computes for itself."""
@@ -30,12 +32,14 @@ class StageGraph:
         taken: What the stage before hands over: shapes, dtypes and whether a gradient flows back, on the meta device.
         given: The same of what it hands on; empty for the last stage.
         inputs: Positions of the flat inputs that it reads.
+        parameters: Names of the parameters that it reads, ties under every name.
     """
 
     graph: fx.Graph
     taken: tuple[torch.Tensor, ...]
     given: tuple[torch.Tensor, ...]
     inputs: tuple[int, ...]
+    parameters: frozenset[str]
 
 
 def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]:
@@ -49,14 +53,15 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
         InputError: A unit is in no stage, or an earlier stage reads what a later one makes.
     """
     stage_of_block = {block: number for number, names in enumerate(blocks) for block in names}
-    stage_of = _stages(captured, stage_of_block)
+    reads = _reads(captured.graph)
+    stage_of = _stages(captured, stage_of_block, reads)
     last = len(blocks) - 1
     nodes = list(captured.graph.nodes)
     output = nodes[-1]
     read_until: dict[fx.Node, int] = {}
     for node in nodes:
         reader = last if node is output else stage_of[node]
-        for value in node.all_input_nodes:
+        for value in reads[node]:
             if reader != FLOATING:
                 read_until[value] = max(read_until.get(value, reader), reader)
     crossing = [
@@ -67,41 +72,59 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise InputError(f"native: the value {node.name} crosses from stage to stage and is no tensor; cut elsewhere")
     trained = _trained(captured, stage_of)
-    return [_stage(captured, stage_of, crossing, trained, number, last) for number in range(len(blocks))]
+    return [_stage(captured, stage_of, reads, crossing, trained, number, last) for number in range(len(blocks))]
 
 
-def _stages(captured: Captured, stage_of_block: Mapping[str, int]) -> dict[fx.Node, int]:
+def _reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What every node has to come after: its inputs, and what wrote to their memory before."""
+    memory, writers, reads = shared_memory(graph.nodes), dict[fx.Node, list[fx.Node]](), dict[fx.Node, list[fx.Node]]()
+    for node in graph.nodes:
+        families = dict.fromkeys(memory.find(value) for value in node.all_input_nodes)
+        reads[node] = [*node.all_input_nodes, *(writer for family in families for writer in writers.get(family, ()))]
+        for value in written_by(node):
+            writers.setdefault(memory.find(value), []).append(node)
+    return reads
+
+
+def _stages(
+    captured: Captured, stage_of_block: Mapping[str, int], reads: Mapping[fx.Node, Sequence[fx.Node]]
+) -> dict[fx.Node, int]:
     """The stage of every node, `FLOATING` for what has no parameter behind it."""
     stage_of: dict[fx.Node, int] = {}
+    parameters = [node for node in captured.graph.nodes if _is_parameter(captured, node)]
     for node in captured.graph.nodes:
-        before = max((stage_of[value] for value in node.all_input_nodes), default=FLOATING)
+        before = max((stage_of[value] for value in reads[node]), default=FLOATING)
+        stage_of[node] = before
         if node.op == "call_module":
-            block = owner(node.target, stage_of_block)
-            if block is None and not any(True for _ in captured.units[node.target].parameters()):
-                stage_of[node] = max(before, 0)
-                continue
-            if block is None:
-                raise InputError(f"native: no stage names the block {show(node.target)}; add it to one")
-            if before > stage_of_block[block]:
-                raise InputError(
-                    f"native: block {show(node.target)} of stage {stage_of_block[block]} reads what stage {before} makes; "
-                    "stages follow the model's order"
-                )
-            stage_of[node] = stage_of_block[block]
-        elif _is_parameter(captured, node):
-            block = owner(node.target, stage_of_block)
-            stage_of[node] = 0 if block is None else stage_of_block[block]
-        elif node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            stage_of[node] = _stage_of_unit(captured, str(node.target), before, stage_of_block)
+        elif draws(node) or any(value in parameters for value in node.all_input_nodes):
             stage_of[node] = max(before, 0)
-        else:
-            stage_of[node] = before
     for node in captured.graph.nodes:
-        if _is_parameter(captured, node) and any(stage_of.get(user, stage_of[node]) != stage_of[node] for user in node.users):
+        if any(FLOATING < stage_of[value] != stage_of[node] for value in written_by(node)):
+            raise InputError(f"native: {node.name} writes to a value of another stage; cut elsewhere")
+    for node in parameters:
+        stages = {stage_of[user] for user in node.users}
+        if owner(str(node.target), captured.units) is not None or len(stages) > 1:
             raise InputError(
-                f"native: parameter {show(node.target)} is read outside of a block, on another stage than the one that holds "
-                "it; cut so that both are on one stage"
+                f"native: parameter {show(node.target)} is read outside of the block that holds it, or by several stages; name "
+                "a larger module as block, or run without a pipeline"
             )
+        stage_of[node] = stages.pop()
     return stage_of
+
+
+def _stage_of_unit(captured: Captured, path: str, before: int, stage_of_block: Mapping[str, int]) -> int:
+    block = owner(path, stage_of_block)
+    if block is None and not any(True for _ in captured.units[path].parameters()):
+        return max(before, 0)
+    if block is None:
+        raise InputError(f"native: no stage names the block {show(path)}; add it to one")
+    if before > stage_of_block[block]:
+        raise InputError(
+            f"native: block {show(path)} of stage {stage_of_block[block]} reads what stage {before} makes; "
+            "stages follow the model's order"
+        )
+    return stage_of_block[block]
 
 
 def _is_parameter(captured: Captured, node: fx.Node) -> bool:
@@ -131,6 +154,7 @@ def _trained(captured: Captured, stage_of: Mapping[fx.Node, int]) -> set[fx.Node
 def _stage(
     captured: Captured,
     stage_of: Mapping[fx.Node, int],
+    reads: Mapping[fx.Node, Sequence[fx.Node]],
     crossing: Sequence[Sequence[fx.Node]],
     trained: set[fx.Node],
     number: int,
@@ -140,7 +164,7 @@ def _stage(
     taken = list(crossing[number - 1]) if number else []
     given = list(crossing[number]) if number < last else []
     wanted = list(nodes[-1].all_input_nodes) if number == last else given
-    needed = _needed([*wanted, *(node for node in nodes[:-1] if stage_of[node] == number)], set(taken))
+    needed = _needed([*wanted, *(node for node in nodes[:-1] if stage_of[node] == number)], set(taken), reads)
     graph, copies = fx.Graph(), {}
     for node in taken:
         copies[node] = graph.placeholder(node.name)
@@ -156,17 +180,20 @@ def _stage(
     else:
         graph.output(tuple(graph.call_method("contiguous", (copies[node],)) for node in given))
     inputs = tuple(placeholders.index(node) for node in read)
-    return StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs)
+    called = {str(node.target): captured.units[node.target] for node in graph.nodes if node.op == "call_module"}
+    names = {f"{path}.{name}" for path, unit in called.items() for name, _ in unit.named_parameters(remove_duplicate=False)}
+    names |= {str(node.target) for node in graph.nodes if _is_parameter(captured, node)}
+    return StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs, frozenset(names))
 
 
-def _needed(wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
+def _needed(wanted: Sequence[fx.Node], taken: set[fx.Node], reads: Mapping[fx.Node, Sequence[fx.Node]]) -> set[fx.Node]:
     """Everything behind some nodes, up to what the stage before hands over."""
     needed, open_nodes = set(taken), list(wanted)
     while open_nodes:
         node = open_nodes.pop()
         if node not in needed:
             needed.add(node)
-            open_nodes.extend(node.all_input_nodes)
+            open_nodes.extend(reads[node])
     return needed
 
 

@@ -22,6 +22,16 @@ class RefusedError(Exception):
     """A cut cannot pass an op."""
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether an op draws random numbers."""
+    name = getattr(node.target, "_opname", "")
+    if name == "dropout":
+        return bool(node.args[1] and node.args[2])
+    if name == "scaled_dot_product_attention":
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p"))
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def follow(node: fx.Node, trail: Trail, block: BlockGraph) -> int | None:
     """The cut dimension of what a node makes; None where it makes no tensor.
 
@@ -49,14 +59,10 @@ def follow(node: fx.Node, trail: Trail, block: BlockGraph) -> int | None:
         _check_by_dim(node, name, dim, shape)
         return _aligned(node, trail, block, value.dim()) if name == "cat" else dim - _dropped(node, name, dim, len(shape))
     if name == "scaled_dot_product_attention" or name in ("matmul", "bmm"):
-        if name.startswith("scaled") and len(node.args) > 4 and node.args[4]:
-            raise RefusedError("attention dropout on parts would draw the same numbers for each; set it to 0")
         if any(len(item.meta["val"].shape) - trail.cut[item] < 3 for item in before):
             raise RefusedError(f"{name} mixes the cut dimension")
         return _aligned(node, trail, block, value.dim())
     if name in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        if name == "dropout" and node.args[1] and node.args[2]:
-            raise RefusedError("dropout on parts would draw the same numbers for each; set it to 0")
         return _aligned(node, trail, block, value.dim())
     raise RefusedError(f"a cut through {name or node.name} is not known")
 

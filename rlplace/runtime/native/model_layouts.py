@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.runtime.native.capture import Captured
-from rlplace.runtime.native.follow import RefusedError
+from rlplace.runtime.native.follow import RefusedError, draws
 from rlplace.runtime.native.layouts import Region, block_graph, common_parts, regions
 from rlplace.runtime.native.sequence import sequence_modules
 from rlplace.runtime.native.tensor import Layouts, Trial
+
+_DRAWS = "draws random numbers, which processes of the tensor axis would not draw alike; set dropout to 0"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -48,6 +51,7 @@ class ModelLayouts:
         blocks: By path, for blocks with regions.
         vocabulary: Paths of embeddings and of the products that make logits of the same width.
         parts: The degree must divide it; 0 where nothing has a layout.
+        length: Positions of the activations that blocks are handed; 0 where they cannot be split.
         no_tensor: Why nothing has one, None where something has.
         no_sequence: Why activations cannot be split along the sequence, None where they can.
     """
@@ -55,6 +59,7 @@ class ModelLayouts:
     blocks: Mapping[str, BlockLayout]
     vocabulary: tuple[str, ...]
     parts: int
+    length: int
     no_tensor: str | None
     no_sequence: str | None
 
@@ -75,6 +80,9 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
         units: Its blocks by path.
         calls: What each is called with (`capture.observe`).
     """
+    random = next((path for path, unit in units.items() if isinstance(unit, _DropoutNd) and unit.p > 0), None)
+    if random is not None:
+        return ModelLayouts({}, (), 0, 0, f"{random} {_DRAWS}", None)
     known: dict[Any, BlockLayout] = {}
     blocks: dict[str, BlockLayout] = {}
     reasons: list[str] = []
@@ -92,7 +100,8 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
     parts = gcd(*(common_parts(layout.regions) for layout in blocks.values()))
     no_tensor = None if blocks else next(iter(reasons), "no block has two products in a row")
     sequence = next((f"block {path}: {b.no_sequence}" for path, b in blocks.items() if b.no_sequence), None)
-    return ModelLayouts(blocks, _vocabulary(units), parts, no_tensor, sequence)
+    length = 0 if sequence or not blocks else _activation(calls[next(iter(blocks))]).shape[1]
+    return ModelLayouts(blocks, _vocabulary(units), parts, length, no_tensor, sequence)
 
 
 def _kind(leaf: Any) -> Any:
@@ -116,6 +125,8 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
     except Exception as error:  # the block's own code runs
         reason = (str(error).strip().splitlines() or [""])[0][:160]
         return BlockLayout((), reasons=(f"its forward cannot be exported ({type(error).__name__}: {reason})",))
+    if any(draws(node) for node in graph.graph.nodes):
+        return BlockLayout((), reasons=(f"it {_DRAWS}",))
     found, reasons = regions(graph)
     if not found:
         return BlockLayout((), reasons=tuple(reasons))

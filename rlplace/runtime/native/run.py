@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from rlplace.runtime.native.accumulate import Accumulation, Loss
 from rlplace.runtime.native.batches import Batch, micro_batches, own_samples, share_of
 from rlplace.runtime.native.blocks import tied_names, units
 from rlplace.runtime.native.capture import Captured, capture, observe
+from rlplace.runtime.native.clip import clip_grad_norm_
 from rlplace.runtime.native.cut import cut, stage_module
 from rlplace.runtime.native.facts import model_facts
 from rlplace.runtime.native.mesh import Place, find_place
@@ -23,7 +24,7 @@ from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay
 from rlplace.runtime.native.pipeline import PipelineRun, StageModule
 from rlplace.runtime.native.tensor import Layouts
 from rlplace.runtime.native.ties import Ties
-from rlplace.runtime.native.why_not import why_not
+from rlplace.runtime.native.why_not import minor_version, why_not
 from rlplace.runtime.native.wrap import wrap_stage
 
 
@@ -45,11 +46,17 @@ class NativeModel:
     """
 
     def __init__(
-        self, strategy: Strategy, place: Place, bodies: Mapping[int, nn.Module], runner: Runner, ties: Ties | None = None
+        self,
+        strategy: Strategy,
+        place: Place,
+        bodies: Mapping[int, nn.Module],
+        runner: Runner,
+        ties: Ties | None = None,
+        tied: Sequence[Sequence[str]] = (),
     ) -> None:
         self.strategy, self.place, self.bodies = strategy, place, dict(bodies)
         self.share = share_of(strategy, place.replica)
-        self._runner, self._ties = runner, ties
+        self._runner, self._ties, self._tied = runner, ties, tied
 
     def own_samples(self, batch: Batch) -> dict[str, Any]:
         """The samples of this process's replica out of a whole batch, the same on all processes."""
@@ -96,7 +103,16 @@ class NativeModel:
 
     def state_dict(self) -> dict[str, Any]:
         """This process's parameters and buffers under the model's names, for `torch.distributed.checkpoint`."""
-        return {name: value for body in self.bodies.values() for name, value in body.state_dict().items()}
+        state = {name: value for body in self.bodies.values() for name, value in body.state_dict().items()}
+        for names in self._tied:
+            held = next((name for name in names if name in state), None)
+            state |= {} if held is None else {name: state[held] for name in names}
+        return state
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales all gradients down to a norm, over all processes; returns the norm that they had."""
+        copies = {} if self._ties is None else self._ties.copies(self.bodies)
+        return clip_grad_norm_([(p, copies.get(p, 1)) for p in self.parameters()], self.place, max_norm)
 
     def train(self, mode: bool = True) -> None:
         """Sets the mode of the blocks; ops between them stay as they were recorded."""
@@ -133,6 +149,10 @@ def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_
     reason = why_not(strategy, model_facts(model, layouts), torch.__version__)
     if reason is not None:
         raise InputError(f"native: {reason}")
+    degree = strategy.stages[0].axis("tensor")
+    length = 0 if layouts is None else layouts.length
+    if length % degree and any(stage.sequence_parallel for stage in strategy.stages):
+        raise InputError(f"native: {length} positions cannot be split over {degree} processes; pad them to a multiple")
     place = find_place(strategy, device_type)
     if len(strategy.stages) > 1:
         return _pipelined(model, strategy, example_inputs, place, layouts)
@@ -163,7 +183,9 @@ def _pipelined(
     names = tied_names(model)
     captured = capture(model, example_inputs, [block for stage in pipeline.stages for block in stage.blocks])
     stages = cut(captured, [stage.blocks for stage in pipeline.stages])
-    ties = Ties(names, pipeline, place)
+    if minor_version(torch.__version__) < (2, 13) and any(not value.requires_grad for stage in stages for value in stage.taken):
+        raise InputError("native: a value without a gradient crosses from stage to stage, which needs torch 2.13; upgrade it")
+    ties = Ties(names, pipeline, stages, place)
     bodies = {number: stage_module(captured, stages[number], place.device) for number in place.stages}
     ties.part(bodies)
     held = {id(module) for body in bodies.values() for module in body.modules()}
@@ -179,4 +201,4 @@ def _pipelined(
             _lay_out(layouts, captured, inside, pipeline.stages[number], place)
         wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
         roots[number] = root
-    return NativeModel(strategy, place, bodies, PipelineRun(pipeline, place, roots, stages, share.microbatches), ties)
+    return NativeModel(strategy, place, bodies, PipelineRun(pipeline, place, roots, stages, share.microbatches), ties, names)

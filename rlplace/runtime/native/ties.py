@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlplace.plan.strategy import Pipeline
-from rlplace.runtime.native.blocks import owner
+from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """One tie: the name of its copy in each stage of this process, the number of stages that have one, and their processes."""
+
+    names: dict[int, str]
+    stages: int
+    group: Any
 
 
 class Ties:
@@ -20,32 +30,33 @@ class Ties:
 
     Args:
         ties: Names of parameters that are one tensor, for every such tensor.
-        pipeline: What the strategy says; a name belongs to the stage whose block it lies in.
+        pipeline: What the strategy says.
+        stages: The stages of the cut.
         place: Where this process stands.
     """
 
-    def __init__(self, ties: Sequence[Sequence[str]], pipeline: Pipeline, place: Place) -> None:
-        stage_of_block = {block: number for number, stage in enumerate(pipeline.stages) for block in stage.blocks}
-        self._copies: list[tuple[dict[int, str], Any]] = []
+    def __init__(self, ties: Sequence[Sequence[str]], pipeline: Pipeline, stages: Sequence[StageGraph], place: Place) -> None:
+        self._ties: list[_Tie] = []
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
         for names in ties:
-            name_of_stage: dict[int, str] = {}
-            for name in names:
-                block = owner(name, stage_of_block)
-                if block is not None:
-                    name_of_stage.setdefault(stage_of_block[block], name)
+            held = (
+                (number, next((name for name in names if name in stage.parameters), None))
+                for number, stage in enumerate(stages)
+            )
+            name_of_stage = {number: name for number, name in held if name is not None}
             if len(name_of_stage) < 2:
                 continue
             places = sorted({pipeline.device_sets.index(pipeline.stages[stage].devices) for stage in name_of_stage})
             groups = place.mesh.mesh[places].reshape(len(places), -1).T.tolist()
             made = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in groups]
             own = next((group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks), None)
-            self._copies.append(({s: name for s, name in name_of_stage.items() if s in place.stages}, own))
+            mine = {stage: name for stage, name in name_of_stage.items() if stage in place.stages}
+            self._ties.append(_Tie(mine, len(name_of_stage), own))
 
     def part(self, bodies: Mapping[int, nn.Module]) -> None:
         """Gives each stage of this process a parameter of its own, before it is shared out."""
-        for name_of_stage, _ in self._copies:
-            for stage, name in list(name_of_stage.items())[1:]:
+        for tie in self._ties:
+            for stage, name in list(tie.names.items())[1:]:
                 shared = bodies[stage].get_parameter(name)
                 fresh = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
                 for module in bodies[stage].modules():
@@ -53,23 +64,27 @@ class Ties:
                         if parameter is shared:
                             setattr(module, key, fresh)
 
+    def copies(self, bodies: Mapping[int, nn.Module]) -> dict[nn.Parameter, int]:
+        """How many stages hold each parameter that stages share, for those of this process."""
+        return {bodies[stage].get_parameter(name): tie.stages for tie in self._ties for stage, name in tie.names.items()}
+
     def begin(self, bodies: Mapping[int, nn.Module]) -> None:
         """Puts gradients of earlier steps aside, which are sums already."""
-        copies = [bodies[stage].get_parameter(name) for names, _ in self._copies for stage, name in names.items()]
+        copies = self.copies(bodies)
         self._before = {copy: copy.grad for copy in copies}
         for copy in copies:
             copy.grad = None
 
     def sum_gradients(self, bodies: Mapping[int, nn.Module]) -> None:
         """Gives every copy the sum of all copies' gradients of this step, added to those of earlier steps."""
-        for name_of_stage, group in self._copies:
-            if not name_of_stage:
+        for tie in self._ties:
+            if not tie.names:
                 continue
-            copies = [bodies[stage].get_parameter(name) for stage, name in name_of_stage.items()]
+            copies = [bodies[stage].get_parameter(name) for stage, name in tie.names.items()]
             local = [_local(copy.grad) if copy.grad is not None else torch.zeros_like(_local(copy)) for copy in copies]
             total = torch.stack(local).sum(0) if len(local) > 1 else local[0].clone()
-            if group is not None:
-                dist.all_reduce(total, group=group)
+            if tie.group is not None:
+                dist.all_reduce(total, group=tie.group)
             for copy, own in zip(copies, local, strict=True):
                 if copy.grad is not None:
                     own.copy_(total)

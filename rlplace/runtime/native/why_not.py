@@ -53,7 +53,7 @@ def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: 
         facts: Of the model (`model_facts`); without them only what is wrong for every model is found.
         torch_version: Such as ``"2.13.0"``; None takes the installed one.
     """
-    number = _version(torch_version or version("torch"))
+    number = minor_version(torch_version or version("torch"))
     if number < OLDEST:
         return f"torch {'.'.join(map(str, number))} is older than {'.'.join(map(str, OLDEST))}; upgrade it"
     if len(strategy.pipelines) > 1:
@@ -63,7 +63,8 @@ def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: 
     return next(reasons, None)
 
 
-def _version(text: str) -> tuple[int, int]:
+def minor_version(text: str) -> tuple[int, int]:
+    """Such as (2, 13) of ``"2.13.0+cpu"``."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 

@@ -38,10 +38,11 @@ def _process(rank, world, path, function, arguments, timeout_s):
         os._exit(1)
 
 
-def run(world, function, *arguments, timeout_s=120):
+def run(world, function, *arguments, timeout_s=120, preload=()):
     """What ``function(*arguments)`` returned on each rank.
 
-    `function` must be importable by name: a function at the top of a test module.
+    `function` must be importable by name: a function at the top of a test module. `preload` names modules that are imported
+    once, before the first processes of the test run are made.
 
     Raises:
         AssertionError: A rank failed, with the traceback of each that did, or the time ran out.
@@ -49,7 +50,7 @@ def run(world, function, *arguments, timeout_s=120):
     with tempfile.TemporaryDirectory() as path:
         # A server that has imported what is slow to import forks the processes; the test process itself has threads.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "rlplace.runtime.distributed.distribute"])
+        context.set_forkserver_preload(["torch", "transformers", "rlplace.runtime.distributed.distribute", *preload])
         processes = [
             context.Process(target=_process, args=(rank, world, path, function, arguments, timeout_s)) for rank in range(world)
         ]

@@ -4,8 +4,12 @@ from itertools import pairwise
 
 LLAMA = ("model.embed_tokens", *(f"model.layers.{n}" for n in range(4)), "model.norm", "lm_head")
 GPT2 = ("transformer.wte", "transformer.wpe", *(f"transformer.h.{n}" for n in range(4)), "transformer.ln_f", "lm_head")
+T5 = (
+    *("shared", "encoder.embed_tokens", "encoder.block.0", "encoder.block.1", "encoder.final_layer_norm"),
+    *("decoder.embed_tokens", "decoder.block.0", "decoder.block.1", "decoder.final_layer_norm", "lm_head"),
+)
 DEEP = tuple(f"layers.{n}" for n in range(8))
-BLOCKS = {"llama": LLAMA, "gpt2": GPT2, "deep": DEEP}
+BLOCKS = {"llama": LLAMA, "gpt2": GPT2, "t5": T5, "deep": DEEP}
 
 
 def layers(blocks):
@@ -29,12 +33,10 @@ def flat(model, mesh, sharding, *, batch=8, microbatch=1, devices=(0, 1, 2, 3), 
 def chain(model, places, schedule, *, mesh, sharding, batch=8, microbatch=1, microbatches=None, **options):
     """Stages on places, in model order: layers in equal runs as far as they go, what comes before and after at the ends."""
     blocks = BLOCKS[model]
-    inner = layers(blocks)
-    first, last = blocks.index(inner[0]), blocks.index(inner[-1])
-    count = len(places)
-    bounds = [round(n * len(inner) / count) for n in range(count + 1)]
-    parts = [inner[a:b] for a, b in pairwise(bounds)]
-    parts[0], parts[-1] = [*blocks[:first], *parts[0]], [*parts[-1], *blocks[last + 1 :]]
+    starts = [blocks.index(block) for block in layers(blocks)]
+    bounds = [round(n * len(starts) / len(places)) for n in range(1, len(places))]
+    bounds = [0, *(starts[bound] for bound in bounds), len(blocks)]
+    parts = [blocks[a:b] for a, b in pairwise(bounds)]
     degree = mesh.get("replicate", 1) * mesh.get("shard", 1)
     microbatches = microbatches or batch // degree // microbatch
     stages = [stage(part, devices, mesh, sharding, **options) for part, devices in zip(parts, places, strict=True)]

@@ -13,6 +13,7 @@ from rlplace.plan.strategy import Strategy
 from rlplace.runtime.native.run import prepare
 
 BATCH, LENGTH, VOCABULARY = 8, 6, 64
+LARGEST_NORM = 0.5
 
 
 def llama(layers=4):
@@ -35,7 +36,26 @@ def gpt2(layers=4):
     return GPT2LMHeadModel(config)
 
 
-MODELS = {"llama": llama, "gpt2": gpt2}
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, vocab_size=VOCABULARY, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+SLOW_IMPORTS = (
+    "rlplace.runtime.native.run",
+    "torch.export",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+    "torch._inductor.config",
+)
+
+MODELS = {"llama": llama, "gpt2": gpt2, "t5": t5}
 
 
 def make(name):
@@ -43,9 +63,9 @@ def make(name):
     return MODELS[name]().double().train()
 
 
-def batch():
+def batch(name):
     ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids}
+    return {"input_ids": ids, "decoder_input_ids": ids.flip(0)} if name == "t5" else {"input_ids": ids}
 
 
 def loss(output, part):
@@ -59,44 +79,54 @@ def plain_run(name, steps=3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         optimizer.zero_grad()
-        value = loss(model(**batch()), batch())
+        value = loss(model(**batch(name)), batch(name))
         value.backward()
         if step == 0:
             first = value.item(), {n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False)}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
         optimizer.step()
-    return *first, {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}
+    return *first, norm, {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}
 
 
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def difference(own, wanted):
+def difference(own, wanted, times=1):
     """Largest relative difference over tensors."""
     largest = 0.0
     for name, value in own.items():
-        other = wanted[name]
+        other = times * wanted[name]
         largest = max(largest, ((value - other).abs().max() / other.abs().max().clamp_min(1e-12)).item())
     return largest
 
 
+def own_gradients(native):
+    return {n: whole(p.grad) for n, p in native.named_parameters() if p.grad is not None}
+
+
 def run_case(name, strategy, plain, steps=3):
     strategy = Strategy.from_dict(strategy)
-    native = prepare(make(name), strategy, {k: v[: strategy.pipelines[0].microbatch[0]] for k, v in batch().items()})
+    native = prepare(make(name), strategy, {k: v[: strategy.pipelines[0].microbatch[0]] for k, v in batch(name).items()})
     optimizer = torch.optim.AdamW(native.parameter_groups(), lr=1e-2, foreach=True)
-    value, gradients, parameters = plain
+    value, gradients, last_norm, parameters = plain
     result = {}
     for step in range(steps):
         optimizer.zero_grad()
-        own = native.step(native.own_samples(batch()), loss)
+        own = native.step(native.own_samples(batch(name)), loss)
         if step == 0:
             result["loss"] = abs(own.item() - value) / abs(value)
             result["missing"] = [n for n, p in native.named_parameters() if p.grad is None]
-            result["grad"] = difference(
-                {n: whole(p.grad) for n, p in native.named_parameters() if p.grad is not None}, gradients
-            )
+            result["grad"] = difference(own_gradients(native), gradients)
+            native.step(native.own_samples(batch(name)), loss)
+            result["twice"] = difference(own_gradients(native), gradients, 2)
+            for parameter in native.parameters():
+                parameter.grad.mul_(0.5)
+            result["state"] = sorted(native.state_dict())
             result["names"] = sorted(n for n, _ in native.named_parameters())
+        norm = native.clip_grad_norm_(LARGEST_NORM)
         optimizer.step()
+    result["norm"] = abs(norm.item() - last_norm.item()) / last_norm.item()
     result["param"] = difference({n: whole(p.detach()) for n, p in native.named_parameters()}, parameters)
     return result
 
@@ -108,9 +138,9 @@ def run_cases(cases):
         if name not in plain:
             plain[name] = plain_run(name)
         try:
-            start = time.monotonic()
+            start = time.process_time()
             results[key] = run_case(name, strategy, plain[name])
-            results[key]["s"] = time.monotonic() - start
+            results[key]["s"] = time.process_time() - start
         except Exception:
             results[key] = traceback.format_exc()
             if dist.get_rank() == 0:

@@ -1,0 +1,123 @@
+"""Stages of a cut, run one after the other, make what the model makes, of the model's own modules."""
+
+from itertools import pairwise
+
+import pytest
+import small_models
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.runtime.native.blocks import block_names
+from rlplace.runtime.native.capture import capture
+from rlplace.runtime.native.cut import cut, stage_module
+
+CPU = torch.device("cpu")
+
+
+def thirds(captured):
+    called = dict.fromkeys(node.target for node in captured.graph.nodes if node.op == "call_module")
+    blocks = [path for path in called if path in block_names(captured.model)]
+    bounds = [0, len(blocks) // 3 or 1, max(2, 2 * len(blocks) // 3), len(blocks)]
+    return [list(blocks[a:b]) for a, b in pairwise(bounds)]
+
+
+def staged(captured, stages, inputs):
+    leaves, values = pytree.tree_leaves(((), dict(inputs))), ()
+    for stage in stages:
+        values = stage_module(captured, stage, CPU)(*values, *(leaves[position] for position in stage.inputs))
+    return pytree.tree_unflatten(values, captured.out_spec)
+
+
+FOREIGN = ("gpt2", "bert", "llama", "mixtral", "t5", "vit", "swin")
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, "inception", "transformer", "lstm", "dlrm"])
+def test_stages_make_what_the_model_makes(name):
+    if name in FOREIGN:
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, inputs, loss = small_models.MODELS[name]()
+    captured = capture(model, inputs)
+    stages = cut(captured, thirds(captured))
+    wanted, made = loss(model(**inputs)), loss(staged(captured, stages, inputs))
+    torch.testing.assert_close(made, wanted, rtol=2e-5, atol=1e-5)
+    saved = {name: value for stage in stages for name, value in stage_module(captured, stage, CPU).state_dict().items()}
+    whole = model.state_dict()
+    assert set(saved) <= set(whole)
+    assert {value.data_ptr() for value in saved.values()} == {value.data_ptr() for value in whole.values()}
+
+
+class Branching(nn.Module):
+    """A block that export cannot follow: it looks at values, and has a gradient of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return Doubled.apply(x) if x.sum() > 0 else x.relu()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Branching() for _ in range(3)])
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) + x
+        return x * self.scale
+
+
+def test_blocks_that_export_cannot_follow_say_so():
+    with pytest.raises(InputError, match="strategies without a pipeline run it as it is"):
+        capture(Own(), {"x": torch.ones(2, 4)})
+
+
+def test_a_later_block_cannot_stand_in_an_earlier_stage():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with pytest.raises(InputError, match="block '1' of stage 0 reads what stage 1 makes"):
+        cut(capture(model, {"input": torch.ones(2, 4)}), [["1", "2"], ["0"]])
+
+
+def test_every_block_is_in_a_stage():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with pytest.raises(InputError, match="no stage names the block '2'"):
+        cut(capture(model, {"input": torch.ones(2, 4)}), [["0"], ["1"]])
+
+
+def test_a_list_of_modules_is_no_block():
+    with pytest.raises(InputError, match=r"name its elements \(layers.0"):
+        capture(Own(), {"x": torch.ones(2, 4)}, ["layers"])
+
+
+class Reading(nn.Module):
+    """Its head reads the weight of the embedding, which lies in another block."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.middle = nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        return self.middle(self.embed(tokens)) @ self.embed.weight.T
+
+
+def test_a_parameter_is_read_where_it_is_held():
+    captured = capture(Reading(), {"tokens": torch.zeros(2, 3, dtype=torch.long)})
+    with pytest.raises(InputError, match=r"parameter 'embed.weight' is read outside of the block"):
+        cut(captured, [["embed"], ["middle"]])

@@ -50,7 +50,7 @@ def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:
     _check_structure(small, large)
     fields: dict[str, Any] = {}
     for name in _AFFINE:
-        values = _affine(getattr(small, name), getattr(large, name), small.samples, large.samples, samples)
+        values = affine(getattr(small, name), getattr(large, name), small.samples, large.samples, samples)
         if (values < 0).any():
             index = int(np.flatnonzero(values < 0)[0])
             known = [f"{getattr(graph, name)[index]} at {graph.samples}" for graph in (small, large)]
@@ -76,8 +76,8 @@ def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:
     )
 
 
-def _affine(a: NDArray[Any], b: NDArray[Any], at_a: int, at_b: int, at: int) -> NDArray[Any]:
-    """Values at `at` on the line through both; exact where the slope is whole, and integers are rounded where it is not."""
+def affine(a: NDArray[Any], b: NDArray[Any], at_a: int, at_b: int, at: int) -> NDArray[Any]:
+    """Values at `at` on the line through `a` and `b`, exact where its slope is whole; integers are rounded where it is not."""
     slope, rest = np.divmod(b - a, at_b - at_a)
     if a.dtype.kind == "i" and np.abs(slope.astype(np.float64)).max(initial=1.0) * abs(at - at_a) > MAX_BYTES:
         raise InputError(f"rescale: {show(at)} samples are more than a graph can count; use fewer")
@@ -88,7 +88,7 @@ def _affine(a: NDArray[Any], b: NDArray[Any], at_a: int, at_b: int, at: int) -> 
 def _scaled_dims(small: OpGraph, large: OpGraph, op: int, samples: int) -> Mapping[str, int]:
     names = list(small.op_dims[op])
     a, b = (np.array([graph.op_dims[op][name] for name in names], dtype=np.int64) for graph in (small, large))
-    return dict(zip(names, _affine(a, b, small.samples, large.samples, samples).tolist(), strict=True))
+    return dict(zip(names, affine(a, b, small.samples, large.samples, samples).tolist(), strict=True))
 
 
 def _check_structure(small: OpGraph, large: OpGraph) -> None:

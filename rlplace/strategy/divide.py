@@ -1,57 +1,69 @@
-"""What one device of a tensor group does and holds: the captured graph, divided as a layout says."""
+"""What one device of a tensor group does and holds: captured ops and tensors, divided as a layout says."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.graph.opgraph import BUFFER, GRADIENT, PARAMETER, UPDATE, OpGraph, Parameter
+from rlplace.graph.opgraph import BUFFER, GRADIENT, PARAMETER, UPDATE, OpGraph
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Floats
-
-if TYPE_CHECKING:
-    from rlplace.strategy.tensor_layout import TensorLayout
+from rlplace.strategy.tensor_layout import TensorLayout
 
 _LOOKED_UP = ("embedding", "gather")
 """Kinds of ops that read a part of their table."""
 
 
-def divided(graph: OpGraph, layout: TensorLayout) -> OpGraph:
-    """A graph of any batch size as one device of the group runs it; the same ops and tensors, smaller.
+def tensor_parts(graph: OpGraph, layout: TensorLayout) -> NDArray[np.int64]:
+    """int64 [T], into how many parts each tensor of the captured graph is cut."""
+    of_parameter = np.isin(graph.tensor_role, (PARAMETER, BUFFER, GRADIENT))
+    own = layout.parameter_parts[np.maximum(graph.tensor_parameter, 0)] if graph.parameters else layout.tensor_parts
+    return np.where(of_parameter, own, layout.tensor_parts).astype(np.int64)
+
+
+def shares(values: NDArray[np.int64], parts: NDArray[Any]) -> NDArray[np.int64]:
+    """The largest of so many parts of whole values."""
+    return -(-values // parts)
+
+
+def divided(graph: OpGraph, layout: TensorLayout, ops: NDArray[Any], parts_of_tensor: NDArray[Any]) -> OpGraph:
+    """Ops as one device of the group runs them; the same ops and tensors, smaller.
 
     The bytes that a cut op moves shrink like what it reads and writes: a product whose weight is cut still reads all of its
     input where that is whole.
+
+    Args:
+        graph: Some ops (or parts of ops) of the captured graph, at any batch size.
+        layout: How the captured graph is cut.
+        ops: int [N'], which op of the captured graph each op is.
+        parts_of_tensor: int [T'], see `tensor_parts`.
     """
-    parts = layout.op_parts.astype(np.int64)
-    of_parameter = np.isin(graph.tensor_role, (PARAMETER, BUFFER, GRADIENT))
-    index = np.maximum(graph.tensor_parameter, 0)
-    pieces = np.where(of_parameter, layout.parameter_parts[index] if graph.parameters else 1, layout.tensor_parts)
-    size = _ceil(graph.tensor_bytes, pieces)
+    parts = layout.op_parts[ops].astype(np.int64)
+    size = shares(graph.tensor_bytes, parts_of_tensor)
     moved = graph.op_bytes * np.where(graph.op_phase == UPDATE, 1.0 / parts, _touched(graph, size))
     dims = {op: dict(sizes) for op, sizes in graph.op_dims.items()}
-    for op, name in layout.op_dims.items():
-        if name in dims.get(op, {}):
-            dims[op][name] = max(1, dims[op][name] // layout.degree)
+    captured = ops.tolist()
+    for op, sizes in dims.items():
+        name = layout.op_dims.get(captured[op])
+        if name in sizes:
+            sizes[name] = max(1, sizes[name] // layout.degree)
     return dataclasses.replace(
         graph,
         op_flops=graph.op_flops / parts,
         op_bytes=np.where(parts > 1, np.rint(moved).astype(np.int64), graph.op_bytes),
-        op_temporary_bytes=_ceil(graph.op_temporary_bytes, parts),
+        op_temporary_bytes=shares(graph.op_temporary_bytes, parts),
         op_dims=dims,
         tensor_bytes=size,
-        parameters=tuple(map(_part, graph.parameters, layout.parameter_parts.tolist())),
-        traced=None,
     )
 
 
-def moved_by(graph: OpGraph, layout: TensorLayout, blocks: int) -> tuple[Floats, Floats]:
-    """Bytes of whole tensors and calls, float64 [2, K, B] each, that the group moves in a pass of the undivided graph."""
+def moved_by(layout: TensorLayout, tensor_bytes: NDArray[np.int64], blocks: int) -> tuple[Floats, Floats]:
+    """Bytes of whole tensors (int64 [T]), and calls, that the group moves in a pass: float64 [2, K, B] each."""
     size, calls = np.zeros((2, 2, len(COLLECTIVE_KINDS), blocks))
     for item in layout.collectives:
-        size[item.when, item.kind, item.block] += item.size_bytes(graph)
+        size[item.when, item.kind, item.block] += tensor_bytes[item.tensor]
         calls[item.when, item.kind, item.block] += 1
     return size, calls
 
@@ -68,16 +80,3 @@ def _touched(graph: OpGraph, size: NDArray[np.int64]) -> Floats:
         for values in (graph.tensor_bytes, size)
     )
     return np.divide(after, before, out=np.ones_like(before), where=before > 0)
-
-
-def _part(parameter: Parameter, parts: int) -> Parameter:
-    if parts == 1:
-        return parameter
-    sizes: dict[str, Any] = {
-        name: -(-getattr(parameter, name) // parts) for name in ("size_bytes", "gradient_bytes", "optimizer_bytes")
-    }
-    return msgspec.structs.replace(parameter, **sizes)
-
-
-def _ceil(values: NDArray[np.int64], parts: NDArray[Any]) -> NDArray[np.int64]:
-    return -(-values // parts)

@@ -75,20 +75,24 @@ class Lives:
         self._timelines = timelines
         self.again = tuple(timeline.again for timeline in timelines)
 
-    def memory(self, graph: OpGraph) -> Memory:
-        """In bytes, of a graph of the same structure at any batch size."""
-        size = np.where(self._weightless, graph.tensor_bytes, 0)
-        inputs = np.bincount(self._inputs[1], graph.tensor_bytes[self._inputs[0]], self._count).astype(np.int64)
+    def memory(self, tensor_bytes: NDArray[np.int64], temporary_bytes: NDArray[np.int64]) -> Memory:
+        """In bytes, at any batch size and cut.
+
+        Args:
+            tensor_bytes: int64 [T].
+            temporary_bytes: int64 [N], of ops.
+        """
+        size = np.where(self._weightless, tensor_bytes, 0)
+        inputs = np.bincount(self._inputs[1], tensor_bytes[self._inputs[0]], self._count).astype(np.int64)
         kept, working = [], []
         for timeline in self._timelines:
             waiting = timeline.kept >= 0
             held = np.bincount(timeline.kept[waiting], size[timeline.tensor[waiting]], self._count).astype(np.int64)
-            working.append(np.maximum(_peaks(timeline, size, graph.op_temporary_bytes) - np.cumsum(held), 0))
+            working.append(np.maximum(_peaks(timeline, size, temporary_bytes) - np.cumsum(held), 0))
             kept.append(held + inputs)
         sent, returned = (
             np.cumsum(
-                np.bincount(first, graph.tensor_bytes[tensor], self._count)
-                - np.bincount(last, graph.tensor_bytes[tensor], self._count)
+                np.bincount(first, tensor_bytes[tensor], self._count) - np.bincount(last, tensor_bytes[tensor], self._count)
             ).astype(np.int64)
             for tensor, first, last in self._borders
         )

@@ -7,6 +7,7 @@ and for any device kind; what is known of a cut is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,22 +15,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster.parse import Cluster, as_cluster
-from rlplace.cost.calls import calls_of
-from rlplace.cost.compute import check_host, times_with
+from rlplace.cost.calls import Calls, calls_of
+from rlplace.cost.compute import check_host, fold_issue, issue_times, times_with
 from rlplace.cost.foreign import as_costs
-from rlplace.cost.table import CostTable
+from rlplace.cost.scaled import base_name
+from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
-from rlplace.graph.rescale import rescale
+from rlplace.graph.rescale import affine
 from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.strategy.blocks import Blocks, find_blocks
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
-from rlplace.strategy.divide import divided, moved_by
+from rlplace.strategy.divide import moved_by, shares, tensor_parts
 from rlplace.strategy.layouts import tensor_layouts
-from rlplace.strategy.lives import Lives
+from rlplace.strategy.lives import Lives, Memory
+from rlplace.strategy.samples import Sample, representatives
 from rlplace.strategy.tensor_layout import TensorLayout
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Sized:
+    """The model at a batch size and cut.
+
+    Attributes:
+        whole: Ops that stand for all, with their kernels.
+        halves: The same with weight gradients apart.
+        first: int64 [B], the block that stands for each block.
+        undivided_bytes: int64 [T], of the tensors of the captured graph at this batch size.
+        memory: Of one device.
+        seconds: float64 [N] by device kind, as far as known.
+    """
+
+    whole: tuple[OpGraph, Calls]
+    halves: tuple[OpGraph, Calls]
+    first: NDArray[np.int64]
+    undivided_bytes: NDArray[np.int64]
+    memory: Memory
+    seconds: dict[int, Floats]
 
 
 class PricedBlocks:
@@ -64,13 +88,14 @@ class PricedBlocks:
             host: See `costs`.
         """
         check_host(host)
-        self.graph, self._other, self._host = graph, other, host
+        self.graph, self._host = graph, host
         self._table = as_costs(costs)
         self._kinds = {kind.name: kind for kind in as_cluster(cluster).kinds}
         self.kinds = tuple(self._kinds)
         self._kept: dict[Hashable, object] = {}
         self.blocks = find_blocks(graph)
         self._lives = Lives(graph, self.blocks)
+        self._graphs = (graph,) if other is None else (graph, other)
         self.names = self.blocks.names
         self.ties = _ties(graph, self.blocks)
         self.classes = self._classes()
@@ -80,7 +105,7 @@ class PricedBlocks:
         for axis in ("context", "expert"):
             if getattr(cut, axis) > 1:
                 return f"{axis} parallelism of blocks has no price yet; leave {axis} at 1"
-        if self._other is None and cut.samples != self.graph.samples:
+        if len(self._graphs) == 1 and cut.samples != self.graph.samples:
             return f"the model was captured with {self.graph.samples} samples only, asked for {cut.samples}"
         try:
             self._at(cut)
@@ -99,7 +124,7 @@ class PricedBlocks:
     def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
         """What one device holds at these degrees."""
         cut = self._whole(tensor, expert)
-        return self._once(("held", tensor), lambda: _held(self._at(cut), self.blocks))
+        return self._once(("held", tensor), lambda: _held(self.graph, self.blocks, self._layout(cut)))
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
         """float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""
@@ -108,28 +133,37 @@ class PricedBlocks:
         holders = [self.blocks.of_parameter[parameter] for parameter in self.graph.op_parameter[updates].tolist()]
         counts = np.array([len(blocks) for blocks in holders], dtype=np.int64)
         flat = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
-        return _sums(flat, np.repeat(self._seconds(kind, cut)[updates], counts), len(self.names))
+        return self._totals(self._at(cut), flat, np.repeat(self._seconds(kind, cut)[updates], counts))
 
     def _pass(self, kind: int, cut: Cut) -> PassCosts:
         self._allowed(cut)
-        graph, of_op = self._at(cut), self.blocks.of_op
-        seconds, weight = self._seconds(kind, cut), self._weight_seconds(kind, cut)
-        memory = self._once(("memory", cut), lambda: self._lives.memory(graph))
-        forward, backward = graph.op_phase == FORWARD, ~np.isin(graph.op_phase, (FORWARD, UPDATE))
-        count = len(self.names)
-        collective_bytes, collective_calls = self._once(("moved", cut), lambda: self._moved(cut))
+        found, layout = self._at(cut), self._layout(cut)
+        of_op, seconds = self.blocks.of_op, self._seconds(kind, cut)
+        _, halves, is_weight, origin = self._samples(layout)
+        parts = self._priced(kind, *found.halves, halves.stand_in)
+        weight = part_times(seconds[:, None], parts[:, None], origin)[:, 0] * is_weight
+        phase, memory = self.graph.op_phase, found.memory
+        none = np.zeros((2, len(COLLECTIVE_KINDS), len(self.names)))
+        moved = (none, none) if layout is None else moved_by(layout, found.undivided_bytes, len(self.names))
         return PassCosts(
-            forward_s=_sums(of_op, seconds * forward, count),
-            backward_s=_sums(of_op, seconds * backward, count),
-            weight_s=_sums(of_op, weight, count),
-            again_s=np.stack([_sums(of_op[ops], seconds[ops], count) for ops in self._lives.again]),
+            forward_s=self._totals(found, of_op, seconds * (phase == FORWARD)),
+            backward_s=self._totals(found, of_op, seconds * ((phase != FORWARD) & (phase != UPDATE))),
+            weight_s=self._totals(found, of_op[origin], weight),
+            again_s=np.stack([self._totals(found, of_op[ops], seconds[ops]) for ops in self._lives.again]),
             kept_bytes=memory.kept_bytes,
             working_bytes=_most(memory.working_bytes, self.classes),
             sent_bytes=memory.sent_bytes,
             returned_bytes=memory.returned_bytes,
-            collective_bytes=collective_bytes,
-            collective_calls=collective_calls,
+            collective_bytes=moved[0],
+            collective_calls=moved[1],
         )
+
+    def _totals(self, found: _Sized, block: NDArray[Any], values: Floats) -> Floats:
+        """float64 [B], sums by block; equal blocks share what the host's lead makes unlike."""
+        count = len(self.names)
+        total = np.bincount(found.first, np.bincount(block, values, count), count)
+        alike = np.bincount(found.first, minlength=count)
+        return (total[found.first] / alike[found.first]).astype(np.float64)
 
     def _whole(self, tensor: int, expert: int) -> Cut:
         """The cut at which a tensor group holds and updates what it holds, at the captured batch."""
@@ -154,20 +188,54 @@ class PricedBlocks:
             raise found
         return found  # type: ignore[return-value]
 
-    def _at(self, cut: Cut) -> OpGraph:
-        """What one device of a tensor group runs."""
+    def _at(self, cut: Cut) -> _Sized:
+        """Ops, tensors and memory at a batch size, as one device of a tensor group has them."""
+        return self._once(("sized", cut), lambda: self._sized(cut))
 
-        def make() -> OpGraph:
-            if cut.tensor > 1:
-                return divided(self._at(Cut(cut.samples)), self._layout(cut))
-            if cut.samples == self.graph.samples or self._other is None:
-                return self.graph
-            return rescale(self.graph, self._other, cut.samples)
+    def _sized(self, cut: Cut) -> _Sized:
+        layout = self._layout(cut)
+        parts = np.ones(self.graph.num_tensors, dtype=np.int64) if layout is None else tensor_parts(self.graph, layout)
+        op_parts = np.ones(self.graph.num_ops, dtype=np.int64) if layout is None else layout.op_parts
+        whole, halves, *_ = self._samples(layout)
+        sizes, temporary = (self._values(name, cut.samples) for name in ("tensor_bytes", "op_temporary_bytes"))
+        graph, split = (sample.at(cut.samples, layout, parts) for sample in (whole, halves))
+        return _Sized(
+            whole=(graph, calls_of(graph, self._host)),
+            halves=(split, calls_of(split, self._host)),
+            first=representatives(self.graph, self.blocks, self.classes, layout),
+            undivided_bytes=sizes,
+            memory=self._lives.memory(shares(sizes, parts), shares(temporary, op_parts)),
+            seconds={},
+        )
 
-        return self._once(("graph", cut), make)
+    def _values(self, name: str, samples: int) -> NDArray[np.int64]:
+        """A field of the whole graph at a batch size, bytes."""
+        if len(self._graphs) == 1:
+            return getattr(self.graph, name)  # type: ignore[no-any-return]
+        small, large = self._graphs
+        values = affine(getattr(small, name), getattr(large, name), small.samples, large.samples, samples)
+        return np.maximum(values, 0)
 
-    def _layout(self, cut: Cut) -> TensorLayout:
-        """How the blocks are cut over a tensor group."""
+    def _samples(self, layout: TensorLayout | None) -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
+        """Ops that stand for all, also with weight gradients apart; of these all, which they are and what each is part of."""
+
+        def make() -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
+            split, origin = zip(*self._split(), strict=True)
+            first = representatives(self.graph, self.blocks, self.classes, layout)
+            if self._host != "eager":  # compiled ops fuse with those of other blocks
+                first = np.arange(len(first))
+            halves = Sample.of(split, self.blocks, first, origin[0])
+            return Sample.of(self._graphs, self.blocks, first), halves, split[0].op_phase == BACKWARD_WEIGHT, origin[0]
+
+        return self._once(("samples", None if layout is None else (layout.degree, layout.sequence_parallel)), make)
+
+    def _split(self) -> list[tuple[OpGraph, NDArray[np.int32]]]:
+        return self._once("split", lambda: [split_weight_gradients(graph) for graph in self._graphs])
+
+    def _layout(self, cut: Cut) -> TensorLayout | None:
+        """How the blocks are cut over a tensor group; None where they are whole."""
+        if cut.tensor == 1:
+            return None
         if self.graph.traced is None:
             raise InputError("the graph does not say how its ops can be cut; capture the model again, in this process")
         return self._once(
@@ -175,43 +243,33 @@ class PricedBlocks:
             lambda: tensor_layouts(self.graph, self.blocks.of_op, cut.tensor, sequence_parallel=cut.sequence_parallel),
         )
 
-    def _moved(self, cut: Cut) -> tuple[Floats, Floats]:
-        if cut.tensor == 1:
-            none = np.zeros((2, len(COLLECTIVE_KINDS), len(self.names)))
-            return none, none
-        return moved_by(self._at(Cut(cut.samples)), self._layout(cut), len(self.names))
-
     def _seconds(self, kind: int, cut: Cut) -> Floats:
-        """float64 [N], of every op."""
+        """float64 [N], of every captured op."""
+        found = self._at(cut)
+        if kind not in found.seconds:
+            found.seconds[kind] = self._priced(kind, *found.whole, self._samples(self._layout(cut))[0].stand_in)
+        return found.seconds[kind]
 
-        def make() -> Floats:
-            graph = self._at(cut)
-            calls = self._once(("calls", cut), lambda: calls_of(graph, self._host))
-            return times_with(self._table, graph, self._kinds[self.kinds[kind]], calls, self._host).seconds
-
-        return self._once(("seconds", kind, cut), make)
-
-    def _weight_seconds(self, kind: int, cut: Cut) -> Floats:
-        """float64 [N], of what every op does for gradients of weights."""
-        graph = self._at(cut)
-        split, origin = self._once(("split", cut), lambda: split_weight_gradients(graph))
-        calls = self._once(("split calls", cut), lambda: calls_of(split, self._host))
-        parts = times_with(self._table, split, self._kinds[self.kinds[kind]], calls, self._host).seconds
-        whole = self._seconds(kind, cut)
-        seconds = part_times(whole[:, None], parts[:, None], origin)[:, 0]
-        return _sums(origin, seconds * (split.op_phase == BACKWARD_WEIGHT), graph.num_ops)
+    def _priced(self, kind: int, graph: OpGraph, calls: Calls, stand_in: NDArray[np.int64]) -> Floats:
+        """Seconds of all ops from those that stand for them; the host issues one after the other."""
+        device = self._kinds[self.kinds[kind]]
+        own = self._table.kinds.get(base_name(device.name), KindCosts())
+        device_s = times_with(self._table, graph, device, calls, self._host).device_s
+        return fold_issue(device_s[stand_in], issue_times(graph, own, self._host, device)[stand_in])
 
     def _classes(self) -> NDArray[np.int64]:
         graph, of_op = self.graph, self.blocks.of_op
-        held, memory = self.held(), self._lives.memory(graph)
+        held, memory = _held(graph, self.blocks, None), self._lives.memory(graph.tensor_bytes, graph.op_temporary_bytes)
         tied = [tuple(index for index, tie in enumerate(self.ties) if b in tie.blocks) for b in range(len(self.names))]
+        parts = np.bincount(self._split()[0][1], minlength=graph.num_ops)
         ops: list[list[Hashable]] = [[] for _ in self.names]
         for op, block in enumerate(of_op.tolist()):
             ops[block].append(
                 (
                     graph.op_phase[op], graph.op_kind[op], graph.op_target[op], graph.op_dtype[op], graph.op_flops[op],
                     graph.op_bytes[op], graph.op_temporary_bytes[op], tuple(graph.op_dims.get(op, {}).items()),
-                    None if graph.op_launches is None else graph.op_launches[op],
+                    None if graph.op_launches is None else graph.op_launches[op], self._graphs[-1].op_flops[op],
+                    self._graphs[-1].op_bytes[op], parts[op],
                 )
             )  # fmt: skip
         columns = (
@@ -231,15 +289,12 @@ def _most(values: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.i
     return same
 
 
-def _sums(index: NDArray[Any], values: Floats, count: int) -> Floats:
-    return np.bincount(index, values, count).astype(np.float64)
-
-
-def _held(graph: OpGraph, blocks: Blocks) -> HeldCosts:
+def _held(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None) -> HeldCosts:
     parts = np.zeros((3, len(blocks.names)), dtype=np.int64)
-    for parameter, holders in zip(graph.parameters, blocks.of_parameter, strict=True):
+    pieces = [1] * len(graph.parameters) if layout is None else layout.parameter_parts.tolist()
+    for parameter, count, holders in zip(graph.parameters, pieces, blocks.of_parameter, strict=True):
         sizes = np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)
-        parts[:, list(holders)] += sizes[:, None]
+        parts[:, list(holders)] += shares(sizes, count)[:, None]
     return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy())
 
 

@@ -13,7 +13,7 @@ from rlplace.plan.recompute import recompute
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
 from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut, tied_once
-from rlplace.strategy.divide import divided
+from rlplace.strategy.divide import divided, tensor_parts
 from rlplace.strategy.layouts import tensor_layouts
 from rlplace.strategy.price import PricedBlocks
 
@@ -83,6 +83,15 @@ def test_times_add_up(priced, name):
         weight = split.time_s[split.op_phase == BACKWARD_WEIGHT, kind].sum()
         np.testing.assert_allclose(costs.weight_s.sum(), weight, rtol=1e-9)
         assert (costs.weight_s <= costs.backward_s).all()
+
+
+def test_times_of_compiled_blocks_add_up():
+    graph = captured("bert")
+    costs = PricedBlocks(graph, CLUSTER, host="compiled").passes(0, FOUR)
+    problem = price(graph, CLUSTER, level="op", host="compiled")
+    found = [costs.forward_s.sum(), costs.backward_s.sum()]
+    wanted = [problem.time_s[problem.op_phase == phase, 0].sum() for phase in (FORWARD, BACKWARD)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -235,7 +244,8 @@ def test_a_tensor_group_shares_work_and_weights(gpt2):
     blocks, (whole, half, _) = gpt2
     layer = blocks.names.index("transformer.h.1")
     graph = captured("gpt2")
-    cut = divided(graph, tensor_layouts(graph, blocks.blocks.of_op, 2))
+    layout = tensor_layouts(graph, blocks.blocks.of_op, 2)
+    cut = divided(graph, layout, np.arange(graph.num_ops), tensor_parts(graph, layout))
     products = [op for op in range(graph.num_ops) if graph.op_kind[op] == "gemm" and blocks.blocks.of_op[op] == layer]
     assert len(products) == 8
     np.testing.assert_array_equal(cut.op_flops[products], graph.op_flops[products] / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,7 +44,12 @@ def found_blocks(ops: ForwardOps, divisor: int, *, sequence_parallel: bool) -> l
     of_block: dict[int, list[int]] = defaultdict(list)
     for op in np.flatnonzero(ops.searched).tolist():
         of_block[int(ops.block_of_op[op])].append(op)
-    return [_Finder(ops, number, divisor, sequence_parallel).found(of_block[number]) for number in sorted(of_block)]
+    return [found_block(ops, number, of_block[number], divisor, sequence_parallel) for number in sorted(of_block)]
+
+
+def found_block(forward: ForwardOps, number: int, ops: Iterable[int], divisor: int, sequence_parallel: bool) -> FoundBlock:
+    """The block that consists of these ops."""
+    return _Finder(forward, number, divisor, sequence_parallel).found(list(ops))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,14 +11,14 @@ numbers of ops and tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.graph.opgraph import OpGraph
-from rlplace.strategy.block_graph import FoundBlock, found_blocks
+from rlplace.strategy.block_graph import FoundBlock, found_block, found_blocks
 from rlplace.strategy.cut_block import Block, BlockCut, cut_block, whole_block
 from rlplace.strategy.forward_ops import ForwardOps
 from rlplace.strategy.tensor_layout import TensorLayout, layout_of
@@ -59,47 +59,40 @@ def _search(
     ops: ForwardOps, degree: int, sequence_parallel: bool
 ) -> tuple[list[FoundBlock], list[BlockCut | None], str | None]:
     """All blocks, the cut of each, and why not. Equal blocks are searched once."""
-    known: dict[Block, BlockCut | None] = {}
-
-    def cut(block: Block) -> BlockCut | None:
-        if block not in known:
-            known[block] = cut_block(block, degree, sequence_parallel=sequence_parallel)
-        return known[block]
-
     found = found_blocks(ops, degree, sequence_parallel=sequence_parallel)
     if degree == 1:
         return found, [whole_block(item.block) for item in found], None
-    cuts = [cut(item.block) for item in found]
-    free = [item.block for item in found_blocks(ops, 1, sequence_parallel=sequence_parallel)]
-    return found, cuts, _why_not(ops, found, cuts, [(block, cut(block)) for block in free], degree)
+    known: dict[Block, BlockCut | None] = {}
+    reasons: list[str] = []
+    for item in found:
+        if item.block not in known:
+            known[item.block] = cut_block(item.block, degree, sequence_parallel=sequence_parallel)
+            reasons += _undivided(ops, item, known[item.block], degree, sequence_parallel)
+    if not reasons and not any(
+        op.weighted for block, cut in known.items() if cut for op, dim in zip(block.ops, cut.dims, strict=True) if dim
+    ):
+        reasons.append(f"no product with a weight can be cut into {degree} parts")
+    return found, [known[item.block] for item in found], next(iter(reasons), None)
 
 
-def _why_not(
-    ops: ForwardOps,
-    found: Sequence[FoundBlock],
-    cuts: Sequence[BlockCut | None],
-    free: Sequence[tuple[Block, BlockCut | None]],
-    degree: int,
-) -> str | None:
-    """What the best cut of any sizes (`free`) cuts and the degree does not divide, or that there is nothing to cut."""
-    for item, cut, (ideal, best) in zip(found, cuts, free, strict=True):
-        if best is None or cut is None:
-            borders = [(tensor, value.border) for tensor, value in zip(item.tensors, item.block.values, strict=True)]
-            sizes = [ops.indices.axes[tensor][axis] for tensor, axis in borders if axis is not None and axis >= 0]
-            size = next(size for size in sizes if size % degree)
-            return f"the sequence of {size} positions cannot be cut into {degree} parts; leave sequence parallelism out"
-        for op, record, wanted, dim in zip(item.ops, ideal.ops, best.dims, cut.dims, strict=True):
-            size = ops.indices.dims.get(op, {}).get(wanted, degree)
-            if ops.product[op] and not record.ends and not dim and size % degree:
-                what = "heads" if ops.graph.op_kind[op] == "attention" else "columns or heads"
-                return f"tensor degree {degree} does not divide the {size} {what} of {ops.graph.op_names[op]}"
-    cut_ops = (
-        op
-        for item, cut in zip(found, cuts, strict=True)
-        if cut
-        for op, dim in zip(item.block.ops, cut.dims, strict=True)
-        if dim
-    )
-    if not any(op.weighted for op in cut_ops):
-        return f"no product with a weight can be cut into {degree} parts"
-    return None
+def _undivided(ops: ForwardOps, item: FoundBlock, cut: BlockCut | None, degree: int, sequence_parallel: bool) -> Iterator[str]:
+    """What the best cut of the block cuts if sizes do not matter, but the degree does not divide."""
+    if cut is None:
+        borders = [(tensor, value.border) for tensor, value in zip(item.tensors, item.block.values, strict=True)]
+        sizes = [ops.indices.axes[tensor][axis] for tensor, axis in borders if axis is not None and axis >= 0]
+        size = next(size for size in sizes if size % degree)
+        yield f"the sequence of {size} positions cannot be cut into {degree} parts; leave sequence parallelism out"
+        return
+    whole = [
+        ops.product[op] and not record.ends and not dim
+        for op, record, dim in zip(item.ops, item.block.ops, cut.dims, strict=True)
+    ]
+    ideal = found_block(ops, item.number, item.ops, 1, sequence_parallel).block
+    if not any(whole) or ideal == item.block:
+        return
+    best = cut_block(ideal, degree, sequence_parallel=sequence_parallel)
+    for op, left, wanted in zip(item.ops, whole, best.dims if best else (), strict=bool(best)):
+        size = ops.indices.dims.get(op, {}).get(wanted, degree)
+        if left and size % degree:
+            what = "heads" if ops.graph.op_kind[op] == "attention" else "columns or heads"
+            yield f"tensor degree {degree} does not divide the {size} {what} of {ops.graph.op_names[op]}"

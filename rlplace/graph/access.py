@@ -95,7 +95,8 @@ def access_of(
     if rule is None or not rule(space, _in_order(target, args, kwargs), result):
         return None
     dims = {name: size for name, size in space.dims.items() if size > 1}
-    uses = tuple(_use(tensor, names, dims, storage) for tensor, names in space.tensors if tensor.numel() > 0)
+    held = [(tensor, names) for tensor, names in space.tensors if tensor.untyped_storage().nbytes() > 0]
+    uses = tuple(_use(tensor, names, dims, storage) for tensor, names in held)
     statistics = tuple((tuple(n for n in names if n in dims), size) for names, size in space.statistics)
     return Access(dims, uses, statistics) if dims and uses else None
 

@@ -89,18 +89,23 @@ def _attention(space: Space, args: Args, result: Any) -> bool:
     output = next(tensors_of(result), None)
     if output is None or query.dim() != 4 or key.dim() != 4:
         return False
+    heads, shared = int(query.shape[1]), int(key.shape[1])
     names = ["batch", "heads", "queries", ""]
-    shared = [name if a == b else "" for name, a, b in zip(names[:2], key.shape, query.shape, strict=False)]
-    if shared[1] == "" and key.shape[1] > 1:  # grouped queries: heads may be cut only as far as the keys' heads, so not at all
+    grouped = shared > 1 and heads != shared and heads % shared == 0
+    if grouped:  # query heads in groups that share a head of keys and values
+        names.insert(2, "group")
+    elif heads != shared > 1:
         names[1] = ""
-    space.add(query, names)
-    space.add(key, [*shared, "", ""])
-    space.add(value, [*shared, "", ""])
+    for tensor in (query, output):
+        space.add(tensor.unflatten(1, (shared, -1)) if grouped else tensor, names)
+    for tensor in (key, value):
+        batch = "batch" if tensor.shape[0] == query.shape[0] else ""
+        space.add(tensor, [batch, names[1] if grouped or shared == heads else "", "", ""])
     mask = args[3] if len(args) > 3 else None
     if isinstance(mask, torch.Tensor) and mask.dim() == 4:
-        named = zip(names[:3], mask.shape, query.shape, strict=False)
-        space.add(mask, [*(name if size == whole else "" for name, size, whole in named), ""])
-    space.add(output, names)
+        named = ["batch", "" if grouped else names[1], "queries"]
+        sizes = zip(named, mask.shape, query.shape, strict=False)
+        space.add(mask, [*(name if size == whole else "" for name, size, whole in sizes), ""])
     return True
 
 
@@ -247,6 +252,15 @@ def _concatenate(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
+def _stack(space: Space, args: Args, result: Any) -> bool:
+    dim = (int(args[1]) if len(args) > 1 and args[1] is not None else 0) % result.dim()
+    names = [f"d{i}" for i in range(result.dim()) if i != dim]
+    for tensor in tensors_of(args[0]):
+        space.add(tensor, names)
+    space.add(result, [*names[:dim], "", *names[dim:]])
+    return True
+
+
 def _pad(space: Space, args: Args, result: Any) -> bool:
     """What is not padded can be cut."""
     names = [f"d{i}" if a == b else "" for i, (a, b) in enumerate(zip(args[0].shape, result.shape, strict=True))]
@@ -286,7 +300,7 @@ RULES: dict[str, Rule] = {
     "mse_loss": _loss, "l1_loss": _loss, "smooth_l1_loss": _loss, "huber_loss": _loss,
     "binary_cross_entropy_with_logits": _loss,
     **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "arange"), _made_up),
-    "cat": _concatenate, "concat": _concatenate,
+    "cat": _concatenate, "concat": _concatenate, "stack": _stack,
     "pad": _pad, "constant_pad_nd": _pad,
     "lstm": _recurrent, "gru": _recurrent, "rnn_tanh": _recurrent, "rnn_relu": _recurrent,
 }  # fmt: skip

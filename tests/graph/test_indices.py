@@ -41,6 +41,7 @@ CASES = {
     "softmax": (RULES["softmax"], lambda x: torch.softmax(x, 1), [R(4, 6, 8)], ["d1"]),
     "mean": (RULES["sum"], lambda x: torch.sum(x, [1]), [R(4, 6, 8)], []),
     "cat": (RULES["cat"], lambda x, y: torch.cat([x, y], 1), [R(4, 6), R(4, 2)], []),
+    "stack": (RULES["stack"], lambda x, y: torch.stack([x, y], 1), [R(4, 6), R(4, 6)], []),
     "pad": (RULES["pad"], lambda x: functional.pad(x, (0, 2)), [R(4, 6)], []),
     "addition": (elementwise, torch.add, [R(4, 6, 8), R(6, 1)], []),
     "loss": (RULES["mse_loss"], lambda x, y: functional.mse_loss(x, y, reduction="sum"), [R(4, 6), R(4, 6)], []),
@@ -51,6 +52,7 @@ ARGUMENTS = {
     "softmax": lambda x: [x, 1],
     "mean": lambda x: [x, [1]],
     "cat": lambda x, y: [[x, y], 1],
+    "stack": lambda x, y: [[x, y], 1],
     "convolution": lambda x, w, b: [x, w, b],
     "depthwise": lambda x, w: [x, w, None],
 }
@@ -86,6 +88,23 @@ def test_parts_of_a_cut_dimension_make_up_the_result(case):
             halves.append(function(*own))
         joined = torch.cat(halves, made.index(name)) if name in made else halves[0] + halves[1]
         torch.testing.assert_close(joined, whole)
+
+
+@pytest.mark.parametrize("name", ["batch", "heads", "group", "queries"])
+def test_grouped_queries_are_cut_by_heads_of_keys_or_inside_groups(name):
+    query, key, value = R(2, 8, 6, 4), R(2, 4, 6, 4), R(2, 4, 6, 4)
+    whole = functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    space = Space()
+    assert RULES["scaled_dot_product_attention"](space, [query, key, value], whole)
+    assert {dim: size for dim, size in space.dims.items() if size > 1} == {"batch": 2, "heads": 4, "group": 2, "queries": 6}
+    (seen, names), *others, (keys, key_names), (values, value_names) = space.tensors
+    assert [n for _, n in others] == [names]  # the output is seen as the queries are
+    halves = []
+    for part in (0, 1):
+        q, k, v = (cut_of(*tensor, name, part) for tensor in ((seen, names), (keys, key_names), (values, value_names)))
+        made = functional.scaled_dot_product_attention(q.flatten(1, 2), k, v, enable_gqa=True)
+        halves.append(made.unflatten(1, q.shape[1:3]))
+    torch.testing.assert_close(torch.cat(halves, names.index(name)).flatten(1, 2), whole)
 
 
 def test_cuts_of_a_number_line_divide_each_other():

@@ -30,6 +30,7 @@ SPECS = {
     "patch_size=8",
     "gemma": f"hf:gemma2,num_hidden_layers=2,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=8,head_dim=8,"
     "num_key_value_heads=4",
+    "parallel": f"hf:gptj,n_layer=2,n_embd={HIDDEN},n_head=4,rotary_dim=8",
     "t5": f"hf:t5,num_layers=2,d_model={HIDDEN},d_kv=16,num_heads=4,d_ff={WIDTH}",
 }
 MEGATRON = {
@@ -115,9 +116,21 @@ def test_along_the_sequence_gathers_and_scatters_take_the_place_of_all_reduces(n
     assert {graph.parameters[index].name.rpartition(".")[0] for index in layout.partial_gradients} == norms
 
 
-@pytest.mark.parametrize("name", ["t5"])
-def test_of_t5_the_feed_forward_is_cut_and_attention_with_its_whole_position_bias_is_not(name):
-    graph = captured(name)
+def test_halves_that_read_one_norm_share_its_all_reduce():
+    graph = captured("parallel")
+    paths, blocks = blocks_of(graph)
+    layout = tensor_layouts(graph, blocks, 2)
+    for block in layers(paths):
+        words = Counter(word for path, word in layout.modules.items() if path.startswith(f"{paths[block]}."))
+        assert words == {"column": 4, "row": 2}
+        assert sent(layout, graph, block) == {
+            (FORWARD_PASS, "all_reduce", STREAM_BYTES): 2,
+            (BACKWARD_PASS, "all_reduce", STREAM_BYTES): 1,
+        }
+
+
+def test_of_t5_the_feed_forward_is_cut_and_attention_with_its_whole_position_bias_is_not():
+    graph = captured("t5")
     paths, blocks = blocks_of(graph)
     layout = tensor_layouts(graph, blocks, 2)
     assert len(layers(paths)) == 4

@@ -289,13 +289,14 @@ def ring_order(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
 
 
 def _follow(cost: NDArray[np.float64], start: int) -> list[int]:
-    """From `start` always on to the nearest device that is left."""
+    """From `start` always on to the nearest device that is left, to the first one where no link leads on."""
     left = np.ones(len(cost), dtype=bool)
-    order = [start]
     left[start] = False
-    while left.any():
-        order.append(int(np.argmin(np.where(left, cost[order[-1]], np.inf)) if np.isfinite(cost[order[-1]][left]).any()
-                         else np.flatnonzero(left)[0]))  # fmt: skip
+    order = [start]
+    for _ in range(len(cost) - 1):
+        near = np.where(left, cost[order[-1]], np.inf)
+        nearest = int(near.argmin())
+        order.append(nearest if near[nearest] < np.inf else int(left.argmax()))
         left[order[-1]] = False
     return order
 

@@ -29,8 +29,8 @@ from rlplace.strategy.meshes import (
 from rlplace.strategy.reference_blocks import tie_part
 from rlplace.strategy.traffic import Traffic, table_s, tables_s
 
-ROWS_BYTES = 256 << 20
-"""Above that, what is kept is forgotten."""
+KEPT_BYTES, KEPT_FRAMES = 256 << 20, 5_000
+"""Above one of these, what is kept is forgotten: rows and actions, and frames."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class Packer:
         self.rows = np.zeros((8, len(self.costs.names), c.ROW))
         self._row_of: dict[object, int] = {}
         self._frames: dict[object, Frame] = {}
-        self._actions: dict[object, list[NDArray[np.int32]]] = {}
+        self._actions: dict[object, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
         self._seat_of: dict[Place, int] = {}
         self._seats: dict[object, int] = {}
         self._place: dict[int, list[float]] = {}
@@ -122,7 +122,8 @@ class Packer:
         frame = self._frames.get(key)
         if frame is None:
             check_draft(draft, self.cluster, len(self.costs.names))
-            if self.rows.nbytes > ROWS_BYTES or len(self._frames) > 50_000:
+            kept = self.rows.nbytes + sum(actions.nbytes for actions, _ in self._actions.values())
+            if kept > KEPT_BYTES or len(self._frames) >= KEPT_FRAMES:
                 self._forget()
             frame = self._frames[key] = self._make(draft)
         return frame
@@ -135,14 +136,14 @@ class Packer:
         return frame.known_ties[held]
 
     def _make(self, draft: Draft) -> Frame:
-        differ: dict[tuple[object, ...], list[list[int]]] = {}
+        differ: dict[tuple[int, tuple[int, ...]], list[list[int]]] = {}
         for lane in lanes(draft):
             rows = tuple(self._row(place, replicas) for place, replicas in zip(draft.places, lane.replicas, strict=True))
             inside = differ.setdefault((lane.microbatches, rows), [[] for _ in draft.places])
             for place, replicas in enumerate(lane.replicas):
                 inside[place] += [device for _, own in replicas for device in own]
-        counts = [key[0] for key in differ]
-        actions = [row for count in counts for row in self._actions_of(draft, count)]  # type: ignore[arg-type]
+        counts = tuple(key[0] for key in differ)
+        actions, action_ptr = self._actions_of(draft, counts)
         devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
         rooms = [Counter([self._room[device] for device in own]) for own in devices]
         ways = np.zeros((len(draft.places), len(draft.places), c.WAY))
@@ -156,8 +157,8 @@ class Packer:
             places=np.array([self._place_row(place) for place in draft.places]),
             microbatches=np.array(counts, dtype=np.int64),
             row=np.array([key[1] for key in differ], dtype=np.int64),
-            actions=np.concatenate(actions),
-            action_ptr=np.cumsum([0, *map(len, actions)]),
+            actions=actions,
+            action_ptr=action_ptr,
             ways=ways,
             room_bytes=np.array([size for room in rooms for size in room]),
             room_count=np.array([count for room in rooms for count in room.values()], dtype=np.int64),
@@ -165,14 +166,14 @@ class Packer:
             devices=tuple(devices),
         )
 
-    def _actions_of(self, draft: Draft, microbatches: int) -> list[NDArray[np.int32]]:
-        key = draft.place_of_stage, draft.schedule, microbatches
+    def _actions_of(self, draft: Draft, counts: tuple[int, ...]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Actions of all places with each of these numbers of micro-batches, and where each of them begins."""
+        key = draft.place_of_stage, draft.schedule, counts
         if key not in self._actions:
             kind = {letter: number for number, letter in enumerate(c.KINDS)}
-            self._actions[key] = [
-                np.array([(stage, kind[letter], n) for stage, letter, n in row], dtype=np.int32).reshape(-1, 3)
-                for row in stage_actions(draft, microbatches)
-            ]
+            rows = [row for count in counts for row in stage_actions(draft, count)]
+            flat = [(stage, kind[letter], n) for row in rows for stage, letter, n in row]
+            self._actions[key] = np.array(flat, dtype=np.int32), np.cumsum([0, *map(len, rows)])
         return self._actions[key]
 
     def _seat(self, place: Place) -> int:

@@ -13,6 +13,7 @@ from random_costs import CLUSTERS, random_costs, random_draft
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.problem import Links
+from rlplace.strategy import packing
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.reference import evaluate_reference
@@ -38,7 +39,9 @@ def test_twins_agree(name, seed, blocks, tied):
     check_twins(costs, cluster, random_draft(rng, cluster, blocks))
 
 
-def test_an_evaluator_that_has_seen_much_says_the_same():
+@pytest.mark.parametrize("kept", [packing.KEPT_FRAMES, 3])
+def test_an_evaluator_that_has_seen_much_says_the_same(monkeypatch, kept):
+    monkeypatch.setattr(packing, "KEPT_FRAMES", kept)
     cluster = PRESETS["a100-80g:2+t4:2"]
     costs = random_costs(np.random.default_rng(0), cluster, 12, tied=True)
     evaluator = Evaluator(costs, cluster)

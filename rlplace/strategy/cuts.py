@@ -12,6 +12,9 @@ from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BlockCosts, Cut
 from rlplace.strategy.drafts import Draft, Place
 
+Kinds = frozenset[int]
+"""Numbers of the device kinds of a place."""
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -40,14 +43,24 @@ class Balance:
         self._costs = costs
         number = {name: index for index, name in enumerate(costs.kinds)}
         self._kind = [number[kind.name] for kind in cluster.kinds]
-        self._seconds: dict[tuple[frozenset[int], Cut], NDArray[np.float64]] = {}
-        self._bounds: dict[tuple[tuple[frozenset[int], Cut], ...], Stages] = {}
+        self._kinds: dict[tuple[tuple[int, ...], int], tuple[Kinds, ...]] = {}
+        self._seconds: dict[tuple[Kinds, Cut], NDArray[np.float64]] = {}
+        self._stages: dict[tuple[tuple[Kinds, ...], Cut | tuple[Cut, ...], tuple[int, ...]], Stages] = {}
 
-    def can_cut(self, place: Place, samples: int) -> bool:
-        """Whether a pass can be cut as a place wants it."""
-        return self._costs.why_not(place.cut(samples)) is None
+    def can_cut(self, cut: Cut) -> bool:
+        """Whether a pass can be cut like that."""
+        return self._costs.why_not(cut) is None
 
-    def pass_s(self, kinds: frozenset[int], cut: Cut) -> NDArray[np.float64]:
+    def kinds(self, devices: tuple[int, ...], places: int) -> tuple[Kinds, ...]:
+        """Kinds of the devices of equal consecutive places."""
+        key = (devices, places)
+        if key not in self._kinds:
+            width = len(devices) // places
+            own = [devices[start : start + width] for start in range(0, len(devices), width)]
+            self._kinds[key] = tuple(frozenset(self._kind[device] for device in members) for members in own)
+        return self._kinds[key]
+
+    def pass_s(self, kinds: Kinds, cut: Cut) -> NDArray[np.float64]:
         """float64 [B], seconds of forward and backward of a micro-batch on the slowest of these kinds."""
         key = (kinds, cut)
         if key not in self._seconds:
@@ -55,22 +68,27 @@ class Balance:
             self._seconds[key] = np.max([one.forward_s + one.backward_s for one in passes], axis=0)
         return self._seconds[key]
 
-    def stages(self, places: Sequence[Place], order: Sequence[int], samples: int) -> Stages:
+    def stages_on(self, places: Sequence[Place], order: tuple[int, ...], samples: int) -> Stages:
+        """`stages` on places of any axes."""
+        kinds = tuple(self.kinds(place.devices, 1)[0] for place in places)
+        return self.stages(kinds, tuple(place.cut(samples) for place in places), order)
+
+    def stages(self, kinds: tuple[Kinds, ...], cuts: Cut | tuple[Cut, ...], order: tuple[int, ...]) -> Stages:
         """Balanced stages.
 
         Args:
-            places: The places.
+            kinds: Of the devices of every place.
+            cuts: How a pass is cut on all places, or on each.
             order: Place of every stage.
-            samples: Of a micro-batch.
         """
-        own = [(frozenset(self._kind[device] for device in place.devices), place.cut(samples)) for place in places]
-        key = tuple(own[place] for place in order)
-        if key not in self._bounds:
-            seconds = np.array([self.pass_s(*item) for item in own])
+        key = (kinds, cuts, order)
+        if key not in self._stages:
+            each = cuts if isinstance(cuts, tuple) else (cuts,) * len(kinds)
+            seconds = np.array([self.pass_s(own, cut) for own, cut in zip(kinds, each, strict=True)])
             bounds = balanced_bounds(seconds, order)
-            stages = [float(seconds[row, bounds[part] : bounds[part + 1]].sum()) for part, row in enumerate(order)]
-            self._bounds[key] = Stages(bounds, max(stages), sum(stages))
-        return self._bounds[key]
+            taken = [float(seconds[row, bounds[part] : bounds[part + 1]].sum()) for part, row in enumerate(order)]
+            self._stages[key] = Stages(bounds, max(taken), sum(taken))
+        return self._stages[key]
 
     def replica_s(self, draft: Draft, replica: int) -> float:
         """Seconds of a micro-batch through all stages of one replica, on the slowest device of each of its meshes."""

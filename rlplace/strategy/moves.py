@@ -99,8 +99,8 @@ def _with_places(draft: Draft, balance: Balance, changed: dict[int, Place]) -> I
     share, size = draft.batch // degree, min(draft.microbatch)
     size = next((n for n in range(size, 0, -1) if share % n == 0), 1)
     count = max(share // size, 1)
-    if all(balance.can_cut(place, size) for place in places):
-        bounds = balance.stages(places, draft.place_of_stage, size).bounds
+    if all(balance.can_cut(place.cut(size)) for place in places):
+        bounds = balance.stages_on(places, draft.place_of_stage, size).bounds
         yield dataclasses.replace(draft, places=places, bounds=bounds, microbatch=(size,), microbatches=(count,))
 
 
@@ -117,7 +117,7 @@ def _moved_devices(draft: Draft, balance: Balance) -> Iterator[Draft]:
         for gone in range(count):
             places = tuple(place for number, place in enumerate(draft.places) if number != gone)
             order = tuple(range(count - 1))
-            bounds = balance.stages(places, order, min(draft.microbatch)).bounds
+            bounds = balance.stages_on(places, order, min(draft.microbatch)).bounds
             schedule = draft.schedule if count > 2 else None
             yield dataclasses.replace(draft, places=places, place_of_stage=order, bounds=bounds, schedule=schedule)
     for number, place in enumerate(draft.places):

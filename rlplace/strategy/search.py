@@ -18,7 +18,7 @@ from rlplace.strategy.cuts import Balance
 from rlplace.strategy.fit import fitted
 from rlplace.strategy.moves import neighbours
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import any_uniform, kind_of, try_uniform
+from rlplace.strategy.uniform import all_options, kind_of, try_uniform
 
 STARTS = 4
 """Kinds of strategies from whose best one local search starts."""
@@ -107,6 +107,12 @@ def starts(tries: Tries) -> Iterator[Tried]:
             yield tried
 
 
+def _any_uniform(question: Question) -> bool:
+    """Whether the space leaves a uniform strategy."""
+    balance = Balance(question.costs, question.cluster)
+    return any(question.space.forbids(option.draft(balance)) is None for option in all_options(question, balance))
+
+
 def _nothing(tries: Tries) -> Exception:
     """Why no strategy can be the answer."""
     question, best = tries.question, tries.best
@@ -125,11 +131,11 @@ def _nothing(tries: Tries) -> Exception:
         )
     words = [f"space: it leaves no strategy for a batch of {question.batch}"]
     for key, values in plain(question.space).items():
-        if any_uniform(dataclasses.replace(question, space=msgspec.structs.replace(question.space, **{key: None}))):
+        if _any_uniform(dataclasses.replace(question, space=msgspec.structs.replace(question.space, **{key: None}))):
             words.append(f"; relax {key}={','.join(map(str, values))} first")
             break
     else:
         words.append(f"; relax {question.space.text()}")
     near = (question.batch + way * distance for distance in range(1, question.batch + 1) for way in (1, -1))
-    batch = next((n for n in near if n > 0 and any_uniform(dataclasses.replace(question, batch=n))), None)
+    batch = next((n for n in near if n > 0 and _any_uniform(dataclasses.replace(question, batch=n))), None)
     return InputError("".join(words) + ("" if batch is None else f", or use a batch of {batch}"))

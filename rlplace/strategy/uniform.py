@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rlplace.cluster import Cluster
 from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
+from rlplace.strategy.costs import Cut
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.fit import fitted
@@ -54,6 +55,15 @@ class Shape:
     def replicas(self) -> int:
         """Data degree."""
         return self.replicate * self.shard
+
+    @property
+    def kind(self) -> str:
+        """See `kind_of`."""
+        return _kind(self.places * self.chunks, self.tensor, self.shard, self.replicate)
+
+    def cut(self, samples: int) -> Cut:
+        """How a pass of so many samples of a replica is cut."""
+        return Cut(samples, self.tensor, self.sequence_parallel)
 
 
 def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -111,38 +121,60 @@ def _chains(question: Question, places: int, blocks: int) -> Iterator[tuple[int,
                 yield chunks, name
 
 
-def drafts(question: Question, shape: Shape, balance: Balance) -> Iterator[tuple[float, Draft]]:
-    """The drafts of a shape, one for each micro-batch, each with seconds of compute that it cannot beat."""
+@dataclass(frozen=True)
+class Option:
+    """A uniform strategy.
+
+    Attributes:
+        shape: All but its micro-batch.
+        samples: Of a micro-batch.
+        count: Micro-batches of a replica.
+        bound_s: Seconds of compute that it cannot beat.
+    """
+
+    shape: Shape
+    samples: int
+    count: int
+    bound_s: float
+
+    def draft(self, balance: Balance) -> Draft:
+        """With places and balanced stages; nothing runs again."""
+        shape = self.shape
+        width = len(shape.devices) // shape.places
+        places = tuple(
+            Place(
+                shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, 1, shape.tensor, 1,
+                shape.sharding, shape.sequence_parallel,
+            )
+            for index in range(shape.places)
+        )  # fmt: skip
+        order = place_order(shape)
+        bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.cut(self.samples), order).bounds
+        nothing = bytes(bounds[-1])
+        return Draft(bounds, places, order, nothing, nothing, (self.samples,), (self.count,), shape.schedule)
+
+
+def options(question: Question, shape: Shape, balance: Balance) -> Iterator[Option]:
+    """One option for each micro-batch of a shape."""
     if question.batch % shape.replicas:
         return
-    share = question.batch // shape.replicas
-    width = len(shape.devices) // shape.places
-    places = tuple(
-        Place(
-            shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, 1, shape.tensor, 1,
-            shape.sharding, shape.sequence_parallel,
-        )
-        for index in range(shape.places)
-    )  # fmt: skip
-    order = place_order(shape)
-    blocks = len(question.costs.names)
-    for samples in question.space.only("microbatch", _divisors(share)):
+    share, space = question.batch // shape.replicas, question.space
+    kinds, order = balance.kinds(shape.devices, shape.places), place_order(shape)
+    for samples in space.only("microbatch", _divisors(share)):
         count = share // samples
-        if count > 1 << 12 or (samples & (samples - 1) and samples != share and question.space.microbatch is None):
+        if count > 1 << 12 or (samples & (samples - 1) and samples != share and space.microbatch is None):
             continue  # of micro-batch sizes that divide the share: powers of two, and the whole
-        if question.costs.why_not(places[0].cut(samples)) is not None:
+        if not balance.can_cut(shape.cut(samples)):
             continue
-        stages = balance.stages(places, order, samples)
+        stages = balance.stages(kinds, shape.cut(samples), order)
         # In a chain the first micro-batch passes all stages, and the others follow at the pace of the slowest place; gradients
         # of weights, less than two thirds of a backward, may fill that time.
         split = shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
         first_s = 0.5 * stages.total_s if split else stages.total_s
-        paced_s = (
-            count * stages.total_s / shape.places if split or shape.chunks > 1 else first_s + (count - 1) * stages.slowest_s
-        )
-        bound_s, bounds = max(first_s, paced_s), stages.bounds
-        nothing = bytes(blocks)
-        yield bound_s, Draft(bounds, places, order, nothing, nothing, (samples,), (count,), shape.schedule)
+        paced_s = count * stages.total_s / shape.places
+        if shape.chunks == 1 and not split:
+            paced_s = first_s + (count - 1) * stages.slowest_s
+        yield Option(shape, samples, count, max(first_s, paced_s))
 
 
 def place_order(shape: Shape) -> tuple[int, ...]:
@@ -163,27 +195,24 @@ def try_uniform(tries: Tries) -> None:
     Raises:
         OutOfBudgetError: The budget ended before all were looked at.
     """
-    question = tries.question
-    balance = Balance(question.costs, question.cluster)
-    listed = [
-        (bound_s, number, draft)
-        for number, (bound_s, draft) in enumerate(
-            item
-            for devices in device_sets(question.cluster)
-            for shape in shapes(question, devices)
-            for item in drafts(question, shape, balance)
-        )
-    ]
-    listed.sort(key=lambda item: item[:2])
-    rivals = [
-        item for kind in KINDS for item in itertools.islice((item for item in listed if kind_of(item[2]) == kind), RIVALS)
-    ]
-    for _, _, draft in rivals:
-        fitted(tries, draft)
-    for bound_s, _, draft in listed:
+    balance = Balance(tries.question.costs, tries.question.cluster)
+    listed = sorted(all_options(tries.question, balance), key=lambda option: option.bound_s)
+    rivals = dict.fromkeys(KINDS, 0)
+    for option in listed:
+        if rivals.get(option.shape.kind, RIVALS) < RIVALS:
+            rivals[option.shape.kind] += 1
+            fitted(tries, option.draft(balance))
+    for option in listed:
         best = tries.best
-        if best is None or not best.fits or bound_s < best.step_s:
-            fitted(tries, draft)
+        if best is None or not best.fits or option.bound_s < best.step_s:
+            fitted(tries, option.draft(balance))
+
+
+def all_options(question: Question, balance: Balance) -> Iterator[Option]:
+    """Every uniform strategy, be it too large for the memory."""
+    for devices in device_sets(question.cluster):
+        for shape in shapes(question, devices):
+            yield from options(question, shape, balance)
 
 
 KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pipeline")
@@ -192,23 +221,15 @@ KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pip
 
 def kind_of(draft: Draft) -> str:
     """What people call a strategy."""
-    words = []
-    if draft.stages > 1:
-        words.append("pipeline")
-    if any(place.tensor > 1 for place in draft.places):
-        words.append("tensor parallel")
-    if any(place.shard > 1 for place in draft.places):
-        words.append("fully sharded")
-    if any(place.replicate > 1 for place in draft.places):
-        words.append("data parallel")
-    return " x ".join(words) or "one device"
+    tensor, shard, replicate = (
+        max(getattr(place, axis) for place in draft.places) for axis in ("tensor", "shard", "replicate")
+    )
+    return _kind(draft.stages, tensor, shard, replicate)
 
 
-def any_uniform(question: Question) -> bool:
-    """Whether there is a uniform strategy, be it too large for the memory."""
-    balance = Balance(question.costs, question.cluster)
-    every = (drafts(question, shape, balance) for used in device_sets(question.cluster) for shape in shapes(question, used))
-    return any(question.space.forbids(draft) is None for listed in every for _, draft in listed)
+def _kind(stages: int, tensor: int, shard: int, replicate: int) -> str:
+    words = {"pipeline": stages, "tensor parallel": tensor, "fully sharded": shard, "data parallel": replicate}
+    return " x ".join(word for word, degree in words.items() if degree > 1) or "one device"
 
 
 def _divisors(number: int) -> list[int]:

@@ -15,13 +15,14 @@ from random_costs import random_costs
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.strategy.cuts import Balance, balanced_bounds
+from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.fit import fitted
 from rlplace.strategy.moves import neighbours
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tries
-from rlplace.strategy.uniform import device_sets, drafts, kind_of, shapes
+from rlplace.strategy.uniform import all_options, kind_of
 
 
 def with_memory(cluster: Cluster, factor: float) -> Cluster:
@@ -58,14 +59,9 @@ def test_balanced_stages_are_the_best_of_all_cuts(data: st.DataObject) -> None:
     assert slowest(found) == min(map(slowest, every))
 
 
-def all_drafts(asked: Question) -> list:
+def all_drafts(asked: Question) -> list[Draft]:
     balance = Balance(asked.costs, asked.cluster)
-    return [
-        draft
-        for devices in device_sets(asked.cluster)
-        for shape in shapes(asked, devices)
-        for _, draft in drafts(asked, shape, balance)
-    ]
+    return [option.draft(balance) for option in all_options(asked, balance)]
 
 
 @pytest.mark.parametrize("text", ["a100-80g:4", "a100-80g:2+t4:2", "h100:2x4,ib=400g"])
@@ -73,13 +69,12 @@ def test_bounds_of_uniform_strategies_hold(text: str) -> None:
     asked = question(1, text)
     balance = Balance(asked.costs, asked.cluster)
     checked = 0
-    for devices in device_sets(asked.cluster)[:2]:
-        for shape in list(shapes(asked, devices))[::3]:
-            for bound_s, draft in drafts(asked, shape, balance):
-                assert draft.batch == asked.batch
-                tried = Tries(asked).score(draft)
-                assert tried.step_s >= bound_s * (1 - 1e-9)
-                checked += np.isfinite(tried.step_s)
+    for option in list(all_options(asked, balance))[::5]:
+        draft = option.draft(balance)
+        assert draft.batch == asked.batch and kind_of(draft) == option.shape.kind
+        tried = Tries(asked).score(draft)
+        assert tried.step_s >= option.bound_s * (1 - 1e-9)
+        checked += np.isfinite(tried.step_s)
     assert checked > 20
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.graph.opgraph import FORWARD, GRADIENT, INPUT, UPDATE, OpGraph
+from rlplace.graph.opgraph import FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
 from rlplace.strategy.blocks import Blocks
 from rlplace.strategy.costs import NONE, RECOMPUTE, SELECTIVE
 
 _SELECTED = ("gemm", "conv", "attention")
-"""Kinds of ops whose outputs selective recomputation keeps."""
+"""Kinds of ops whose outputs selective recomputation keeps; batched products are kept where they read a weight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +119,8 @@ class _Events:
         self.tensor, self.reader, self.producer = tensor, reader, graph.tensor_producer.astype(np.int64)
         self.phase = graph.op_phase
         self.forward = graph.op_phase == FORWARD
-        keeps = np.array([how == SELECTIVE and kind in _SELECTED for kind in graph.op_kind], dtype=bool) & self.forward
-        self.again = np.zeros(graph.num_ops, dtype=bool) if how == NONE else self._again(keeps)
-        self.cached = keeps & (how == SELECTIVE)
+        self.cached = self.forward & _selected(graph) & (how == SELECTIVE)
+        self.again = np.zeros(graph.num_ops, dtype=bool) if how == NONE else self._again(self.cached)
 
     def _again(self, keeps: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Marks the forward ops that the backward of their own block needs, directly or through one another."""
@@ -214,6 +213,14 @@ class _Events:
             here = np.isin(self._part, parts)
             place[ops[here]] = position[here]
         return first, again
+
+
+def _selected(graph: OpGraph) -> NDArray[np.bool_]:
+    """Marks [N] weight products and attention."""
+    kind = np.array(graph.op_kind)
+    reads_weight = np.isin(np.arange(graph.num_ops), graph.consumers[graph.tensor_role[graph.edge_tensor] == PARAMETER])
+    selected: NDArray[np.bool_] = np.isin(kind, _SELECTED) | ((kind == "bmm") & reads_weight)
+    return selected
 
 
 def _plain_views(graph: OpGraph) -> NDArray[np.bool_]:

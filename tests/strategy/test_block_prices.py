@@ -186,6 +186,17 @@ def test_selective_keeps_products_and_attention(priced):
     assert blocks.passes(0, FOUR).kept_bytes[SELECTIVE, layer] == sum(kept) + hidden  # and what it hands on
 
 
+def test_selective_keeps_products_of_experts():
+    """They are batched, as are the products inside of attention, which are not kept on their own."""
+    graph, blocks = captured("mixtral"), PricedBlocks(captured("mixtral"), CLUSTER)
+    batched = [op for op in range(graph.num_ops) if graph.op_kind[op] == "bmm" and graph.op_phase[op] == FORWARD]
+    costs = blocks.passes(0, FOUR)
+    assert len(batched) == 2 * 2  # layers, packed gate and up, down
+    again = blocks._lives.again
+    assert set(batched) & set(again[FULL].tolist()) and not set(batched) & set(again[SELECTIVE].tolist())
+    assert costs.kept_bytes[SELECTIVE].sum() > sum(int(graph.tensor_bytes[graph.tensor_producer == op].sum()) for op in batched)
+
+
 def test_equal_blocks_are_of_one_class(priced):
     llama = priced["llama"]
     layers = [llama.names.index(f"model.layers.{index}") for index in range(4)]

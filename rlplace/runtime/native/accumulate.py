@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from rlplace.runtime.native.batches import Batch
+from rlplace.runtime.native.batches import Batch, Signature
 
 Loss = Callable[[Any, Batch], torch.Tensor]
 """Called with the model's output and the micro-batch; returns the mean loss over its samples."""
@@ -22,12 +22,13 @@ class Accumulation:
 
     Args:
         root: The model as `wrap_stage` returned it.
+        signature: What it is called with.
         weight: What the loss of one micro-batch counts.
         every_pass: Reduce gradients after every micro-batch (levels 2 and 3), not once a step.
     """
 
-    def __init__(self, root: nn.Module, weight: float, *, every_pass: bool) -> None:
-        self._root, self._weight, self._every_pass = root, weight, every_pass
+    def __init__(self, root: nn.Module, signature: Signature, weight: float, *, every_pass: bool) -> None:
+        self._root, self._signature, self._weight, self._every_pass = root, signature, weight, every_pass
 
     def step(self, parts: Sequence[Batch], loss: Loss) -> torch.Tensor:
         """Forward and backward of every micro-batch; returns the weighted sum of their losses."""
@@ -35,7 +36,7 @@ class Accumulation:
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             with _reducing(self._root, last or self._every_pass, last):
-                value = loss(self._root(**part), part) * self._weight
+                value = loss(self._root(**self._signature.inputs(part)), part) * self._weight
                 value.backward()  # type: ignore[no-untyped-call]
             losses.append(value.detach())
         return torch.stack(losses).sum()

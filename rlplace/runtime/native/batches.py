@@ -67,6 +67,54 @@ def micro_batches(batch: Batch, share: Share) -> list[dict[str, Any]]:
     return [_rows(batch, share.samples, start, share.microbatch) for start in starts]
 
 
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """What a model is called with.
+
+    Attributes:
+        names: Keyword inputs of the model; a batch may hold more, for the loss.
+        kinds: By leaf of them, its shape and dtype, or the value of what is no tensor.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[Any, ...]
+
+    @staticmethod
+    def of(inputs: Batch) -> Signature:
+        """The signature of example inputs."""
+        return Signature(tuple(inputs), tuple(_kind(leaf) for leaf in pytree.tree_leaves(dict(inputs))))
+
+    def inputs(self, part: Batch) -> dict[str, Any]:
+        """The model's inputs of a micro-batch.
+
+        Raises:
+            InputError: One is missing.
+        """
+        missing = [name for name in self.names if name not in part]
+        if missing:
+            raise InputError(f"native: the batch has no {', '.join(missing)}, which example_inputs had; add it")
+        return {name: part[name] for name in self.names}
+
+    def leaves(self, part: Batch) -> list[Any]:
+        """Flat inputs of a micro-batch, for a graph that was recorded with this signature.
+
+        Raises:
+            InputError: An input is missing, or has another shape, dtype or value than what was recorded.
+        """
+        leaves = pytree.tree_leaves(self.inputs(part))
+        kinds = tuple(_kind(leaf) for leaf in leaves)
+        if kinds != self.kinds:
+            raise InputError(
+                f"native: a micro-batch of {kinds} where {self.kinds} was recorded; a pipeline runs one signature: pad to one "
+                "shape"
+            )
+        return leaves
+
+
+def _kind(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
 def _rows(batch: Batch, whole: int, start: int, count: int) -> dict[str, Any]:
     leaves, spec = pytree.tree_flatten(dict(batch))
     cut = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == whole for leaf in leaves]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlplace.errors import InputError
@@ -40,6 +42,21 @@ class Place:
         """The process that holds a stage at this process's coordinates on all other axes."""
         place = pipeline.device_sets.index(pipeline.stages[stage].devices)
         return int(self.mesh.mesh[place, self.index["replicate"], self.index["shard"], self.index["tensor"]])
+
+
+def check_same(model: nn.Module) -> None:
+    """Refuses a model whose parameters are not the same on all processes; every process of the job calls it.
+
+    Raises:
+        InputError: They differ, or have no values yet.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("native: the model is on the meta device; give its parameters values first, the same on all processes")
+    own = [float(parameter.detach().sum(dtype=torch.float64)) for parameter in model.parameters()]
+    sums: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sums, own)
+    if any(other != own for other in sums):
+        raise InputError("native: parameters differ between processes; build the model from one seed, or load one checkpoint")
 
 
 def find_place(strategy: Strategy, device_type: str) -> Place:

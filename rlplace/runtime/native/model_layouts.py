@@ -86,22 +86,38 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
     known: dict[Any, BlockLayout] = {}
     blocks: dict[str, BlockLayout] = {}
     reasons: list[str] = []
+    readers = _readers(units)
     for path, module in units.items():
         if path not in calls or not any(True for _ in module.children()):
             continue
-        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
-        key = (type(module), shapes, tuple(_kind(leaf) for leaf in pytree.tree_leaves(calls[path])))
+        key = (_settings(module), tuple(_kind(leaf) for leaf in pytree.tree_leaves(calls[path])))
         if key not in known:
             known[key] = _block_layout(module, calls[path])
         layout = known[key]
+        if any(len(readers[parameter]) > 1 for parameter in module.parameters()):
+            layout = BlockLayout((), reasons=("it shares a parameter with another module",))
         if layout.regions:
             blocks[path] = layout
         reasons += [f"block {path}: {reason}" for reason in layout.reasons]
     parts = gcd(*(common_parts(layout.regions) for layout in blocks.values()))
-    no_tensor = None if blocks else next(iter(reasons), "no block has two products in a row")
+    drawn = next((reason for reason in reasons if reason.endswith(_DRAWS)), None)
+    no_tensor = drawn if drawn or blocks else next(iter(reasons), "no block has two products in a row")
     sequence = next((f"block {path}: {b.no_sequence}" for path, b in blocks.items() if b.no_sequence), None)
     length = 0 if sequence or not blocks else _activation(calls[next(iter(blocks))]).shape[1]
     return ModelLayouts(blocks, _vocabulary(units), parts, length, no_tensor, sequence)
+
+
+def _settings(block: nn.Module) -> Any:
+    """Equal for blocks that do the same, whatever number they have."""
+    plain = [
+        (type(module), *((name, value) for name, value in vars(module).items() if _sets(name, value)))
+        for module in block.modules()
+    ]
+    return tuple(plain), tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+
+
+def _sets(name: str, value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str)) and not name.endswith(("idx", "index", "layer_id"))
 
 
 def _kind(leaf: Any) -> Any:
@@ -109,11 +125,23 @@ def _kind(leaf: Any) -> Any:
 
 
 def _vocabulary(units: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Embeddings and products of one width; none whose parameter another kind of module reads, too."""
     tables = {path: unit for path, unit in units.items() if type(unit) is nn.Embedding and unit.max_norm is None}
     heads = {path: unit for path, unit in units.items() if type(unit) is nn.Linear}
     sizes = {unit.num_embeddings for unit in tables.values()} & {unit.out_features for unit in heads.values()}
-    found = [path for path, unit in tables.items() if unit.num_embeddings in sizes]
-    return tuple(found + [path for path, unit in heads.items() if unit.out_features in sizes])
+    found: dict[str, nn.Module] = {path: unit for path, unit in tables.items() if unit.num_embeddings in sizes}
+    found |= {path: unit for path, unit in heads.items() if unit.out_features in sizes}
+    readers, inside = _readers(units), {id(unit) for unit in found.values()}
+    return tuple(path for path, unit in found.items() if readers[unit.get_parameter("weight")] <= inside)
+
+
+def _readers(units: Mapping[str, nn.Module]) -> dict[nn.Parameter, set[int]]:
+    """The modules that hold each parameter."""
+    readers: dict[nn.Parameter, set[int]] = {}
+    for module in {id(module): module for unit in units.values() for module in unit.modules()}.values():
+        for parameter in module.parameters(recurse=False):
+            readers.setdefault(parameter, set()).add(id(module))
+    return readers
 
 
 def _block_layout(block: nn.Module, call: Call) -> BlockLayout:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.native.accumulate import Loss
-from rlplace.runtime.native.batches import Batch
+from rlplace.runtime.native.batches import Batch, Signature
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
 from rlplace.schedule import SCHEDULES
@@ -27,6 +27,7 @@ class StageModule(nn.Module):
     Attributes:
         body: The stage's graph of the model's own modules.
         parts: Micro-batches of the step that runs.
+        leaves: Flat inputs of each.
         number: The one that runs.
         loss: Of the step that runs.
     """
@@ -37,12 +38,12 @@ class StageModule(nn.Module):
         self.parts: Sequence[Batch] = ()
         self.number = 0
         self.loss: Loss | None = None
+        self.leaves: Sequence[list[Any]] = ()
         self._inputs, self._out_spec, self._weight, self._last = stage.inputs, out_spec, weight, not stage.given
 
     def forward(self, *taken: torch.Tensor) -> Any:
         """What the stage hands on; the weighted loss, in one dimension, on the last."""
-        part = self.parts[self.number]
-        leaves = pytree.tree_leaves(((), dict(part)))
+        part, leaves = self.parts[self.number], self.leaves[self.number]
         values = self.body(*taken, *(leaves[position] for position in self._inputs))
         if not self._last:  # a split backward detaches what was handed on, which torch does not do with views
             return tuple(value.clone() if value._is_view() else value for value in values)
@@ -68,6 +69,7 @@ class PipelineRun:
         place: Where this process stands.
         roots: Stage modules by number, with torch's wrappers on.
         stages: All stages of the cut.
+        signature: What the model was recorded with.
         microbatches: Passes of this process's replica.
     """
 
@@ -77,9 +79,11 @@ class PipelineRun:
         place: Place,
         roots: dict[int, StageModule],
         stages: Sequence[StageGraph],
+        signature: Signature,
         microbatches: int,
     ) -> None:
         self._roots, self._device, self._microbatches = roots, place.device, microbatches
+        self._signature = signature
         made = []
         for number, root in roots.items():
             stage = _Stage(
@@ -99,12 +103,13 @@ class PipelineRun:
 
     def step(self, parts: Sequence[Batch], loss: Loss) -> torch.Tensor:
         """Forward and backward of all micro-batches; returns the weighted sum of their losses, 0 without the last stage."""
+        leaves = [self._signature.leaves(part) for part in parts]
         for root in self._roots.values():
-            root.parts, root.loss = parts, loss
+            root.parts, root.leaves, root.loss = parts, leaves, loss
         losses: list[torch.Tensor] = []
         self._schedule.step(target=torch.arange(self._microbatches), losses=losses, return_outputs=False)
         for root in self._roots.values():
-            root.parts, root.loss = (), None
+            root.parts, root.leaves, root.loss = (), (), None
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
 
 

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Stage, Strategy
 from rlplace.runtime.native.accumulate import Accumulation, Loss
-from rlplace.runtime.native.batches import Batch, micro_batches, own_samples, share_of
+from rlplace.runtime.native.batches import Batch, Signature, micro_batches, own_samples, share_of
 from rlplace.runtime.native.blocks import tied_names, units
 from rlplace.runtime.native.capture import Captured, capture, observe
 from rlplace.runtime.native.clip import clip_grad_norm_
 from rlplace.runtime.native.cut import cut, stage_module
 from rlplace.runtime.native.facts import model_facts
-from rlplace.runtime.native.mesh import Place, find_place
+from rlplace.runtime.native.mesh import Place, check_same, find_place
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay_out, split_sequence
 from rlplace.runtime.native.pipeline import PipelineRun, StageModule
 from rlplace.runtime.native.tensor import Layouts
@@ -66,7 +66,7 @@ class NativeModel:
         """Forward and backward of one batch; gradients are added to ``.grad`` of the parameters.
 
         Args:
-            batch: Keyword inputs of the model: the samples of this process's replica (`own_samples`).
+            batch: Keyword inputs of the model, and what the loss needs: the samples of this process's replica (`own_samples`).
             loss: Called with the model's output and a micro-batch; returns the mean over its samples.
 
         Returns:
@@ -154,6 +154,7 @@ def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_
     if length % degree and any(stage.sequence_parallel for stage in strategy.stages):
         raise InputError(f"native: {length} positions cannot be split over {degree} processes; pad them to a multiple")
     place = find_place(strategy, device_type)
+    check_same(model)
     if len(strategy.stages) > 1:
         return _pipelined(model, strategy, example_inputs, place, layouts)
     stage = strategy.stages[0]
@@ -162,8 +163,10 @@ def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_
     if layouts is not None:
         _lay_out(layouts, captured, found, stage, place)
     root = wrap_stage(model, found, stage, place, pipelined=False)
-    share = share_of(strategy, place.replica)
-    return NativeModel(strategy, place, {0: model}, Accumulation(root, share.weight, every_pass=stage.sharding > 1))
+    share, level = share_of(strategy, place.replica), stage.sharding
+    return NativeModel(
+        strategy, place, {0: model}, Accumulation(root, Signature.of(example_inputs), share.weight, every_pass=level > 1)
+    )
 
 
 def _lay_out(
@@ -201,4 +204,5 @@ def _pipelined(
             _lay_out(layouts, captured, inside, pipeline.stages[number], place)
         wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
         roots[number] = root
-    return NativeModel(strategy, place, bodies, PipelineRun(pipeline, place, roots, stages, share.microbatches), ties, names)
+    runner = PipelineRun(pipeline, place, roots, stages, Signature.of(example_inputs), share.microbatches)
+    return NativeModel(strategy, place, bodies, runner, ties, names)

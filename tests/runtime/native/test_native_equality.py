@@ -57,8 +57,9 @@ def test_equal(case, results):
     model = CASES[case][0]
     names = set().union(*(result[case]["names"] for result in results))
     plain = native_worker.make(model)
-    assert names <= {name for name, _ in plain.named_parameters(remove_duplicate=False)}
-    assert names >= {name for name, _ in plain.named_parameters()}
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    assert names <= set(parameters)
+    assert {id(parameters[name]) for name in names} == {id(parameter) for parameter in plain.parameters()}
     assert set().union(*(result[case]["state"] for result in results)) == set(plain.state_dict())
     for result in results:
         assert not result[case]["missing"]

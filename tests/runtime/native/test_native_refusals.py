@@ -1,0 +1,114 @@
+"""What only the model or the batch can tell is refused when it is known, in one line."""
+
+import native_worker
+import pytest
+import torch
+import torch.distributed as dist
+from native_cases import flat
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.native import examine, prepare
+from rlplace.runtime.native.batches import Signature, micro_batches, own_samples, share_of
+from rlplace.runtime.native.why_not import why_not
+
+IDS = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def strategy(*args, **options):
+    return Strategy.from_dict(flat(*args, **options))
+
+
+def processes(count):
+    stage = {"blocks": ["0"], "devices": list(range(count)), "mesh": {"replicate": count}}
+    return Strategy.from_dict({"batch": 4 * count, "microbatch": [2], "microbatches": [2], "stages": [stage]})
+
+
+def test_facts_of_a_model():
+    pytest.importorskip("transformers")
+    facts = examine(native_worker.make("gpt2"), IDS)
+    assert facts.no_cut is facts.no_tensor is facts.no_sequence is None
+    assert facts.tensor_parts == 4
+    assert facts.ties == (("transformer.wte.weight", "lm_head.weight"),)
+    assert facts.layouts["transformer.h.0.attn.c_attn"] == "column"
+    assert facts.layouts["transformer.h.3.mlp.c_proj"] == "row"
+    assert why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "column"}), facts) is None
+    assert "column is" in why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "row"}), facts)
+
+
+def test_position_bias_leaves_attention_whole():
+    pytest.importorskip("transformers")
+    facts = examine(native_worker.make("t5"), IDS | {"decoder_input_ids": IDS["input_ids"]})
+    assert facts.no_tensor is None
+    assert {path.rpartition(".")[2] for path in facts.layouts} == {"wi", "wo"}
+    assert "may mix positions" in facts.no_sequence
+
+
+def test_dropout_is_refused_over_the_tensor_axis():
+    pytest.importorskip("transformers")
+    model = native_worker.make("gpt2")
+    model.transformer.h[2].mlp.dropout.p = 0.1
+    with pytest.raises(InputError, match=r"transformer\.h\.2: it draws random numbers"):
+        prepare(model, strategy("gpt2", {"tensor": 4}, 0), IDS)
+
+
+def test_positions_that_do_not_divide_are_refused():
+    pytest.importorskip("transformers")
+    inputs = {"input_ids": torch.zeros(2, 7, dtype=torch.long)}
+    with pytest.raises(InputError, match="7 positions cannot be split over 2"):
+        prepare(native_worker.make("gpt2"), strategy("gpt2", {"tensor": 2, "replicate": 2}, 0, sequence_parallel=True), inputs)
+
+
+def test_a_batch_norm_is_refused_over_replicas():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(InputError, match="SyncBatchNorm"):
+        prepare(model, processes(4), {"input": torch.ones(2, 4)})
+
+
+def test_a_job_of_another_size_is_refused(alone):
+    with pytest.raises(InputError, match="4 devices, the job 1 processes"):
+        prepare(nn.Sequential(nn.Linear(4, 4)), processes(4), {"input": torch.ones(1, 4)})
+
+
+def test_a_model_without_values_is_refused(alone):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(InputError, match="on the meta device"):
+        prepare(model, processes(1), {"input": torch.ones(1, 4)})
+
+
+def test_one_process_runs_micro_batches(alone):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    batch = {"input": torch.randn(4, 4), "target": torch.randn(4, 4)}
+    wanted = (model(batch["input"]) - batch["target"]).square().mean()
+    gradient = torch.autograd.grad(wanted, model[0].weight)[0]
+    native = prepare(model, processes(1), {"input": torch.ones(2, 4)})
+    made = native.step(batch, lambda output, part: (output - part["target"]).square().mean())
+    torch.testing.assert_close(made.item(), wanted.item())
+    torch.testing.assert_close(model[0].weight.grad, gradient)
+    with pytest.raises(InputError, match="no input, which example_inputs had"):
+        native.step({"target": batch["target"]}, lambda output, part: output.mean())
+
+
+def test_a_short_last_batch_is_refused():
+    share = share_of(strategy("llama", {"shard": 4}, 3), 1)
+    whole = {"input_ids": torch.arange(8)[:, None]}
+    assert own_samples(whole, share, 8)["input_ids"].tolist() == [[2], [3]]
+    with pytest.raises(InputError, match=r"drop a short last batch \(drop_last=True\)"):
+        micro_batches({"input_ids": torch.zeros(1, 6)}, share)
+
+
+def test_a_pipeline_runs_one_shape():
+    signature = Signature.of(IDS)
+    assert signature.leaves(IDS | {"labels": None})[0] is IDS["input_ids"]
+    with pytest.raises(InputError, match="pad to one shape"):
+        signature.leaves({"input_ids": torch.zeros(2, 5, dtype=torch.long)})

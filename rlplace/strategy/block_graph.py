@@ -106,7 +106,7 @@ class _Finder:
         return CutOp(
             work,
             bool(forward.weights(op)),
-            self._dims(op) if known and (work > 0 or not forward.weights(op)) else (),
+            self._dims(op) if known and forward.may_cut(op) and (work > 0 or not forward.weights(op)) else (),
             frozenset(outputs) if forward.with_gradient[op] else frozenset(),
             tuple((local[tensor], names or ()) for tensor, names in reads),
             tuple((local[tensor], names or ()) for tensor, names in makes),

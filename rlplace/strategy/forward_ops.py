@@ -8,6 +8,7 @@ weight are rows (the sequence); what is left can be cut.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +38,13 @@ class ForwardOps:
         views: By other forward op the tensors that it looks at.
     """
 
-    def __init__(self, graph: OpGraph, block_of_op: NDArray[np.int32]) -> None:
+    def __init__(self, graph: OpGraph, block_of_op: NDArray[np.int32], only: Collection[str] | None = None) -> None:
         """Reads the graph.
 
         Args:
             graph: Captured in this process, by export or dispatch.
             block_of_op: int32 [N], block of every forward op; others are not looked at.
+            only: Paths of modules whose weights may be cut; None: all.
 
         Raises:
             InputError: The graph does not say how its ops access tensors.
@@ -52,7 +54,7 @@ class ForwardOps:
                 "tensor layouts: this graph does not say along which dimensions its ops can be cut; capture the model again in "
                 "this process, and use the layout found there for graphs at other batch sizes"
             )
-        self.graph, self.indices = graph, graph.traced.indices
+        self.graph, self.indices, self._only = graph, graph.traced.indices, only
         maker, everything = graph.tensor_producer, np.arange(graph.num_ops)
         kind = np.array(graph.op_kind)
         self.searched = (graph.op_phase == FORWARD) & ((kind != "view") | np.isin(everything, maker))
@@ -92,6 +94,16 @@ class ForwardOps:
     def runs_along(self, tensor: int, axis: int) -> int:
         """What runs along an axis of a tensor."""
         return self._runs.get((False, tensor, axis), ROW)
+
+    def may_cut(self, op: int) -> bool:
+        """Whether the weights that an op reads may be cut."""
+        return self._only is None or all(self.owner(op, tensor) in self._only for tensor in self.weights(op))
+
+    def owner(self, op: int, tensor: int) -> str:
+        """The module that holds a parameter which an op reads; of several the one that runs the op."""
+        record = self.graph.parameters[self.graph.tensor_parameter[min(self.parameters[tensor])]]
+        owners = [name.rpartition(".")[0] for name in (record.name, *record.aliases)]
+        return self.graph.op_module[op] if self.graph.op_module[op] in owners else owners[0]
 
     def weights(self, op: int) -> list[int]:
         """Parameters of two or more axes that an op multiplies by or looks rows up in."""

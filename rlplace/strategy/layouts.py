@@ -11,7 +11,7 @@ numbers of ops and tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,12 @@ from rlplace.strategy.tensor_layout import TensorLayout, layout_of
 
 
 def tensor_layouts(
-    graph: OpGraph, block_of_op: NDArray[np.int32], degree: int, *, sequence_parallel: bool = False
+    graph: OpGraph,
+    block_of_op: NDArray[np.int32],
+    degree: int,
+    *,
+    sequence_parallel: bool = False,
+    only: Collection[str] | None = None,
 ) -> TensorLayout:
     """Cuts every block of a step over a tensor group.
 
@@ -35,6 +40,7 @@ def tensor_layouts(
             along the sequence.
         degree: Devices of the group.
         sequence_parallel: Whether activations between products are cut along the sequence.
+        only: Paths of modules whose weights may be cut, such as those that a runtime has layouts for; None: all.
 
     Returns:
         The layout. A block in which nothing can be cut is whole on every device.
@@ -43,16 +49,23 @@ def tensor_layouts(
         InputError: `why_not` has a reason, or the graph does not say how its ops access tensors.
     """
     whole_number(degree, "tensor_layouts: degree", 1)
-    ops = ForwardOps(graph, block_of_op)
+    ops = ForwardOps(graph, block_of_op, only)
     found, cuts, reason = _search(ops, degree, sequence_parallel)
     if reason is not None:
         raise InputError(f"tensor_layouts: {reason}")
     return layout_of(ops, zip(found, cuts, strict=True), degree, sequence_parallel=sequence_parallel)
 
 
-def why_not(graph: OpGraph, block_of_op: NDArray[np.int32], degree: int, *, sequence_parallel: bool = False) -> str | None:
+def why_not(
+    graph: OpGraph,
+    block_of_op: NDArray[np.int32],
+    degree: int,
+    *,
+    sequence_parallel: bool = False,
+    only: Collection[str] | None = None,
+) -> str | None:
     """Why `tensor_layouts` has no answer; None where it has one."""
-    return _search(ForwardOps(graph, block_of_op), degree, sequence_parallel)[2]
+    return _search(ForwardOps(graph, block_of_op, only), degree, sequence_parallel)[2]
 
 
 def _search(

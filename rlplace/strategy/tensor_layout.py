@@ -141,14 +141,7 @@ class _Layout:
             own = [item.tensors[number] for number, _ in record.reads if item.tensors[number] in self.ops.parameters]
             if dim and own:
                 weights = self.ops.weights(op)
-                self.modules[self._owner(op, weights[0] if weights else own[0])] = self._word(op, record, dim)
-
-    def _owner(self, op: int, tensor: int) -> str:
-        """The module that holds a parameter which an op reads; of several the one that runs the op."""
-        index = self.graph.tensor_parameter[min(self.ops.parameters[tensor])]
-        names = self.graph.parameters[index].name, *self.graph.parameters[index].aliases
-        owners = [name.rpartition(".")[0] for name in names]
-        return self.graph.op_module[op] if self.graph.op_module[op] in owners else owners[0]
+                self.modules[self.ops.owner(op, weights[0] if weights else own[0])] = self._word(op, record, dim)
 
     def _word(self, op: int, record: CutOp, dim: str) -> str:
         if not record.weighted:

@@ -13,6 +13,8 @@ from rlplace.errors import InputError
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import PARAMETER, UPDATE
 from rlplace.graph.rescale import rescale
+from rlplace.runtime.native.capture import capture as capture_blocks
+from rlplace.runtime.native.model_layouts import find_layouts
 from rlplace.strategy.blocks import find_blocks
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
 from rlplace.strategy.layouts import tensor_layouts, why_not
@@ -239,6 +241,35 @@ def test_a_layout_holds_at_any_batch_size():
     between = rescale(small, large, 4)
     assert between.traced is None
     assert {c.size_bytes(between) for c in one.collectives if c.block == 1} == {4 * 4 * SEQUENCE * HIDDEN}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_blocks_tried_on_their_own_code_have_the_same_layouts(name):
+    """The runtime follows a cut through the code of each block and tries it on fake parts: another road to the same layouts."""
+    spec = SPECS[name] + f",vocab_size={VOCABULARY}"
+    model = load_model(spec, batch=BATCH, seq=SEQUENCE)
+    for module in model.module.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    run = capture_blocks(model.module, dict(model.example_inputs))
+    graph = captured(name)
+    layout = tensor_layouts(graph, blocks_of(graph)[1], 2)
+    words = {path: word.rpartition(" ")[2] for path, word in layout.modules.items() if "gathered" not in word}
+    expected = {path: word for path, word in words.items() if word != "embedding"}
+    assert find_layouts(run.units, run.calls).by_module() == expected and expected
+
+
+def test_only_modules_that_are_named_are_cut():
+    graph = captured("llama")
+    _, blocks = blocks_of(graph)
+    everything = tensor_layouts(graph, blocks, 2).modules
+    only = [path for path in everything if ".mlp." in path]
+    layout = tensor_layouts(graph, blocks, 2, only=only)
+    assert layout.modules == {path: everything[path] for path in only}
+    assert why_not(graph, blocks, 8, only=only) is None  # heads do not matter then
+    assert "no product" in (why_not(graph, blocks, 2, only=[]) or "")
 
 
 def test_what_the_degree_does_not_divide_is_refused_with_the_reason():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from captured import captured
 
+from rlplace.cluster.parse import as_cluster
 from rlplace.cost import price
 from rlplace.errors import InputError
 from rlplace.graph.coarsen import Grouping
@@ -14,6 +15,8 @@ from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
 from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut, tied_once
 from rlplace.strategy.divide import divided, tensor_parts
+from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.layouts import tensor_layouts
 from rlplace.strategy.price import PricedBlocks
 
@@ -109,6 +112,19 @@ def test_peak_is_that_of_the_op_level(priced, name):
     graph = captured(name)
     problem = price(graph, CLUSTER, level="op", groups=grouped(graph, np.zeros(graph.num_ops), ["model"]))
     assert peak_bytes(priced[name], NONE) == pytest.approx(simulated_peak(problem), rel=0.001)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_the_executor_on_one_device_is_the_op_level(priced, name):
+    """Of either kind: the same step time, and the same peak."""
+    graph, blocks, cluster = captured(name), priced[name], as_cluster(CLUSTER)
+    problem = price(graph, CLUSTER, level="op", groups=grouped(graph, np.zeros(graph.num_ops), ["model"]))
+    executor, count = Evaluator(blocks, cluster), len(blocks.names)
+    for device in range(2):
+        draft = Draft((0, count), (Place((device,)),), (0,), bytes(count), bytes(count), (4,), (1,))
+        found, wanted = executor.evaluate(draft), simulate(problem, [device])
+        assert found.step_time_s == pytest.approx(wanted.step_time_s, rel=1e-9)
+        assert found.peak_memory_bytes[device] == pytest.approx(wanted.peak_memory_bytes[device], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "t5"])

@@ -21,7 +21,7 @@ def model_facts(model: nn.Module, layouts: ModelLayouts | None = None) -> ModelF
 
 
 def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
-    """Everything that `why_not` asks, from a forward on fake tensors.
+    """Everything that `why_not` asks, from a forward on fake tensors; blocks in the order in which the forward calls them.
 
     Args:
         model: Real or meta module; it is not changed.
@@ -29,10 +29,13 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
     """
     try:
         captured = capture(model, inputs)
-        cut(captured, [[block] for block in block_names(model)])
+        called = dict.fromkeys(str(node.target) for node in captured.graph.nodes if node.op == "call_module")
+        known = set(block_names(model))
+        blocks = tuple(path for path in called if path in known)
+        cut(captured, [[block] for block in blocks])
     except InputError as error:
         return _facts(model, str(error), None)
-    return _facts(model, None, find_layouts(captured.units, captured.calls))
+    return replace(_facts(model, None, find_layouts(captured.units, captured.calls)), blocks=blocks)
 
 
 def _facts(model: nn.Module, no_cut: str | None, layouts: ModelLayouts | None) -> ModelFacts:

@@ -44,6 +44,16 @@ def test_facts_of_a_model():
     assert "column is" in why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "row"}), facts)
 
 
+def test_blocks_stand_in_the_order_of_the_forward():
+    import small_models
+
+    model, inputs, _ = small_models.inception()
+    facts = examine(model, inputs)
+    assert facts.no_cut is None
+    assert facts.batch_norm
+    assert facts.blocks.index("mix.0.0") < facts.blocks.index("blocks.1.0.0")
+
+
 def test_position_bias_leaves_attention_whole():
     pytest.importorskip("transformers")
     facts = examine(native_worker.make("t5"), IDS | {"decoder_input_ids": IDS["input_ids"]})

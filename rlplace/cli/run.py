@@ -76,6 +76,10 @@ def _load(options: argparse.Namespace) -> PlacementPlan:
     plan = PlacementPlan.load(options.plan)
     check_processes(plan, options.plan)
     recipe_of(plan)
+    if plan.strategy is not None:
+        from rlplace.runtime.native.job import check_strategy
+
+        check_strategy(plan, options.autocast, options.checkpoint)
     return plan
 
 

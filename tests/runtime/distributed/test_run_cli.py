@@ -104,18 +104,18 @@ def test_a_plan_of_one_device_needs_no_torchrun(tmp_path, capsys, alone):
 
 
 def test_a_wrong_gradient_is_found(tmp_path, capsys, alone, monkeypatch):
-    from rlplace.runtime.distributed.job import job
+    from rlplace.runtime.distributed.job import placed
 
     path = tmp_path / "one.plan.json"
     place(path, cluster="cpu:1", planner="single")
-    right = job._step
+    right = placed._step
 
     def wrong(model, *arguments):
         loss = right(model, *arguments)
         dict(model.named_parameters())["transformer.h.1.mlp.c_fc.weight"].grad[0, 0] += 0.01
         return loss
 
-    monkeypatch.setattr(job, "_step", wrong)
+    monkeypatch.setattr(placed, "_step", wrong)
     assert main(["run", "--plan", str(path), "--device", "cpu", "--steps", "2", "--verify"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"^step 2  loss [\d.]+  [\d.]+ ms$", out, re.MULTILINE)

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.problem import Problem
-from rlplace.problem.io import problem_from_dict, problem_to_dict
-from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.job.recipe import problem_of_plan, recipe_of, synthetic_batch
-from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison, gather_tensors, whole_gradients
-from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.job.placed import Autocast, MakeOptimizer, Part, PlacedPart
+from rlplace.runtime.distributed.job.recipe import recipe_of, synthetic_batch
+from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison, gather_tensors
 from rlplace.runtime.distributed.ranks import broadcast_text, devices_of, gather_texts, start_group
-from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlplace.runtime.host_memory import StepMemory, held_tensors, keep_freed_memory
-from rlplace.runtime.measure import OPTIMIZERS, loss_of
+from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint
+from rlplace.runtime.host_memory import StepMemory, keep_freed_memory
+from rlplace.runtime.measure import OPTIMIZERS
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _START_TIMEOUT_S = 1800.0
@@ -132,7 +128,9 @@ def start_job(options: JobOptions) -> torch.device:
 
 
 def processes_needed(plan: PlacementPlan) -> int:
-    """One for every device up to the last that the plan uses."""
+    """One for every device up to the last that a placement uses; one for every device of a strategy."""
+    if plan.strategy is not None:
+        return len(plan.strategy.devices)
     if plan.replicas is not None:
         return 1 + max(int(device) for row in plan.replicas for device in row)
     return devices_of(plan)
@@ -153,47 +151,42 @@ def train(
         Complete on rank 0 only.
     """
     recipe = recipe_of(plan)
-    problem = _problem(plan, options, device)
     memory = StepMemory(device)
-    loaded = recipe.build("cpu", options.seed)
-    inputs, loss = loaded.example_inputs, loaded.loss
-    model = distribute(loaded.module, plan, inputs, loss=loss, device=device, seed=options.seed, problem=problem)
-    del loaded  # what this rank does not own
-    autocast = options.autocast or recipe.autocast
+    name = options.autocast or recipe.autocast
+    autocast = partial(_autocast, device, name)
     make = _optimizer(options.optimizer or recipe.optimizer, options.lr)
+    part = _part(plan, device, options, make, autocast)
     reference = None
-    replicas = len(plan.replicas or [0])
     if options.verify and dist.get_rank() == 0:
         whole = recipe.build("cpu", options.seed).module
         reference = Reference(
             whole,
             device,
-            loss=loss,
+            loss=part.loss,
             optimizer=make,
-            replicas=replicas,
-            microbatches=plan.microbatches,
+            replicas=part.replicas,
+            microbatches=part.microbatches,
             seed=options.seed,
             clip=options.clip,
-            autocast=_autocast(device, autocast),
+            autocast=autocast(),
+            same_streams=part.same_streams,
         )
-    optimizer = make(list(model.parameters()))  # on every rank; those that are frozen get no gradient and no update
-    samples = problem.samples_per_microbatch * plan.microbatches * replicas
-    tolerance = _tolerance(recipe.dtype, autocast)
-    result = JobResult(predicted_step_s=plan.predicted.step_time_s, engine=model.report)
+    tolerance = _tolerance(recipe.dtype, name)
+    result = JobResult(predicted_step_s=plan.predicted.step_time_s, engine=part.engine)
     comparison = RunComparison(tolerance) if options.verify else None
     seconds: list[float] = []
     if options.resume and _has_checkpoint(options, device):
-        result.first_step = load_checkpoint(str(options.checkpoint), model, optimizer).step
+        result.first_step = part.load(str(options.checkpoint))
         if reference is not None:
             reference.resume(load_checkpoint(str(options.checkpoint), reference.model, reference.optimizer).step)
     for step in range(result.first_step, options.steps):
-        batch = synthetic_batch(inputs, samples, options.seed, step)
+        batch = synthetic_batch(part.inputs, part.samples, options.seed, step)
         if step == result.first_step + 1:
-            memory.begin(held_tensors(model, optimizer))
+            memory.begin(part.held())
         if options.verify:
             dist.barrier()  # rank 0 comes from the unplaced model
         begin = time.perf_counter()
-        loss_value = _step(model, optimizer, batch, options.clip, _autocast(device, autocast))
+        loss_value = part.step(batch)
         seconds.append(time.perf_counter() - begin)
         if step == result.first_step + 1:
             memory.end()
@@ -203,20 +196,21 @@ def train(
         if on_step is not None and dist.get_rank() == 0:
             on_step(step, loss_value, seconds[-1])
         if options.checkpoint is not None and _is_due(step + 1, options):
-            save_checkpoint(options.checkpoint, model, optimizer, step=step + 1, extra={"problem": plan.problem})
-    result.ranks = _ranks(plan, problem, model, device, seconds, memory.peak_bytes)
+            part.save(options.checkpoint, step + 1)
+    result.ranks = _ranks(plan, part, device, seconds, memory.peak_bytes)
     result.step_s = max((r["median_step_s"] for r in result.ranks if r["median_step_s"] is not None), default=None)
     if comparison is not None:
-        result.comparison = _compare(comparison, model, reference, device)
+        result.comparison = _compare(comparison, part, reference, device)
     return result
 
 
-def _problem(plan: PlacementPlan, options: JobOptions, device: torch.device) -> Problem:
-    """The plan's problem, built again by rank 0 and checked."""
-    text = None
-    if dist.get_rank() == 0:
-        text = json.dumps(problem_to_dict(problem_of_plan(plan, options.cluster)))
-    return problem_from_dict(json.loads(broadcast_text(text, device)))
+def _part(plan: PlacementPlan, device: torch.device, options: JobOptions, make: MakeOptimizer, autocast: Autocast) -> Part:
+    """What this process trains: its part under the plan's strategy, or under its placement."""
+    if plan.strategy is None:
+        return PlacedPart(plan, device, options, make, autocast)
+    from rlplace.runtime.native.job import StrategyPart
+
+    return StrategyPart(plan, plan.strategy, device, options, make, autocast)
 
 
 def _has_checkpoint(options: JobOptions, device: torch.device) -> bool:
@@ -229,38 +223,14 @@ def _is_due(done: int, options: JobOptions) -> bool:
     return done == options.steps or (options.checkpoint_every is not None and done % options.checkpoint_every == 0)
 
 
-def _step(
-    model: DistributedModel,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    clip: float | None,
-    autocast: contextlib.AbstractContextManager[Any],
-) -> float:
-    optimizer.zero_grad(set_to_none=True)
-    with autocast:
-        output = model(**batch) if isinstance(batch, dict) else model(*batch)
-    value = loss_of(output, None)
-    value.backward()  # type: ignore[no-untyped-call]
-    if clip is not None:
-        model.clip_grad_norm_(clip)
-    optimizer.step()
-    return float(value.detach())
-
-
 def _ranks(
-    plan: PlacementPlan,
-    problem: Problem,
-    model: DistributedModel,
-    device: torch.device,
-    seconds: list[float],
-    peak_bytes: int | None,
+    plan: PlacementPlan, part: Part, device: torch.device, seconds: list[float], peak_bytes: int | None
 ) -> list[dict[str, Any]]:
     warm = seconds[min(2, max(len(seconds) - 1, 0)) :]
-    plan_device = model.ranks.plan_device
     facts = {
         "host": platform.node(),
         "device": str(device),
-        "stage": plan_device,
+        "stage": part.device_number,
         "median_step_s": statistics.median(warm) if warm else None,
         "peak_memory_bytes": peak_bytes,
     }
@@ -271,19 +241,17 @@ def _ranks(
     ]
 
 
-def _compare(
-    comparison: RunComparison, model: DistributedModel, reference: Reference | None, device: torch.device
-) -> RunComparison:
-    parameters = gather_tensors(model.own_tensors.parameters, device)
-    gradients = gather_tensors(whole_gradients(model), device)
+def _compare(comparison: RunComparison, part: Part, reference: Reference | None, device: torch.device) -> RunComparison:
+    parameters = gather_tensors(part.parameters(), device)
+    gradients = gather_tensors(part.gradients(), device)
     if reference is not None:
         comparison.streams = reference.streams
         comparison.compare_tensors(gradients, parameters, reference)
     return comparison
 
 
-def _optimizer(name: str, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(name: str, lr: float) -> MakeOptimizer:
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
         return OPTIMIZERS[name](parameters, lr=lr)
 
     return make

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -168,11 +169,8 @@ def check_problem(plan: PlacementPlan, problem: Problem) -> None:
     if plan.problem == problem.fingerprint:
         return
     then, now = plan.source or {}, problem.source or {}
-    made_with = (then.get("capture") or {}).get("torch")
     if then.get("graph_fingerprint") != now.get("graph_fingerprint"):
-        reason = "its graph is another"
-        if made_with is not None and made_with != torch.__version__:
-            reason += f", maybe because it was captured with torch {made_with} and this is {torch.__version__}"
+        reason = _another_graph(then)
     elif (then.get("costs") or {}).get("fingerprint") != (now.get("costs") or {}).get("fingerprint"):
         reason = "its op times are others"
     else:
@@ -181,6 +179,29 @@ def check_problem(plan: PlacementPlan, problem: Problem) -> None:
         f"the plan is for problem {plan.problem[:12]}, its model and cluster give {problem.fingerprint[:12]}: {reason}; "
         "plan again with 'rlplace place'"
     )
+
+
+def _another_graph(source: Mapping[str, Any]) -> str:
+    """Why a graph has another fingerprint than a plan's source says."""
+    made_with = (source.get("capture") or {}).get("torch")
+    if made_with is None or made_with == torch.__version__:
+        return "its graph is another"
+    return f"its graph is another, maybe because it was captured with torch {made_with} and this is {torch.__version__}"
+
+
+def check_graph(plan: PlacementPlan) -> None:
+    """Captures the model of a strategy's plan again, and refuses the plan when it is another today.
+
+    Raises:
+        InputError: With both fingerprints, and what most likely changed.
+    """
+    source = plan.source or {}
+    then, now = str(source.get("graph_fingerprint")), _graph(plan).fingerprint
+    if then != now:
+        raise InputError(
+            f"the plan is for graph {then[:12]}, its model gives {now[:12]}: {_another_graph(source)}; "
+            "plan again with 'rlplace place'"
+        )
 
 
 def _graph(plan: PlacementPlan) -> OpGraph:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.batches import split_batch
 from rlplace.runtime.distributed.graph.assign import Placement, assign
 from rlplace.runtime.distributed.graph.cut import cut_graph
@@ -53,6 +54,7 @@ class Reference:
         step: int = 0,
         clip: float | None = None,
         autocast: contextlib.AbstractContextManager[Any] | None = None,
+        same_streams: bool = True,
     ) -> None:
         self.model = model.to(device)
         self.parameters = dict(self.model.named_parameters())
@@ -60,7 +62,7 @@ class Reference:
         self.streams = False
         self.slack: dict[str, torch.Tensor] = {}
         self._device, self._loss, self._seed, self._step, self._clip = device, loss, seed, step, clip
-        self._replicas, self._microbatches = replicas, microbatches
+        self._replicas, self._microbatches, self._same_streams = replicas, microbatches, same_streams
         self._autocast = autocast or contextlib.nullcontext()
         self._runs: dict[Any, Callable[[Any], torch.Tensor]] = {}
 
@@ -96,6 +98,12 @@ class Reference:
         graph = forward_graph(meta_copy(self.model), args, kwargs, loss=self._loss)
         if graph.random_ops == 0:
             return lambda call: loss_of(self.model(*call[0], **call[1]), self._loss)
+        if not self._same_streams:
+            raise InputError(
+                f"run: --verify: the model has {graph.random_ops} random ops, such as dropout, and under a strategy every "
+                "process draws from torch's own stream; switch them off in the MODEL, for example "
+                "hf:gpt2,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0, and plan that, or leave --verify out"
+            )
         self.streams = True
         one = {name: Placement(0, 0) for name in graph.op_of_node.values()}
         cut = cut_graph(graph, assign(graph, one))

@@ -1,0 +1,136 @@
+"""``rlplace run`` with plans that hold a whole strategy, and what the other verbs say of them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from launch import torchrun
+from native_cases import chain, flat
+
+from rlplace.cli.main import main
+from rlplace.cluster.parse import parse
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.prediction import Prediction
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.distributed.job import recipe
+
+pytest.importorskip("transformers")
+
+SIZES = "n_layer={},n_embd=32,n_head=4,vocab_size=64,n_positions=32"
+PLAIN = ",attn_pdrop=0.0,embd_pdrop=0.0,resid_pdrop=0.0"
+HALVES = [(0, 1), (2, 3)]
+FOUR_LAYERS = "hf:gpt2," + SIZES.format(4) + PLAIN
+
+
+def strategy_plan(path, strategy, model=FOUR_LAYERS, **graph):
+    """A plan for a strategy, without a search."""
+    source = {
+        "graph": {"model": model, "batch": 2, "seq": 8, "dtype": "fp32", "optimizer": "adam", **graph},
+        "cluster": "cpu:4",
+        "cluster_fingerprint": parse("cpu:4").fingerprint,
+    }
+    predicted = Prediction(step_time_s=0.001, peak_memory_bytes=(1000, 1001, 1002, 1003), feasible=True)
+    nothing = np.zeros(0, dtype=np.int32)
+    whole = Strategy.from_dict(strategy)
+    plan = PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=whole, source=source, predicted=predicted)
+    plan.save(path)
+    return plan
+
+
+def run_verified(path, *options):
+    code, out, err = torchrun(4, "-m", "rlplace", "run", "--plan", path, "--device", "cpu", "--verify", "--json", *options)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["verified"]["equal"] and found["verified"]["reference"] == "module"
+    assert max(found["verified"]["losses"]) < 1e-6 and found["losses"][-1] < found["losses"][0]
+    return found
+
+
+def test_a_pipeline_of_shared_stages_equals_the_plain_model(tmp_path):
+    path = tmp_path / "p.plan.json"
+    plan = strategy_plan(path, chain("gpt2", HALVES, "1f1b", mesh={"shard": 2}, sharding=1))
+    plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
+    plan.save(path)
+    found = run_verified(path, "--steps", 3, "--clip", 0.5)
+    assert found["engine"] == "native" and len(found["losses"]) == 3 and found["predicted_step_time_s"] == 0.001
+    assert [rank["stage"] for rank in found["ranks"]] == [0, 1, 2, 3]
+    assert [rank["predicted_memory_bytes"] for rank in found["ranks"]] == [1000, 1001, 1002, 1003]
+    assert all(rank["peak_memory_bytes"] > 10_000 for rank in found["ranks"])
+
+
+@pytest.mark.slow
+def test_what_place_chose_equals_the_plain_model(tmp_path):
+    path = tmp_path / "t.plan.json"
+    arguments = ["place", "hf:gpt2," + SIZES.format(2) + PLAIN, "--cluster", "cpu:4", "--global-batch", "8", "--seq", "8"]
+    assert main([*arguments, "--space", "tensor=2 replicate=2 pipeline=1 shard=1", "--out", str(path)]) == 0
+    assert PlacementPlan.load(path).strategy.stages[0].mesh == {"replicate": 2, "tensor": 2}
+    run_verified(path, "--steps", 3, "--optimizer", "sgd")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, monkeypatch, alone):
+    """The line that a verb refuses a strategy with."""
+
+    def line(strategy, *arguments, world=4, **graph):
+        path = tmp_path / "x.plan.json"
+        strategy_plan(path, strategy, **graph)
+        if arguments[0] == "run" and world > 1:
+            monkeypatch.setenv("RANK", "0")
+            monkeypatch.setenv("WORLD_SIZE", str(world))
+        words = [str(path) if word == "PLAN" else word for word in arguments]
+        assert main(words) == 2
+        (found,) = [row for row in capsys.readouterr().err.splitlines() if row.startswith("rlplace:")]
+        return found
+
+    return line
+
+
+WHOLE = flat("gpt2", {"shard": 4}, 1)
+
+
+def test_another_number_of_processes(refused):
+    wrong = refused(WHOLE, "run", "--plan", "PLAN", world=3)
+    assert re.search(
+        r"uses 4 devices, but there are 3 processes; start it with: torchrun --nproc-per-node 4 -m rlplace run", wrong
+    )
+    assert "torchrun --nproc-per-node 4" in refused(WHOLE, "run", "--plan", "PLAN", world=1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "graph", "reason"),
+    [
+        (flat("gpt2", {"context": 4}, 0, microbatch=8), (), {}, "the axis context is not run yet"),
+        (flat("gpt2", {"shard": 4}, 1, devices=(0, 1, 3, 4)), (), {}, "plan for a cluster of these devices alone"),
+        (chain("gpt2", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), ("--autocast", "bf16"), {}, "run without it"),
+        (WHOLE, (), {"master_weights": True}, "without --master-weights"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run(refused, strategy, options, graph, reason):
+    assert reason in refused(strategy, "run", "--plan", "PLAN", *options, **graph)
+
+
+def test_dropout_is_not_compared_under_a_strategy():
+    import torch
+    from native_worker import gpt2
+
+    from rlplace.errors import InputError
+    from rlplace.runtime.distributed.job.verify import Reference
+
+    model = gpt2(1)
+    model.transformer.drop.p = 0.1
+    reference = Reference(
+        model, torch.device("cpu"), loss=None, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), replicas=1, microbatches=1,
+        seed=0, same_streams=False,
+    )  # fmt: skip
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(InputError, match="1 random ops, such as dropout"):
+        reference.step({"input_ids": ids, "labels": ids}, 1e-4)

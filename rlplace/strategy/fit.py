@@ -9,27 +9,39 @@ by bisection, of all places at once.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.space import OFFLOAD_WORDS, RECOMPUTE_WORDS, Space
 from rlplace.strategy.tries import Tried, Tries
 
 
-def fitted(tries: Tries, draft: Draft) -> Tried | None:
+def fitted(tries: Tries, draft: Draft, below_s: float = math.inf) -> Tried | None:
     """The draft with the fewest steps of the ladder that fit on every place; None where none fits.
 
-    What the draft recomputes and offloads already is not looked at.
+    Args:
+        tries: Evaluates.
+        draft: What it recomputes and offloads already is not looked at.
+        below_s: Of interest is only what is quicker: where the draft is not, though it keeps everything, there is no search.
     """
     rungs = _rungs(tries.question.space)
     if not rungs:
         return None
     blocks = _blocks_of_places(draft)
-    low, high = [0] * len(blocks), [len(own) * (len(rungs) - 1) for own in blocks]
+    low = [0] * len(blocks)
     first = _at(draft, blocks, rungs, low)
     tried = tries.score(first)
     if tried.fits or not tried.over_bytes:
         return tried if tried.fits else None
-    last = tries.score(_at(draft, blocks, rungs, high))
+    if tried.step_s >= below_s:
+        return None
+    high, last = low, tried
+    while len(rungs) > 1:  # the highest rung that can run
+        high = [len(own) * (len(rungs) - 1) for own in blocks]
+        last = tries.score(_at(draft, blocks, rungs, high))
+        if math.isfinite(last.step_s):
+            break
+        rungs = rungs[:-1]
     if not last.fits:
         return None
     over = _over(tries, first)

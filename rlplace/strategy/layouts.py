@@ -48,8 +48,12 @@ def tensor_layouts(
     Raises:
         InputError: `why_not` has a reason, or the graph does not say how its ops access tensors.
     """
+    return layouts_of(ForwardOps(graph, block_of_op, only), degree, sequence_parallel=sequence_parallel)
+
+
+def layouts_of(ops: ForwardOps, degree: int, *, sequence_parallel: bool = False) -> TensorLayout:
+    """`tensor_layouts` of forward ops that were read before, for several degrees."""
     whole_number(degree, "tensor_layouts: degree", 1)
-    ops = ForwardOps(graph, block_of_op, only)
     found, cuts, reason = _search(ops, degree, sequence_parallel)
     if reason is not None:
         raise InputError(f"tensor_layouts: {reason}")

@@ -204,8 +204,9 @@ def try_uniform(tries: Tries) -> None:
             fitted(tries, option.draft(balance))
     for option in listed:
         best = tries.best
-        if best is None or not best.fits or option.bound_s < best.step_s:
-            fitted(tries, option.draft(balance))
+        below_s = best.step_s if best is not None and best.fits else math.inf
+        if option.bound_s < below_s:
+            fitted(tries, option.draft(balance), below_s)
 
 
 def all_options(question: Question, balance: Balance) -> Iterator[Option]:

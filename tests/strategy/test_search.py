@@ -121,6 +121,20 @@ def test_no_less_recomputation_would_fit(seed: int) -> None:
         assert not tries.score(dataclasses.replace(draft, recompute=recompute)).fits
 
 
+def test_what_cannot_be_offloaded_is_recomputed_all_the_same() -> None:
+    asked = question(0)
+    draft = next(draft for draft in all_drafts(asked) if len(draft.devices) == 4 and draft.stages == 1)
+    peaks = [
+        max(asked.scores.evaluate(dataclasses.replace(draft, recompute=how * 5)).peak_memory_bytes) for how in (b"\0", b"\2")
+    ]
+    memory = asked.cluster.devices[0].memory_bytes
+    assert memory is not None and peaks[1] < peaks[0]
+    tight = question(0, factor=sum(peaks) / 2 / memory)
+    no_offload = dataclasses.replace(tight, why_not=lambda draft: "no offload" if any(draft.offload) else None)
+    tried = fitted(Tries(no_offload), draft)
+    assert tried is not None and any(tried.draft.recompute) and not any(tried.draft.offload)
+
+
 def test_neighbours_process_the_same_batch_or_are_left_out() -> None:
     asked = question(0, "a100-80g:2+t4:2", batch=16)
     balance = Balance(asked.costs, asked.cluster)

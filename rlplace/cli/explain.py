@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs the verb; that a plan or model does not fit is a result, not a failure."""
     if options.what.endswith(_PLAN):
         _refuse_model_options(options)
-        _show(_plan(options), options)
+        if not _strategy(options):
+            _show(_plan(options), options)
         return 0
     if options.problem or options.group:
         option = "--problem" if options.problem else "--group"
@@ -73,6 +74,26 @@ def _refuse_model_options(options: argparse.Namespace) -> None:
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
     return {"calls": options.calls, "time_limit_s": options.time_limit, "seed": options.seed}
+
+
+def _strategy(options: argparse.Namespace) -> bool:
+    """Shows a plan that holds a whole strategy as ``rlplace place`` did; False: it places groups."""
+    from rlplace.cli.strategy import show_strategy
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
+
+    plan = PlacementPlan.load(options.what)
+    if plan.strategy is None:
+        return False
+    if options.problem or options.group:
+        option = "--problem" if options.problem else "--group"
+        raise InputError(f"{options.what} is a whole strategy, which places no groups of a problem; leave {option} out")
+    machine = cluster_of_plan(plan, options.cluster)
+    if options.json:
+        print_json(plan.to_dict())
+    else:
+        show_strategy(plan, machine)
+    return True
 
 
 def _plan(options: argparse.Namespace) -> Explanation:

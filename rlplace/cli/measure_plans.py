@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from rlplace.cli.common import print_json, print_table, say
+from rlplace.cli.plans import load_placement
 from rlplace.errors import InputError, RlplaceError
 from rlplace.text import gb, ms
 
@@ -54,14 +55,13 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     import torch.distributed as dist
 
     from rlplace.cost.timings import PlanTimings
-    from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.distributed.job.measure import plan_timer
     from rlplace.runtime.distributed.job.measured_trace import write_measured_trace
     from rlplace.runtime.distributed.job.recipe import recipe_of
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    plans = [(path, PlacementPlan.load(path)) for path in options.plans]
+    plans = [(path, load_placement(path)) for path in options.plans]
     problems = _problems(options, [plan for _, plan in plans], device)
     recipe = recipe_of(plans[0][1])
     loaded = recipe.build("cpu", 0)

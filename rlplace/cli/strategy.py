@@ -63,6 +63,10 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
     """The strategy in one line, what it beats and by how much, memory by device, and what the figures rest on."""
     assert plan.strategy is not None
     predicted = plan.predicted
+    if predicted.step_time_s is None or len(predicted.peak_memory_bytes) != machine.num_devices or not predicted.strategies:
+        raise InputError(
+            "plan: it does not say what its step and its rivals take on this cluster; plan again with 'rlplace place'"
+        )
     print(uniform_words(plan.strategy))
     print(
         f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s for {plan.strategy.batch} samples "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError
 from rlplace.plan.device_map import device_of_op, plan_groups, round_to_modules
-from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.plan import PlacementPlan, require_placement
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -84,6 +84,7 @@ def split_points(plan: PlacementPlan, model: nn.Module, example_inputs: Any) -> 
     Raises:
         InputError: The plan is for another model, or its stages are no chain that is cut at module boundaries.
     """
+    require_placement(plan, "split points", "its stages name their blocks (plan.strategy.stages)")
     if plan.shards:
         raise InputError(
             "split points: the plan cuts single ops into shards, which pipelines do not; plan with another planner"

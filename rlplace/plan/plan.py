@@ -141,15 +141,24 @@ def make_plan(
     return plan
 
 
+def require_placement(plan: PlacementPlan, who: str, instead: str) -> None:
+    """Refuses a plan that holds a whole strategy, for what works on groups of a problem.
+
+    Args:
+        plan: Any plan.
+        who: Start of the message.
+        instead: What to do with such a plan.
+    """
+    if plan.strategy is not None:
+        raise InputError(f"{who}: it is a whole strategy, which places no groups of a problem; {instead}")
+
+
 def check_plan(plan: PlacementPlan, problem: Problem) -> None:
     """Refuses a plan that was made for another problem or that does not have its shape.
 
     Memory, null times and links are not checked here: the simulator reports them as infeasible.
     """
-    if plan.strategy is not None:
-        raise InputError(
-            "plan: it is a whole strategy, which places no groups of a problem; run it on its model, or plan the problem"
-        )
+    require_placement(plan, "plan", "run it on its model ('rlplace run'), or plan the problem")
     if plan.problem != problem.fingerprint:
         raise InputError(
             f"plan is for problem {plan.problem[:12]}, this problem is {problem.fingerprint[:12]}; "

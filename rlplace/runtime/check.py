@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from rlplace.errors import InputError, MissingError, show, unknown_name
 from rlplace.plan.device_map import device_of_op, plan_groups
-from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.plan import PlacementPlan, require_placement
 from rlplace.schedule import LIST
 
 
@@ -23,6 +23,8 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
     """
     if not isinstance(plan, PlacementPlan):
         raise InputError(f"apply: plan is a {type(plan).__name__}, not a PlacementPlan; rlplace.place makes one")
+    instead = "one process for each of its devices runs it: rlplace.runtime.native.prepare, or 'rlplace run', under torchrun"
+    require_placement(plan, "apply: plan", instead)
     elsewhere = "apply runs one replica and one micro-batch in program order; plan with the default options"
     if plan.microbatches > 1:
         raise InputError(f"plan: it has {plan.microbatches} micro-batches; {elsewhere}")

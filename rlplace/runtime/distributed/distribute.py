@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlplace.errors import InputError, MissingError
-from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.plan import PlacementPlan, require_placement
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.execution.batches import check_first_batches
 from rlplace.runtime.distributed.execution.engine import Engine, Setup
@@ -70,6 +70,8 @@ def distribute(
     """
     if share not in ("global", "replica"):
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
+    instead = "call rlplace.runtime.native.prepare(model, plan.strategy, example_inputs), whose result takes the steps itself"
+    require_placement(plan, "distribute: plan", instead)
     where = _device(device)
     ranks = ranks_of(plan, where)
     faults.watch_over(part_text(plan, ranks.plan_device))

@@ -134,3 +134,45 @@ def test_dropout_is_not_compared_under_a_strategy():
     ids = torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(InputError, match="1 random ops, such as dropout"):
         reference.step({"input_ids": ids, "labels": ids}, 1e-4)
+
+
+OTHERS = [
+    (("report", "PLAN", "--out", "x.html"), "'rlplace explain' shows it"),
+    (("diff", "PLAN", "PLAN"), "'rlplace run' trains and times it"),
+    (("explain", "PLAN", "--group", "transformer.h.0"), "leave --group out"),
+    (("explain", "PLAN"), "does not say what its step and its rivals take"),
+    (("measure", "--plans", "PLAN", "--device", "cpu", "--out", "x.timings.json"), "'rlplace run' trains and times it"),
+]
+
+
+@pytest.mark.parametrize(("words", "reason"), OTHERS)
+def test_what_other_verbs_cannot_do(refused, tmp_path, monkeypatch, words, reason):
+    monkeypatch.chdir(tmp_path)
+    assert reason in refused(WHOLE, *words, world=1)
+
+
+def test_explain_shows_a_strategy(tmp_path, capsys):
+    path = tmp_path / "s.plan.json"
+    plan = strategy_plan(path, WHOLE)
+    times = {"step_time_s": 0.001, "samples_per_s": 8000.0, "over_bytes": 0}
+    rival = {"kind": "fully sharded", "words": "fully sharded over 4", "devices": 4, **times}
+    plan.with_predicted(plan.predicted.told(samples_per_s=8000.0, strategies=(rival,), search_calls=7)).save(path)
+    assert main(["explain", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("fully sharded over 4 (level 1), 2 micro-batches of 1 on 4 devices\n")
+    assert "step time 1.000 ms, 8000.00 samples/s" in shown and "7 strategies evaluated" in shown and "cpu3" in shown
+
+
+def test_what_places_groups_names_what_runs_a_strategy(tmp_path):
+    import rlplace
+    from rlplace.errors import InputError
+    from rlplace.plan.device_map import to_device_map
+
+    plan = strategy_plan(tmp_path / "s.plan.json", WHOLE)
+    for call in (
+        lambda: rlplace.apply(None, plan, ["cpu"]),
+        lambda: rlplace.distribute(None, plan),
+        lambda: to_device_map(plan),
+    ):
+        with pytest.raises(InputError, match=r"whole strategy, .*rlplace\.runtime\.native\.prepare"):
+            call()

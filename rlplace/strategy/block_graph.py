@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from rlplace.graph.opgraph import BUFFER
-from rlplace.problem.sharding import Names
 from rlplace.strategy.cut_block import Block
 from rlplace.strategy.cut_moves import FEATURE, ROW, SAMPLE, WHOLE, CutOp, CutValue
 from rlplace.strategy.forward_ops import TABLE, ForwardOps
@@ -33,30 +31,23 @@ class FoundBlock:
     block: Block
 
 
-def found_blocks(ops: ForwardOps, divisor: int, *, sequence_parallel: bool) -> list[FoundBlock]:
+def found_blocks(ops: ForwardOps, *, sequence_parallel: bool) -> list[FoundBlock]:
     """The blocks of a step.
 
     Args:
         ops: Its forward ops.
-        divisor: Only what it divides can be cut.
         sequence_parallel: Whether activations may be cut along the sequence.
     """
     of_block: dict[int, list[int]] = defaultdict(list)
     for op in np.flatnonzero(ops.searched).tolist():
         of_block[int(ops.block_of_op[op])].append(op)
-    return [found_block(ops, number, of_block[number], divisor, sequence_parallel) for number in sorted(of_block)]
-
-
-def found_block(forward: ForwardOps, number: int, ops: Iterable[int], divisor: int, sequence_parallel: bool) -> FoundBlock:
-    """The block that consists of these ops."""
-    return _Finder(forward, number, divisor, sequence_parallel).found(list(ops))
+    return [_Finder(ops, number, sequence_parallel).found(of_block[number]) for number in sorted(of_block)]
 
 
 @dataclass(frozen=True, eq=False)
 class _Finder:
     forward: ForwardOps
     number: int
-    divisor: int
     sequence_parallel: bool
 
     def found(self, ops: list[int]) -> FoundBlock:
@@ -87,14 +78,16 @@ class _Finder:
         elsewhere = any(forward.block_of_op[op] != self.number for op in ([maker, *readers] if maker >= 0 else readers))
         sizes = forward.indices.axes.get(tensor, ())
         runs = [forward.runs_along(tensor, axis) for axis in range(len(sizes))]
-        alone = not (weight and elsewhere)  # a buffer that several blocks read stays whole
-        axes = tuple((kind, alone and size % self.divisor == 0) for kind, size in zip(runs, sizes, strict=True))
+        if weight and elsewhere:  # a buffer that several blocks read stays whole
+            runs = [ROW] * len(sizes)
         border = None
         if not weight and (elsewhere or maker < 0):
             stream = self.sequence_parallel and gradient and runs.count(ROW) == 1 and FEATURE in runs
             border = runs.index(ROW) if stream else WHOLE
         made = maker >= 0 and forward.block_of_op[maker] == self.number
-        return CutValue(axes, int(graph.tensor_bytes[tensor]), bool(weight), gradient, bool(made), border)
+        return CutValue(
+            tuple(zip(runs, sizes, strict=True)), int(graph.tensor_bytes[tensor]), bool(weight), gradient, bool(made), border
+        )
 
     def _op(self, op: int, local: dict[int, int], ends: bool) -> CutOp:
         forward = self.forward
@@ -113,7 +106,7 @@ class _Finder:
             ends,
         )
 
-    def _dims(self, op: int) -> Names:
+    def _dims(self, op: int) -> tuple[tuple[str, int], ...]:
         """What may be cut: features, of weights or along everything that is made; without products and weights rows, too."""
         forward = self.forward
         weights = [forward.names(op, tensor) or () for tensor in forward.weights(op)]
@@ -122,14 +115,14 @@ class _Finder:
         found = []
         for name, size in forward.indices.dims.get(op, {}).items():
             runs, along = forward.runs(op, name), all(name in names for names in outputs)
-            if size % self.divisor or any(name not in names for names, _ in forward.indices.statistics.get(op, ())):
+            if any(name not in names for names, _ in forward.indices.statistics.get(op, ())):
                 continue
             if weights:
                 allowed = runs == FEATURE and any(name in names for names in weights) and not (along and table)
             else:
                 allowed = along and (runs == FEATURE or (runs == ROW and self.sequence_parallel and not forward.product[op]))
             if allowed:
-                found.append(name)
+                found.append((name, size))
         return tuple(found)
 
     def _table_work(self, op: int) -> float:

@@ -59,18 +59,19 @@ def whole_block(block: Block) -> BlockCut:
     return BlockCut(("",) * len(block.ops), (WHOLE,) * len(block.values), (), ())
 
 
-def cut_block(block: Block, degree: int, *, sequence_parallel: bool) -> BlockCut | None:
+def cut_block(block: Block, degree: int, *, sequence_parallel: bool, any_size: bool = False) -> BlockCut | None:
     """The cut of least cost; None where no layout agrees with the borders.
 
     Args:
         block: The block.
         degree: Devices of the tensor group.
         sequence_parallel: Whether activations may be cut along the sequence.
+        any_size: Whether sizes that the degree does not divide may be cut, too.
     """
-    ops, values = block.ops, block.values
-    states: list[Sequence[Any]] = [("", *op.dims) for op in ops]
-    states += [_layouts(value, sequence_parallel) for value in values]
-    states += [_copies(value) for value in values]
+    ops, values, divisor = block.ops, block.values, 1 if any_size else degree
+    states: list[Sequence[Any]] = [("", *(name for name, size in op.dims if size % divisor == 0)) for op in ops]
+    states += [_layouts(value, divisor, sequence_parallel) for value in values]
+    states += [_copies(value, divisor) for value in values]
     if not all(states):
         return None
     least = min((op.work for op in ops if op.work > 0), default=1.0)
@@ -112,10 +113,11 @@ def _answer(block: Block, chosen: Sequence[Any]) -> BlockCut:
     return BlockCut(tuple(chosen[:ops]), layouts, tuple(sorted(moves)), tuple(sorted(partial_weights)))
 
 
-def _layouts(value: CutValue, sequence_parallel: bool) -> list[int]:
+def _layouts(value: CutValue, divisor: int, sequence_parallel: bool) -> list[int]:
     """Layouts that a tensor may have."""
     rows = sequence_parallel and value.gradient and not value.weight and sum(runs == ROW for runs, _ in value.axes) == 1
-    axes = [axis for axis, (runs, divides) in enumerate(value.axes) if divides and (runs == FEATURE or (runs == ROW and rows))]
+    allowed = (FEATURE, ROW) if rows else (FEATURE,)
+    axes = [axis for axis, (runs, size) in enumerate(value.axes) if size % divisor == 0 and runs in allowed]
     if value.border is None or value.weight:
         return [WHOLE, *axes]
     if value.border == WHOLE:
@@ -123,9 +125,9 @@ def _layouts(value: CutValue, sequence_parallel: bool) -> list[int]:
     return ([] if value.made else [WHOLE]) + [axis for axis in axes if axis == value.border]
 
 
-def _copies(value: CutValue) -> list[int]:
+def _copies(value: CutValue, divisor: int) -> list[int]:
     """Layouts in which products with weights may read an activation."""
-    features = [axis for axis, (runs, divides) in enumerate(value.axes) if divides and runs == FEATURE]
+    features = [axis for axis, (runs, size) in enumerate(value.axes) if size % divisor == 0 and runs == FEATURE]
     return [WHOLE, *([SUMMED] if value.gradient else []), *features]
 
 

@@ -29,9 +29,9 @@ class CutOp:
     """A forward op of a block.
 
     Attributes:
-        work: FLOPs, for a table its elements; 0 for what is no product.
+        work: FLOPs, for a table its bytes; 0 for what is no product.
         weighted: Whether it multiplies by a weight or looks rows of one up.
-        dims: Dimensions that may be cut.
+        dims: Dimensions that may be cut, and their sizes.
         outputs: Dimensions along what it makes, where it has gradients.
         reads: Value and names of its axes.
         makes: Likewise.
@@ -40,7 +40,7 @@ class CutOp:
 
     work: float
     weighted: bool
-    dims: Names
+    dims: tuple[tuple[str, int], ...]
     outputs: frozenset[str]
     reads: tuple[tuple[int, Names], ...]
     makes: tuple[tuple[int, Names], ...]
@@ -52,15 +52,15 @@ class CutValue:
     """An activation, input or weight that a block touches.
 
     Attributes:
-        axes: What runs along each axis, see `SAMPLE`, and whether its size can be divided.
-        words: Elements.
+        axes: What runs along each axis, see `SAMPLE`, and its size.
+        words: Bytes.
         weight: Whether it is a parameter or buffer.
         gradient: Whether it has one.
         made: Whether an op of the block makes it.
         border: Layout that other blocks have it in, None where no other block touches it.
     """
 
-    axes: tuple[tuple[int, bool], ...]
+    axes: tuple[tuple[int, int], ...]
     words: int
     weight: bool
     gradient: bool

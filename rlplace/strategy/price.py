@@ -27,8 +27,7 @@ from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.strategy.blocks import Blocks, find_blocks
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.divide import moved_by, shares, tensor_parts
-from rlplace.strategy.forward_ops import ForwardOps
-from rlplace.strategy.layouts import layouts_of
+from rlplace.strategy.layouts import LayoutSearch
 from rlplace.strategy.lives import Lives, Memory
 from rlplace.strategy.samples import Sample, representatives
 from rlplace.strategy.tensor_layout import TensorLayout
@@ -239,10 +238,10 @@ class PricedBlocks:
             return None
         if self.graph.traced is None:
             raise InputError("the graph does not say how its ops can be cut; capture the model again, in this process")
-        ops = self._once("forward ops", lambda: ForwardOps(self.graph, self.blocks.of_op))
+        search = self._once("layouts", lambda: LayoutSearch(self.graph, self.blocks.of_op))
         return self._once(
             ("layout", cut.tensor, cut.sequence_parallel),
-            lambda: layouts_of(ops, cut.tensor, sequence_parallel=cut.sequence_parallel),
+            lambda: search.layout(cut.tensor, sequence_parallel=cut.sequence_parallel),
         )
 
     def _seconds(self, kind: int, cut: Cut) -> Floats:

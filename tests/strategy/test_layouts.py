@@ -17,7 +17,7 @@ from rlplace.runtime.native.capture import capture as capture_blocks
 from rlplace.runtime.native.model_layouts import find_layouts
 from rlplace.strategy.blocks import find_blocks
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
-from rlplace.strategy.layouts import tensor_layouts, why_not
+from rlplace.strategy.layouts import LayoutSearch, tensor_layouts, why_not
 from rlplace.zoo import load_model
 
 BATCH, SEQUENCE, HIDDEN, WIDTH, VOCABULARY = 3, 24, 64, 96, 128
@@ -266,10 +266,10 @@ def test_only_modules_that_are_named_are_cut():
     _, blocks = blocks_of(graph)
     everything = tensor_layouts(graph, blocks, 2).modules
     only = [path for path in everything if ".mlp." in path]
-    layout = tensor_layouts(graph, blocks, 2, only=only)
-    assert layout.modules == {path: everything[path] for path in only}
-    assert why_not(graph, blocks, 8, only=only) is None  # heads do not matter then
-    assert "no product" in (why_not(graph, blocks, 2, only=[]) or "")
+    search = LayoutSearch(graph, blocks, only)
+    assert search.layout(2).modules == {path: everything[path] for path in only}
+    assert search.why_not(8) is None  # heads do not matter then
+    assert "no product" in (LayoutSearch(graph, blocks, []).why_not(2) or "")
 
 
 def test_what_the_degree_does_not_divide_is_refused_with_the_reason():

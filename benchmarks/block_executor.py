@@ -64,11 +64,11 @@ def moved(rng: Generator, draft: Draft) -> Draft:
 
 
 def rate(evaluator: Evaluator, drafts: Sequence[Draft]) -> float:
-    """Drafts a second."""
-    start = time.perf_counter()
+    """Drafts a second of processor time."""
+    start = time.process_time()
     for draft in drafts:
         evaluator.score(draft)
-    return len(drafts) / (time.perf_counter() - start)
+    return len(drafts) / (time.process_time() - start)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ PLACE = 9
 KINDS = "FBIW"
 DO_F, DO_B, DO_I, DO_W = range(4)
 
-# Ways between places, float64 [P, P, WAY].
+# Ways of hand-overs, float64 [2, S, WAY].
 LATENCY, S_PER_BYTE, PART = range(3)
 WAY = 3
 

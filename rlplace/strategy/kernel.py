@@ -1,7 +1,7 @@
 """The compiled twin of `rlplace.strategy.reference`: the same rules on packed arrays, a few thousand times quicker.
 
 `rlplace.strategy.columns` says what the arrays hold, `rlplace.strategy.packing` makes them. The functions follow those of
-`reference`, `reference_blocks` and `reference_memory` by name; memory is counted while the actions run.
+`reference`, `reference_blocks` and `reference_memory` by name.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -36,10 +36,10 @@ BLOCK = 21
 # What a stage's micro-batches take, float64 [S, STAGE].
 # The last seven are seconds of ops and of collectives of its actions.
 (
-    KEEPS, FORWARD_PEAK, BACKWARD_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S, FIRST_GATHER_S, FORWARD_C, FORWARD_T,
-    BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
-) = range(14)  # fmt: skip
-STAGE = 14
+    KEEPS, FORWARD_PEAK, BACKWARD_PEAK, HALF_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S, FIRST_GATHER_S, FORWARD_C,
+    FORWARD_T, BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
+) = range(15)  # fmt: skip
+STAGE = 15
 
 
 @inner
@@ -161,7 +161,7 @@ def backward_s(x, begin, end, last, table):
 def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
     """Fills ``y[s]``: see `reference_memory._pass_bytes` and `reference.stage_action`."""
     single = stages == 1
-    kept, forward, backward, exchange, static = 0.0, 0.0, 0.0, 0.0, 0.0
+    kept, forward, backward, most, exchange, static = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for k in range(FORWARD_C, STAGE):
         y[s, k] = 0.0
     for b in range(begin, end):
@@ -178,6 +178,7 @@ def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
         else:
             exchange = max(exchange, x[b, BUFFER])
         backward = max(backward, kept + x[b, WORKING_BACKWARD] + moving)
+        most = max(most, x[b, WORKING_BACKWARD] + moving)
         static += x[b, STATIC]
         y[s, FORWARD_C] += x[b, FORWARD]
         y[s, FORWARD_T] += x[b, FORWARD_TENSOR]
@@ -188,9 +189,9 @@ def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
         y[s, WEIGHT_T] += x[b, WEIGHT_TENSOR]
     received = row[begin - 1, c.SENT] if s > 0 else 0.0
     returned = row[end - 1, c.RETURNED] if s < stages - 1 else 0.0
-    if s > 0:
-        backward += row[begin - 1, c.RETURNED]
-    y[s, KEEPS], y[s, FORWARD_PEAK], y[s, BACKWARD_PEAK], y[s, EXCHANGE_PEAK] = kept, forward, backward, exchange
+    sends = row[begin - 1, c.RETURNED] if s > 0 else 0.0
+    y[s, KEEPS], y[s, FORWARD_PEAK], y[s, EXCHANGE_PEAK] = kept, forward, exchange
+    y[s, BACKWARD_PEAK], y[s, HALF_PEAK] = backward + sends, kept + most + sends
     y[s, STATIC_BYTES] = static + microbatches * (received + returned)
     if not single:
         reduced, copied = 0.0, 0.0
@@ -225,112 +226,138 @@ def single_stage(x, y, work, busy, count, microbatches, table):
 
 
 @inner
-def pipeline(y, works, busy, peaks, flights, actions, action_ptr, stage_place, rows, row, bounds, ways, microbatches):
-    """As `reference.pipeline`; counts what places hold, and micro-batches in flight of stages. Returns whether it ended.
+def seconds_of(y, s, kind, first):
+    """Ops, collectives inside blocks, and gathers of an action: as `reference.stage_action`."""
+    if kind == c.DO_F:
+        return y[s, FORWARD_C], y[s, FORWARD_T], y[s, FIRST_GATHER_S] if first else 0.0
+    if kind == c.DO_W:
+        return y[s, WEIGHT_C], y[s, WEIGHT_T], 0.0
+    return y[s, INPUT_C if kind == c.DO_I else BACKWARD_C], y[s, BACKWARD_T], 0.0
+
+
+@inner
+def next_end(y, actions, a, end, arrived, idle_s):
+    """When the next action of a place ends that is idle from `idle_s`; inf while what it waits for has not been sent."""
+    if a == end:
+        return np.inf
+    s, kind, n = actions[a, 0], actions[a, 1], actions[a, 2]
+    ready = 0.0
+    if kind == c.DO_F and s > 0:
+        ready = arrived[0, s, n]
+    elif (kind == c.DO_B or kind == c.DO_I) and s < arrived.shape[1] - 1:
+        ready = arrived[1, s, n]
+    if ready < 0.0:
+        return np.inf
+    compute, tensor, gather = seconds_of(y, s, kind, n == 0)
+    return max(idle_s, ready) + (compute + tensor + gather)
+
+
+@inner
+def pipeline(y, works, busy, actions, action_ptr, stage_place, rows, row, bounds, ways, way_ptr, way_channels, microbatches):
+    """As `reference.pipeline`; returns whether all actions ran.
 
     Args:
         y: float64 [S, STAGE].
         works: float64 [P, ANSWER], filled.
         busy: float64 [S], filled with seconds.
-        peaks: float64 [P], filled with the most that passes hold.
-        flights: int64 [S], filled with the most micro-batches in flight.
         actions: int32 [., 3].
         action_ptr: int64 [P + 1], of this lane.
         stage_place: int64 [S].
         rows: float64 [rows, B, ROW].
         row: int64 [P].
         bounds: int64 [S + 1].
-        ways: float64 [P, P, WAY].
+        ways: float64 [2, S, WAY], from every stage to the next one and to the one before it.
+        way_ptr: int64 [2 S + 1] into `way_channels`.
+        way_channels: int64.
         microbatches: Passes.
     """
     stages, places = len(stage_place), len(works)
     arrived = np.full((2, stages, microbatches), -1.0)
     travelled = np.zeros((2, stages, microbatches))
-    link_free = np.zeros((places, places))
-    position = np.empty(places, dtype=np.int64)
-    held = np.zeros(places)
+    channel_free = np.zeros(way_channels.max() + 1 if len(way_channels) else 0)
     left = np.full(stages, microbatches, dtype=np.int64)
-    in_flight = np.zeros(stages, dtype=np.int64)
+    position, ends = action_ptr[:places].copy(), np.empty(places)
+    works[:], busy[:] = 0.0, 0.0
     for p in range(places):
-        position[p] = action_ptr[p]
-        peaks[p] = 0.0
-        works[p] = 0.0
-    busy[:] = 0.0
-    flights[:] = 0
-    moved = True
-    while moved:
-        moved = False
-        for p in range(places):
-            end_s = works[p, c.END]
-            while position[p] < action_ptr[p + 1]:
-                a = position[p]
-                s, kind, n = actions[a, 0], actions[a, 1], actions[a, 2]
-                way = -1
-                if kind == c.DO_F and s > 0:
-                    way = 0
-                elif (kind == c.DO_B or kind == c.DO_I) and s < stages - 1:
-                    way = 1
-                ready = 0.0
-                if way >= 0:
-                    ready = arrived[way, s, n]
-                    if ready < 0.0:
-                        break
-                    works[p, c.HAND_OVER] += min(max(0.0, ready - end_s), travelled[way, s, n])
-                gather = 0.0
-                if kind == c.DO_F:
-                    compute, tensor = y[s, FORWARD_C], y[s, FORWARD_T]
-                    gather = y[s, FIRST_GATHER_S] if n == 0 else 0.0
-                elif kind == c.DO_W:
-                    compute, tensor = y[s, WEIGHT_C], y[s, WEIGHT_T]
-                else:
-                    compute, tensor = y[s, INPUT_C if kind == c.DO_I else BACKWARD_C], y[s, BACKWARD_T]
-                took = compute + tensor + gather
-                now = max(end_s, ready) + took
-                works[p, c.COMPUTE] += compute
-                works[p, c.TENSOR] += tensor
-                works[p, c.GATHER] += gather
-                busy[s] += took
-                target = -1
-                size = 0.0
-                if kind == c.DO_F and s < stages - 1:
-                    target, size, way = s + 1, rows[row[p], bounds[s + 1] - 1, c.SENT], 0
-                elif (kind == c.DO_B or kind == c.DO_I) and s > 0:
-                    target, size, way = s - 1, rows[row[p], bounds[s] - 1, c.RETURNED], 1
-                if target >= 0:
-                    q = stage_place[target]
-                    if p == q:
-                        arrived[way, target, n] = now
-                    else:
-                        sent = ways[p, q, c.LATENCY]
-                        if size > 0.0:
-                            sent += size * ways[p, q, c.PART] * ways[p, q, c.S_PER_BYTE]
-                        link_free[p, q] = max(link_free[p, q], now) + sent
-                        arrived[way, target, n] = link_free[p, q]
-                        travelled[way, target, n] = sent
-                if kind == c.DO_F:
-                    peaks[p] = max(peaks[p], held[p] + y[s, FORWARD_PEAK])
-                    held[p] += y[s, KEEPS]
-                    in_flight[s] += 1
-                    flights[s] = max(flights[s], in_flight[s])
-                elif kind != c.DO_W:
-                    peaks[p] = max(peaks[p], held[p] - y[s, KEEPS] + y[s, BACKWARD_PEAK])
-                if kind == c.DO_B or kind == c.DO_W:
-                    held[p] -= y[s, KEEPS]
-                    in_flight[s] -= 1
-                    left[s] -= 1
-                    if left[s] == 0:
-                        peaks[p] = max(peaks[p], held[p] + y[s, EXCHANGE_PEAK])
-                        now += y[s, EXCHANGE_S]
-                        works[p, c.EXCHANGE] += y[s, EXCHANGE_S]
-                        busy[s] += y[s, EXCHANGE_S]
-                end_s = now
-                position[p] = a + 1
-                moved = True
-            works[p, c.END] = end_s
+        ends[p] = next_end(y, actions, position[p], action_ptr[p + 1], arrived, 0.0)
+    while True:
+        p, now = -1, np.inf
+        for k in range(places):
+            if ends[k] < now:
+                p, now = k, ends[k]
+        if p < 0:
+            break
+        s, kind, n = actions[position[p], 0], actions[position[p], 1], actions[position[p], 2]
+        compute, tensor, gather = seconds_of(y, s, kind, n == 0)
+        forward, backward = kind == c.DO_F, kind == c.DO_B or kind == c.DO_I
+        if (forward and s > 0) or (backward and s < stages - 1):
+            way = 0 if forward else 1
+            works[p, c.HAND_OVER] += min(max(0.0, arrived[way, s, n] - works[p, c.END]), travelled[way, s, n])
+        works[p, c.COMPUTE] += compute
+        works[p, c.TENSOR] += tensor
+        works[p, c.GATHER] += gather
+        busy[s] += compute + tensor + gather
+        target = s + 1 if forward and s < stages - 1 else s - 1 if backward and s > 0 else -1
+        if target >= 0:
+            way = 0 if forward else 1
+            start, took = now, 0.0
+            if stage_place[target] != p:
+                size = rows[row[p], bounds[s + 1] - 1, c.SENT] if forward else rows[row[p], bounds[s] - 1, c.RETURNED]
+                took = ways[way, s, c.LATENCY]
+                if size > 0.0:
+                    took += size * ways[way, s, c.PART] * ways[way, s, c.S_PER_BYTE]
+                first, last = way_ptr[way * stages + s], way_ptr[way * stages + s + 1]
+                for k in range(first, last):
+                    start = max(start, channel_free[way_channels[k]])
+                for k in range(first, last):
+                    channel_free[way_channels[k]] = start + took
+            arrived[way, target, n], travelled[way, target, n] = start + took, took
+        if kind == c.DO_B or kind == c.DO_W:
+            left[s] -= 1
+            if left[s] == 0:
+                now += y[s, EXCHANGE_S]
+                works[p, c.EXCHANGE] += y[s, EXCHANGE_S]
+                busy[s] += y[s, EXCHANGE_S]
+        works[p, c.END] = now
+        position[p] += 1
+        ends[p] = next_end(y, actions, position[p], action_ptr[p + 1], arrived, now)
+        if target >= 0:
+            q = stage_place[target]
+            if q != p and ends[q] == np.inf:
+                ends[q] = next_end(y, actions, position[q], action_ptr[q + 1], arrived, works[q, c.END])
     for p in range(places):
         if position[p] < action_ptr[p + 1]:
             return False
     return True
+
+
+@inner
+def held_bytes(y, peaks, flights, actions, action_ptr, microbatches):
+    """Fills the most that the passes of each place hold, and of each stage the most micro-batches in flight.
+
+    As `reference_memory.device_bytes`.
+    """
+    left = np.full(len(flights), microbatches, dtype=np.int64)
+    in_flight = np.zeros(len(flights), dtype=np.int64)
+    flights[:] = 0
+    for p in range(len(peaks)):
+        held, peak = 0.0, 0.0
+        for a in range(action_ptr[p], action_ptr[p + 1]):
+            s, kind = actions[a, 0], actions[a, 1]
+            if kind == c.DO_F:
+                peak = max(peak, held + y[s, FORWARD_PEAK])
+                held += y[s, KEEPS]
+                in_flight[s] += 1
+                flights[s] = max(flights[s], in_flight[s])
+            elif kind != c.DO_W:
+                peak = max(peak, held - y[s, KEEPS] + y[s, BACKWARD_PEAK if kind == c.DO_B else HALF_PEAK])
+            if kind == c.DO_B or kind == c.DO_W:
+                held -= y[s, KEEPS]
+                in_flight[s] -= 1
+                left[s] -= 1
+                if left[s] == 0:
+                    peak = max(peak, held + y[s, EXCHANGE_PEAK])
+        peaks[p] = peak
 
 
 def _compile(stamp):
@@ -338,9 +365,9 @@ def _compile(stamp):
 
     @entry
     def evaluate_packed(
-        rows, tables, stage_place, places, lane_microbatches, row_of, actions, action_ptr, ways, room_bytes, room_count,
-        room_ptr, bounds, recompute, offload, tie_s, tie_ptr, tie_places, again_block, again_bytes, result, answers, used,
-        hosts, stage_out,
+        rows, tables, stage_place, places, lane_microbatches, row_of, actions, action_ptr, ways, way_ptr, way_channels,
+        room_bytes, room_count, room_ptr, bounds, recompute, offload, tie_s, tie_ptr, tie_places, again_block, again_bytes,
+        result, answers, used, hosts, stage_out,
     ):  # fmt: skip
         """Step time and memory of a packed draft.
 
@@ -395,8 +422,9 @@ def _compile(stamp):
             else:
                 part = action_ptr[lane * count : (lane + 1) * count + 1]
                 ended &= pipeline(
-                    y, works, busy, peaks, flights, actions, part, stage_place, rows, row, bounds, ways, microbatches
+                    y, works, busy, actions, part, stage_place, rows, row, bounds, ways, way_ptr, way_channels, microbatches
                 )
+                held_bytes(y, peaks, flights, actions, part, microbatches)
             for s in range(stages):
                 for b in range(bounds[s], bounds[s + 1]):
                     works[stage_place[s], c.UPDATE_S] += x[b, UPDATE]

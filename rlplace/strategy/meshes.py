@@ -162,6 +162,16 @@ def place_pairs(sender: Place, receiver: Place) -> tuple[tuple[tuple[int, int], 
     return pairs, sender.data_degree / max(sender.data_degree, receiver.data_degree)
 
 
+def borders(draft: Draft) -> dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], float]]:
+    """By places whose stages are neighbours, as sender and receiver, what `place_pairs` says of them."""
+    found = {}
+    for one, other in zip(draft.place_of_stage, draft.place_of_stage[1:], strict=False):
+        for sender, receiver in ((one, other), (other, one)):
+            if sender != receiver and (sender, receiver) not in found:
+                found[sender, receiver] = place_pairs(draft.places[sender], draft.places[receiver])
+    return found
+
+
 def tie_groups(places: Sequence[Place]) -> Groups:
     """Devices of several places that sum a tied gradient: those of one coordinate of the smallest place."""
     least = min(len(place.devices) for place in places)

@@ -14,11 +14,11 @@ from rlplace.strategy import columns as c
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, BlockCosts, Floats
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.meshes import (
+    borders,
     check_draft,
     copy_degree,
     copy_groups,
     lanes,
-    place_pairs,
     places_of,
     share_degree,
     share_groups,
@@ -63,7 +63,9 @@ class Frame:
         row: int64 [L, P], number of the row of costs.
         actions: int32 [., 3].
         action_ptr: int64 [L * P + 1].
-        ways: float64 [P, P, WAY].
+        ways: float64 [2, S, WAY], from every stage to the next one and to the one before it.
+        way_ptr: int64 [2 S + 1] into `way_channels`.
+        way_channels: int64, what a hand-over holds.
         room_bytes: float64 [R], capacity without what is reserved.
         room_count: int64 [R], devices that have that.
         room_ptr: int64 [L * P + 1] into both.
@@ -78,6 +80,8 @@ class Frame:
     actions: NDArray[np.int32]
     action_ptr: NDArray[np.int64]
     ways: Floats
+    way_ptr: NDArray[np.int64]
+    way_channels: NDArray[np.int64]
     room_bytes: Floats
     room_count: NDArray[np.int64]
     room_ptr: NDArray[np.int64]
@@ -146,12 +150,13 @@ class Packer:
         actions, action_ptr = self._actions_of(draft, counts)
         devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
         rooms = [Counter([self._room[device] for device in own]) for own in devices]
-        ways = np.zeros((len(draft.places), len(draft.places), c.WAY))
-        for one, other in {*zip(draft.place_of_stage, draft.place_of_stage[1:], strict=False)}:
-            for sender, receiver in ((one, other), (other, one)):
-                if sender != receiver:
-                    pairs, part = place_pairs(draft.places[sender], draft.places[receiver])
-                    ways[sender, receiver] = *self.traffic.hand_over(pairs), part
+        known = self.traffic.ways(borders(draft))
+        ways = np.zeros((2, draft.stages, c.WAY))
+        channels: list[tuple[int, ...]] = [()] * (2 * draft.stages)
+        for stage, here in enumerate(draft.place_of_stage):
+            for way, target in enumerate((stage + 1, stage - 1)):
+                if 0 <= target < draft.stages and draft.place_of_stage[target] != here:
+                    *ways[way, stage], channels[way * draft.stages + stage] = known[here, draft.place_of_stage[target]]
         return Frame(
             stage_place=np.array(draft.place_of_stage, dtype=np.int64),
             places=np.array([self._place_row(place) for place in draft.places]),
@@ -160,6 +165,8 @@ class Packer:
             actions=actions,
             action_ptr=action_ptr,
             ways=ways,
+            way_ptr=np.cumsum([0, *map(len, channels)]),
+            way_channels=np.array([channel for held in channels for channel in held], dtype=np.int64),
             room_bytes=np.array([size for room in rooms for size in room]),
             room_count=np.array([count for room in rooms for count in room.values()], dtype=np.int64),
             room_ptr=np.cumsum([0, *map(len, rooms)]),

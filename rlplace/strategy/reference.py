@@ -7,19 +7,21 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlplace.actions import Action
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, BlockCosts, Floats
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import PARTS, Evaluation
 from rlplace.strategy.meshes import (
     Lane,
+    borders,
     check_draft,
     copy_groups,
     lanes,
-    place_pairs,
     places_of,
     share_degree,
     stage_actions,
@@ -38,9 +40,7 @@ from rlplace.strategy.rules import (
     beside_s,
     hidden_buckets,
 )  # fmt: skip
-from rlplace.strategy.traffic import Traffic, table_s
-
-Ways = Mapping[tuple[int, int], tuple[float, float, float]]
+from rlplace.strategy.traffic import Traffic, Way, table_s
 
 
 @dataclass
@@ -72,7 +72,7 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
     ends, updates = [0.0 for _ in places], [0.0 for _ in places]
     stage_busy, stage_memory = [0.0] * draft.stages, [0.0] * draft.stages
     peaks, hosts = [0.0] * cluster.num_devices, [0.0] * (max(cluster.hosts) + 1)
-    ways = _ways(draft, traffic)
+    ways = traffic.ways(borders(draft))
     for lane in lanes(draft):
         rows = [place_blocks(draft, place, lane, costs, cluster, traffic) for place in places]
         busy = [0.0] * draft.stages
@@ -119,17 +119,6 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
         stage_busy_s=tuple(stage_busy),
         stage_memory_bytes=tuple(math.ceil(size) for size in stage_memory),
     )
-
-
-def _ways(draft: Draft, traffic: Traffic) -> Ways:
-    """Hand-overs between places whose stages are neighbours, both ways."""
-    ways = {}
-    for one, other in zip(draft.place_of_stage, draft.place_of_stage[1:], strict=False):
-        for sender, receiver in ((one, other), (other, one)):
-            if sender != receiver:
-                pairs, part = place_pairs(draft.places[sender], draft.places[receiver])
-                ways[sender, receiver] = (*traffic.hand_over(pairs), part)
-    return ways
 
 
 def _ties(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
@@ -232,76 +221,80 @@ def single_stage(blocks: Sequence[Block], microbatches: int, all_reduce: Floats)
     return work
 
 
-def pipeline(draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]], ways: Ways, stage_busy: list[float]) -> list[Work]:
+def pipeline(
+    draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]], ways: Mapping[tuple[int, int], Way], stage_busy: list[float]
+) -> list[Work]:
     """Runs the actions of all places: one at a time on each, as soon as what it reads has come.
+
+    Of all places' next actions the one that ends first is run, so that tensors are sent in order of time. A hand-over waits for
+    its channels, first come, first served.
 
     Args:
         draft: Several stages.
         lane: One of its lanes.
         rows: For each place all blocks.
-        ways: By sender and receiver: latency, seconds per byte, and the part of a sender's tensor that each pair carries.
+        ways: How places hand tensors over.
         stage_busy: For each stage its seconds; this lane's are added.
     """
     ranges = stage_ranges(draft)
     stages = [rows[place][blocks.start : blocks.stop] for place, blocks in zip(draft.place_of_stage, ranges, strict=True)]
-    count, microbatches = draft.stages, lane.microbatches
-    actions = stage_actions(draft, microbatches)
+    waiting = [deque(actions) for actions in stage_actions(draft, lane.microbatches)]
     works = [Work() for _ in draft.places]
-    position = [0] * len(draft.places)
     arrived: dict[tuple[int, str, int], tuple[float, float]] = {}  # (stage, way, micro-batch): when, and how long it travelled
-    link_free: dict[tuple[int, int], float] = {}
-    backwards = [0] * count
+    channel_free: dict[int, float] = {}
+    backwards = [lane.microbatches] * draft.stages
+
+    def awaited(action: Action) -> tuple[float, float] | None:
+        """When what an action waits for arrives, and how long it travels; None while it has not been sent."""
+        if action.kind == "F" and action.stage > 0:
+            return arrived.get((action.stage, "F", action.microbatch))
+        if action.kind in "BI" and action.stage < draft.stages - 1:
+            return arrived.get((action.stage, "B", action.microbatch))
+        return 0.0, 0.0
 
     def send(source: int, target: int, way: str, microbatch: int, size: float, now: float) -> None:
         here, there = draft.place_of_stage[source], draft.place_of_stage[target]
         if here == there:
             arrived[target, way, microbatch] = now, 0.0
             return
-        latency, s_per_byte, part = ways[here, there]
+        latency, s_per_byte, part, channels = ways[here, there]
         took = latency + (size * part * s_per_byte if size > 0.0 else 0.0)
-        link_free[here, there] = max(link_free.get((here, there), 0.0), now) + took
-        arrived[target, way, microbatch] = link_free[here, there], took
+        start = max(now, *(channel_free.get(channel, 0.0) for channel in channels)) if channels else now
+        channel_free.update(dict.fromkeys(channels, start + took))
+        arrived[target, way, microbatch] = start + took, took
 
-    moved = True
-    while moved:
-        moved = False
+    while True:
+        ends = []
         for place, work in enumerate(works):
-            while position[place] < len(actions[place]):
-                stage, kind, microbatch = actions[place][position[place]]
-                waits_for = None
-                if kind == "F" and stage > 0:
-                    waits_for = stage, "F", microbatch
-                elif kind in "BI" and stage < count - 1:
-                    waits_for = stage, "B", microbatch
-                if waits_for is not None and waits_for not in arrived:
-                    break
-                ready, travelled = (0.0, 0.0) if waits_for is None else arrived[waits_for]
-                wait = max(0.0, ready - work.end_s)
-                work.hand_over += min(wait, travelled)
-                now = max(work.end_s, ready)
-                compute, tensor, gather = stage_action(stages[stage], kind, microbatch == 0)
-                now += compute + tensor + gather
-                work.compute += compute
-                work.tensor += tensor
-                work.gather += gather
-                stage_busy[stage] += compute + tensor + gather
-                if kind == "F" and stage < count - 1:
-                    send(stage, stage + 1, "F", microbatch, stages[stage][-1].sent_bytes, now)
-                if kind in "BI" and stage > 0:
-                    size = rows[draft.place_of_stage[stage]][ranges[stage].start - 1].returned_bytes
-                    send(stage, stage - 1, "B", microbatch, size, now)
-                if kind in "BW":
-                    backwards[stage] += 1
-                    if backwards[stage] == microbatches:
-                        exchange = exchange_s(stages[stage])
-                        now += exchange
-                        work.exchange += exchange
-                        stage_busy[stage] += exchange
-                work.end_s = now
-                position[place] += 1
-                moved = True
-    if any(done < len(row) for done, row in zip(position, actions, strict=True)):
-        works[0].end_s = math.inf  # the lists wait for each other
+            if waiting[place] and (came := awaited(waiting[place][0])) is not None:
+                stage, kind, microbatch = waiting[place][0]
+                ends.append((max(work.end_s, came[0]) + sum(stage_action(stages[stage], kind, microbatch == 0)), place))
+        now, place = min(ends, default=(math.inf, 0))
+        if now == math.inf:
+            break
+        action, work = waiting[place].popleft(), works[place]
+        stage, kind, microbatch = action
+        ready, travelled = awaited(action) or (0.0, 0.0)
+        work.hand_over += min(max(0.0, ready - work.end_s), travelled)
+        compute, tensor, gather = stage_action(stages[stage], kind, microbatch == 0)
+        work.compute += compute
+        work.tensor += tensor
+        work.gather += gather
+        stage_busy[stage] += compute + tensor + gather
+        if kind == "F" and stage < draft.stages - 1:
+            send(stage, stage + 1, "F", microbatch, stages[stage][-1].sent_bytes, now)
+        if kind in "BI" and stage > 0:
+            send(stage, stage - 1, "B", microbatch, rows[place][ranges[stage].start - 1].returned_bytes, now)
+        if kind in "BW":
+            backwards[stage] -= 1
+            if backwards[stage] == 0:
+                exchange = exchange_s(stages[stage])
+                now += exchange
+                work.exchange += exchange
+                stage_busy[stage] += exchange
+        work.end_s = now
+    if any(waiting):
+        works[0].end_s = math.inf  # what they wait for never comes
     return works
 
 

@@ -24,7 +24,7 @@ def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) 
         blocks: All blocks as they are on the place.
     """
     total = 0.0
-    holds: dict[int, tuple[float, float, float, float]] = {}
+    holds: dict[int, tuple[float, ...]] = {}
     for stage, inside in enumerate(stage_ranges(draft)):
         if draft.place_of_stage[stage] == place:
             own = blocks[inside.start : inside.stop]
@@ -34,12 +34,12 @@ def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) 
     held, peak = 0.0, 0.0
     left = {stage: lane.microbatches for stage in holds}
     for stage, kind, _ in stage_actions(draft, lane.microbatches)[place]:
-        kept, forward, backward, exchange = holds[stage]
+        kept, forward, backward, half, exchange = holds[stage]
         if kind == "F":
             peak = max(peak, held + forward)
             held += kept
         elif kind in "BI":
-            peak = max(peak, held - kept + backward)
+            peak = max(peak, held - kept + (backward if kind == "B" else half))
         if kind in "BW":
             held -= kept
             left[stage] -= 1
@@ -97,19 +97,19 @@ def _buffer_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[
     return microbatches * (received + returned)
 
 
-def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> tuple[float, float, float, float]:
-    """What a micro-batch leaves from forward to backward, the most during each of them, and during the exchange of gradients.
+def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> tuple[float, ...]:
+    """What a micro-batch leaves from forward to backward, and the most during forward, backward, its first half and exchange.
 
     On top of what blocks up to the one that runs have kept comes: what it works with; its parameters and those of the next
     one, gathered where they are not kept (a block that is just gathered is there twice, flat and as parameters); its unsharded
-    gradient, and the flat copy that is being reduced.
+    gradient, and the flat copy that is being reduced. The first half of a split backward frees nothing.
     """
     inside = stage_ranges(draft)[stage]
     own = blocks[inside.start : inside.stop]
     gathered = [0.0, *(block.weight_bytes if block.keeping == EACH_PASS else 0.0 for block in own), 0.0]
     single = draft.stages == 1
     buffers = [block.buffer_bytes if single else 0.0 for block in own] + [0.0]
-    kept, forward, backward = 0.0, 0.0, 0.0
+    kept, forward, backward, most = 0.0, 0.0, 0.0, 0.0
     for index, block in enumerate(own):
         kept += block.kept_bytes
         here = gathered[index + 1]
@@ -118,7 +118,7 @@ def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Bl
         gradient = block.gradient_bytes if passing else 0.0
         moving = here + max(here, gathered[index]) + gradient + max(buffers[index], buffers[index + 1])
         backward = max(backward, kept + block.working_bytes[BACKWARD_PASS] + moving)
-    if stage > 0:
-        backward += blocks[inside.start - 1].returned_bytes
+        most = max(most, block.working_bytes[BACKWARD_PASS] + moving)
+    returned = blocks[inside.start - 1].returned_bytes if stage > 0 else 0.0
     exchange = 0.0 if single else max(block.buffer_bytes for block in own)
-    return kept, forward, backward, exchange
+    return kept, forward, backward + returned, kept + most + returned, exchange

@@ -8,8 +8,9 @@ octave, linear in between: exact where `rlplace.problem.collectives` is linear, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
 from rlplace.problem.collectives import busiest_channel_s_per_byte, collective_s, contention
 from rlplace.strategy.meshes import Groups
+
+Pairs = tuple[tuple[int, int], ...]
 
 FIRST_OCTAVE, OCTAVES = 10, 34
 LAST = FIRST_OCTAVE + OCTAVES
@@ -61,6 +64,22 @@ def tables_s(table: NDArray[np.float64], size_bytes: NDArray[np.float64]) -> NDA
     return np.where(table[at] == np.inf, np.inf, seconds)
 
 
+class Way(NamedTuple):
+    """How one place hands tensors over to another.
+
+    Attributes:
+        latency_s: Of one tensor.
+        s_per_byte: Of what each pair of devices carries.
+        part: Of the tensor that each pair carries.
+        channels: What it holds meanwhile; numbers that the ways of one draft share.
+    """
+
+    latency_s: float
+    s_per_byte: float
+    part: float
+    channels: tuple[int, ...]
+
+
 class Traffic:
     """Times of communication on one cluster, made once for each set of groups.
 
@@ -73,7 +92,7 @@ class Traffic:
         self.tables = np.zeros((8, len(SIZES)))
         self._numbers: dict[tuple[str, tuple[object, ...]], int] = {}
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
-        self._pairs: dict[tuple[tuple[int, int], ...], tuple[float, float]] = {}
+        self._pairs: dict[Pairs, tuple[float, float]] = {}
 
     def collective(self, kind: str, groups: Groups) -> int:
         """Number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
@@ -100,13 +119,32 @@ class Traffic:
         number = self.collective(kind, groups)
         return self.tables[number]
 
-    def hand_over(self, pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    def ways(self, borders: Mapping[tuple[int, int], tuple[Pairs, float]]) -> dict[tuple[int, int], Way]:
+        """How places hand tensors over.
+
+        Args:
+            borders: By sender and receiver the pairs of devices that send, all at once, and the part of the tensor that each
+                pair carries.
+        """
+        channels = self.links.effective_channels
+        users: dict[int, list[tuple[int, int]]] = {}
+        for border, (pairs, _) in borders.items():
+            for channel in sorted({channel for i, j in pairs for channel in channels[i][j]}):
+                users.setdefault(channel, []).append(border)
+        numbers: dict[tuple[tuple[int, int], ...], int] = {}  # channels that the same borders use are as good as one
+        held: dict[tuple[int, int], set[int]] = {border: set() for border in borders}
+        for using in users.values():
+            number = numbers.setdefault(tuple(using), len(numbers))
+            for border in using:
+                held[border].add(number)
+        return {border: Way(*self._rate(pairs), part, tuple(sorted(held[border]))) for border, (pairs, part) in borders.items()}
+
+    def _rate(self, pairs: Pairs) -> tuple[float, float]:
         """Latency, and seconds per byte of each pair, when all pairs send at once."""
-        key = tuple(pairs)
-        if key not in self._pairs:
+        if pairs not in self._pairs:
             latency = max(float(self.links.latency_s[i, j]) for i, j in pairs)
-            self._pairs[key] = latency, busiest_channel_s_per_byte(self.links, pairs)
-        return self._pairs[key]
+            self._pairs[pairs] = latency, busiest_channel_s_per_byte(self.links, pairs)
+        return self._pairs[pairs]
 
     def host_bytes_per_s(self, device: int) -> float:
         """Rate of one direction between a device and its host when all devices of the host do the same."""

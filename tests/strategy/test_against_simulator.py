@@ -2,8 +2,7 @@
 
 They differ where they mean different things, and the tests leave that out: the optimizer steps when all gradients are there
 (the simulator updates what has come); torch receives every micro-batch in a buffer of its own (the simulator frees what was
-read); buckets slow a replica as long as they run (the simulator slows all by the share that the plan's device 0 would have);
-and stages that lie zigzag over hosts wait for each other's card in the simulator alone.
+read); buckets slow a replica as long as they run (the simulator slows all by the share that the plan's device 0 would have).
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from rlplace.simulator import simulate
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
 
-CLUSTERS = [Cluster.preset(name) for name in ("a100-80g:4", "a100-80g:8", "a100-80g:2+t4:2", "h100:2x4,ib=400g")]
+PRESETS = ("a100-80g:4", "a100-80g:8", "a100-80g:2+t4:2", "h100:2x4,ib=400g", "rtx4090:4", "a100-80g:4x1,eth=25g")
+CLUSTERS = [Cluster.preset(name) for name in PRESETS]
 
 
 class Unchanging(RandomCosts):
@@ -35,7 +35,8 @@ class Unchanging(RandomCosts):
 def drawn(rng: Generator, cluster: Cluster) -> tuple[RandomCosts, Draft]:
     """Copies on some devices, or a chain of single devices, with recomputation where the schedule has it."""
     blocks = int(rng.integers(4, 13))
-    costs = dataclasses.replace(random_costs(rng, cluster, blocks), item=1.0, known={})
+    costs = random_costs(rng, cluster, blocks)
+    costs = dataclasses.replace(costs, item=1.0, border=costs.border * rng.choice([1, 10]), known={})
     costs = Unchanging(**{item.name: getattr(costs, item.name) for item in dataclasses.fields(costs)})
     devices = rng.permutation(cluster.num_devices).tolist()
     places = int(rng.choice([1, 1, 2, 3, 4]))
@@ -50,7 +51,7 @@ def drawn(rng: Generator, cluster: Cluster) -> tuple[RandomCosts, Draft]:
         order = list(range(places))
         if layout != ONE:
             order += order if layout == LOOP else order[::-1]
-        chosen = tuple(Place((device,)) for device in sorted(devices[:places]))
+        chosen = tuple(Place((device,)) for device in devices[:places])
     cuts = sorted(rng.choice(np.arange(1, blocks), len(order) - 1, replace=False).tolist()) if len(order) > 1 else []
     split = schedule is not None and SCHEDULES[schedule].splits_backward
     recompute = bytes(blocks) if split else bytes(rng.integers(0, 3, blocks).tolist())
@@ -67,25 +68,28 @@ def drawn(rng: Generator, cluster: Cluster) -> tuple[RandomCosts, Draft]:
     )
 
 
-def differences(seeds: range) -> tuple[np.ndarray, np.ndarray]:
-    """Relative differences of step time, and of peak memory where stages send nothing."""
-    times, memory = [], []
+def differences(seeds: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Relative differences of step time, of copies and of chains, and of peak memory where stages send nothing."""
+    copies, chains, memory = [], [], []
     for seed in seeds:
         rng = np.random.default_rng(seed)
         cluster = CLUSTERS[seed % len(CLUSTERS)]
         costs, draft = drawn(rng, cluster)
         line = simulate(*chain_problem(costs, cluster, draft))
-        times.append(Evaluator(costs, cluster).evaluate(draft).step_time_s / line.step_time_s - 1)
+        took = Evaluator(costs, cluster).evaluate(draft).step_time_s
+        (copies if draft.stages == 1 else chains).append(took / line.step_time_s - 1)
         silent = dataclasses.replace(costs, border=costs.border * 0, known={})
         line = simulate(*chain_problem(silent, cluster, draft))
         peaks = Evaluator(silent, cluster).evaluate(draft).peak_memory_bytes
         memory += [peaks[device] / line.peak_memory_bytes[device] - 1 for device in draft.devices]
-    return abs(np.array(times)), abs(np.array(memory))
+    return abs(np.array(copies)), abs(np.array(chains)), abs(np.array(memory))
 
 
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(1000), marks=pytest.mark.slow)], ids=["100", "1000"])
 def test_time_and_memory_are_the_simulators(seeds):
-    times, memory = differences(seeds)
-    print(f"time {times.mean():.3%} mean, {times.max():.3%} worst; memory {memory.mean():.3%} mean, {memory.max():.3%} worst")
-    assert times.mean() < 0.005 and times.max() < 0.05
-    assert memory.mean() < 0.002 and memory.max() < 0.02
+    copies, chains, memory = differences(seeds)
+    print(f"copies {copies.mean():.3%} mean, {copies.max():.2%} worst, {len(copies)}; memory {memory.max():.1e} worst")
+    print(f"chains {chains.mean():.4%} mean, {chains.max():.2%} worst, {(chains > 1e-9).sum()} of {len(chains)} above 1e-9")
+    assert copies.mean() < 0.005 and copies.max() < 0.05  # the simulator's buckets are whole groups
+    assert chains.mean() < 0.0005 and chains.max() < 0.02  # tensors that are sent at one instant may queue in another order
+    assert memory.max() < 1e-9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,7 @@ def _whole_strategy(
     from rlplace.graph.opgraph import OpGraph
 
     if isinstance(target, OpGraph):
-        return strategy_of(target, None, cluster, batch, space, None, limits)
+        return strategy_of(target, None, cluster, batch, space, limits)
     if inputs is None:
         raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
     whole = capture(target, inputs, loss=loss, optimizer=optimizer)
@@ -150,7 +150,7 @@ def _whole_strategy(
     def capture_at(samples: int) -> OpGraph:
         return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer)
 
-    return strategy_of(whole, capture_at, cluster, batch, space, target, limits)
+    return strategy_of(whole, capture_at, cluster, batch, space, limits, target, inputs)
 
 
 CLASSICAL = "strategy"
@@ -166,8 +166,9 @@ def strategy_of(
     cluster: Cluster,
     batch: int,
     space: Space | str | None,
-    module: nn.Module | None,
     limits: dict[str, Any],
+    module: nn.Module | None = None,
+    inputs: Any = None,
 ) -> PlacementPlan:
     """The whole strategy for a captured model.
 
@@ -177,8 +178,9 @@ def strategy_of(
         cluster: The devices.
         batch: Samples a step.
         space: See `place`.
-        module: The model, for what the runtime can execute; None asks it about the strategy alone.
         limits: Arguments of `rlplace.strategy.plan.plan_strategy`.
+        module: The model, for what the runtime can execute; None asks it about the strategy alone.
+        inputs: Its keyword inputs; with others it is asked about the names of its modules only.
     """
     from rlplace.strategy.plan import plan_strategy
     from rlplace.strategy.space import Space
@@ -186,10 +188,14 @@ def strategy_of(
     whole_number(batch, "place: batch", 1, 1 << 24)
     why_not = None
     if space != EVERYTHING:
-        from rlplace.runtime.native.facts import model_facts
+        from rlplace.runtime.native.facts import examine, model_facts
         from rlplace.runtime.native.why_not import why_not as cannot_run
 
-        facts = None if module is None else model_facts(module)
+        facts = None
+        if module is not None:
+            facts = examine(module, inputs) if isinstance(inputs, Mapping) else model_facts(module)
+        if facts is not None and facts.layouts:
+            limits = {**limits, "only": facts.layouts}
 
         def why_not(strategy: Strategy) -> str | None:
             return cannot_run(strategy, facts)

@@ -15,12 +15,11 @@ from rlplace.errors import InputError
 from rlplace.text import table
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placing import Priced
     from rlplace.problem import Problem
+    from rlplace.zoo import LoadedModel
 
 DTYPES = ("fp32", "bf16", "fp16")
 AUTOCAST = ("bf16", "fp16")
@@ -103,12 +102,12 @@ class Captured:
     Attributes:
         graph: At the batch that was asked for.
         capture_at: Captures it with so many samples; what was captured is kept.
-        module: Builds the model, on the meta device.
+        load: Builds the model with its inputs, on the meta device.
     """
 
     graph: OpGraph
     capture_at: Callable[[int], OpGraph]
-    module: Callable[[], nn.Module]
+    load: Callable[[], LoadedModel]
 
 
 def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded:
@@ -162,11 +161,11 @@ def capture_model(model: str, options: argparse.Namespace) -> Captured:
                 source=source,
             )
 
-    def module() -> nn.Module:
+    def load() -> LoadedModel:
         with contextlib.redirect_stdout(sys.stderr):
-            return load_model(model, batch=options.batch, seq=options.seq, dtype=options.dtype).module
+            return load_model(model, batch=options.batch, seq=options.seq, dtype=options.dtype)
 
-    return Captured(capture_at(options.batch), capture_at, module)
+    return Captured(capture_at(options.batch), capture_at, load)
 
 
 def pricing(options: argparse.Namespace, *, finer: int = 1) -> dict[str, Any]:

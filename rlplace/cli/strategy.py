@@ -56,7 +56,8 @@ def place_strategy(options: argparse.Namespace) -> PlacementPlan:
         "host": options.host_mode,
     }
     space = None if options.space == "auto" else options.space
-    return strategy_of(captured.graph, captured.capture_at, machine, batch, space, captured.module(), limits)
+    model = captured.load()
+    return strategy_of(captured.graph, captured.capture_at, machine, batch, space, limits, model.module, model.example_inputs)
 
 
 def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:

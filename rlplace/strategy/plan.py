@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def plan_strategy(
     calls: int | None = None,
     time_limit_s: float | None = None,
     seed: int = 0,
+    only: Collection[str] | None = None,
     costs: CostTable | str | Path | None = None,
     host: str = "eager",
 ) -> PlacementPlan:
@@ -59,6 +60,7 @@ def plan_strategy(
         calls: Evaluations at most.
         time_limit_s: Seconds of search at most.
         seed: Written into the plan; the search draws nothing.
+        only: Paths of modules whose weights a tensor group may cut; None: all.
         costs: See `rlplace.price`; so is `host`.
         host: See `costs`.
 
@@ -69,7 +71,7 @@ def plan_strategy(
         InputError: Nothing is left to choose from.
         InfeasibleError: Nothing fits.
     """
-    blocks = PricedBlocks(graph, cluster, other, costs=costs, host=host)
+    blocks = PricedBlocks(graph, cluster, other, only=only, costs=costs, host=host)
     names = blocks.names
     excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
     how = {} if excluded is None else {"why_not": excluded}

@@ -6,7 +6,7 @@ and for any device kind; what is known of a cut is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,6 +74,7 @@ class PricedBlocks:
         cluster: Cluster | str,
         other: OpGraph | None = None,
         *,
+        only: Collection[str] | None = None,
         costs: CostTable | str | Path | None = None,
         host: str = "eager",
     ) -> None:
@@ -84,11 +85,12 @@ class PricedBlocks:
             cluster: Its devices say which kinds there are.
             other: The same model captured at another batch size: both together give all sizes (`rlplace.graph.rescale`). None:
                 there is this one only.
+            only: Paths of modules whose weights a tensor group may cut; None: all.
             costs: See `rlplace.price`; so is `host`.
             host: See `costs`.
         """
         check_host(host)
-        self.graph, self._host = graph, host
+        self.graph, self._host, self._only = graph, host, only
         self._table = as_costs(costs)
         self._kinds = {kind.name: kind for kind in as_cluster(cluster).kinds}
         self.kinds = tuple(self._kinds)
@@ -238,7 +240,7 @@ class PricedBlocks:
             return None
         if self.graph.traced is None:
             raise InputError("the graph does not say how its ops can be cut; capture the model again, in this process")
-        search = self._once("layouts", lambda: LayoutSearch(self.graph, self.blocks.of_op))
+        search = self._once("layouts", lambda: LayoutSearch(self.graph, self.blocks.of_op, self._only))
         return self._once(
             ("layout", cut.tensor, cut.sequence_parallel),
             lambda: search.layout(cut.tensor, sequence_parallel=cut.sequence_parallel),

@@ -25,7 +25,7 @@ from rlplace.strategy.meshes import (
     stage_actions,
     tensor_groups,
     tie_groups,
-)  # fmt: skip
+)
 from rlplace.strategy.reference_blocks import tie_part
 from rlplace.strategy.traffic import Traffic, table_s, tables_s
 

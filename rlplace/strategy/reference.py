@@ -26,7 +26,7 @@ from rlplace.strategy.meshes import (
     share_degree,
     stage_actions,
     tie_groups,
-)  # fmt: skip
+)
 from rlplace.strategy.reference_blocks import Block, place_blocks, stage_ranges, tie_part
 from rlplace.strategy.reference_memory import device_bytes, host_bytes, stage_bytes
 from rlplace.strategy.rules import (
@@ -39,7 +39,7 @@ from rlplace.strategy.rules import (
     WHOLE,
     beside_s,
     hidden_buckets,
-)  # fmt: skip
+)
 from rlplace.strategy.traffic import Traffic, Way, table_s
 
 

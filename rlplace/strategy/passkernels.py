@@ -1,0 +1,217 @@
+"""Compiled parts of `rlplace.strategy.kernel`: blocks on their places, their passes, and a step of one stage.
+
+The functions follow those of `reference_blocks`, `reference` and `reference_memory` by name.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+from rlplace.compiled import inner
+from rlplace.strategy import columns as c
+from rlplace.strategy import rules, traffic
+from rlplace.strategy.costs import FULL
+from rlplace.strategy.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, FULL_OFFLOAD, ONCE, SLOWDOWN, WHOLE
+
+table_s = inner(traffic.table_s)
+keeping = inner(rules.keeping)
+beside_s = inner(rules.beside_s)
+hidden_buckets = inner(rules.hidden_buckets)
+
+# A block on its place in one lane, float64 [B, BLOCK].
+(
+    HOW, FORWARD, FORWARD_TENSOR, BACKWARD, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, AGAIN, UPDATE, GATHER, REDUCE, COPIES,
+    BUCKETS, WEIGHTS, GRADIENTS, BUFFER, STATIC, HOST, KEPT, WORKING_FORWARD, WORKING_BACKWARD,
+) = range(21)  # fmt: skip
+BLOCK = 21
+
+# What a stage's micro-batches take, float64 [S, STAGE].
+# The last seven are seconds of ops and of collectives of its actions.
+(
+    KEEPS, FORWARD_PEAK, BACKWARD_PEAK, HALF_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S, FIRST_GATHER_S, FORWARD_C,
+    FORWARD_T, BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
+) = range(15)  # fmt: skip
+STAGE = 15
+
+
+@inner
+def place_block(x, b, row, place, tables, recompute, offload, again, stages, microbatches):
+    """Fills ``x[b]``: see `reference_blocks.place_blocks` and `reference_memory.static_bytes`."""
+    share, copies = place[c.SHARE], place[c.COPIES]
+    weights = max(0.0, row[b, c.WEIGHTS] - again[0])
+    gradients = max(0.0, row[b, c.GRADIENTS] - again[1])
+    optimizer = max(0.0, row[b, c.OPTIMIZER] - again[2])
+    how = keeping(int(place[c.SHARDING]), offload, stages, int(copies))
+    exchanged = gradients * place[c.ITEM]
+    full = recompute == FULL
+    x[b, HOW] = how
+    x[b, FORWARD], x[b, FORWARD_TENSOR] = row[b, c.FORWARD], row[b, c.FORWARD_TENSOR]
+    x[b, BACKWARD] = row[b, c.BACKWARD + recompute]
+    x[b, BACKWARD_TENSOR] = row[b, c.BACKWARD_TENSOR_FULL if full else c.BACKWARD_TENSOR]
+    x[b, WEIGHT], x[b, AGAIN] = row[b, c.WEIGHT], row[b, c.AGAIN + recompute]
+    x[b, WEIGHT_TENSOR] = row[b, c.FORWARD_TENSOR] if full else 0.0
+    x[b, KEPT] = row[b, c.KEPT + recompute]
+    x[b, WORKING_FORWARD] = row[b, c.WORKING_FORWARD + recompute]
+    x[b, WORKING_BACKWARD] = row[b, c.WORKING_BACKWARD + recompute]
+    x[b, WEIGHTS], x[b, GRADIENTS] = weights, gradients
+    gather, reduce, copied, buckets, buffer = 0.0, 0.0, 0.0, 0.0, 0.0
+    if how == WHOLE:
+        buckets = exchanged if copies > 1.0 else 0.0
+    else:
+        buffer = exchanged
+        gather = table_s(tables[int(place[c.GATHER_TABLE])], weights)
+        reduce = table_s(tables[int(place[c.SCATTER_TABLE])], exchanged)
+        copied = table_s(tables[int(place[c.REDUCE_TABLE])], exchanged / share)
+    host = place[c.HOST_RATE]
+    if offload == FULL_OFFLOAD:
+        gather += weights / share / host
+        reduce += gradients / share / host
+    x[b, GATHER], x[b, REDUCE], x[b, COPIES], x[b, BUCKETS], x[b, BUFFER] = gather, reduce, copied, buckets, buffer
+    if offload:
+        x[b, UPDATE] = (2.0 * (optimizer / share) + gradients / share + weights / share) / place[c.UPDATE_RATE]
+        if offload != FULL_OFFLOAD:
+            x[b, UPDATE] += (gradients / share + weights / share) / host
+    else:
+        left = weights / row[b, c.WEIGHTS] if row[b, c.WEIGHTS] > 0.0 else 1.0
+        x[b, UPDATE] = row[b, c.UPDATE] * left / share
+    static = 0.0 if offload else optimizer / share
+    static += 0.0 if offload == FULL_OFFLOAD else weights / share
+    if how == ONCE or how == EACH_BACKWARD:
+        static += weights
+    if how == WHOLE or (how == ONCE and (microbatches > 1 or stages > 1)):
+        static += gradients
+    elif offload != FULL_OFFLOAD:
+        static += gradients / share
+    x[b, STATIC] = static
+    x[b, HOST] = 0.0
+    if offload == FULL_OFFLOAD:
+        x[b, HOST] = (weights + gradients + optimizer) / share
+    elif offload:
+        x[b, HOST] = optimizer / share
+
+
+@inner
+def forward_s(x, begin, end, first):
+    """As `reference.forward_s`."""
+    seconds = 0.0
+    for b in range(begin - 1, end):
+        gather = 0.0
+        if b + 1 < end:
+            how = x[b + 1, HOW]
+            if how == EACH_PASS or (first and (how == ONCE or how == EACH_BACKWARD)):
+                gather = x[b + 1, GATHER]
+        seconds += gather if b < begin else beside_s(x[b, FORWARD], x[b, FORWARD_TENSOR], gather, 0.0)
+    return seconds
+
+
+@inner
+def reduces(x, b, last):
+    """Whether a block's gradient is reduced in a backward."""
+    how = x[b, HOW]
+    return how == EACH_BACKWARD or how == EACH_PASS or (last and how == ONCE)
+
+
+@inner
+def backward_s(x, begin, end, last, table):
+    """As `reference.backward_s`."""
+    total, compute = 0.0, 0.0
+    for b in range(end - 1, begin - 1, -1):
+        total += x[b, BUCKETS] if last else 0.0
+        compute += x[b, BACKWARD]
+    slower, bucket = 1.0, 0.0
+    if total > FIRST_BUCKET and compute > 0.0:
+        bucket = table_s(table, BUCKET)
+        under = table_s(table, FIRST_BUCKET) + hidden_buckets(total) * bucket
+        slower = 1.0 + SLOWDOWN * (min(under, compute) / compute)
+    time = x[end - 1, GATHER] if x[end - 1, HOW] == EACH_PASS else 0.0
+    copied, sent, filled, limit = 0.0, 0.0, 0.0, FIRST_BUCKET
+    reduced, following = 0.0, 0.0
+    for b in range(end - 1, begin - 1, -1):
+        start = time
+        copied = max(copied, start + reduced) + following
+        waits = reduced
+        if b > begin and x[b - 1, HOW] == EACH_PASS:
+            waits += x[b - 1, GATHER]
+        time = start + beside_s(x[b, BACKWARD] * slower, x[b, BACKWARD_TENSOR], waits, following)
+        left = x[b, BUCKETS] if last else 0.0
+        done = 0.0
+        while left > 0.0:
+            take = min(limit - filled, left)
+            filled, left, done = filled + take, left - take, done + take
+            if filled >= limit:
+                ready = start + (time - start) * (done / x[b, BUCKETS])
+                sent = max(sent, ready) + (bucket if limit == BUCKET else table_s(table, limit))
+                filled, limit = 0.0, BUCKET
+        reduced, following = (x[b, REDUCE], x[b, COPIES]) if reduces(x, b, last) else (0.0, 0.0)
+    if filled > 0.0:
+        sent = max(sent, time) + table_s(table, filled)
+    copied = max(copied, time + reduced) + following
+    return max(copied, sent)
+
+
+@inner
+def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
+    """Fills ``y[s]``: see `reference_memory._pass_bytes` and `reference.stage_action`."""
+    single = stages == 1
+    kept, forward, backward, most, exchange, static = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    for k in range(FORWARD_C, STAGE):
+        y[s, k] = 0.0
+    for b in range(begin, end):
+        how = x[b, HOW]
+        kept += x[b, KEPT]
+        here = x[b, WEIGHTS] if how == EACH_PASS else 0.0
+        after = x[b + 1, WEIGHTS] if b + 1 < end and x[b + 1, HOW] == EACH_PASS else 0.0
+        before = x[b - 1, WEIGHTS] if b > begin and x[b - 1, HOW] == EACH_PASS else 0.0
+        forward = max(forward, kept + x[b, WORKING_FORWARD] + here + max(here, after))
+        passing = how == EACH_BACKWARD or how == EACH_PASS or (how == ONCE and single and microbatches == 1)
+        moving = here + max(here, before) + (x[b, GRADIENTS] if passing else 0.0)
+        if single:
+            moving += max(x[b, BUFFER], x[b + 1, BUFFER] if b + 1 < end else 0.0)
+        else:
+            exchange = max(exchange, x[b, BUFFER])
+        backward = max(backward, kept + x[b, WORKING_BACKWARD] + moving)
+        most = max(most, x[b, WORKING_BACKWARD] + moving)
+        static += x[b, STATIC]
+        y[s, FORWARD_C] += x[b, FORWARD]
+        y[s, FORWARD_T] += x[b, FORWARD_TENSOR]
+        y[s, BACKWARD_C] += x[b, BACKWARD]
+        y[s, BACKWARD_T] += x[b, BACKWARD_TENSOR]
+        y[s, INPUT_C] += x[b, BACKWARD] - x[b, WEIGHT]
+        y[s, WEIGHT_C] += x[b, WEIGHT] + x[b, AGAIN]
+        y[s, WEIGHT_T] += x[b, WEIGHT_TENSOR]
+    received = row[begin - 1, c.SENT] if s > 0 else 0.0
+    returned = row[end - 1, c.RETURNED] if s < stages - 1 else 0.0
+    sends = row[begin - 1, c.RETURNED] if s > 0 else 0.0
+    y[s, KEEPS], y[s, FORWARD_PEAK], y[s, EXCHANGE_PEAK] = kept, forward, exchange
+    y[s, BACKWARD_PEAK], y[s, HALF_PEAK] = backward + sends, kept + most + sends
+    y[s, STATIC_BYTES] = static + microbatches * (received + returned)
+    if not single:
+        reduced, copied = 0.0, 0.0
+        for b in range(end - 1, begin - 1, -1):
+            if x[b, HOW] != WHOLE:
+                reduced += x[b, REDUCE]
+                copied = max(copied, reduced) + x[b, COPIES]
+        y[s, EXCHANGE_S] = max(reduced, copied)
+        y[s, FIRST_GATHER_S] = max(0.0, forward_s(x, begin, end, True) - y[s, FORWARD_C] - y[s, FORWARD_T])
+
+
+@inner
+def single_stage(x, y, work, busy, count, microbatches, table):
+    """As `reference.single_stage`; returns the most that passes hold."""
+    again = microbatches - 1
+    forward = forward_s(x, 0, count, True) + again * forward_s(x, 0, count, False)
+    backward = backward_s(x, 0, count, True, table) + again * backward_s(x, 0, count, False, table)
+    gathered, reduced = 0.0, 0.0
+    for b in range(count):
+        gathered += x[b, GATHER] if x[b, HOW] == EACH_PASS else 0.0
+        reduced += x[b, REDUCE] + x[b, COPIES] if x[b, HOW] != WHOLE else x[b, BUCKETS]
+    work[c.END] = forward + backward
+    work[c.COMPUTE] = microbatches * (y[0, FORWARD_C] + y[0, BACKWARD_C])
+    work[c.TENSOR] = microbatches * (y[0, FORWARD_T] + y[0, BACKWARD_T])
+    exposed = max(0.0, backward - microbatches * (y[0, BACKWARD_C] + y[0, BACKWARD_T]))
+    part = gathered / (gathered + reduced) if gathered > 0.0 else 0.0
+    work[c.GATHER] = max(0.0, forward - microbatches * (y[0, FORWARD_C] + y[0, FORWARD_T])) + exposed * part
+    work[c.EXCHANGE] = exposed * (1.0 - part)
+    work[c.HAND_OVER] = 0.0
+    busy[0] = work[c.COMPUTE] + work[c.TENSOR] + work[c.GATHER] + work[c.EXCHANGE]
+    return max(0.0, y[0, FORWARD_PEAK], y[0, BACKWARD_PEAK])

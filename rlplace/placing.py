@@ -195,7 +195,7 @@ def strategy_of(
         if module is not None:
             facts = examine(module, inputs) if isinstance(inputs, Mapping) else model_facts(module)
         if facts is not None and facts.layouts:
-            limits = {**limits, "only": facts.layouts}
+            limits = {**limits, "only": {*facts.layouts, *facts.vocabulary}}
 
         def why_not(strategy: Strategy) -> str | None:
             return cannot_run(strategy, facts)

@@ -301,9 +301,8 @@ def _pipeline_words(pipeline: Pipeline) -> str:
         for how in sorted(set(chosen)):
             count = chosen.count(how)
             words.append(f"{how} {key} of {'all' if count == blocks else f'{count} of {blocks}'} blocks")
-    sizes = "/".join(map(str, sorted(set(pipeline.microbatch))))
+    samples = "/".join(map(str, sorted(set(pipeline.microbatch))))
     counts = "/".join(map(str, sorted(set(pipeline.microbatches))))
-    one = counts == "1"
-    words.append(f"{counts} micro-batch{'' if one else 'es'} of {sizes}")
+    words.append(f"{counts} micro-batch{'' if counts == '1' else 'es'} of {samples}")
     used = len(pipeline.devices)
     return (", ".join(words) if used > 1 else f"one device, {', '.join(words)}") + (f" on {used} devices" if used > 1 else "")

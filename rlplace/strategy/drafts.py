@@ -125,8 +125,8 @@ class Draft:
             sharding=place.sharding,
             sequence_parallel=place.sequence_parallel,
             expert=place.expert,
-            recompute={names[b]: how for b in blocks if (how := RECOMPUTE[self.recompute[b]]) is not None},
-            offload={names[b]: how for b in blocks if (how := OFFLOAD[self.offload[b]]) is not None},
+            recompute={names[b]: again for b in blocks if (again := RECOMPUTE[self.recompute[b]]) is not None},
+            offload={names[b]: where for b in blocks if (where := OFFLOAD[self.offload[b]]) is not None},
         )
 
 

@@ -48,4 +48,5 @@ def _facts(model: nn.Module, no_cut: str | None, layouts: ModelLayouts | None) -
         tensor_parts=layouts.parts,
         no_sequence=layouts.no_sequence,
         layouts=layouts.by_module(),
+        vocabulary=layouts.vocabulary,
     )

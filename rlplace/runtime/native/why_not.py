@@ -33,6 +33,7 @@ class ModelFacts:
         tensor_parts: The tensor degree must divide it: heads, key and value heads and widths in common; 0 when nobody looked.
         no_sequence: Why activations between tensor-parallel parts cannot be split along the sequence; None like above.
         layouts: Layout of each product with a weight that has one, by module path; empty when nobody looked.
+        vocabulary: Paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it.
     """
 
     blocks: tuple[str, ...] = ()
@@ -43,6 +44,7 @@ class ModelFacts:
     tensor_parts: int = 0
     no_sequence: str | None = None
     layouts: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: tuple[str, ...] = ()
 
 
 def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: str | None = None) -> str | None:

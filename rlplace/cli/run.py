@@ -79,7 +79,7 @@ def _load(options: argparse.Namespace) -> PlacementPlan:
     if plan.strategy is not None:
         from rlplace.runtime.native.job import check_strategy
 
-        check_strategy(plan, options.autocast, options.checkpoint)
+        check_strategy(plan, options.autocast)
     return plan
 
 

@@ -17,6 +17,7 @@ from rlplace.plan.strategy import Strategy
 from rlplace.runtime.distributed.job import faults
 from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, recipe_of, synthetic_batch
 from rlplace.runtime.distributed.ranks import broadcast_text
+from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.batches import Batch, share_of
 from rlplace.runtime.native.run import prepare
@@ -29,13 +30,12 @@ if TYPE_CHECKING:
 ENGINE = "native"
 
 
-def check_strategy(plan: PlacementPlan, autocast: str | None, checkpoint: str | None) -> None:
+def check_strategy(plan: PlacementPlan, autocast: str | None) -> None:
     """Refuses what `rlplace run` cannot do with a strategy, before any process waits for another.
 
     Args:
         plan: With a strategy.
         autocast: ``--autocast``; None takes what the plan was captured with.
-        checkpoint: ``--checkpoint``.
 
     Raises:
         InputError: With the reason.
@@ -59,11 +59,6 @@ def check_strategy(plan: PlacementPlan, autocast: str | None, checkpoint: str | 
         raise InputError(
             "run: the plan keeps optimizer state and a copy of the weights in fp32, which is not run yet for strategies; plan "
             "without --master-weights, in fp32 with --autocast"
-        )
-    if checkpoint is not None:
-        raise InputError(
-            "run: checkpoints of strategies are not written yet; leave --checkpoint out, or save NativeModel.state_dict() by "
-            "torch.distributed.checkpoint in a script of your own"
         )
 
 
@@ -125,19 +120,20 @@ class StrategyPart:
         self.model = prepare(loaded.module, strategy, example, device.type)
         self.optimizer = make(self.model.parameter_groups())
         self._device, self._clip, self._autocast = device, options.clip, autocast
-        place = self.model.place
-        torch.manual_seed(options.seed * 1_000_003 + place.replica * 1_009 + place.index["pipeline"])  # of dropout
+        self._seed, self._steps, self._question = options.seed, 0, plan.problem
 
     def step(self, batch: Batch) -> float:
         """See `Part.step`."""
         own = self.model.own_samples(batch)
         moved = {name: value.to(self._device) if isinstance(value, torch.Tensor) else value for name, value in own.items()}
+        self._seed_random_ops()
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
             loss = self.model.step(moved, lambda output, part: loss_of(output, self.loss))
         if self._clip is not None:
             self.model.clip_grad_norm_(self._clip)
         self.optimizer.step()
+        self._steps += 1
         return float(loss.detach())
 
     def held(self) -> list[torch.Tensor]:
@@ -158,9 +154,15 @@ class StrategyPart:
         return {name: None if gradient is None else gradient.to(self._device) for name, gradient in gradients.items()}
 
     def save(self, folder: str, step: int) -> None:
-        """Never called: `check_strategy` refuses checkpoints."""
-        raise InputError("run: checkpoints of strategies are not written yet")
+        """See `Part.save`."""
+        save_checkpoint(folder, self.model, self.optimizer, step=step, extra={"problem": self._question})
 
     def load(self, folder: str) -> int:
-        """Never called: `check_strategy` refuses checkpoints."""
-        raise InputError("run: checkpoints of strategies are not read yet")
+        """See `Part.load`."""
+        self._steps = load_checkpoint(folder, self.model, self.optimizer).step
+        return self._steps
+
+    def _seed_random_ops(self) -> None:
+        """Dropout draws anew in every step, replica and place, and the same again after a checkpoint was loaded."""
+        place = self.model.place
+        torch.manual_seed(((self._seed * 1_000_003 + self._steps) * 1_009 + place.replica) * 1_009 + place.index["pipeline"])

@@ -95,6 +95,10 @@ class NativeModel:
         """All of them, as `named_parameters` gives them."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def first_name(self, name: str) -> str:
+        """The first of the names that the plain model has for a parameter, which is tied where there are several."""
+        return next((names[0] for names in self._tied if name in names), name)
+
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What an optimizer gets: plain tensors and `DTensor` apart, which one foreach or fused operation cannot take."""
         parameters = list(self.parameters())

@@ -45,7 +45,7 @@ def run_verified(path, *options):
     assert code == 0, err
     found = json.loads(out)
     assert found["verified"]["equal"] and found["verified"]["reference"] == "module"
-    assert max(found["verified"]["losses"]) < 1e-6 and found["losses"][-1] < found["losses"][0]
+    assert max(found["verified"]["losses"]) < 1e-6
     return found
 
 
@@ -55,10 +55,27 @@ def test_a_pipeline_of_shared_stages_equals_the_plain_model(tmp_path):
     plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
     plan.save(path)
     found = run_verified(path, "--steps", 3, "--clip", 0.5)
+    assert found["losses"][-1] < found["losses"][0]
     assert found["engine"] == "native" and len(found["losses"]) == 3 and found["predicted_step_time_s"] == 0.001
     assert [rank["stage"] for rank in found["ranks"]] == [0, 1, 2, 3]
     assert [rank["predicted_memory_bytes"] for rank in found["ranks"]] == [1000, 1001, 1002, 1003]
     assert all(rank["peak_memory_bytes"] > 10_000 for rank in found["ranks"])
+
+
+@pytest.mark.slow
+def test_another_strategy_goes_on_from_a_checkpoint(tmp_path):
+    first, second, folder = tmp_path / "p.plan.json", tmp_path / "t.plan.json", tmp_path / "checkpoints"
+    strategies = chain("gpt2", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), flat("gpt2", {"shard": 2, "tensor": 2}, 3)
+    for path, strategy in zip((first, second), strategies, strict=True):
+        plan = strategy_plan(path, strategy)
+        plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
+        plan.save(path)
+    whole = run_verified(first, "--steps", 4, "--clip", 0.5)
+    run_verified(first, "--steps", 2, "--clip", 0.5, "--checkpoint", folder)
+    rest = run_verified(second, "--steps", 3, "--clip", 0.5, "--checkpoint", folder, "--resume")  # the reference goes on, too
+    assert rest["first_step"] == 2 and rest["losses"] == pytest.approx(whole["losses"][2:3], rel=1e-6)
+    last = run_verified(first, "--steps", 4, "--clip", 0.5, "--checkpoint", folder, "--resume")
+    assert last["first_step"] == 3 and last["losses"] == pytest.approx(whole["losses"][3:], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -16,12 +16,13 @@ from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import group_of
 from rlplace.runtime.distributed.state.shares import Share
 from rlplace.runtime.distributed.state.training_facts import check_setting
+from rlplace.runtime.native.run import NativeModel
 
 _NOTHING = ""
 """Name of the parameter without elements that a rank without parameters trains."""
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_tensors(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``.
 
     Shares of an optimizer that is sharded over replicas are shards of DTensors.
@@ -37,7 +38,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return flat
 
 
-def optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_facts(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What of this rank's optimizer is no tensor, as plain data.
 
     Returns:
@@ -59,7 +60,7 @@ def optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def load_optimizer(
-    model: nn.Module,
+    model: nn.Module | NativeModel,
     optimizer: torch.optim.Optimizer,
     index: Mapping[str, Any],
     facts: Sequence[Mapping[str, Any]],
@@ -118,11 +119,13 @@ def load_optimizer(
         raise InputError(f"checkpoint: its optimizer state does not fit this optimizer ({show(str(error))})") from None
 
 
-def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+def _named(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
     """The optimizer's parameters in its order, each with the first of its names in the undistributed model."""
     if isinstance(model, DistributedModel):
         known = {id(parameter): name for name, parameter in model.shared_parameters.trained.items()}
         known[id(model.shared_parameters.nothing)] = _NOTHING
+    elif isinstance(model, NativeModel):
+        known = {id(parameter): model.first_name(name) for name, parameter in model.named_parameters()}
     else:
         known = {id(parameter): name for name, parameter in model.named_parameters()}
     named = []
@@ -134,11 +137,11 @@ def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
     return named
 
 
-def _share(model: nn.Module, name: str) -> Share | None:
+def _share(model: nn.Module | NativeModel, name: str) -> Share | None:
     return model.shared_parameters.shares.get(name) if isinstance(model, DistributedModel) else None
 
 
-def whole_value(model: nn.Module, name: str, value: Any) -> Any:
+def whole_value(model: nn.Module | NativeModel, name: str, value: Any) -> Any:
     """State of a share as the shard of a DTensor over the replicas; other state as it is."""
     share = _share(model, name)
     if share is None or share.dim is None or not isinstance(model, DistributedModel) or not isinstance(value, torch.Tensor):

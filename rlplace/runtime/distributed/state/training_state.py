@@ -32,8 +32,10 @@ from rlplace.files import read_json, write_json
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import broadcast_text, gather_texts, one_line
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
+from rlplace.runtime.distributed.state.packed import load_whole, with_whole
 from rlplace.runtime.distributed.state.training_facts import check_facts, check_scheduler, check_sizes
 from rlplace.runtime.distributed.state.training_index import IndexReader, check_index
+from rlplace.runtime.native.run import NativeModel
 
 FORMAT = "rlplace.training"
 VERSION = 1
@@ -58,7 +60,7 @@ class TrainingState:
 
 def save_checkpoint(
     folder: str | Path,
-    model: nn.Module,
+    model: nn.Module | NativeModel,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int,
@@ -66,13 +68,13 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Writes ``folder/step-00000010``; every rank calls it for a distributed model, and every host must see the same folder.
+    """Writes ``folder/step-00000010``; every rank calls it for one over several processes, and all hosts see the same folder.
 
     Written under another name and renamed when it is complete, so that a crash leaves the checkpoints before it.
 
     Args:
         folder: Holds all checkpoints of a run.
-        model: Distributed or plain.
+        model: Distributed, run as a strategy, or plain.
         optimizer: Updates this rank's parameters.
         step: Training steps done.
         scheduler: Learning rate schedule; its state must be plain data.
@@ -88,10 +90,10 @@ def save_checkpoint(
     """
     folder, together = Path(folder), _together(model)
     final, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
-    state: dict[str, Any] = {"model": _tensors(model.state_dict())}
+    state: dict[str, Any] = {"model": with_whole(_tensors(model.state_dict()))}
     own: dict[str, Any] = {}
     if optimizer is not None:
-        state["optimizer"] = optimizer_tensors(model, optimizer)
+        state["optimizer"] = with_whole(optimizer_tensors(model, optimizer))
         own = optimizer_facts(model, optimizer)
     facts = {
         "step": step,
@@ -128,12 +130,12 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | Path,
-    model: nn.Module,
+    model: nn.Module | NativeModel,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     scheduler: Any = None,
 ) -> TrainingState:
-    """Loads a checkpoint that any plan wrote into a model; every rank calls it for a distributed one.
+    """Loads a checkpoint that any plan wrote into a model; every rank calls it for one over several processes.
 
     Args:
         path: A checkpoint, or the folder of a run, of which the latest is taken.
@@ -156,13 +158,14 @@ def load_checkpoint(
         index = reader.read_metadata().state_dict_metadata
         check_sizes(index, folder)
         state = _tensors(model.state_dict())
-        whole = model.meta_model if isinstance(model, DistributedModel) else model
-        check_index(folder, index, _tensors(whole.state_dict()))
+        check_index(folder, index, _whole(model))
         fill = partial(_load, path=folder, model=model)
-        fill({"model": state})
-        model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
+        load_whole(state, lambda tensors: fill({"model": tensors}))
+        if not isinstance(model, NativeModel):
+            model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
         if optimizer is not None:
-            load_optimizer(model, optimizer, index, facts["optimizers"], lambda tensors: fill({"optimizer": tensors}))
+            fill_optimizer = partial(load_whole, load=lambda tensors: fill({"optimizer": tensors}))
+            load_optimizer(model, optimizer, index, facts["optimizers"], fill_optimizer)
     if scheduler is not None:
         if facts["scheduler"] is None:
             raise InputError(f"{folder}: it was saved without a learning rate schedule; leave scheduler out")
@@ -184,11 +187,11 @@ def _complete(folder: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def _resolve(path: Path, model: nn.Module) -> Path:
+def _resolve(path: Path, model: nn.Module | NativeModel) -> Path:
     """The checkpoint that is meant, the same on every rank."""
     folder = path if (path / _FACTS).is_file() else latest_checkpoint(path)
-    if isinstance(model, DistributedModel) and _together(model):
-        text = broadcast_text("" if folder is None else str(folder), model.ranks.device)
+    if _together(model):
+        text = broadcast_text("" if folder is None else str(folder), _device(model))
         folder = Path(text) if text else None
     if folder is None:
         raise InputError(f"{path}: there is no complete checkpoint")
@@ -197,7 +200,7 @@ def _resolve(path: Path, model: nn.Module) -> Path:
     return folder
 
 
-def _load(state: dict[str, Any], path: Path, model: nn.Module) -> None:
+def _load(state: dict[str, Any], path: Path, model: nn.Module | NativeModel) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         load(state, storage_reader=IndexReader(path), no_dist=not _together(model))
@@ -207,13 +210,28 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _gathered(own: dict[str, Any], model: nn.Module) -> list[dict[str, Any]]:
-    return gather_texts(own, model.ranks.device) if isinstance(model, DistributedModel) and _together(model) else [own]
+def _whole(model: nn.Module | NativeModel) -> dict[str, torch.Tensor]:
+    """All tensors of the model by name; of those that other processes hold only the shapes."""
+    if isinstance(model, DistributedModel):
+        return _tensors(model.meta_model.state_dict())
+    own = _tensors(model.state_dict())
+    told = _gathered({name: list(value.shape) for name, value in own.items()}, model)
+    return {name: torch.empty(shape, device="meta") for rank in told for name, shape in rank.items()}
 
 
-def _together(model: nn.Module) -> bool:
+def _gathered(own: dict[str, Any], model: nn.Module | NativeModel) -> list[dict[str, Any]]:
+    return gather_texts(own, _device(model)) if _together(model) else [own]
+
+
+def _device(model: nn.Module | NativeModel) -> torch.device:
+    """Of messages between the processes of a model."""
+    device: torch.device = model.place.device if isinstance(model, NativeModel) else model.ranks.device
+    return device
+
+
+def _together(model: nn.Module | NativeModel) -> bool:
     """Whether all ranks save or load at once; a plain model is this process's own affair."""
-    return isinstance(model, DistributedModel) and dist.is_initialized()
+    return isinstance(model, (DistributedModel, NativeModel)) and dist.is_initialized()
 
 
 def _check_plain(facts: Mapping[str, Any], where: str = "") -> None:

@@ -225,8 +225,8 @@ def _gathered(own: dict[str, Any], model: nn.Module | NativeModel) -> list[dict[
 
 def _device(model: nn.Module | NativeModel) -> torch.device:
     """Of messages between the processes of a model."""
-    device: torch.device = model.place.device if isinstance(model, NativeModel) else model.ranks.device
-    return device
+    where: Any = model.place if isinstance(model, NativeModel) else model.ranks
+    return torch.device(where.device)
 
 
 def _together(model: nn.Module | NativeModel) -> bool:

@@ -18,9 +18,9 @@ from rlplace.runtime.distributed.state.whole_state import own_part
 
 def is_packed(value: Any) -> bool:
     """Whether the tensor axis cuts it in more places than one."""
-    if not isinstance(value, DTensor):
+    if not isinstance(value, DTensor) or value.device_mesh.mesh_dim_names is None:
         return False
-    names = value.device_mesh.mesh_dim_names or ()
+    names = value.device_mesh.mesh_dim_names
     return any(name == "tensor" and isinstance(cut, _StridedShard) for name, cut in zip(names, value.placements, strict=True))
 
 

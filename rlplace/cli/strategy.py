@@ -84,7 +84,12 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
     if predicted.parts:
         parts = sorted(predicted.parts.items(), key=lambda item: -item[1])
         print("\nthe busiest place: " + ", ".join(f"{name.replace('_', ' ')} {ms(s)} ms" for name, s in parts if s > 0))
-    print(f"{predicted.search_calls} strategies evaluated")
+    cut = (
+        ""
+        if predicted.extra.get("complete", True)
+        else "; the search was cut by its budget: --time-limit or --calls give it more"
+    )
+    print(f"{predicted.search_calls} strategies evaluated{cut}")
 
 
 def _show_rivals(entries: Sequence[Mapping[str, Any]]) -> None:

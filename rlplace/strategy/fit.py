@@ -35,13 +35,11 @@ def fitted(tries: Tries, draft: Draft, below_s: float = math.inf) -> Tried | Non
         return tried if tried.fits else None
     if tried.step_s >= below_s:
         return None
-    high, last = low, tried
-    while len(rungs) > 1:  # the highest rung that can run
-        high = [len(own) * (len(rungs) - 1) for own in blocks]
-        last = tries.score(_at(draft, blocks, rungs, high))
-        if math.isfinite(last.step_s):
-            break
-        rungs = rungs[:-1]
+    # Rungs that the engine refuses for this draft are no part of its ladder.
+    whole = [len(own) for own in blocks]
+    rungs = [rungs[0], *(rung for rung in rungs[1:] if not tries.refused(_at(draft, blocks, [rungs[0], rung], whole)))]
+    high = [len(own) * (len(rungs) - 1) for own in blocks]
+    last = tries.score(_at(draft, blocks, rungs, high))
     if not last.fits:
         return None
     over = _over(tries, first)

@@ -113,6 +113,7 @@ def predict(question: Question, answer: Answer) -> Prediction:
         parts=said.parts,
         executor=EXECUTOR,
         search_calls=answer.calls,
+        extra={"complete": answer.complete},
         strategies=tuple(_entry(question, tried) for tried in chosen),
     )
 

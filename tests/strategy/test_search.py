@@ -135,6 +135,24 @@ def test_what_cannot_be_offloaded_is_recomputed_all_the_same() -> None:
     assert tried is not None and any(tried.draft.recompute) and not any(tried.draft.offload)
 
 
+def test_a_rung_that_cannot_run_is_left_out_of_the_ladder() -> None:
+    asked = question(0)
+    draft = next(
+        draft for draft in all_drafts(asked) if len(draft.devices) == 4 and draft.stages == 1 and draft.places[0].shard == 4
+    )
+    peaks = [
+        max(asked.scores.evaluate(dataclasses.replace(draft, recompute=b"\2" * 5, offload=how * 5)).peak_memory_bytes)
+        for how in (b"\0", b"\2")
+    ]
+    memory = asked.cluster.devices[0].memory_bytes
+    assert memory is not None and peaks[1] < peaks[0]
+    tight = question(0, factor=(0.7 * peaks[0] + 0.3 * peaks[1]) / memory)
+    no_state = dataclasses.replace(tight, why_not=lambda draft: "no optimizer offload" if 1 in draft.offload else None)
+    tried = fitted(Tries(no_state), draft)
+    assert tried is not None and tried.fits
+    assert 0 < sum(how == 2 for how in tried.draft.offload) < 5  # some blocks, not all of them
+
+
 def test_neighbours_process_the_same_batch_or_are_left_out() -> None:
     asked = question(0, "a100-80g:2+t4:2", batch=16)
     balance = Balance(asked.costs, asked.cluster)

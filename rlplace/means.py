@@ -24,11 +24,11 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def interval(
-    logs: Sequence[float] | NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0
+    logs: Sequence[float] | NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0, least: int = LEAST
 ) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of a geometric mean, by resampling the logs of its values; None below `LEAST` of them."""
+    """95 % bootstrap interval of a geometric mean, by resampling the logs of its values; None below `least` of them."""
     values = np.asarray(logs, dtype=np.float64)
-    if len(values) < LEAST:
+    if len(values) < least:
         return None, None
     draws = np.random.default_rng(seed).integers(0, len(values), (resamples, len(values)))
     low, high = np.exp(np.percentile(values[draws].mean(axis=1), [2.5, 97.5]))

@@ -208,7 +208,7 @@ def test_a_campaign_is_interrupted_goes_on_and_teaches(tmp_path, capsys, monkeyp
     factors = found["device_factors"]
     assert factors["b"] > factors["a"]
     assert found["best_step_s"] <= found["untuned_step_s"] * 1.1
-    assert json.loads((tmp_path / "best.plan.json").read_text())["device_of_group"] == found["device_of_group"]
+    assert json.loads((tmp_path / "best.plan.json").read_text())["placement"]["device_of_group"] == found["device_of_group"]
     assert "error of predicted step times" in (tmp_path / "report.md").read_text()
     tuned = load_checkpoint(tmp_path / "tuned")
     assert [line["name"] for line in tuned.training["lineage"]] == ["default"]

@@ -29,6 +29,8 @@ ALLOWED = {
         "rlplace/planners/best.py",
         "rlplace/graph/scan.py",  # names of a literal table
         "rlplace/runtime/distributed/execution/engines.py",
+        "rlplace/runtime/native/__init__.py",  # names of a literal table
+        "rlplace/runtime/native/why_not.py",  # importlib.metadata
         "agents/checkpoint.py",  # importlib.resources
         "agents/config.py",
         "agents/problems/sources.py",  # importlib.metadata

@@ -104,53 +104,33 @@ def place(
                     f"place: a whole strategy is found by the planner {CLASSICAL!r}; leave global_batch, batch_curve, other "
                     "planners and their options out, or leave batch out to place groups"
                 )
-            limits = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed, "costs": costs, "host": host}
-            return _whole_strategy(target, machine, batch, space, limits, inputs=example_inputs, loss=loss, optimizer=optimizer)
-        pricing = {"groups": groups, "weight_gradients": weight_gradients, "costs": costs, "host": host}
+        module: nn.Module | None = None
+        capture_at: Callable[[int], OpGraph] | None = None
         if isinstance(target, OpGraph):
-            priced = Priced.graph(target, machine, **pricing)
+            whole = target
         elif example_inputs is None:
             raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
         else:
             from rlplace.graph.capture import capture
 
-            whole = capture(target, example_inputs, loss=loss, optimizer=optimizer)
+            module, whole = target, capture(target, example_inputs, loss=loss, optimizer=optimizer)
 
             def capture_at(samples: int) -> OpGraph:
                 inputs = resize_batch(example_inputs, whole.samples, samples)
-                return capture(target, inputs, loss=loss, optimizer=optimizer)
+                return capture(module, inputs, loss=loss, optimizer=optimizer)
 
+        if batch is not None:
+            limits = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed, "costs": costs, "host": host}
+            return strategy_of(whole, capture_at, machine, batch, space, limits, module, example_inputs)
+        pricing = {"groups": groups, "weight_gradients": weight_gradients, "costs": costs, "host": host}
+        if capture_at is None:
+            priced = Priced.graph(whole, machine, **pricing)
+        else:
             priced = Priced.model(whole, capture_at, machine, **pricing)
     return place_priced(
         priced, planner=planner, seed=seed, time_limit_s=time_limit_s, global_batch=global_batch, batch_curve=batch_curve,
         **options,
     ).plan  # fmt: skip
-
-
-def _whole_strategy(
-    target: OpGraph | nn.Module,
-    cluster: Cluster,
-    batch: int,
-    space: Space | str | None,
-    limits: dict[str, Any],
-    *,
-    inputs: Any,
-    loss: Callable[[Any], Any] | None,
-    optimizer: str,
-) -> PlacementPlan:
-    from rlplace.graph.capture import capture
-    from rlplace.graph.opgraph import OpGraph
-
-    if isinstance(target, OpGraph):
-        return strategy_of(target, None, cluster, batch, space, limits)
-    if inputs is None:
-        raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
-    whole = capture(target, inputs, loss=loss, optimizer=optimizer)
-
-    def capture_at(samples: int) -> OpGraph:
-        return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer)
-
-    return strategy_of(whole, capture_at, cluster, batch, space, limits, target, inputs)
 
 
 CLASSICAL = "strategy"

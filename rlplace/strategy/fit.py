@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from rlplace.strategy.costs import RECOMPUTE
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.space import OFFLOAD_WORDS, RECOMPUTE_WORDS, Space
+from rlplace.strategy.space import OFFLOAD_WORDS, Space
 from rlplace.strategy.tries import Tried, Tries
 
 
@@ -56,7 +57,7 @@ def fitted(tries: Tries, draft: Draft, below_s: float = math.inf) -> Tried | Non
 
 def _rungs(space: Space) -> list[tuple[int, int]]:
     """Steps of the ladder as (recompute, offload), the cheapest first."""
-    recompute = [number for number, word in enumerate(RECOMPUTE_WORDS) if space.allows("recompute", word)]
+    recompute = [number for number, word in enumerate(RECOMPUTE) if space.allows("recompute", word)]
     offload = [number for number, word in enumerate(OFFLOAD_WORDS) if space.allows("offload", word)]
     if not recompute or not offload:
         return []

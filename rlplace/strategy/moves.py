@@ -92,7 +92,7 @@ def _other_axes(place: Place) -> list[Place]:
 def _with_places(draft: Draft, balance: Balance, changed: dict[int, Place]) -> Iterator[Draft]:
     """The draft with other places, its micro-batch size kept where their number of replicas allows, its stages cut anew.
 
-    None where a pass cannot be cut like that.
+    Nothing where a pass cannot be cut like that.
     """
     places = tuple(changed.get(number, place) for number, place in enumerate(draft.places))
     degree = max(place.data_degree for place in places)

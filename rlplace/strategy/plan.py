@@ -74,8 +74,7 @@ def plan_strategy(
     blocks = PricedBlocks(graph, cluster, other, only=only, costs=costs, host=host)
     names = blocks.names
     excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
-    how = {} if excluded is None else {"why_not": excluded}
-    question = Question(Evaluator(blocks, cluster), batch, space or Space(), **how)
+    question = Question(Evaluator(blocks, cluster), batch, space or Space(), excluded)
     answer = search(question, calls=calls, time_limit_s=time_limit_s)
     source = {
         "graph": None if graph.source is None else dict(graph.source),

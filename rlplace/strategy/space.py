@@ -11,12 +11,12 @@ from msgspec import Meta
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.records import Count, Record, build, check_record, plain
 from rlplace.schedule import PIPELINE_SCHEDULES, schedule_named
+from rlplace.strategy.costs import RECOMPUTE
 from rlplace.strategy.drafts import Draft
 
 _Some = Meta(min_length=1)
 _Counts = Annotated[tuple[Count, ...], _Some] | None
 
-RECOMPUTE_WORDS = ("none", "selective", "full")
 OFFLOAD_WORDS = ("none", "optimizer", "all")
 
 
@@ -108,7 +108,7 @@ class Space(Record, frozen=True):
             if not self.allows("schedule", draft.schedule):
                 return "schedule"
         for key, words, chosen in (
-            ("recompute", RECOMPUTE_WORDS, draft.recompute),
+            ("recompute", RECOMPUTE, draft.recompute),
             ("offload", OFFLOAD_WORDS, draft.offload),
         ):
             if not all(self.allows(key, words[number]) for number in set(chosen)):

@@ -31,10 +31,6 @@ class Scores(Protocol):
         ...
 
 
-def _anything(draft: Draft) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, eq=False)
 class Question:
     """What is asked: the quickest step that processes so many samples.
@@ -43,13 +39,13 @@ class Question:
         scores: What drafts take, on which cluster, for which model.
         batch: Samples a step.
         space: What may be chosen.
-        why_not: Why a draft cannot run, for example an engine's `why_not`; None where it can.
+        why_not: Why a draft cannot run, for example an engine's `why_not`, which gives None where it can; None: all can.
     """
 
     scores: Scores
     batch: int
     space: Space = field(default_factory=Space)
-    why_not: Callable[[Draft], str | None] = _anything
+    why_not: Callable[[Draft], str | None] | None = None
 
     @property
     def costs(self) -> BlockCosts:
@@ -136,7 +132,7 @@ class Tries:
         if why := next((why for cut in cuts if (why := question.costs.why_not(cut)) is not None), None):
             return why
         try:
-            return question.why_not(draft)
+            return None if question.why_not is None else question.why_not(draft)
         except InputError as error:  # it is no strategy at all
             return str(error)
 

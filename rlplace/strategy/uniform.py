@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlplace.cluster import Cluster
+from rlplace.planners.strategy.choices import divisors
 from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.cuts import Balance
@@ -90,9 +91,9 @@ def shapes(question: Question, devices: tuple[int, ...]) -> Iterator[Shape]:
     space, cluster, blocks = question.space, question.cluster, len(question.costs.names)
     hosts = [cluster.hosts[device] for device in devices]
     per_host = max(1, min(hosts.count(host) for host in set(hosts)))
-    for places in space.only("pipeline", _divisors(len(devices))):
+    for places in space.only("pipeline", divisors(len(devices))):
         width = len(devices) // places
-        for tensor in space.only("tensor", _divisors(width)):
+        for tensor in space.only("tensor", divisors(width)):
             # A tensor group exchanges activations in every block: it stays inside a host unless the space asks for more.
             if tensor > 1 and (tensor & (tensor - 1) or per_host % tensor) and space.tensor is None:
                 continue
@@ -160,7 +161,7 @@ def options(question: Question, shape: Shape, balance: Balance) -> Iterator[Opti
         return
     share, space = question.batch // shape.replicas, question.space
     kinds, order = balance.kinds(shape.devices, shape.places), place_order(shape)
-    for samples in space.only("microbatch", _divisors(share)):
+    for samples in space.only("microbatch", divisors(share)):
         count = share // samples
         if count > 1 << 12 or (samples & (samples - 1) and samples != share and space.microbatch is None):
             continue  # of micro-batch sizes that divide the share: powers of two, and the whole
@@ -231,8 +232,3 @@ def kind_of(draft: Draft) -> str:
 def _kind(stages: int, tensor: int, shard: int, replicate: int) -> str:
     words = {"pipeline": stages, "tensor parallel": tensor, "fully sharded": shard, "data parallel": replicate}
     return " x ".join(word for word, degree in words.items() if degree > 1) or "one device"
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})

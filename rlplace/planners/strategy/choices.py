@@ -116,14 +116,14 @@ def strategies(
     if samples is not None:
         counts = set() if share % samples else {share // samples}
     else:
-        divisors = _divisors(share)
-        at = {bisect.bisect_left(divisors, number) for number in microbatches}
-        counts = {divisors[i] for i in at if i < len(divisors) and divisors[i] <= microbatches[-1]}
+        known = divisors(share)
+        at = {bisect.bisect_left(known, number) for number in microbatches}
+        counts = {known[i] for i in at if i < len(known) and known[i] <= microbatches[-1]}
     for count in sorted(counts):
         yield Strategy(layout, count, share // count)
 
 
-def _divisors(number: int) -> list[int]:
-    """In increasing order."""
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in increasing order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})

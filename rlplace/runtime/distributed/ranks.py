@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
 from typing import Any
 
 import torch
@@ -164,13 +163,8 @@ def part_text(plan: PlacementPlan, plan_device: int | None) -> str:
 
 
 def devices_of(plan: PlacementPlan) -> int:
-    """How many devices one replica of a plan uses: an op of P parts takes the device of its group and those after it."""
-    group_of = {op: number for number, group in enumerate(plan.groups or ()) for op in group.get("ops", ())}
-    most = int(plan.device_of_group.max(initial=0)) + 1
-    for op, dims in (plan.shards or {}).items():
-        first = int(plan.device_of_group[group_of[op]]) if op in group_of else 0
-        most = max(most, first + prod(dims.values()))
-    return most
+    """How many devices one replica of a plan uses."""
+    return int(plan.device_of_group.max(initial=0)) + 1
 
 
 def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:

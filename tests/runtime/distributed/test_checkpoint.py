@@ -18,7 +18,6 @@ from launch import run
 from plans import plan_of
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.distribute import distribute
@@ -123,7 +122,6 @@ def two(folder):
     found["plain"] = training_state.load_checkpoint(Path(folder) / "plain", model, optimizer).step
     found["values"] = {key: value.clone() for key, value in model.state_dict().items()}
     found["refused"] = refusals(folder, model, optimizer)
-    found["cut"] = [cut_steps(f"{folder}/cut", weights, load) for weights, load in ((0, False), (1, True))]
     return found
 
 
@@ -140,40 +138,6 @@ def refusals(folder, model, optimizer):
     except ValueError as error:
         found.append(str(error))
     return found
-
-
-class Cut(torch.nn.Module):
-    """Two layers and their loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
-
-    def forward(self, x):
-        return (self.down(torch.relu(self.up(x))) ** 2).mean()
-
-
-def cut_steps(folder, weights, load):
-    """Trains a model whose layers are DTensors over two processes, saves it, goes on; or loads it and goes on."""
-    torch.manual_seed(weights)
-    net = Cut()
-    x = torch.linspace(-1, 1, 64).reshape(8, 8)
-    shards = {"up/linear": {"n": 2}, "down/linear_1": {"k": 2}}
-    model = distribute(net, plan_of(net, {"x": x}, 1, groups=1, shards=shards), {"x": x})
-    assert isinstance(dict(model.named_parameters())["up.weight"], DTensor)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    losses = []
-    if load:
-        training_state.load_checkpoint(folder, model, optimizer)
-    for step in range(2 if load else 4):
-        optimizer.zero_grad()
-        loss = model(x=x)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if step == 1 and not load:
-            training_state.save_checkpoint(folder, model, optimizer, step=2)
-    return losses
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -268,15 +232,7 @@ def test_fewer_processes_and_back(four, folder):
         assert "another model" in other and "'" in other
         assert "without a learning rate schedule" in schedule
         assert "extra.a.b is a object" in data
-        through, resumed = found["cut"]
-        assert resumed == through[2:]
     assert not (folder / "bad").exists()
-    cut = Cut()
-    cut_optimizer = torch.optim.AdamW(cut.parameters())
-    load_checkpoint(folder / "cut", cut, cut_optimizer)
-    x = torch.linspace(-1, 1, 64).reshape(8, 8)
-    close([cut(x).item()], ranks[0]["cut"][0][2:3])
-    assert cut_optimizer.state[cut.up.weight]["exp_avg"].shape == cut.up.weight.shape
 
 
 def test_a_crash_while_saving_leaves_the_last_one(tmp_path):

@@ -203,9 +203,12 @@ class ChosenEngine:
 
 
 def why_not_whole_ops(plan: PlacementPlan) -> str | None:
-    """Why an engine that cuts no ops cannot run a plan; None: it can."""
+    """Why no engine can run a plan that cuts ops; None: it cuts none."""
     if plan.shards:
-        return f"it cuts no ops, and the plan cuts {len(plan.shards)}; the sharded engine may, or plan without shards"
+        return (
+            f"the plan cuts {len(plan.shards)} ops, which is planned and simulated but not run; plan a strategy with a tensor "
+            "axis (rlplace.place(model, batch=...), or 'rlplace place MODEL --space \"tensor=2\"'), which runs"
+        )
     return None
 
 

@@ -12,7 +12,6 @@ ENGINES = {
     "pipeline": "rlplace.runtime.distributed.pipeline.engine",
     "stage_graph": "rlplace.runtime.distributed.execution.make",
     "joint_graph": "rlplace.runtime.distributed.joint.make",
-    "sharded": "rlplace.runtime.distributed.sharded.engine",
     "replay": "rlplace.runtime.distributed.execution.replay",
 }
 """Modules of the engines by name; the first that can run a plan does, except that `replay` has to be asked for.

@@ -92,12 +92,15 @@ class HeldCosts:
         weight_bytes: int64 [B], parameters and buffers.
         gradient_bytes: int64 [B].
         optimizer_bytes: int64 [B], optimizer state and master weights.
+        expert_bytes: int64 [3, B], how much of these three belongs to experts that are spread over an expert group; 0 where the
+            expert degree is 1.
         gradient_item: Bytes of an element in which gradients are exchanged between replicas, over those of `gradient_bytes`.
     """
 
     weight_bytes: Bytes
     gradient_bytes: Bytes
     optimizer_bytes: Bytes
+    expert_bytes: Bytes
     gradient_item: float = 1.0
 
     def __post_init__(self) -> None:

@@ -53,6 +53,11 @@ def share_groups(place: Place) -> Groups:
     return _groups(place, share_degree(place), place.tensor)
 
 
+def expert_share_groups(place: Place) -> Groups:
+    """Devices that share the weights of the same experts, at levels 1 to 3: what shard x context x tensor has beside expert."""
+    return _groups(place, expert_share_degree(place), place.expert)
+
+
 def copy_groups(place: Place) -> Groups:
     """Devices that hold the same weights, or the same share of them: replicate, at level 0 replicate x context."""
     if place.sharding:
@@ -63,6 +68,11 @@ def copy_groups(place: Place) -> Groups:
 def share_degree(place: Place) -> int:
     """Parts that weights are in: 1 at level 0."""
     return place.shard * place.context if place.sharding else 1
+
+
+def expert_share_degree(place: Place) -> int:
+    """Parts that weights of experts are in: 1 at level 0."""
+    return place.shard * place.context * place.tensor // place.expert if place.sharding else 1
 
 
 def copy_degree(place: Place) -> int:
@@ -141,6 +151,12 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
             raise InputError(
                 f"draft: places[{index}]: its mesh needs as many devices as it has, a sharding level of at least 1 if and only "
                 "if shard is above 1, and a data degree that divides the largest"
+            )
+        grouped = place.shard * place.context * place.tensor
+        if grouped % place.expert or (place.sharding == 0 and place.expert not in (1, grouped)):
+            raise InputError(
+                f"draft: places[{index}]: expert {place.expert} does not divide shard x context x tensor = {grouped}, or is "
+                "less than all of it at sharding level 0, where experts have no shares"
             )
         if stages > 1 and place.sharding > 1:
             raise InputError(f"draft: places[{index}]: a pipeline has sharding level 0 or 1")

@@ -18,6 +18,8 @@ from rlplace.strategy.meshes import (
     check_draft,
     copy_degree,
     copy_groups,
+    expert_share_degree,
+    expert_share_groups,
     lanes,
     places_of,
     share_degree,
@@ -199,6 +201,9 @@ class Packer:
             row[c.SHARDING], row[c.SHARE], row[c.COPIES] = place.sharding, share_degree(place), copy_degree(place)
             row[c.GATHER_TABLE] = traffic.collective("all_gather", share_groups(place))
             row[c.SCATTER_TABLE] = traffic.collective("reduce_scatter", share_groups(place))
+            row[c.EXPERT_SHARE] = expert_share_degree(place)
+            row[c.EXPERT_GATHER_TABLE] = traffic.collective("all_gather", expert_share_groups(place))
+            row[c.EXPERT_SCATTER_TABLE] = traffic.collective("reduce_scatter", expert_share_groups(place))
             row[c.REDUCE_TABLE] = traffic.collective("all_reduce", copy_groups(place))
             row[c.HOST_RATE] = min(traffic.host_bytes_per_s(device) for device in place.devices)
             row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
@@ -241,6 +246,7 @@ class Packer:
         row[:, c.WEIGHTS], row[:, c.GRADIENTS], row[:, c.OPTIMIZER] = (
             held.weight_bytes, held.gradient_bytes, held.optimizer_bytes,
         )  # fmt: skip
+        row[:, c.EXPERT_WEIGHTS : c.EXPERT_OPTIMIZER + 1] = held.expert_bytes.T
         for samples, kind in passes:
             one = self.costs.passes(kind, place.cut(samples))
             forward, backward = (self._moved(place, one.collective_bytes[way], one.collective_calls[way]) for way in range(2))

@@ -37,10 +37,15 @@ STAGE = 15
 @inner
 def place_block(x, b, row, place, tables, recompute, offload, again, stages, microbatches):
     """Fills ``x[b]``: see `reference_blocks.place_blocks` and `reference_memory.static_bytes`."""
-    share, copies = place[c.SHARE], place[c.COPIES]
+    share, expert_share, copies = place[c.SHARE], place[c.EXPERT_SHARE], place[c.COPIES]
     weights = max(0.0, row[b, c.WEIGHTS] - again[0])
     gradients = max(0.0, row[b, c.GRADIENTS] - again[1])
     optimizer = max(0.0, row[b, c.OPTIMIZER] - again[2])
+    own_weights, own_gradients = row[b, c.EXPERT_WEIGHTS], row[b, c.EXPERT_GRADIENTS]  # of experts
+    shared_weights = (weights - own_weights) / share + own_weights / expert_share
+    shared_gradients = (gradients - own_gradients) / share + own_gradients / expert_share
+    own_optimizer = row[b, c.EXPERT_OPTIMIZER]
+    shared_optimizer = (optimizer - own_optimizer) / share + own_optimizer / expert_share
     how = keeping(int(place[c.SHARDING]), offload, stages, int(copies))
     exchanged = gradients * place[c.ITEM]
     full = recompute == FULL
@@ -59,35 +64,37 @@ def place_block(x, b, row, place, tables, recompute, offload, again, stages, mic
         buckets = exchanged if copies > 1.0 else 0.0
     else:
         buffer = exchanged
-        gather = table_s(tables[int(place[c.GATHER_TABLE])], weights)
-        reduce = table_s(tables[int(place[c.SCATTER_TABLE])], exchanged)
-        copied = table_s(tables[int(place[c.REDUCE_TABLE])], exchanged / share)
+        gather = table_s(tables[int(place[c.GATHER_TABLE])], weights - own_weights)
+        reduce = table_s(tables[int(place[c.SCATTER_TABLE])], (gradients - own_gradients) * place[c.ITEM])
+        if own_weights > 0.0:
+            gather += table_s(tables[int(place[c.EXPERT_GATHER_TABLE])], own_weights)
+            reduce += table_s(tables[int(place[c.EXPERT_SCATTER_TABLE])], own_gradients * place[c.ITEM])
+        copied = table_s(tables[int(place[c.REDUCE_TABLE])], shared_gradients * place[c.ITEM])
     host = place[c.HOST_RATE]
     if offload == FULL_OFFLOAD:
-        gather += weights / share / host
-        reduce += gradients / share / host
+        gather += shared_weights / host
+        reduce += shared_gradients / host
     x[b, GATHER], x[b, REDUCE], x[b, COPIES], x[b, BUCKETS], x[b, BUFFER] = gather, reduce, copied, buckets, buffer
     if offload:
-        x[b, UPDATE] = (2.0 * (optimizer / share) + gradients / share + weights / share) / place[c.UPDATE_RATE]
+        x[b, UPDATE] = (2.0 * shared_optimizer + shared_gradients + shared_weights) / place[c.UPDATE_RATE]
         if offload != FULL_OFFLOAD:
-            x[b, UPDATE] += (gradients / share + weights / share) / host
+            x[b, UPDATE] += (shared_gradients + shared_weights) / host
     else:
-        left = weights / row[b, c.WEIGHTS] if row[b, c.WEIGHTS] > 0.0 else 1.0
-        x[b, UPDATE] = row[b, c.UPDATE] * left / share
-    static = 0.0 if offload else optimizer / share
-    static += 0.0 if offload == FULL_OFFLOAD else weights / share
+        x[b, UPDATE] = row[b, c.UPDATE] * (shared_weights / row[b, c.WEIGHTS] if row[b, c.WEIGHTS] > 0.0 else 1.0 / share)
+    static = 0.0 if offload else shared_optimizer
+    static += 0.0 if offload == FULL_OFFLOAD else shared_weights
     if how == ONCE or how == EACH_BACKWARD:
         static += weights
     if how == WHOLE or (how == ONCE and (microbatches > 1 or stages > 1)):
         static += gradients
     elif offload != FULL_OFFLOAD:
-        static += gradients / share
+        static += shared_gradients
     x[b, STATIC] = static
     x[b, HOST] = 0.0
     if offload == FULL_OFFLOAD:
-        x[b, HOST] = (weights + gradients + optimizer) / share
+        x[b, HOST] = shared_weights + shared_gradients + shared_optimizer
     elif offload:
-        x[b, HOST] = optimizer / share
+        x[b, HOST] = shared_optimizer
 
 
 @inner

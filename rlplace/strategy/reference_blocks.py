@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, BlockCosts
 from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.meshes import Lane, copy_degree, copy_groups, places_of, share_degree, share_groups, tensor_groups
+from rlplace.strategy.meshes import (
+    Lane,
+    copy_degree,
+    copy_groups,
+    expert_share_degree,
+    expert_share_groups,
+    places_of,
+    share_degree,
+    share_groups,
+    tensor_groups,
+)
 from rlplace.strategy.rules import FULL_OFFLOAD, WHOLE, keeping
 from rlplace.strategy.traffic import Traffic, table_s
 
@@ -34,7 +44,7 @@ class Block:
     weight_bytes: float = 0.0
     gradient_bytes: float = 0.0
     optimizer_bytes: float = 0.0
-    share: float = 1.0  # parts that the three are in
+    shared_bytes: tuple[float, ...] = (0.0, 0.0, 0.0)  # a device's share of the three
     kept_bytes: float = 0.0
     working_bytes: tuple[float, float] = (0.0, 0.0)
     buffer_bytes: float = 0.0  # flat copy of the gradient while it is exchanged
@@ -56,25 +66,31 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
         for kind in sorted({number[str(cluster.devices[d].kind)] for d in devices}):
             _add_pass(blocks, draft, place, kind, samples, costs, traffic)
     whole = _without_ties(draft, index, costs)
-    share, copies = float(share_degree(place)), copy_degree(place)
+    share, expert_share, copies = float(share_degree(place)), float(expert_share_degree(place)), copy_degree(place)
     gather, scatter = (traffic.table(kind, share_groups(place)) for kind in ("all_gather", "reduce_scatter"))
+    expert_gather, expert_scatter = (
+        traffic.table(kind, expert_share_groups(place)) for kind in ("all_gather", "reduce_scatter")
+    )
     all_reduce = traffic.table("all_reduce", copy_groups(place))
     host_rate = min(traffic.host_bytes_per_s(d) for d in place.devices)
     update_rate = min(traffic.host_memory_bytes_per_s(d) for d in place.devices)
     for number_of, block in enumerate(blocks):
         block.offload = draft.offload[number_of]
         block.keeping = keeping(place.sharding, block.offload, draft.stages, copies)
-        block.share = share
         block.weight_bytes, block.gradient_bytes, block.optimizer_bytes = whole[number_of]
+        expert = [float(size) for size in held.expert_bytes[:, number_of]]
+        dense = [size - own for size, own in zip(whole[number_of], expert, strict=True)]
+        block.shared_bytes = tuple(a / share + b / expert_share for a, b in zip(dense, expert, strict=True))
+        weights, gradients, optimizer = block.shared_bytes
         exchanged = block.gradient_bytes * held.gradient_item
-        weights, gradients, optimizer = (size / share for size in whole[number_of])
         if block.keeping == WHOLE:
             block.bucket_bytes = exchanged if copies > 1 else 0.0
         else:
             block.buffer_bytes = exchanged
-            block.gather_s = table_s(gather, block.weight_bytes)
-            block.reduce_s = table_s(scatter, exchanged)
-            block.copies_s = table_s(all_reduce, exchanged / share)
+            block.gather_s = table_s(gather, dense[0]) + table_s(expert_gather, expert[0])
+            block.reduce_s = table_s(scatter, dense[1] * held.gradient_item)
+            block.reduce_s += table_s(expert_scatter, expert[1] * held.gradient_item)
+            block.copies_s = table_s(all_reduce, gradients * held.gradient_item)
         if block.offload == FULL_OFFLOAD:
             block.gather_s += weights / host_rate
             block.reduce_s += gradients / host_rate
@@ -84,8 +100,8 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
                 block.update_s += (gradients + weights) / host_rate
         else:
             slowest = max(float(costs.update_s(kind, place.tensor, place.expert)[number_of]) for kind in kinds)
-            left = block.weight_bytes / float(held.weight_bytes[number_of]) if held.weight_bytes[number_of] > 0 else 1.0
-            block.update_s = slowest * left / share
+            whole_bytes = float(held.weight_bytes[number_of])
+            block.update_s = slowest * (weights / whole_bytes if whole_bytes > 0 else 1.0 / share)
     return blocks
 
 

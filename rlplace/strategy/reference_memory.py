@@ -68,9 +68,7 @@ def stage_bytes(draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]]) -> li
 
 def static_bytes(block: Block, stages: int, microbatches: int) -> float:
     """What a block holds from its first gather to the end of the step."""
-    weights, gradients, optimizer = (
-        size / block.share for size in (block.weight_bytes, block.gradient_bytes, block.optimizer_bytes)
-    )
+    weights, gradients, optimizer = block.shared_bytes
     total = 0.0 if block.offload else optimizer
     total += 0.0 if block.offload == FULL_OFFLOAD else weights
     if block.keeping in (ONCE, EACH_BACKWARD):
@@ -85,8 +83,8 @@ def static_bytes(block: Block, stages: int, microbatches: int) -> float:
 def host_bytes(block: Block) -> float:
     """What of a block a device has in its host's memory."""
     if block.offload == FULL_OFFLOAD:
-        return (block.weight_bytes + block.gradient_bytes + block.optimizer_bytes) / block.share
-    return block.optimizer_bytes / block.share if block.offload else 0.0
+        return sum(block.shared_bytes)
+    return block.shared_bytes[2] if block.offload else 0.0
 
 
 def _buffer_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> float:

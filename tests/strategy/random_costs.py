@@ -89,8 +89,12 @@ class RandomCosts:
 
     def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
         if ("held", tensor, expert) not in self.known:
-            weights = (self.weights / tensor / (1 + 0.5 * (expert - 1))).astype(np.int64)
-            self.known["held", tensor, expert] = HeldCosts(weights, weights, (weights * self.state).astype(np.int64), self.item)
+            tied = self.classes == 4  # see `random_costs`
+            experts = np.where(tied, 0, self.weights / tensor / 3 / expert).astype(np.int64)
+            weights = experts + (self.weights / tensor * np.where(tied, 1, 2 / 3)).astype(np.int64)
+            state = (weights * self.state).astype(np.int64)
+            own = np.stack([experts, experts, (experts * self.state).astype(np.int64)]) * (expert > 1)
+            self.known["held", tensor, expert] = HeldCosts(weights, weights, state, own, self.item)
         return self.known["held", tensor, expert]  # type: ignore[return-value]
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> NDArray[np.float64]:
@@ -185,5 +189,5 @@ def _random_place(rng: Generator, devices: list[int], pipeline: bool) -> Place:
         axes[int(rng.choice(4, p=[0.3, 0.35, 0.05, 0.3]))] *= 2
         left //= 2
     level = 0 if axes[1] == 1 else 1 if pipeline else int(rng.integers(1, 4))
-    expert = int(rng.choice([1, 1, 1, prod(axes[1:])]))
+    expert = int(rng.choice([1, 1, axes[1] if level else 1, prod(axes[1:])]))
     return Place(tuple(devices), *axes, expert, level, axes[3] > 1 and bool(rng.random() < 0.5))

@@ -298,7 +298,7 @@ def _held(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None) -> HeldCo
     for parameter, count, holders in zip(graph.parameters, pieces, blocks.of_parameter, strict=True):
         sizes = np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)
         parts[:, list(holders)] += shares(sizes, count)[:, None]
-    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy())
+    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), np.zeros_like(parts))
 
 
 def _ties(graph: OpGraph, blocks: Blocks) -> tuple[Tie, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError, InputError, whole_number
+from rlplace.graph.rescale import rescale, two_captures
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
-    from rlplace.plan.strategy import Strategy
     from rlplace.planners.strategy.efficiency import BatchCurve
     from rlplace.strategy.space import Space
 
@@ -166,23 +166,14 @@ def strategy_of(
     from rlplace.strategy.space import Space
 
     whole_number(batch, "place: batch", 1, 1 << 24)
-    why_not = None
+    why_not, only = None, None
     if space != EVERYTHING:
-        from rlplace.runtime.native.facts import examine, model_facts
-        from rlplace.runtime.native.why_not import why_not as cannot_run
+        from rlplace.runtime.native.facts import what_runs
 
-        facts = None
-        if module is not None:
-            facts = examine(module, inputs) if isinstance(inputs, Mapping) else model_facts(module)
-        if facts is not None and facts.layouts:
-            limits = {**limits, "only": {*facts.layouts, *facts.vocabulary}}
-
-        def why_not(strategy: Strategy) -> str | None:
-            return cannot_run(strategy, facts)
-
+        why_not, only = what_runs(module, inputs)
     allowed = space if isinstance(space, Space) else Space.parse(space) if space not in (None, EVERYTHING) else None
-    graph, other = (graph, None) if capture_at is None else _two_captures(graph, capture_at)
-    return plan_strategy(graph, cluster, batch, other=other, space=allowed, why_not=why_not, **limits)
+    graph, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
+    return plan_strategy(graph, cluster, batch, other=other, space=allowed, why_not=why_not, only=only, **limits)
 
 
 OP_LEVEL_TRIES = 3
@@ -329,23 +320,15 @@ class _Graphs:
         return self._kept[samples]
 
     def _graph(self, samples: int) -> OpGraph:
-        from rlplace.graph.rescale import rescale
-
         if samples == 1:  # a batch of one takes paths of its own: dimensions of size one broadcast
             return self._capture_at(1)
         if self._pair is None:
-            whole, other = _two_captures(self._whole, self._capture_at)
+            whole, other = two_captures(self._whole, self._capture_at)
             self._pair = (other, whole) if other.samples < whole.samples else (whole, other)
         try:
             return rescale(*self._pair, samples)
         except InputError:
             return self._capture_at(samples)
-
-
-def _two_captures(whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> tuple[OpGraph, OpGraph]:
-    """Captures at two batch sizes above one, which together give all sizes; the first is `whole` where it is one of them."""
-    whole = whole if whole.samples > 1 else capture_at(2)
-    return whole, capture_at(whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples)
 
 
 def plan_priced(

@@ -35,6 +35,7 @@ LEVEL = {
     "reporting": 7,
     "envs": 8,
     "runtime": 8,
+    "evaluating": 9,
     "placing": 9,
     "agents": 9,
     "checkpoints": 9,

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 
 from rlplace.cli.common import print_json, print_table, say
+from rlplace.cli.strategy import show_devices, show_step
+from rlplace.errors import InputError
 from rlplace.text import gb, ms
 
-HELP = "simulate a plan on its problem"
-EXAMPLE = "example: rlplace simulate bert.problem.json bert.plan.json --trace bert.trace.json"
+HELP = "simulate a plan: of groups on its problem, a whole strategy on its model"
+EXAMPLE = "example: rlplace simulate bert.problem.json bert.plan.json --trace bert.trace.json; rlplace simulate gpt2.plan.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("problem", metavar="X.problem.json", help="problem file")
-    parser.add_argument("plan", metavar="P.plan.json", help="plan file for that problem")
+    parser.add_argument("problem", metavar="X.problem.json", nargs="?", help="problem of a plan that places groups")
+    parser.add_argument("plan", metavar="P.plan.json", help="plan file for that problem, or with a whole strategy")
+    parser.add_argument("--cluster", metavar="C", help="for a whole strategy: another cluster of as many devices")
     parser.add_argument("--trace", metavar="T.json", help="write a trace for Perfetto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -28,6 +31,10 @@ def run(options: argparse.Namespace) -> int:
 
     if options.trace:
         check_output(options.trace)
+    if options.problem is None:
+        return _simulate_strategy(options)
+    if options.cluster is not None:
+        raise InputError(f"{options.problem} has its own devices; leave --cluster out")
     problem = Problem.load(options.problem)
     plan = PlacementPlan.load(options.plan, problem)
     if plan.replicas or plan.recompute or plan.shards:
@@ -50,4 +57,27 @@ def run(options: argparse.Namespace) -> int:
     print()
     print(f"step time {ms(timeline.step_time_s)} ms, {timeline.samples} samples, executor {predicted.executor}")
     print("feasible" if timeline.feasible else "infeasible: " + "; ".join(timeline.violations))
+    return 0
+
+
+def _simulate_strategy(options: argparse.Namespace) -> int:
+    """A whole strategy, block by block."""
+    from rlplace.evaluating import ask_again
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.strategy.plan import prediction
+
+    plan = PlacementPlan.load(options.plan)
+    if plan.strategy is None:
+        raise InputError(f"{options.plan} places groups; name its problem file before it")
+    if options.trace:
+        raise InputError("--trace shows ops on devices; a whole strategy has none, leave it out")
+    say(f"capturing and pricing the model of {options.plan} again")
+    asked = ask_again(plan, options.cluster)
+    predicted = prediction(asked.evaluate(), plan.strategy.batch)
+    if options.json:
+        print_json(predicted.to_dict())
+        return 0
+    show_step(plan.strategy, predicted)
+    print()
+    show_devices(predicted, asked.question.cluster)
     return 0

@@ -10,7 +10,8 @@ from rlplace.cli.common import capture_model, check_costs, print_table, say
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import uniform_words
+from rlplace.plan.prediction import Prediction
+from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.text import gb, ms
 
 PER_DEVICE = 8
@@ -60,22 +61,20 @@ def place_strategy(options: argparse.Namespace) -> PlacementPlan:
     return strategy_of(captured.graph, captured.capture_at, machine, batch, space, limits, model.module, model.example_inputs)
 
 
-def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
-    """The strategy in one line, what it beats and by how much, memory by device, and what the figures rest on."""
-    assert plan.strategy is not None
-    predicted = plan.predicted
-    if predicted.step_time_s is None or len(predicted.peak_memory_bytes) != machine.num_devices or not predicted.strategies:
-        raise InputError(
-            "plan: it does not say what its step and its rivals take on this cluster; plan again with 'rlplace place'"
-        )
-    print(uniform_words(plan.strategy))
+def show_step(strategy: Strategy, predicted: Prediction) -> None:
+    """The strategy in one line, and what its step takes."""
+    print(uniform_words(strategy))
+    if predicted.step_time_s is None:
+        print("infeasible: it does not fit the devices' memory")
+        return
     print(
-        f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s for {plan.strategy.batch} samples "
+        f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s for {strategy.batch} samples "
         "a step, simulated block by block"
     )
-    print()
-    _show_rivals(predicted.strategies)
-    print()
+
+
+def show_devices(predicted: Prediction, machine: Cluster) -> None:
+    """Memory by device, and where the step of the busiest place goes."""
     rows = []
     for device, peak in zip(machine.devices, predicted.peak_memory_bytes, strict=True):
         limit = device.memory_bytes
@@ -84,6 +83,21 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
     if predicted.parts:
         parts = sorted(predicted.parts.items(), key=lambda item: -item[1])
         print("\nthe busiest place: " + ", ".join(f"{name.replace('_', ' ')} {ms(s)} ms" for name, s in parts if s > 0))
+
+
+def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
+    """The strategy in one line, what it beats and by how much, memory by device, and what the figures rest on."""
+    assert plan.strategy is not None
+    predicted = plan.predicted
+    if predicted.step_time_s is None or len(predicted.peak_memory_bytes) != machine.num_devices or not predicted.strategies:
+        raise InputError(
+            "plan: it does not say what its step and its rivals take on this cluster; plan again with 'rlplace place'"
+        )
+    show_step(plan.strategy, predicted)
+    print()
+    _show_rivals(predicted.strategies)
+    print()
+    show_devices(predicted, machine)
     cut = (
         ""
         if predicted.extra.get("complete", True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,12 @@ _EQUAL_TENSORS = ("tensor_role", "tensor_parameter", "tensor_producer", "consume
 _AFFINE = ("op_flops", "op_bytes", "op_temporary_bytes", "tensor_bytes")
 _NEAREST = ("op_target", "op_kind", "op_dtype", "op_launches")
 """These tell of the kernel that dominates an op, which may change with the batch."""
+
+
+def two_captures(whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> tuple[OpGraph, OpGraph]:
+    """Captures at two batch sizes above one, which together give all sizes; the first is `whole` where it is one of them."""
+    whole = whole if whole.samples > 1 else capture_at(2)
+    return whole, capture_at(whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples)
 
 
 def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:

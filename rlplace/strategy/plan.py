@@ -18,7 +18,7 @@ from rlplace.graph.opgraph import OpGraph
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy, uniform_words
-from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.evaluate import Evaluation, Evaluator
 from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.search import Answer, search
 from rlplace.strategy.space import Space
@@ -101,19 +101,24 @@ def plan_strategy(
 def predict(question: Question, answer: Answer) -> Prediction:
     """What the best draft takes, with its rivals."""
     best = answer.ranked[0]
-    said = question.scores.evaluate(best.draft)
     chosen = dict.fromkeys([*answer.ranked[: 1 + RANKED], *sorted(answer.of_kinds.values(), key=lambda tried: tried.key)])
+    return prediction(question.scores.evaluate(best.draft), question.batch).told(
+        search_calls=answer.calls,
+        extra={"complete": answer.complete},
+        strategies=tuple(_entry(question, tried) for tried in chosen),
+    )
+
+
+def prediction(said: Evaluation, batch: int) -> Prediction:
+    """What the block executor says of a step of so many samples, as plans keep it."""
     return Prediction(
-        step_time_s=said.step_time_s,
-        samples_per_s=question.batch / said.step_time_s,
+        step_time_s=said.step_time_s if said.feasible else None,
+        samples_per_s=batch / said.step_time_s if said.feasible else None,
         peak_memory_bytes=said.peak_memory_bytes,
         host_bytes=said.host_bytes,
         feasible=said.feasible,
         parts=said.parts,
         executor=EXECUTOR,
-        search_calls=answer.calls,
-        extra={"complete": answer.complete},
-        strategies=tuple(_entry(question, tried) for tried in chosen),
     )
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from rlplace.errors import InputError
+from rlplace.plan.strategy import Strategy
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import block_names, has_batch_norm, tied_names
 from rlplace.runtime.native.capture import capture
 from rlplace.runtime.native.cut import cut
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts
-from rlplace.runtime.native.why_not import ModelFacts
+from rlplace.runtime.native.why_not import ModelFacts, why_not
 
 
 def model_facts(model: nn.Module, layouts: ModelLayouts | None = None) -> ModelFacts:
@@ -36,6 +39,23 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
     except InputError as error:
         return _facts(model, str(error), None)
     return replace(_facts(model, None, find_layouts(captured.units, captured.calls)), blocks=blocks)
+
+
+def what_runs(module: nn.Module | None, inputs: Any) -> tuple[Callable[[Strategy], str | None], frozenset[str] | None]:
+    """What planning asks of this runtime: `why_not` for the model, and the modules whose weights a tensor group may cut.
+
+    Args:
+        module: The model; None asks about strategies alone.
+        inputs: Its keyword inputs; with others it is asked about the names of its modules only.
+
+    Returns:
+        The modules are None where all may be cut.
+    """
+    facts = None
+    if module is not None:
+        facts = examine(module, inputs) if isinstance(inputs, Mapping) else model_facts(module)
+    cut = None if facts is None or not facts.layouts else frozenset({*facts.layouts, *facts.vocabulary})
+    return lambda strategy: why_not(strategy, facts), cut
 
 
 def _facts(model: nn.Module, no_cut: str | None, layouts: ModelLayouts | None) -> ModelFacts:

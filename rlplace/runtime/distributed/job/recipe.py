@@ -70,7 +70,7 @@ def recipe_of(plan: PlacementPlan) -> Recipe:
     Raises:
         InputError: The plan was not made from a MODEL text.
     """
-    source = _source(plan).graph or {}
+    source = source_of(plan).graph or {}
     if not isinstance(source.get("model"), str):
         raise InputError(
             "plan: its source does not name a MODEL, so it cannot be built again; plan with 'rlplace place MODEL', or call "
@@ -84,6 +84,7 @@ def recipe_of(plan: PlacementPlan) -> Recipe:
 
 class _Costs(msgspec.Struct, frozen=True):
     path: str | None = None
+    fingerprint: str | None = None
 
 
 class _Priced(Source, frozen=True):
@@ -96,7 +97,7 @@ class _Priced(Source, frozen=True):
     split_backward: bool | None = None
 
 
-def _source(plan: PlacementPlan) -> _Priced:
+def source_of(plan: PlacementPlan) -> _Priced:
     """A plan's `source`, which may come from a file: what is read of it here is of the right type, or null."""
     try:
         return build(_Priced, plain(plan.source or {}), "plan: source")
@@ -112,7 +113,7 @@ def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
     """
     from rlplace.cluster.parse import parse
 
-    source = _source(plan)
+    source = source_of(plan)
     text, wanted = source.cluster, source.cluster_fingerprint
     name = text if given is None else given
     if name is None:
@@ -146,7 +147,7 @@ def rebuild_problem(plan: PlacementPlan, cluster: Cluster) -> Problem:
     from rlplace.cost.price import price
     from rlplace.cost.split import split_backward
 
-    source = _source(plan)
+    source = source_of(plan)
     problem = price(
         _graph(plan),
         cluster,
@@ -189,33 +190,36 @@ def _another_graph(source: Mapping[str, Any]) -> str:
     return f"its graph is another, maybe because it was captured with torch {made_with} and this is {torch.__version__}"
 
 
-def check_graph(plan: PlacementPlan) -> None:
+def check_graph(plan: PlacementPlan) -> OpGraph:
     """Captures the model of a strategy's plan again, and refuses the plan when it is another today.
 
     Raises:
         InputError: With both fingerprints, and what most likely changed.
     """
     source = plan.source or {}
-    then, now = str(source.get("graph_fingerprint")), _graph(plan).fingerprint
+    graph = _graph(plan)
+    then, now = str(source.get("graph_fingerprint")), graph.fingerprint
     if then != now:
         raise InputError(
             f"the plan is for graph {then[:12]}, its model gives {now[:12]}: {_another_graph(source)}; "
             "plan again with 'rlplace place'"
         )
+    return graph
 
 
 def _graph(plan: PlacementPlan) -> OpGraph:
-    source = _source(plan).graph or {}
+    source = source_of(plan).graph or {}
     recipe = recipe_of(plan)
     if "rescaled_from" not in source:
-        return _captured(recipe, recipe.batch, source)
+        return capture_recipe(recipe, recipe.batch, source)
     from rlplace.graph.rescale import rescale
 
     small, large = build(tuple[Count, Count], source["rescaled_from"], "plan: source.graph.rescaled_from")
-    return rescale(_captured(recipe, small, source), _captured(recipe, large, source), recipe.batch)
+    return rescale(capture_recipe(recipe, small, source), capture_recipe(recipe, large, source), recipe.batch)
 
 
-def _captured(recipe: Recipe, batch: int, source: dict[str, Any]) -> OpGraph:
+def capture_recipe(recipe: Recipe, batch: int, source: Mapping[str, Any]) -> OpGraph:
+    """Captures a recipe's model with so many samples; what else `source` says of the capture is kept."""
     from rlplace.graph.capture import capture
 
     loaded = recipe.build("meta", seed=0, batch=batch)

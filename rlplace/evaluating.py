@@ -1,0 +1,116 @@
+"""A plan's whole strategy evaluated again by the block executor, on its own cluster or on another of as many devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlplace.errors import InputError, show
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
+
+if TYPE_CHECKING:
+    from rlplace.cluster import Cluster
+    from rlplace.strategy.drafts import Draft
+    from rlplace.strategy.evaluation import Evaluation
+    from rlplace.strategy.tries import Question
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A plan and the question that it answers, asked again.
+
+    Attributes:
+        plan: With a strategy.
+        question: Model, batch and cluster; every strategy is allowed that the runtime can execute.
+    """
+
+    plan: PlacementPlan
+    question: Question
+
+    def draft(self, strategy: Strategy | None = None) -> Draft:
+        """A strategy by numbers; None: the plan's.
+
+        Raises:
+            InputError: It cannot be evaluated; says why.
+        """
+        from rlplace.strategy.drafts import draft_of
+
+        strategy = strategy or self.strategy
+        names = self.question.costs.names
+        if len(strategy.pipelines) > 1:
+            raise InputError("strategy: several unlike pipelines have no price yet; give one")
+        if any(stage.tensor for stage in strategy.stages):
+            raise InputError("strategy: tensor layouts of its own have no price; leave them out for the standard ones")
+        named = [block for stage in strategy.stages for block in stage.blocks]
+        strange = next((block for block in named if block not in names), None)
+        if strange is not None:
+            raise InputError(f"strategy: the model has no block {show(strange)}; its blocks are {', '.join(names)}")
+        if tuple(named) != names:
+            raise InputError(f"strategy: it must name the model's blocks once each, in this order: {', '.join(names)}")
+        return draft_of(strategy.pipelines[0], names)
+
+    def evaluate(self, strategy: Strategy | None = None) -> Evaluation:
+        """Step time and memory of a strategy; None: the plan's."""
+        return self.question.scores.evaluate(self.draft(strategy))
+
+    @property
+    def strategy(self) -> Strategy:
+        """The plan's."""
+        assert self.plan.strategy is not None
+        return self.plan.strategy
+
+
+def ask_again(plan: PlacementPlan, cluster: str | None = None) -> Asked:
+    """Captures a plan's model again and prices its blocks.
+
+    Args:
+        plan: With a strategy; its `source` says what it was made from.
+        cluster: Text of another cluster of as many devices; None: the plan's.
+
+    Raises:
+        InputError: It cannot be built again, or is another model or another cost table today.
+    """
+    from rlplace.cost.foreign import as_costs
+    from rlplace.graph.rescale import two_captures
+    from rlplace.runtime.distributed.job.recipe import capture_recipe, check_graph, recipe_of, source_of
+    from rlplace.runtime.native.facts import what_runs
+    from rlplace.strategy.evaluate import Evaluator
+    from rlplace.strategy.price import PricedBlocks
+    from rlplace.strategy.tries import Question
+
+    strategy = plan.strategy
+    if strategy is None:
+        raise InputError("plan: it places groups of a problem and has no strategy; simulate it on its problem")
+    recipe, source = recipe_of(plan), source_of(plan)
+    machine = _machine(plan, cluster)
+    costs = None if source.costs is None else source.costs.path
+    made_with = None if source.costs is None else source.costs.fingerprint
+    if made_with is not None and as_costs(costs).fingerprint != made_with:
+        raise InputError(f"plan: the op times it was made with ({show(costs)}) are others today; plan again")
+    model = recipe.build("meta", seed=0)
+    why_not, only = what_runs(model.module, model.example_inputs)
+    if why_not(strategy) is not None:
+        only = None  # planned for what cannot run yet
+    graph, other = two_captures(check_graph(plan), lambda batch: capture_recipe(recipe, batch, source.graph or {}))
+    blocks = PricedBlocks(graph, machine, other, only=only, costs=costs, host=source.host or "eager")
+    names = blocks.names
+    question = Question(Evaluator(blocks, machine), strategy.batch, why_not=lambda draft: why_not(draft.strategy(names)))
+    return Asked(plan, question)
+
+
+def _machine(plan: PlacementPlan, cluster: str | None) -> Cluster:
+    """The plan's cluster, or another of as many devices."""
+    from rlplace.cluster.parse import parse
+    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
+
+    if cluster is None:
+        return cluster_of_plan(plan)
+    assert plan.strategy is not None
+    machine, wanted = parse(cluster), len(plan.predicted.peak_memory_bytes) or 1 + max(plan.strategy.devices)
+    if machine.num_devices != wanted:
+        raise InputError(
+            f"the plan is for {wanted} devices, {show(cluster)} has {machine.num_devices}; name a cluster of as many, or plan "
+            "for this one with 'rlplace place'"
+        )
+    return machine

@@ -8,6 +8,7 @@ copies are staged through it. Between hosts: one or several network cards. `rlpl
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import re
 from collections.abc import Sequence
@@ -93,7 +94,13 @@ def build_links(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequ
         host_of: D host numbers.
         hosts: What joins the devices of each host.
     """
-    links = lower(build_topology(kinds, host_of, hosts))
+    collects = gc.isenabled()
+    gc.disable()  # a path a pair makes millions of tuples, none of them garbage, that every collection would walk
+    try:
+        links = lower(build_topology(kinds, host_of, hosts))
+    finally:
+        if collects:
+            gc.enable()
     return dataclasses.replace(links, fabrics=build_fabrics(kinds, host_of, hosts))
 
 

@@ -20,6 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +47,7 @@ class Resource:
     latency_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Path:
+class Path(NamedTuple):
     """How a transfer gets from one device to another.
 
     Attributes:
@@ -85,8 +86,7 @@ def lower(topology: Topology) -> Links:
     bandwidth, latency = np.zeros((count, count)), np.zeros((count, count))
     rows: list[list[tuple[int, ...]]] = [[()] * count for _ in range(count)]
     if topology.paths:
-        pairs, over, crossings = _incidence(topology)
-        paths = [topology.paths[i, j] for i, j in pairs.tolist()]
+        pairs, paths, over, crossings = _incidence(topology)
         # resource -1 stands for the end of a shorter path: it neither limits nor delays
         capacity = np.array([*(resource.bytes_per_s for resource in topology.resources), math.inf])
         delay = np.array([*(resource.latency_s for resource in topology.resources), 0.0])
@@ -99,21 +99,30 @@ def lower(topology: Topology) -> Links:
         latency[pairs[:, 0], pairs[:, 1]] = late + delay[over].sum(axis=1)
         key = over * MAX_LANES + position % width[over]
         key[~_kept(over, np.isfinite(capacity), (capacity[over] / crossings).argmin(axis=1), width, position)] = -1
-        for (i, j), held in zip(pairs.tolist(), _number(key).tolist(), strict=True):
-            rows[i][j] = tuple([c for c in dict.fromkeys(held) if c >= 0])
+        number = _number(key)
+        again = np.array([(key[:, :column] == key[:, [column]]).any(axis=1) for column in range(key.shape[1])]).T
+        held = (number >= 0) & ~again
+        for length in np.unique(held.sum(axis=1)).tolist():
+            alike = np.flatnonzero(held.sum(axis=1) == length)
+            channels = number[alike][held[alike]].reshape(len(alike), length)
+            for (i, j), row in zip(pairs[alike].tolist(), map(tuple, channels.tolist()), strict=True):
+                rows[i][j] = row
     return Links(bandwidth, latency, tuple(tuple(row) for row in rows))
 
 
-def _incidence(topology: Topology) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs int [P, 2] in order; resources of their paths int [P, K], -1 after the end; how often each is crossed [P, K]."""
-    pairs = np.array(sorted(topology.paths), dtype=np.int64)
-    overs = [topology.paths[i, j].over for i, j in pairs.tolist()]
-    longest = max(len(over) for over in overs)
-    over = np.array([path + (-1,) * (longest - len(path)) for path in overs], dtype=np.int64)
+def _incidence(topology: Topology) -> tuple[NDArray[np.int64], list[Path], NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs int [P, 2] in order; paths; their resources int [P, K], -1 after the end; how often each is crossed [P, K]."""
+    pairs = np.fromiter(chain.from_iterable(topology.paths), np.int64).reshape(-1, 2)
+    order = np.lexsort((pairs[:, 1], pairs[:, 0]))
+    paths = list(topology.paths.values())
+    paths = [paths[index] for index in order.tolist()]
+    lengths = np.fromiter((len(path.over) for path in paths), np.int64, len(paths))
+    over = np.full((len(paths), lengths.max()), -1)
+    over[np.arange(over.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(path.over for path in paths), np.int64)
     crossings = np.zeros_like(over)
-    for column in range(longest):
+    for column in range(over.shape[1]):
         crossings += over == over[:, [column]]
-    return pairs, over, crossings
+    return pairs[order], paths, over, crossings
 
 
 def _lanes(

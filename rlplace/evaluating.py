@@ -61,12 +61,12 @@ class Asked:
         return self.plan.strategy
 
 
-def ask_again(plan: PlacementPlan, cluster: str | None = None) -> Asked:
+def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     """Captures a plan's model again and prices its blocks.
 
     Args:
         plan: With a strategy; its `source` says what it was made from.
-        cluster: Text of another cluster of as many devices; None: the plan's.
+        machine: The plan's cluster, or another of as many devices.
 
     Raises:
         InputError: It cannot be built again, or is another model or another cost table today.
@@ -83,7 +83,6 @@ def ask_again(plan: PlacementPlan, cluster: str | None = None) -> Asked:
     if strategy is None:
         raise InputError("plan: it places groups of a problem and has no strategy; simulate it on its problem")
     recipe, source = recipe_of(plan), source_of(plan)
-    machine = _machine(plan, cluster)
     costs = None if source.costs is None else source.costs.path
     made_with = None if source.costs is None else source.costs.fingerprint
     if made_with is not None and as_costs(costs).fingerprint != made_with:
@@ -99,13 +98,21 @@ def ask_again(plan: PlacementPlan, cluster: str | None = None) -> Asked:
     return Asked(plan, question)
 
 
-def _machine(plan: PlacementPlan, cluster: str | None) -> Cluster:
-    """The plan's cluster, or another of as many devices."""
-    from rlplace.cluster.parse import parse
-    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
+def same_model(one: PlacementPlan, other: PlacementPlan) -> bool:
+    """Whether two plans are for one model, cluster and cost table, whatever their batch."""
+    keys = ("graph_fingerprint", "cluster_fingerprint", "costs", "host", "cost_version")
+    a, b = one.source or {}, other.source or {}
+    return all(a.get(key) == b.get(key) and key in a for key in keys)
 
-    if cluster is None:
-        return cluster_of_plan(plan)
+
+def other_cluster(plan: PlacementPlan, cluster: str) -> Cluster:
+    """Another cluster for a plan with a strategy.
+
+    Raises:
+        InputError: It has another number of devices.
+    """
+    from rlplace.cluster.parse import parse
+
     assert plan.strategy is not None
     machine, wanted = parse(cluster), len(plan.predicted.peak_memory_bytes) or 1 + max(plan.strategy.devices)
     if machine.num_devices != wanted:

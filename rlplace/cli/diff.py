@@ -1,4 +1,4 @@
-"""``rlplace diff``: two plans side by side, and which blocks of groups make the difference."""
+"""``rlplace diff``: two plans side by side, and which blocks of groups, or words of strategies, make the difference."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import argparse
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import print_json
-from rlplace.cli.plans import load_placement, plan_and_problem
+from rlplace.cli.plans import asked_of, load_placement, plan_and_problem
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
+    from rlplace.explaining.comparison import Difference
+    from rlplace.explaining.strategy_difference import StrategyDifference
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
 
-HELP = "two plans side by side, and the groups that make the difference"
+HELP = "two plans side by side, and the groups or words of strategies that make the difference"
 EXAMPLE = "example: rlplace diff gpt2.plan.json other.plan.json"
 
 
@@ -38,14 +40,48 @@ def run(options: argparse.Namespace) -> int:
     problems = options.problem or []
     if len(problems) > 2:
         raise InputError("diff: --problem is given at most twice, for the first and the second plan")
+    strategies = _strategies(options, problems)
+    if strategies is not None:
+        return _show(strategies, options)
     first, problem = plan_and_problem(options.first, problems[0] if problems else None, options.cluster)
     second, other = _second(options, first, problem, problems)
-    difference = diff(problem, first, second, other=other)
+    return _show(diff(problem, first, second, other=other), options)
+
+
+def _show(difference: Difference | StrategyDifference, options: argparse.Namespace) -> int:
     if options.json:
         print_json(difference.to_dict())
     else:
         print(difference.text())
     return 0
+
+
+def _strategies(options: argparse.Namespace, problems: list[str]) -> StrategyDifference | None:
+    """The difference where one plan at least is a whole strategy; None: both place groups."""
+    from rlplace.evaluating import same_model
+    from rlplace.explaining.strategy_difference import StrategyDifference, diff_strategies, placement_run, strategy_run
+    from rlplace.plan.plan import PlacementPlan
+
+    paths = (options.first, options.second)
+    plans = [PlacementPlan.load(path) for path in paths]
+    whole = [plan.strategy is not None for plan in plans]
+    if not any(whole):
+        return None
+    if len(problems) > whole.count(False):
+        raise InputError("diff: a whole strategy has no problem file; give --problem for the plan that places groups only")
+    if all(whole):
+        first, second = plans
+        asked = asked_of(first, paths[0], options.cluster)
+        other = None if same_model(first, second) else asked_of(second, paths[1], options.cluster)
+        return diff_strategies(asked, first, second, other)
+    runs = []
+    for path, plan, strategy in zip(paths, plans, whole, strict=True):
+        if strategy:
+            runs.append(strategy_run(asked_of(plan, path, options.cluster), plan))
+        else:
+            placed, problem = plan_and_problem(path, problems[0] if problems else None, options.cluster)
+            runs.append(placement_run(problem, placed))
+    return StrategyDifference(*runs, notes=("strategies are simulated block by block, placements task by task",))
 
 
 def _second(

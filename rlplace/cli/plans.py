@@ -10,6 +10,7 @@ from rlplace.cli.common import say
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
+    from rlplace.evaluating import Asked
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
 
@@ -40,6 +41,16 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
 
     say(f"building the problem of {path} again; --problem X.problem.json would read it")
     return plan, problem_of_plan(plan, cluster)
+
+
+def asked_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> Asked:
+    """The model and cluster of a whole strategy, captured and priced again; see `plan_and_problem`."""
+    from rlplace.evaluating import ask_again
+    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
+
+    machine = cluster_of_plan(plan, cluster)
+    say(f"capturing and pricing the model of {path} again")
+    return ask_again(plan, machine)
 
 
 def load_placement(path: str) -> PlacementPlan:

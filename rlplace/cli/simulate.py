@@ -62,8 +62,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _simulate_strategy(options: argparse.Namespace) -> int:
     """A whole strategy, block by block."""
-    from rlplace.evaluating import ask_again
+    from rlplace.evaluating import ask_again, other_cluster
     from rlplace.plan.plan import PlacementPlan
+    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
     from rlplace.strategy.plan import prediction
 
     plan = PlacementPlan.load(options.plan)
@@ -72,7 +73,8 @@ def _simulate_strategy(options: argparse.Namespace) -> int:
     if options.trace:
         raise InputError("--trace shows ops on devices; a whole strategy has none, leave it out")
     say(f"capturing and pricing the model of {options.plan} again")
-    asked = ask_again(plan, options.cluster)
+    machine = cluster_of_plan(plan) if options.cluster is None else other_cluster(plan, options.cluster)
+    asked = ask_again(plan, machine)
     predicted = prediction(asked.evaluate(), plan.strategy.batch)
     if options.json:
         print_json(predicted.to_dict())

@@ -102,18 +102,18 @@ class Difference:
         a, b = self.first, self.second
         rows = [
             ["planner", a.planner, b.planner, ""],
-            ["step ms", ms(a.step_time_s), ms(b.step_time_s), _relative(a.step_time_s, b.step_time_s)],
-            ["samples/s", _rate(a), _rate(b), ""],
+            ["step ms", ms(a.step_time_s), ms(b.step_time_s), relative(a.step_time_s, b.step_time_s)],
+            ["samples/s", rate_text(a.samples, a.step_time_s), rate_text(b.samples, b.step_time_s), ""],
             ["feasible", _yes(a.feasible), _yes(b.feasible), ""],
-            ["computing ms", ms(a.compute_s), ms(b.compute_s), _relative(a.compute_s, b.compute_s)],
-            ["moving ms", ms(a.transfer_s), ms(b.transfer_s), _relative(a.transfer_s, b.transfer_s)],
-            ["idle ms", ms(a.idle_s), ms(b.idle_s), _relative(a.idle_s, b.idle_s)],
+            ["computing ms", ms(a.compute_s), ms(b.compute_s), relative(a.compute_s, b.compute_s)],
+            ["moving ms", ms(a.transfer_s), ms(b.transfer_s), relative(a.transfer_s, b.transfer_s)],
+            ["idle ms", ms(a.idle_s), ms(b.idle_s), relative(a.idle_s, b.idle_s)],
         ]
         for cause in dict.fromkeys([*a.path, *b.path]):
             here, there = a.path.get(cause, 0.0), b.path.get(cause, 0.0)
-            rows.append([f"path, {cause} ms", ms(here), ms(there), _relative(here, there)])
+            rows.append([f"path, {cause} ms", ms(here), ms(there), relative(here, there)])
         for name, here, there in zip(self.devices, a.peak_bytes, b.peak_bytes, strict=False):
-            rows.append([f"peak GB of {name}", gb(here), gb(there), _relative(here, there)])
+            rows.append([f"peak GB of {name}", gb(here), gb(there), relative(here, there)])
         lines = table(["", "first", "second", "change"], rows)
         lines += [f"{name}: {here} in the first, {there} in the second" for name, (here, there) in self.settings.items()]
         if self.renamed:
@@ -138,14 +138,16 @@ class Difference:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def _relative(here: float | None, there: float | None) -> str:
+def relative(here: float | None, there: float | None) -> str:
+    """What the second takes more than the first, for a table."""
     if here is None or there is None or here == 0:
         return ""
     return percent(there / here - 1.0, sign=True) if abs(there - here) > 5e-4 * abs(here) else "same"
 
 
-def _rate(side: Side) -> str:
-    return f"{side.samples / side.step_time_s:.2f}" if side.step_time_s else "-"
+def rate_text(samples: int, step_time_s: float | None) -> str:
+    """Samples a second, for a table."""
+    return f"{samples / step_time_s:.2f}" if step_time_s else "-"
 
 
 def _yes(value: bool) -> str:

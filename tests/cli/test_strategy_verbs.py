@@ -12,6 +12,7 @@ import rlplace
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=64,n_head=2,vocab_size=512"
 ASKED = ["place", MODEL, "--cluster", "a100-80g:2", "--batch", "4", "--seq", "32", "--global-batch", "8", "--calls", "40"]
+ASKED += ["--time-limit", "300"]
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +40,38 @@ def test_simulate_gives_what_was_predicted(folder: Path, capsys: pytest.CaptureF
     code, _, err = run(capsys, "simulate", folder / "a.plan.json", "--cluster", "v100:4")
     assert code == 2
     assert "the plan is for 2 devices" in err
+
+
+def test_diff_says_which_words_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (rlplace.PlacementPlan.load(folder / f"{name}.plan.json") for name in "ab")
+    code, out, _ = run(capsys, "diff", folder / "a.plan.json", folder / "b.plan.json", "--json")
+    said = json.loads(out)
+    assert code == 0
+    assert [said[side]["step_time_s"] for side in ("first", "second")] == [a.predicted.step_s, b.predicted.step_s]
+    assert {"stages", "recompute"} <= {word["name"] for word in said["words"]}
+    text = run(capsys, "diff", folder / "a.plan.json", folder / "a.plan.json")[1]
+    assert text.startswith("two whole strategies, 8 samples a step")
+    assert text.rstrip().endswith("the strategies say the same")
+
+
+def test_the_effect_of_a_word_is_that_of_the_strategy_with_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads((folder / "b.plan.json").read_text())
+    del data["strategy"]["stages"][0]["recompute"]
+    (tmp_path / "c.plan.json").write_text(json.dumps(data))
+    said = json.loads(run(capsys, "diff", folder / "b.plan.json", tmp_path / "c.plan.json", "--json")[1])
+    (word,) = said["words"]
+    assert (word["name"], word["second"]) == ("recompute", f"none of {len(data['strategy']['stages'][0]['blocks'])}")
+    assert word["effect_s"] == said["second"]["step_time_s"] - said["first"]["step_time_s"] < 0
+
+
+def test_diff_sets_a_strategy_beside_a_placement(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    placed = tmp_path / "p.plan.json"
+    words = [MODEL, "--cluster", "a100-80g:2", "--batch", "4", "--seq", "32", "--planner", "single", "--out", placed]
+    assert run(capsys, "place", *words)[0] == 0
+    code, out, _ = run(capsys, "diff", folder / "a.plan.json", placed)
+    assert code == 0
+    assert out.startswith("a whole strategy against a placement of groups, 8 and 4 samples a step")
+    plan = rlplace.PlacementPlan.load(placed)
+    assert f"{plan.predicted.step_s * 1e3:.3f}  other samples" in out

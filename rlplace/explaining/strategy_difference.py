@@ -1,0 +1,259 @@
+"""A whole strategy beside another plan: what each takes, and the words in which two strategies differ.
+
+Each word is put alone into the first strategy and the step evaluated again. The effects do not add up, because words need one
+another; one that cannot stand alone has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rlplace.errors import InputError
+from rlplace.evaluating import Asked
+from rlplace.explaining.comparison import rate_text, relative
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import uniform_words
+from rlplace.problem import Problem
+from rlplace.strategy.costs import RECOMPUTE
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.space import OFFLOAD_WORDS
+from rlplace.text import gb, ms, table
+
+STRATEGY, PLACEMENT = "a whole strategy", "a placement of groups"
+
+_BLOCK_WORDS = {"recompute": RECOMPUTE, "offload": OFFLOAD_WORDS}
+_MICRO = ("microbatch", "microbatches")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A plan and what its step takes.
+
+    Attributes:
+        kind: `STRATEGY` or `PLACEMENT`.
+        planner: Who made it.
+        words: The plan in one line.
+        batch: Samples of a step.
+        step_time_s: None when it does not fit.
+        peak_bytes: By name of device.
+        parts: Seconds of the busiest place by what they go to; of a placement none.
+    """
+
+    kind: str
+    planner: str
+    words: str
+    batch: int
+    step_time_s: float | None
+    peak_bytes: Mapping[str, int]
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Word:
+    """Something that two strategies say differently.
+
+    Attributes:
+        name: What it is about.
+        first: How the first says it.
+        second: How the second does.
+        effect_s: What the first plan's step gains when it says this as the second does; None where it cannot.
+        note: What else to know of the effect.
+    """
+
+    name: str
+    first: str
+    second: str
+    effect_s: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StrategyDifference:
+    """Two plans side by side, of which one at least is a whole strategy.
+
+    Attributes:
+        first: A plan.
+        second: Another.
+        words: What two strategies say differently.
+        blocks: Recomputation and offload, block by block where they differ.
+        notes: What else to know.
+    """
+
+    first: Run
+    second: Run
+    words: tuple[Word, ...] = ()
+    blocks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return dataclasses.asdict(self)
+
+    def text(self) -> str:
+        """For people."""
+        a, b = self.first, self.second
+        batch = f"{a.batch} samples a step" if a.batch == b.batch else f"{a.batch} and {b.batch} samples a step"
+        compared = "two whole strategies" if a.kind == b.kind else f"{a.kind} against {b.kind}"
+        lines = [f"{compared}, {batch}", f"first: {a.words}", f"second: {b.words}", ""]
+        same = a.batch == b.batch
+        steps = (a.step_time_s, b.step_time_s)
+        rows = [
+            ["planner", a.planner, b.planner, ""],
+            ["step ms", ms(steps[0]), ms(steps[1]), relative(*steps) if same else "other samples"],
+            ["samples/s", rate_text(a.batch, steps[0]), rate_text(b.batch, steps[1]), ""],
+            ["fits", *("no" if step is None else "yes" for step in steps), ""],
+        ]
+        for part in dict.fromkeys([*a.parts, *b.parts]):
+            pair = a.parts.get(part), b.parts.get(part)
+            if any(pair):
+                rows.append([f"{part.replace('_', ' ')} ms", ms(pair[0]), ms(pair[1]), relative(*pair)])
+        for name in dict.fromkeys([*a.peak_bytes, *b.peak_bytes]):
+            peaks = a.peak_bytes.get(name), b.peak_bytes.get(name)
+            rows.append([f"peak GB of {name}", gb(peaks[0]), gb(peaks[1]), relative(*peaks)])
+        lines += table(["", "first", "second", "change"], rows)
+        if self.words:
+            rows = [[word.name, word.first, word.second, ms(word.effect_s, sign=True), word.note] for word in self.words]
+            lines += ["", *table(["put alone into the first", "<first", "<second", "step ms", "<"], rows)]
+        elif a.kind == b.kind == STRATEGY:
+            lines += ["", "the strategies say the same"]
+        return "\n".join([*lines, *self.blocks, *(f"note: {note}" for note in self.notes)])
+
+
+def strategy_run(asked: Asked, plan: PlacementPlan) -> Run:
+    """A plan with a strategy, evaluated."""
+    assert plan.strategy is not None
+    said = asked.evaluate(plan.strategy)
+    names = [device.name for device in asked.question.cluster.devices]
+    return Run(
+        kind=STRATEGY,
+        planner=plan.planner,
+        words=uniform_words(plan.strategy),
+        batch=plan.strategy.batch,
+        step_time_s=said.step_time_s if said.feasible else None,
+        peak_bytes=dict(zip(names, said.peak_memory_bytes, strict=True)),
+        parts=said.parts,
+    )
+
+
+def placement_run(problem: Problem, plan: PlacementPlan) -> Run:
+    """A plan that places groups, simulated."""
+    from rlplace.explaining.simulated_plan import run_plan
+
+    line = run_plan(problem, plan).line
+    copies, used = len(plan.replicas or [()]), len(set(plan.device_of_group.tolist()))
+    words = [f"{copies} replicas"] if copies > 1 else []
+    words += [f"groups on {used} device{'s' if used > 1 else ''}{' each' if copies > 1 else ''}"]
+    words += [f"{plan.microbatches} micro-batch{'es' if plan.microbatches > 1 else ''} of {problem.samples_per_microbatch}"]
+    return Run(
+        kind=PLACEMENT,
+        planner=plan.planner,
+        words=", ".join([*words, plan.schedule]),
+        batch=line.samples,
+        step_time_s=line.step_time_s if line.feasible else None,
+        peak_bytes={d.name: int(n) for d, n in zip(problem.devices, line.peak_memory_bytes, strict=True)},
+        parts={},
+    )
+
+
+def diff_strategies(
+    asked: Asked, first: PlacementPlan, second: PlacementPlan, other: Asked | None = None
+) -> StrategyDifference:
+    """Compares two plans that both have a strategy.
+
+    Args:
+        asked: The first plan's model and cluster, and the second's unless `other` is given.
+        first: A plan.
+        second: Another.
+        other: The second plan's model and cluster, where they are others.
+
+    Raises:
+        InputError: A strategy cannot be evaluated.
+    """
+    target = other or asked
+    a, b = asked.draft(first.strategy), target.draft(second.strategy)
+    runs = strategy_run(asked, first), strategy_run(target, second)
+    names = asked.question.costs.names
+    if target.question.costs.names != names:
+        return StrategyDifference(*runs, notes=("the plans are for models with other blocks: only their steps are compared",))
+    words = [_word(name, fields, a, b, asked, runs[0].step_time_s) for name, fields in _parts(a, b).items()]
+    notes = () if other is None else ("the plans are for other models or clusters: words are put into the first on its own",)
+    return StrategyDifference(*runs, tuple(word for word in words if word), tuple(_blocks(a, b, names)), notes)
+
+
+def _parts(a: Draft, b: Draft) -> dict[str, tuple[str, ...]]:
+    """The words of strategies, with the fields of drafts that hold them."""
+    stages: dict[str, tuple[str, ...]] = {"meshes": ("places", "place_of_stage"), "blocks a stage": ("bounds",)}
+    if a.stages != b.stages:
+        stages = {"stages": ("places", "place_of_stage", "bounds", "schedule")}
+    rest = {"micro-batches": _MICRO, "schedule": ("schedule",), "recompute": ("recompute",), "offload": ("offload",)}
+    return stages | rest
+
+
+def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, asked: Asked, step_s: float | None) -> Word | None:
+    """A word that differs, with its effect; None where both say the same."""
+    taken = {field: getattr(b, field) for field in fields}
+    if all(getattr(a, field) == value for field, value in taken.items()):
+        return None
+    word = Word(name, _said(name, a), _said(name, b))
+    if step_s is None:
+        return word
+    alone, notes = dataclasses.replace(a, **taken), []
+    try:
+        if alone.batch != a.batch:  # another number of replicas brings its micro-batches along
+            notes.append("with its micro-batches")
+            alone = dataclasses.replace(alone, microbatch=b.microbatch, microbatches=b.microbatches)
+        asked.draft(alone.strategy(asked.question.costs.names))
+        said = asked.question.scores.evaluate(alone)
+    except InputError:
+        return word
+    if alone.batch != a.batch:
+        return word
+    notes += [] if said.feasible else ["does not fit alone"]
+    return dataclasses.replace(word, effect_s=said.step_time_s - step_s, note=", ".join(notes))
+
+
+def _said(name: str, draft: Draft) -> str:
+    """How a draft says a word."""
+    if name == "micro-batches":
+        return f"{_some(draft.microbatches)} of {_some(draft.microbatch)}"
+    if name in _BLOCK_WORDS:
+        values, chosen = _BLOCK_WORDS[name], getattr(draft, name)
+        counts = [(chosen.count(number), value) for number, value in enumerate(values) if number in chosen]
+        return ", ".join(f"{value} of {count}" for count, value in counts)
+    if name == "schedule":
+        return str(draft.schedule)
+    if name == "blocks a stage":
+        return _some([end - begin for begin, end in zip(draft.bounds, draft.bounds[1:], strict=False)])
+    shapes = []
+    for place in draft.places:
+        axes = [f"{axis} {size}" for axis in ("replicate", "shard", "context", "tensor") if (size := getattr(place, axis)) > 1]
+        axes += [f"level {place.sharding}"] * (place.sharding > 0) + ["sequence parallel"] * place.sequence_parallel
+        shapes.append(f"{', '.join(axes) or 'alone'} on {_devices(place.devices)}")
+    chunks = f"{draft.stages} chunks: " if draft.stages > len(draft.places) else ""
+    return chunks + "; ".join(shapes)
+
+
+def _some(values: Sequence[int]) -> str:
+    return "-".join(map(str, values if len(set(values)) > 1 else values[:1]))
+
+
+def _devices(devices: Sequence[int]) -> str:
+    run = list(range(devices[0], devices[0] + len(devices)))
+    return f"{devices[0]} to {devices[-1]}" if list(devices) == run and len(run) > 2 else " ".join(map(str, devices))
+
+
+def _blocks(a: Draft, b: Draft, names: Sequence[str]) -> list[str]:
+    """One line for each row of consecutive blocks whose recomputation or offload differs alike."""
+    lines = []
+    for key, values in _BLOCK_WORDS.items():
+        here, there = getattr(a, key), getattr(b, key)
+        for (one, other), run in groupby(range(len(names)), key=lambda block: (here[block], there[block])):
+            blocks = list(run)
+            if one != other:
+                span = names[blocks[0]] if len(blocks) == 1 else f"{names[blocks[0]]} to {names[blocks[-1]]}"
+                lines.append(f"{key} of {span}: {values[one]} in the first, {values[other]} in the second")
+    return lines

@@ -52,7 +52,7 @@ def divided(graph: OpGraph, layout: TensorLayout, ops: NDArray[Any], parts_of_te
     return dataclasses.replace(
         graph,
         op_flops=graph.op_flops / parts,
-        op_bytes=np.where(parts > 1, np.rint(moved).astype(np.int64), graph.op_bytes),
+        op_bytes=np.where((parts > 1) | np.isin(ops, layout.thin_ops), np.rint(moved).astype(np.int64), graph.op_bytes),
         op_temporary_bytes=shares(graph.op_temporary_bytes, parts),
         op_dims=dims,
         tensor_bytes=size,
@@ -60,10 +60,15 @@ def divided(graph: OpGraph, layout: TensorLayout, ops: NDArray[Any], parts_of_te
 
 
 def moved_by(layout: TensorLayout, tensor_bytes: NDArray[np.int64], blocks: int) -> tuple[Floats, Floats]:
-    """Bytes of whole tensors (int64 [T]), and calls, that the group moves in a pass: float64 [2, K, B] each."""
+    """Bytes of whole tensors (int64 [T]), and calls, that the group moves in a pass: float64 [2, K, B] each.
+
+    Of an all-to-all the bytes that a device has.
+    """
     size, calls = np.zeros((2, 2, len(COLLECTIVE_KINDS), blocks))
     for item in layout.collectives:
-        size[item.when, item.kind, item.block] += tensor_bytes[item.tensor]
+        whole = int(tensor_bytes[item.tensor])
+        parts = int(layout.tensor_parts[item.tensor]) if COLLECTIVE_KINDS[item.kind] == "all_to_all" else 1
+        size[item.when, item.kind, item.block] += -(-whole // parts)
         calls[item.when, item.kind, item.block] += 1
     return size, calls
 

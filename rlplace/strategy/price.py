@@ -6,6 +6,7 @@ and for any device kind; what is known of a cut is kept.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.strategy.blocks import Blocks, find_blocks
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.divide import moved_by, shares, tensor_parts
+from rlplace.strategy.experts import IMBALANCE, Experts, find_experts
 from rlplace.strategy.layouts import LayoutSearch
 from rlplace.strategy.lives import Lives, Memory
 from rlplace.strategy.samples import Sample, representatives
@@ -96,7 +98,7 @@ class PricedBlocks:
         self.kinds = tuple(self._kinds)
         self._kept: dict[Hashable, object] = {}
         self.blocks = find_blocks(graph)
-        self._lives = Lives(graph, self.blocks)
+        self._lives, self._experts = Lives(graph, self.blocks), find_experts(graph)
         self._graphs = (graph,) if other is None else (graph, other)
         self.names = self.blocks.names
         self.ties = _ties(graph, self.blocks)
@@ -104,9 +106,10 @@ class PricedBlocks:
 
     def why_not(self, cut: Cut) -> str | None:
         """Why a pass cannot be cut like that; None where it can."""
-        for axis in ("context", "expert"):
-            if getattr(cut, axis) > 1:
-                return f"{axis} parallelism of blocks has no price yet; leave {axis} at 1"
+        if cut.context > 1:
+            return "context parallelism of blocks has no price yet; leave context at 1"
+        if cut.expert > 1 and (reason := self._experts.why_not(cut.expert)) is not None:
+            return reason
         if len(self._graphs) == 1 and cut.samples != self.graph.samples:
             return f"the model was captured with {self.graph.samples} samples only, asked for {cut.samples}"
         try:
@@ -126,7 +129,8 @@ class PricedBlocks:
     def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
         """What one device holds at these degrees."""
         cut = self._whole(tensor, expert)
-        return self._once(("held", tensor), lambda: _held(self.graph, self.blocks, self._layout(cut)))
+        own = self._experts.counts if expert > 1 else ()
+        return self._once(("held", tensor, expert), lambda: _held(self.graph, self.blocks, self._layout(cut), own))
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
         """float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""
@@ -141,6 +145,8 @@ class PricedBlocks:
         self._allowed(cut)
         found, layout = self._at(cut), self._layout(cut)
         of_op, seconds = self.blocks.of_op, self._seconds(kind, cut)
+        if cut.expert > 1:
+            seconds = seconds * np.where(self._experts.routed, IMBALANCE, 1.0)
         _, halves, is_weight, origin = self._samples(layout)
         parts = self._priced(kind, *found.halves, halves.stand_in)
         weight = part_times(seconds[:, None], parts[:, None], origin)[:, 0] * is_weight
@@ -229,13 +235,17 @@ class PricedBlocks:
             halves = Sample.of(split, self.blocks, first, origin[0])
             return Sample.of(self._graphs, self.blocks, first), halves, split[0].op_phase == BACKWARD_WEIGHT, origin[0]
 
-        return self._once(("samples", None if layout is None else (layout.degree, layout.sequence_parallel)), make)
+        return self._once(("samples", layout), make)
 
     def _split(self) -> list[tuple[OpGraph, NDArray[np.int32]]]:
         return self._once("split", lambda: [split_weight_gradients(graph) for graph in self._graphs])
 
     def _layout(self, cut: Cut) -> TensorLayout | None:
-        """How the blocks are cut over a tensor group; None where they are whole."""
+        """How the blocks are cut over a tensor and an expert group; None where they are whole."""
+        if cut.expert > 1:
+            base = self._layout(dataclasses.replace(cut, expert=1))
+            key = "spread", cut.tensor, cut.sequence_parallel, cut.expert
+            return self._once(key, lambda: self._experts.spread(base, cut, self.blocks.of_op))
         if cut.tensor == 1:
             return None
         if self.graph.traced is None:
@@ -262,7 +272,7 @@ class PricedBlocks:
 
     def _classes(self) -> NDArray[np.int64]:
         graph, of_op = self.graph, self.blocks.of_op
-        held, memory = _held(graph, self.blocks, None), self._lives.memory(graph.tensor_bytes, graph.op_temporary_bytes)
+        held, memory = _held(graph, self.blocks, None, ()), self._lives.memory(graph.tensor_bytes, graph.op_temporary_bytes)
         tied = [tuple(index for index, tie in enumerate(self.ties) if b in tie.blocks) for b in range(len(self.names))]
         parts = np.bincount(self._split()[0][1], minlength=graph.num_ops)
         ops: list[list[Hashable]] = [[] for _ in self.names]
@@ -292,13 +302,16 @@ def _most(values: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.i
     return same
 
 
-def _held(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None) -> HeldCosts:
-    parts = np.zeros((3, len(blocks.names)), dtype=np.int64)
+def _held(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None, spread: Collection[int]) -> HeldCosts:
+    """What a device holds; `spread` are the parameters that an expert group spreads."""
+    parts, experts = np.zeros((2, 3, len(blocks.names)), dtype=np.int64)
     pieces = [1] * len(graph.parameters) if layout is None else layout.parameter_parts.tolist()
-    for parameter, count, holders in zip(graph.parameters, pieces, blocks.of_parameter, strict=True):
+    for number, (parameter, count, holders) in enumerate(zip(graph.parameters, pieces, blocks.of_parameter, strict=True)):
         sizes = np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)
         parts[:, list(holders)] += shares(sizes, count)[:, None]
-    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), np.zeros_like(parts))
+        if number in spread:
+            experts[:, list(holders)] += shares(sizes, count)[:, None]
+    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), experts)
 
 
 def _ties(graph: OpGraph, blocks: Blocks) -> tuple[Tie, ...]:

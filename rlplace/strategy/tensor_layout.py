@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,7 @@ class TensorLayout:
         modules: Path of a module with parameters to layout word; what is left out is whole. "column", "row"; "packed column":
             several matrices in one, each cut; "gathered column": its output is gathered; "embedding": rows of a table;
             "sequence": works on a part of the sequence; "local": works on what others have cut.
+        thin_ops: int64, ops that may be whole, but read or write weights that are cut: those move less.
     """
 
     degree: int
@@ -70,6 +71,7 @@ class TensorLayout:
     partial_gradients: tuple[int, ...]
     collectives: tuple[Collective, ...]
     modules: Mapping[str, str]
+    thin_ops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 def layout_of(

@@ -295,6 +295,9 @@ def _pipeline_words(pipeline: Pipeline) -> str:
             levels = sorted({stage.sharding for stage in stages})
             if axis == "shard":
                 words[-1] += f" (level {either(map(str, levels))})"
+    experts = sorted({stage.expert for stage in stages})
+    if experts != [1]:
+        words.append(f"expert {'-'.join(map(str, experts))}")
     blocks = sum(len(stage.blocks) for stage in stages)
     for key in ("recompute", "offload"):
         chosen: Sequence[str] = [how for stage in stages for how in getattr(stage, key).values()]

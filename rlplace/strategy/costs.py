@@ -132,12 +132,14 @@ class BlockCosts(Protocol):
         kinds: Names of the device kinds.
         ties: Weights that several blocks share.
         classes: int64 [B]; blocks of one number cost the same.
+        experts: Expert degrees divide it: the number of experts of every mixture, 1 without any.
     """
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
     ties: tuple[Tie, ...]
     classes: NDArray[np.int64]
+    experts: int
 
     def why_not(self, cut: Cut) -> str | None:
         """Why a pass cannot be cut like that; None where it can."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,12 +44,16 @@ class Experts:
     sent: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     outputs: NDArray[np.int64]
 
+    @property
+    def most(self) -> int:
+        """Degrees over which they can be spread divide it; 1 without experts."""
+        return gcd(*self.counts.values()) or 1
+
     def why_not(self, degree: int) -> str | None:
         """Why the experts cannot be spread over so many devices."""
         if not self.counts:
             return "the model has no experts in grouped products; leave expert at 1"
-        count = next((count for count in self.counts.values() if count % degree), None)
-        return None if count is None else f"expert degree {degree} does not divide {count} experts"
+        return f"expert degree {degree} does not divide {self.most} experts" if self.most % degree else None
 
     def spread(self, layout: TensorLayout | None, cut: Cut, of_op: NDArray[np.int32]) -> TensorLayout:
         """A layout in which an expert group holds the experts.

@@ -74,7 +74,7 @@ def _other_schedules(draft: Draft) -> Iterator[Draft]:
 
 
 def _other_axes(place: Place) -> list[Place]:
-    """The same devices with one degree twice as large and another half, another level, or sequence parallelism or none."""
+    """The same devices with one degree twice as large and another half, another expert degree, or another level."""
     changed: list[Place] = []
     axes = ("replicate", "shard", "tensor")
     for more in axes:
@@ -84,6 +84,9 @@ def _other_axes(place: Place) -> list[Place]:
                 other = dataclasses.replace(place, **sizes)
                 level = 0 if other.shard == 1 else max(place.sharding, 1)
                 changed.append(dataclasses.replace(other, sharding=level, sequence_parallel=other.tensor > 1))
+    experts = [degree for degree in (2 * place.expert, place.expert // 2) if degree]
+    if place.shard * place.tensor > 1:
+        changed += [dataclasses.replace(place, expert=degree) for degree in experts]
     if place.shard > 1:
         changed += [dataclasses.replace(place, sharding=level) for level in (1, 2, 3) if level != place.sharding]
     return changed

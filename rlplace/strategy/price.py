@@ -28,7 +28,7 @@ from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.strategy.blocks import Blocks, find_blocks
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.divide import moved_by, shares, tensor_parts
-from rlplace.strategy.experts import IMBALANCE, Experts, find_experts
+from rlplace.strategy.experts import IMBALANCE, find_experts
 from rlplace.strategy.layouts import LayoutSearch
 from rlplace.strategy.lives import Lives, Memory
 from rlplace.strategy.samples import Sample, representatives
@@ -66,6 +66,7 @@ class PricedBlocks:
         kinds: Names of the device kinds of the cluster.
         ties: Parameters and buffers that several blocks read.
         classes: int64 [B]; blocks of one number cost the same.
+        experts: Expert degrees divide it: the number of experts of every mixture, 1 without any.
         blocks: Which block every op belongs to.
         graph: The captured graph.
     """
@@ -100,7 +101,7 @@ class PricedBlocks:
         self.blocks = find_blocks(graph)
         self._lives, self._experts = Lives(graph, self.blocks), find_experts(graph)
         self._graphs = (graph,) if other is None else (graph, other)
-        self.names = self.blocks.names
+        self.names, self.experts = self.blocks.names, self._experts.most
         self.ties = _ties(graph, self.blocks)
         self.classes = self._classes()
 

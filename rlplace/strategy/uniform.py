@@ -34,9 +34,10 @@ class Shape:
         devices: In the order in which places take them.
         places: Number of places.
         chunks: Stages a place.
-        replicate: Of every place; so are the next four.
+        replicate: Of every place; so are the next five.
         shard: See `replicate`.
         tensor: See `replicate`.
+        expert: See `replicate`.
         sharding: See `replicate`.
         sequence_parallel: See `replicate`.
         schedule: Of the chain; None for one stage.
@@ -48,6 +49,7 @@ class Shape:
     replicate: int
     shard: int
     tensor: int
+    expert: int
     sharding: int
     sequence_parallel: bool
     schedule: str | None
@@ -60,11 +62,11 @@ class Shape:
     @property
     def kind(self) -> str:
         """See `kind_of`."""
-        return _kind(self.places * self.chunks, self.tensor, self.shard, self.replicate)
+        return _kind(self.places * self.chunks, self.tensor, self.expert, self.shard, self.replicate)
 
     def cut(self, samples: int) -> Cut:
         """How a pass of so many samples of a replica is cut."""
-        return Cut(samples, self.tensor, self.sequence_parallel)
+        return Cut(samples, self.tensor, self.sequence_parallel, expert=self.expert)
 
 
 def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -104,9 +106,17 @@ def shapes(question: Question, devices: tuple[int, ...]) -> Iterator[Shape]:
                     continue
                 levels = (0,) if shard == 1 else (1,) if places > 1 else (1, 2, 3)
                 for sharding in levels if shard == 1 else space.only("sharding", levels):
-                    for chunks, schedule in _chains(question, places, blocks):
-                        # Sequence parallelism moves what tensor parallelism moves, and keeps less.
-                        yield Shape(devices, places, chunks, data // shard, shard, tensor, sharding, tensor > 1, schedule)
+                    for expert in _expert_degrees(question, shard * tensor, sharding):
+                        for chunks, schedule in _chains(question, places, blocks):
+                            # Sequence parallelism moves what tensor parallelism moves, and keeps less.
+                            axes = data // shard, shard, tensor, expert, sharding, tensor > 1
+                            yield Shape(devices, places, chunks, *axes, schedule)
+
+
+def _expert_degrees(question: Question, group: int, sharding: int) -> list[int]:
+    """Expert degrees that experts can be spread over; without shares they are spread over the whole group or not at all."""
+    degrees = divisors(math.gcd(group, question.costs.experts))
+    return question.space.only("expert", [degree for degree in degrees if sharding or degree in (1, group)])
 
 
 def _chains(question: Question, places: int, blocks: int) -> Iterator[tuple[int, str | None]]:
@@ -144,8 +154,8 @@ class Option:
         width = len(shape.devices) // shape.places
         places = tuple(
             Place(
-                shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, 1, shape.tensor, 1,
-                shape.sharding, shape.sequence_parallel,
+                shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, 1, shape.tensor,
+                shape.expert, shape.sharding, shape.sequence_parallel,
             )
             for index in range(shape.places)
         )  # fmt: skip
@@ -223,12 +233,18 @@ KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pip
 
 def kind_of(draft: Draft) -> str:
     """What people call a strategy."""
-    tensor, shard, replicate = (
-        max(getattr(place, axis) for place in draft.places) for axis in ("tensor", "shard", "replicate")
+    tensor, expert, shard, replicate = (
+        max(getattr(place, axis) for place in draft.places) for axis in ("tensor", "expert", "shard", "replicate")
     )
-    return _kind(draft.stages, tensor, shard, replicate)
+    return _kind(draft.stages, tensor, expert, shard, replicate)
 
 
-def _kind(stages: int, tensor: int, shard: int, replicate: int) -> str:
-    words = {"pipeline": stages, "tensor parallel": tensor, "fully sharded": shard, "data parallel": replicate}
+def _kind(stages: int, tensor: int, expert: int, shard: int, replicate: int) -> str:
+    words = {
+        "pipeline": stages,
+        "tensor parallel": tensor,
+        "expert parallel": expert,
+        "fully sharded": shard,
+        "data parallel": replicate,
+    }
     return " x ".join(word for word, degree in words.items() if degree > 1) or "one device"

@@ -36,14 +36,17 @@ class RandomCosts:
     fixed_s: float = 5e-5
     weight_part: float = 0.45
     ties: tuple[Tie, ...] = ()
+    experts: int = 1
     known: dict[object, object] = field(default_factory=dict, compare=False)
 
     def why_not(self, cut: Cut) -> str | None:
+        if self.experts % cut.expert:  # a search finds no experts; `passes` has prices for drafts that say so all the same
+            return "no such expert degree"
         return None if cut.tensor <= 8 else "no such tensor degree"
 
     def passes(self, kind: int, cut: Cut) -> PassCosts:
-        if self.why_not(cut):
-            raise InputError(f"cut: {self.why_not(cut)}")
+        if cut.tensor > 8:
+            raise InputError("cut: no such tensor degree")
         if (kind, cut) not in self.known:
             self.known[kind, cut] = self._passes(kind, cut)
         return self.known[kind, cut]  # type: ignore[return-value]

@@ -1,0 +1,118 @@
+"""Experts: what a captured mixture costs when an expert group spreads it, and what executor and search make of that."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from captured import captured
+from random_costs import random_costs
+
+from rlplace.cluster import Cluster
+from rlplace.errors import InputError
+from rlplace.plan.strategy import uniform_words
+from rlplace.problem.collectives import collective_s
+from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut
+from rlplace.strategy.drafts import Draft, Place, draft_of
+from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.experts import IMBALANCE
+from rlplace.strategy.meshes import lanes
+from rlplace.strategy.price import PricedBlocks
+from rlplace.strategy.reference_blocks import place_blocks
+from rlplace.strategy.search import search
+from rlplace.strategy.space import Space
+from rlplace.strategy.traffic import Traffic
+from rlplace.strategy.tries import Question
+
+CLUSTER = Cluster.preset("h100:8")
+EIGHT, LAYER = tuple(range(8)), 1
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> PricedBlocks:
+    """Two layers with four experts, two a token."""
+    return PricedBlocks(captured("mixtral"), CLUSTER, captured("mixtral", 8))
+
+
+def draft(place: Place, blocks: int = 5, samples: int = 4) -> Draft:
+    return Draft((0, blocks), (place,), (0,), bytes(blocks), bytes(blocks), (samples,), (1,))
+
+
+def test_a_dense_model_has_none() -> None:
+    dense = PricedBlocks(captured("llama"), CLUSTER)
+    assert dense.experts == 1 and "no experts" in str(dense.why_not(Cut(4, expert=2)))
+
+
+def test_by_hand(mixtral: PricedBlocks) -> None:
+    """Weights fall by the degree; tokens go out and come back once a pass, twice each: 4 x 32 tokens, 2 experts, 32 floats."""
+    assert mixtral.experts == 4 and mixtral.why_not(Cut(4, expert=4)) is None
+    assert "does not divide 4 experts" in str(mixtral.why_not(Cut(4, expert=3)))
+    whole, own = mixtral.held(), 4 * (4 * (128 * 32 + 64 * 32))  # floats of gate and up, and down
+    all_to_all = COLLECTIVE_KINDS.index("all_to_all")
+    for degree in (2, 4):
+        held = mixtral.held(1, degree)
+        assert held.expert_bytes[:, LAYER].tolist() == [own // degree, own // degree, 2 * own // degree]
+        assert held.weight_bytes[LAYER] == whole.weight_bytes[LAYER] - own + own // degree
+        assert held.weight_bytes[0] == whole.weight_bytes[0] and not held.expert_bytes[:, 0].any()
+        for tensor in (1, 2):
+            passes = mixtral.passes(0, Cut(4, tensor, expert=degree))
+            tokens = 2 * 4 * 32 * 2 * 32 * 4 / tensor
+            assert passes.collective_bytes[:, all_to_all].tolist() == [[0, tokens, tokens, 0, 0]] * 2
+            assert passes.collective_calls[:, all_to_all].tolist() == [[0, 2, 2, 0, 0]] * 2
+
+
+def test_routed_ops_wait_for_the_busiest_device(mixtral: PricedBlocks) -> None:
+    """They take as long as before, less what they need not read, times the imbalance; others do not change."""
+    cut, routed = Cut(4, expert=4), mixtral._experts.routed
+    layer = (mixtral.blocks.of_op == LAYER) & (mixtral.graph.op_phase == 0)
+    seconds = mixtral._seconds(0, cut)
+    expected = seconds[layer].sum() + (IMBALANCE - 1) * seconds[layer & routed].sum()
+    assert mixtral.passes(0, cut).forward_s[LAYER] == pytest.approx(expected, rel=1e-12)
+    assert mixtral.passes(0, cut).forward_s[0] == pytest.approx(mixtral.passes(0, Cut(4)).forward_s[0], rel=1e-12)
+    assert (mixtral.passes(0, cut).kept_bytes == mixtral.passes(0, Cut(4)).kept_bytes).all()
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_shares_of_experts_do_not_depend_on_the_degree(mixtral: PricedBlocks, level: int) -> None:
+    """Shares in the host's memory add up to the model whatever the degree; what is gathered on a device falls with it."""
+    evaluator = Evaluator(mixtral, CLUSTER)
+    held = mixtral.held()
+    total = int(held.weight_bytes.sum() + held.gradient_bytes.sum() + held.optimizer_bytes.sum())
+    peaks = []
+    for degree in (1, 2, 4):
+        resting = draft(Place(EIGHT, shard=8, expert=degree, sharding=level))
+        peaks.append(evaluator.evaluate(resting).peak_memory_bytes[0])
+        outside = dataclasses.replace(resting, offload=bytes([2] * 5))
+        assert evaluator.evaluate(outside).host_bytes == (total,)
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_experts_of_one_device_each_are_not_gathered(mixtral: PricedBlocks) -> None:
+    """Over the whole group nothing is left to share: a step of level 1 gathers and reduces what is not experts'."""
+    place = Place((0, 1, 2, 3), shard=4, expert=4, sharding=1)
+    held, links = mixtral.held(1, 4), CLUSTER.links
+    dense = (held.weight_bytes - held.expert_bytes[0]).astype(float)
+    first = collective_s(links, "all_gather", place.devices, float(dense[0]))
+    found = place_blocks(draft(place), 0, lanes(draft(place))[0], mixtral, CLUSTER, Traffic(CLUSTER))
+    assert found[0].gather_s == pytest.approx(first, rel=0.01)
+    assert found[LAYER].gather_s == pytest.approx(collective_s(links, "all_gather", place.devices, float(dense[1])), rel=0.01)
+
+
+def test_drafts_that_spread_experts_wrongly_are_refused(mixtral: PricedBlocks) -> None:
+    evaluator = Evaluator(mixtral, CLUSTER)
+    for place in (Place(EIGHT, shard=8, expert=3, sharding=1), Place(EIGHT, replicate=4, tensor=2, expert=4)):
+        with pytest.raises(InputError, match="expert"):
+            evaluator.score(draft(place))
+
+
+def test_an_expert_degree_is_searched_where_memory_asks_for_it() -> None:
+    """Words, plan and draft say the same."""
+    costs = dataclasses.replace(random_costs(np.random.default_rng(3), CLUSTER, 5), experts=8)
+    question = Question(Evaluator(costs, CLUSTER), 16, Space.parse("expert=8 shard=8 pipeline=1"))
+    best = search(question, calls=200).ranked[0].draft
+    assert {place.expert for place in best.places} == {8}
+    strategy = best.strategy(costs.names)
+    assert "expert 8" in uniform_words(strategy) and draft_of(strategy.pipelines[0], costs.names) == best
+    free = search(dataclasses.replace(question, space=Space()), calls=400)
+    assert any("expert parallel" in kind for kind in free.of_kinds)

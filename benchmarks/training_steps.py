@@ -5,8 +5,8 @@
 STEPS.csv holds published steps (model, devices, strategy, batch, precision, tokens/s a device or ms a step); it is no part of
 this repository. Rows of one model, cluster, batch and precision with several strategies are a group: the table says which of
 them the block executor would pick, what the rule of thumb would, and what either costs beside the measured best. Without --all
-only groups are priced. Nothing is fitted on these rows. Models have fused norms and causal attention, as the published runs
-have; floating point of eight bits is priced as bf16, with float32 master weights and optimizer state.
+only groups are priced. Nothing is fitted on these rows. Models have fused norms, as the published runs have; what ran in eight
+bits is priced as bf16, with float32 master weights and optimizer state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.uniform import Shape, place_order
 from rlplace.zoo import load_model
 
-GPT = "hf:gpt2,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0,n_positions={seq},vocab_size=50304,n_embd=%d,n_head=%d,n_layer=%d"
+GPT = (
+    "hf:gpt2,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0,activation_function=gelu,n_positions={seq},vocab_size=50304,"
+    "n_embd=%d,n_head=%d,n_layer=%d"
+)
 LLAMA = (
     "hf:llama,max_position_embeddings={seq},hidden_size=%d,intermediate_size=%d,num_hidden_layers=%d,num_attention_heads=%d,"
     "num_key_value_heads=%d,vocab_size=%d"
@@ -229,15 +232,6 @@ def fuse_norms(module: torch.nn.Module) -> None:
                 setattr(parent, name, fused)
 
 
-def causal(graph: OpGraph) -> OpGraph:
-    """Marks every attention op as causal: exported transformers models carry a mask instead of the flag."""
-    dims = {op: dict(sizes) for op, sizes in graph.op_dims.items()}
-    for op, kind in enumerate(graph.op_kind):
-        if kind == "attention" and op in dims:
-            dims[op]["causal"] = 1
-    return dataclasses.replace(graph, op_dims=dims)
-
-
 @functools.lru_cache(maxsize=2)
 def captures(model: str, seq: int, master_weights: bool) -> tuple[OpGraph, OpGraph]:
     """A model at two batch sizes, which give all."""
@@ -246,9 +240,8 @@ def captures(model: str, seq: int, master_weights: bool) -> tuple[OpGraph, OpGra
     def graph(batch: int) -> OpGraph:
         loaded = load_model(spec, batch=batch, seq=seq, dtype="bf16")
         fuse_norms(loaded.module)
-        return causal(
-            capture(loaded.module, loaded.example_inputs, loss=loaded.loss, optimizer="adamw", master_weights=master_weights)
-        )
+        module, inputs = loaded.module, loaded.example_inputs
+        return capture(module, inputs, loss=loaded.loss, optimizer="adamw", master_weights=master_weights)
 
     return graph(2), graph(4)
 

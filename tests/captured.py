@@ -3,6 +3,7 @@
 from functools import cache
 
 from rlplace.graph.capture import capture
+from rlplace.graph.causal import with_causal_attention
 from rlplace.graph.opgraph import OpGraph
 from rlplace.zoo import load_model
 
@@ -27,6 +28,6 @@ MODELS = {
 
 @cache
 def captured(name: str, samples: int = 4) -> OpGraph:
-    """A training step of one of `MODELS`."""
+    """A training step of one of `MODELS`, as strategies are priced: what is causal is marked."""
     model = load_model(MODELS[name], batch=samples, seq=32)
-    return capture(model.module, model.example_inputs, loss=model.loss)
+    return with_causal_attention(capture(model.module, model.example_inputs, loss=model.loss))

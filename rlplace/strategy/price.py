@@ -22,6 +22,7 @@ from rlplace.cost.foreign import as_costs
 from rlplace.cost.scaled import base_name
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
+from rlplace.graph.causal import with_causal_attention
 from rlplace.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
 from rlplace.graph.rescale import affine
 from rlplace.graph.weight_gradients import part_times, split_weight_gradients
@@ -93,6 +94,7 @@ class PricedBlocks:
             host: See `costs`.
         """
         check_host(host)
+        graph, other = (None if one is None else with_causal_attention(one) for one in (graph, other))
         self.graph, self._host, self._only = graph, host, only
         self._table = as_costs(costs)
         self._kinds = {kind.name: kind for kind in as_cluster(cluster).kinds}

@@ -21,8 +21,11 @@ NONE, SELECTIVE, FULL = range(3)
 
 RECOMPUTE = ("none", "selective", "full")
 
-COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""Index of axis K."""
+COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_gather", "reduce_scatter", "all_to_all")
+"""Of axis K: those of the tensor group, two of the context group, and that of the expert group."""
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL = range(7)
+"""Indices of axis K."""
 
 FORWARD_PASS, BACKWARD_PASS = range(2)
 
@@ -62,8 +65,8 @@ class PassCosts:
         sent_bytes: int64 [B], what later blocks read of what this and earlier ones made: the bytes that a stage border behind
             this block sends forward; 0 for the last.
         returned_bytes: int64 [B], gradients that the same border sends back.
-        collective_bytes: float64 [2, K, B], bytes of the whole tensors that the tensor (and expert) group moves, by pass and
-            kind.
+        collective_bytes: float64 [2, K, B], bytes of the whole tensors that the groups move, by pass and kind; of an
+            all-to-all of experts those of one device.
         collective_calls: float64 [2, K, B], in so many calls.
     """
 

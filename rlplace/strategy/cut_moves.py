@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlplace.problem.sharding import Names
-from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
+from rlplace.strategy.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BACKWARD_PASS, FORWARD_PASS, REDUCE_SCATTER
 
 SAMPLE, ROW, FEATURE = range(3)
 """What runs along an axis: samples, which the data axes of a mesh own; other rows of products (the sequence); the rest."""
@@ -18,7 +18,6 @@ SAMPLE, ROW, FEATURE = range(3)
 WHOLE, SUMMED, PARTIAL = -1, -2, -3
 """Layouts next to axis numbers: whole; whole, the gradients to be summed; to be summed itself."""
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = range(len(COLLECTIVE_KINDS))
 
 Moves = tuple[tuple[int, int], ...]
 """(pass, kind) of collectives."""

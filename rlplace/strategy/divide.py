@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.graph.opgraph import BUFFER, GRADIENT, PARAMETER, UPDATE, OpGraph
-from rlplace.strategy.costs import COLLECTIVE_KINDS, Floats
+from rlplace.strategy.costs import COLLECTIVE_KINDS, EXPERT_ALL_TO_ALL, Floats
 from rlplace.strategy.tensor_layout import TensorLayout
 
 _LOOKED_UP = ("embedding", "gather")
@@ -62,12 +62,12 @@ def divided(graph: OpGraph, layout: TensorLayout, ops: NDArray[Any], parts_of_te
 def moved_by(layout: TensorLayout, tensor_bytes: NDArray[np.int64], blocks: int) -> tuple[Floats, Floats]:
     """Bytes of whole tensors (int64 [T]), and calls, that the group moves in a pass: float64 [2, K, B] each.
 
-    Of an all-to-all the bytes that a device has.
+    Of an all-to-all of experts the bytes that a device has.
     """
     size, calls = np.zeros((2, 2, len(COLLECTIVE_KINDS), blocks))
     for item in layout.collectives:
         whole = int(tensor_bytes[item.tensor])
-        parts = int(layout.tensor_parts[item.tensor]) if COLLECTIVE_KINDS[item.kind] == "all_to_all" else 1
+        parts = int(layout.tensor_parts[item.tensor]) if item.kind == EXPERT_ALL_TO_ALL else 1
         size[item.when, item.kind, item.block] += -(-whole // parts)
         calls[item.when, item.kind, item.block] += 1
     return size, calls

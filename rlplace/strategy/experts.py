@@ -16,13 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.graph.opgraph import FORWARD, PARAMETER, UPDATE, OpGraph
-from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, Cut
+from rlplace.strategy.costs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD_PASS,
+    EXPERT_ALL_TO_ALL,
+    FORWARD_PASS,
+    REDUCE_SCATTER,
+    Cut,
+)
 from rlplace.strategy.tensor_layout import Collective, TensorLayout
 
 IMBALANCE = 1.1
 """Tokens of the busiest device of an expert group over the mean: an assumption about routers that are trained to balance."""
-
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = range(len(COLLECTIVE_KINDS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +84,7 @@ class Experts:
         for ends in self.sent:
             block = int(of_op[ends[0][0]])
             for when in (FORWARD_PASS, BACKWARD_PASS):
-                collectives += [Collective(block, op, tensor, when, ALL_TO_ALL) for op, tensor in ends]
+                collectives += [Collective(block, op, tensor, when, EXPERT_ALL_TO_ALL) for op, tensor in ends]
         if rows > 1:
             # Every device of the tensor group has the output of its own tokens, and likewise the gradient of its input.
             ahead, behind = (

@@ -15,11 +15,10 @@ from math import gcd
 from rlplace.actions import Action, chain_actions
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
-from rlplace.strategy.costs import COLLECTIVE_KINDS
+from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL
 from rlplace.strategy.drafts import Draft, Place
 
 Groups = tuple[tuple[int, ...], ...]
-ALL_TO_ALL = COLLECTIVE_KINDS.index("all_to_all")
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,14 @@ class Lane:
 def tensor_groups(place: Place, kind: int) -> Groups:
     """Devices that move the tensors of one pass together, by index of `COLLECTIVE_KINDS`.
 
-    All-to-all runs in the expert group, consecutive devices of shard x context x tensor; everything else in the tensor group,
-    or in the context group where the tensor axis is 1.
+    Tokens of experts move in the expert group, consecutive devices of shard x context x tensor; keys and values in the context
+    group; everything else in the tensor group.
     """
-    if kind == ALL_TO_ALL and place.expert > 1:
+    if kind == EXPERT_ALL_TO_ALL:
         return _groups(place, place.expert, 1)
-    if place.tensor > 1:
-        return _groups(place, place.tensor, 1)
-    return _groups(place, place.context, place.tensor)
+    if kind in (CONTEXT_GATHER, CONTEXT_SCATTER):
+        return _groups(place, place.context, place.tensor)
+    return _groups(place, place.tensor, 1)
 
 
 def share_groups(place: Place) -> Groups:
@@ -56,6 +55,12 @@ def share_groups(place: Place) -> Groups:
 def expert_share_groups(place: Place) -> Groups:
     """Devices that share the weights of the same experts, at levels 1 to 3: what shard x context x tensor has beside expert."""
     return _groups(place, expert_share_degree(place), place.expert)
+
+
+def spreads(place: Place) -> bool:
+    """Whether experts can be spread as a place says."""
+    group = place.shard * place.context * place.tensor
+    return group % place.expert == 0 and (place.sharding > 0 or place.expert in (1, group))
 
 
 def copy_groups(place: Place) -> Groups:
@@ -152,11 +157,10 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
                 f"draft: places[{index}]: its mesh needs as many devices as it has, a sharding level of at least 1 if and only "
                 "if shard is above 1, and a data degree that divides the largest"
             )
-        grouped = place.shard * place.context * place.tensor
-        if grouped % place.expert or (place.sharding == 0 and place.expert not in (1, grouped)):
+        if not spreads(place):
             raise InputError(
-                f"draft: places[{index}]: expert {place.expert} does not divide shard x context x tensor = {grouped}, or is "
-                "less than all of it at sharding level 0, where experts have no shares"
+                f"draft: places[{index}]: expert {place.expert} does not divide shard x context x tensor, or is less than all "
+                "of it at sharding level 0, where experts have no shares"
             )
         if stages > 1 and place.sharding > 1:
             raise InputError(f"draft: places[{index}]: a pipeline has sharding level 0 or 1")

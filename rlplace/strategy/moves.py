@@ -16,6 +16,7 @@ from rlplace.schedule import PIPELINE_SCHEDULES
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluation import Evaluation
+from rlplace.strategy.meshes import spreads
 
 _SHIFTS = (1, 2, 4)
 
@@ -84,12 +85,10 @@ def _other_axes(place: Place) -> list[Place]:
                 other = dataclasses.replace(place, **sizes)
                 level = 0 if other.shard == 1 else max(place.sharding, 1)
                 changed.append(dataclasses.replace(other, sharding=level, sequence_parallel=other.tensor > 1))
-    experts = [degree for degree in (2 * place.expert, place.expert // 2) if degree]
-    if place.shard * place.tensor > 1:
-        changed += [dataclasses.replace(place, expert=degree) for degree in experts]
+    changed += [dataclasses.replace(place, expert=degree) for degree in (2 * place.expert, place.expert // 2) if degree]
     if place.shard > 1:
         changed += [dataclasses.replace(place, sharding=level) for level in (1, 2, 3) if level != place.sharding]
-    return changed
+    return [place for place in changed if spreads(place)]
 
 
 def _with_places(draft: Draft, balance: Balance, changed: dict[int, Place]) -> Iterator[Draft]:

@@ -7,6 +7,7 @@ run to run.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,7 +69,8 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     ranked = tuple(tried for tried in known if tried.fits)
     if not ranked:
         raise _nothing(tries)
-    return Answer(ranked, {kind_of(tried.draft): tried for tried in reversed(known)}, tries.calls, complete, tries.reasons)
+    of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
+    return Answer(ranked, of_kinds, tries.calls, complete, tries.reasons)
 
 
 def climb(tries: Tries, start: Tried, balance: Balance) -> Tried:

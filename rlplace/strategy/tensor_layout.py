@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
 from rlplace.strategy.block_graph import FoundBlock
-from rlplace.strategy.costs import FORWARD_PASS
+from rlplace.strategy.costs import ALL_GATHER, FORWARD_PASS
 from rlplace.strategy.cut_block import BlockCut
-from rlplace.strategy.cut_moves import ALL_GATHER, ROW, WHOLE, CutOp
+from rlplace.strategy.cut_moves import ROW, WHOLE, CutOp
 from rlplace.strategy.forward_ops import TABLE, ForwardOps
 
 

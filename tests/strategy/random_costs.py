@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
-from rlplace.strategy.costs import Cut, HeldCosts, PassCosts, Tie
+from rlplace.strategy.costs import (
+    COLLECTIVE_KINDS,
+    CONTEXT_GATHER,
+    CONTEXT_SCATTER,
+    EXPERT_ALL_TO_ALL,
+    Cut,
+    HeldCosts,
+    PassCosts,
+    Tie,
+)
 from rlplace.strategy.drafts import Draft, Place
 
 CLUSTERS = ("a100-80g:4", "a100-80g:8", "a100-80g:2+t4:2", "h100:2x4,ib=400g", "v100:8", "rtx4090:4")
@@ -58,7 +67,7 @@ class RandomCosts:
         spread = cut.tensor if cut.sequence_parallel else 1
         kept = self.activation * cut.samples / cut.context / cut.tensor
         border = self.border * cut.samples / cut.context
-        bytes_, calls = np.zeros((2, 4, len(self.names))), np.zeros((2, 4, len(self.names)))
+        bytes_, calls = np.zeros((2, 2, len(COLLECTIVE_KINDS), len(self.names)))
         if cut.tensor > 1:
             for way in range(2):
                 if cut.sequence_parallel:
@@ -67,10 +76,10 @@ class RandomCosts:
                 else:
                     bytes_[way, 0], calls[way, 0] = 2 * border, 2.0
         if cut.context > 1:
-            bytes_[:, 1] += 0.5 * border
-            calls[:, 1] += 1.0
+            bytes_[0, CONTEXT_GATHER] = bytes_[1, CONTEXT_SCATTER] = 0.5 * border
+            calls[0, CONTEXT_GATHER] = calls[1, CONTEXT_SCATTER] = 1.0
         if cut.expert > 1:
-            bytes_[:, 3], calls[:, 3] = 2 * border, 2.0
+            bytes_[:, EXPERT_ALL_TO_ALL], calls[:, EXPERT_ALL_TO_ALL] = 2 * border, 2.0
         sent = (border / spread).astype(np.int64)
         sent[-1] = 0
         light = (border / spread).astype(np.int64)

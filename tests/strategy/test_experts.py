@@ -13,7 +13,7 @@ from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem.collectives import collective_s
-from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut
+from rlplace.strategy.costs import EXPERT_ALL_TO_ALL, Cut
 from rlplace.strategy.drafts import Draft, Place, draft_of
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.experts import IMBALANCE
@@ -49,7 +49,6 @@ def test_by_hand(mixtral: PricedBlocks) -> None:
     assert mixtral.experts == 4 and mixtral.why_not(Cut(4, expert=4)) is None
     assert "does not divide 4 experts" in str(mixtral.why_not(Cut(4, expert=3)))
     whole, own = mixtral.held(), 4 * (4 * (128 * 32 + 64 * 32))  # floats of gate and up, and down
-    all_to_all = COLLECTIVE_KINDS.index("all_to_all")
     for degree in (2, 4):
         held = mixtral.held(1, degree)
         assert held.expert_bytes[:, LAYER].tolist() == [own // degree, own // degree, 2 * own // degree]
@@ -58,8 +57,8 @@ def test_by_hand(mixtral: PricedBlocks) -> None:
         for tensor in (1, 2):
             passes = mixtral.passes(0, Cut(4, tensor, expert=degree))
             tokens = 2 * 4 * 32 * 2 * 32 * 4 / tensor
-            assert passes.collective_bytes[:, all_to_all].tolist() == [[0, tokens, tokens, 0, 0]] * 2
-            assert passes.collective_calls[:, all_to_all].tolist() == [[0, 2, 2, 0, 0]] * 2
+            assert passes.collective_bytes[:, EXPERT_ALL_TO_ALL].tolist() == [[0, tokens, tokens, 0, 0]] * 2
+            assert passes.collective_calls[:, EXPERT_ALL_TO_ALL].tolist() == [[0, 2, 2, 0, 0]] * 2
 
 
 def test_routed_ops_wait_for_the_busiest_device(mixtral: PricedBlocks) -> None:

@@ -94,7 +94,7 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
                 for device in devices:
                     peaks[device] = cluster.devices[device].reserved_bytes + used
                     hosts[cluster.hosts[device]] += sum(host_bytes(rows[place][block]) for block in own)
-    for seconds, involved in _ties(draft, costs, traffic):
+    for seconds, involved in tie_exchanges(draft, costs, traffic):
         together = max(ends[place] for place in involved) + seconds
         for place in involved:
             ends[place] = together
@@ -121,7 +121,7 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
     )
 
 
-def _ties(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
+def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Seconds in which the places that hold a tied weight sum its gradients, and these places."""
     for tie in costs.ties:
         involved = places_of(draft, tie.blocks)

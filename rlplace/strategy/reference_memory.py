@@ -29,7 +29,7 @@ def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) 
         if draft.place_of_stage[stage] == place:
             own = blocks[inside.start : inside.stop]
             total += sum(static_bytes(block, draft.stages, lane.microbatches) for block in own)
-            total += _buffer_bytes(draft, stage, lane.microbatches, blocks)
+            total += received_bytes(draft, stage, lane.microbatches, blocks)
             holds[stage] = _pass_bytes(draft, stage, lane.microbatches, blocks)
     held, peak = 0.0, 0.0
     left = {stage: lane.microbatches for stage in holds}
@@ -61,7 +61,7 @@ def stage_bytes(draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]]) -> li
             if other == stage:
                 in_flight += 1 if kind == "F" else -1 if kind in "BW" else 0
                 most = max(most, in_flight)
-        total += _buffer_bytes(draft, stage, lane.microbatches, blocks)
+        total += received_bytes(draft, stage, lane.microbatches, blocks)
         found.append(total + most * _pass_bytes(draft, stage, lane.microbatches, blocks)[0])
     return found
 
@@ -87,7 +87,7 @@ def host_bytes(block: Block) -> float:
     return block.shared_bytes[2] if block.offload else 0.0
 
 
-def _buffer_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> float:
+def received_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> float:
     """Torch's stages receive every micro-batch's input and gradient in a buffer of its own, made once."""
     inside = stage_ranges(draft)[stage]
     received = blocks[inside.start - 1].sent_bytes if stage > 0 else 0.0

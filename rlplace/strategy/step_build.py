@@ -1,0 +1,136 @@
+"""Collects the tasks of a step in the order in which devices run them, and makes a problem and an order of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem import BACKWARD, FORWARD, UPDATE, Collective, Device, Links, Problem
+from rlplace.problem.check import COLLECTIVE
+from rlplace.problem.order import grouped
+
+PHASE_OF_PART = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD, "U": UPDATE}
+
+
+@dataclass
+class _Exchange:
+    """A collective to be: its ops, the channels that it holds and its phase."""
+
+    ops: list[int]
+    channels: tuple[int, ...]
+    phase: int
+
+
+@dataclass
+class StepBuild:
+    """Tasks of a step on some devices. Every op runs once; what a device runs, it runs in the order in which it was added.
+
+    Attributes:
+        devices: How many there are.
+        waiting: For each device the ops that its next op waits for.
+        last: For each device its last op, -1 before the first.
+    """
+
+    devices: int
+    waiting: list[list[int]] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.waiting, self.last = [[] for _ in range(self.devices)], [-1] * self.devices
+        self._order: list[list[NDArray[np.int64]]] = [[] for _ in range(self.devices)]
+        self._count = 0
+        self._ops: list[tuple[NDArray[np.float64], NDArray[np.int64], int, int, str]] = []
+        self._tensors: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
+        self._edges: list[tuple[int, int, int]] = []
+        self._exchanges: dict[Hashable, _Exchange] = {}
+        self._channels: dict[Hashable, int] = {}
+
+    @property
+    def tasks(self) -> int:
+        """Ops so far."""
+        return self._count
+
+    def run(self, device: int, part: str, name: str, seconds: NDArray[np.float64], temporary_bytes: NDArray[np.int64]) -> int:
+        """Ops that a device runs next, one after another; the number of the first."""
+        base = self._add(device, part, name, seconds, temporary_bytes)
+        self._order[device].append(np.arange(base, self._count))
+        for op in self.waiting[device]:
+            self.edge(op, base)
+        self.waiting[device] = []
+        self.last[device] = self._count - 1
+        return base
+
+    def exchange(
+        self, key: Hashable, device: int, name: str, seconds: float, channels: Iterable[Hashable], part: str, held_bytes: int = 0
+    ) -> int:
+        """A device's op of the collective that all devices which give this key make together."""
+        op = self._add(device, part, name, np.array([seconds]), np.array([held_bytes]))
+        held = tuple(sorted(self._channels.setdefault(channel, len(self._channels)) for channel in channels))
+        self._exchanges.setdefault(key, _Exchange([], held, PHASE_OF_PART[part])).ops.append(op)
+        return op
+
+    def edge(self, source: int, target: int, size_bytes: int = 0) -> None:
+        """An op waits for another one, and what that one makes lives until then."""
+        if source >= 0:
+            self._edges.append((source, size_bytes, target))
+
+    def tensors(self, source: NDArray[np.int64], size_bytes: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """Many of them."""
+        self._tensors.append((source, size_bytes, target))
+
+    def _add(self, device: int, part: str, name: str, seconds: NDArray[np.float64], temporary: NDArray[np.int64]) -> int:
+        base = self._count
+        self._ops.append((seconds, temporary, device, PHASE_OF_PART[part], name))
+        self._count += len(seconds)
+        return base
+
+    def problem(self, name: str, samples: int, resident_bytes: list[int]) -> tuple[Problem, list[list[int]]]:
+        """The step as a problem with a group a device, and what each of them runs in order.
+
+        Hand-overs between devices are collectives; what ops on different devices wait for otherwise takes no time.
+        """
+        counts = [len(item[0]) for item in self._ops]
+        seconds = np.concatenate([item[0] for item in self._ops])
+        device, phase = (np.repeat([item[at] for item in self._ops], counts) for at in (2, 3))
+        collectives = [item.ops for item in self._exchanges.values()]
+        members = np.array([op for ops in collectives for op in ops], dtype=np.int64)
+        kinds = np.full(self._count, "", dtype=object)
+        kinds[members] = COLLECTIVE
+        edges = np.array(self._edges, dtype=np.int64).reshape(-1, 3)
+        source, size, target = (
+            np.concatenate([edges[:, at], *(item[at] for item in self._tensors)]).astype(np.int64) for at in range(3)
+        )
+        same = source == target  # nobody else reads it
+        readers = np.flatnonzero(~same)
+        ptr, consumers = grouped(readers, target[readers], len(source))
+        none = np.full(self.devices, -1, dtype=np.int64)
+        problem = Problem(
+            name=name,
+            samples_per_microbatch=samples,
+            devices=tuple(Device(f"place{index}") for index in range(self.devices)),
+            links=Links(np.ones((self.devices, self.devices)), np.zeros((self.devices, self.devices))),
+            group_names=tuple(f"place{index}" for index in range(self.devices)),
+            resident_bytes=np.array(resident_bytes, dtype=np.int64),
+            weight_bytes=none, gradient_bytes=none.copy(), optimizer_bytes=none.copy(),
+            group_device=np.arange(self.devices, dtype=np.int32),
+            op_names=tuple(
+                text if count == 1 else f"{text}.{row}"
+                for count, text in zip(counts, (item[4] for item in self._ops), strict=True)
+                for row in range(count)
+            ),
+            op_group=device.astype(np.int32),
+            op_phase=phase.astype(np.int8),
+            time_s=np.repeat(seconds[:, None], self.devices, axis=1),
+            temporary_bytes=np.concatenate([item[1] for item in self._ops]).astype(np.int64),
+            tensor_producer=source.astype(np.int32),
+            tensor_owner=np.full(len(source), -1, dtype=np.int32),
+            tensor_bytes=size,
+            consumer_ptr=ptr,
+            consumers=consumers.astype(np.int32),
+            op_kind=tuple(kinds.tolist()),
+            collectives=tuple(Collective(tuple(item.ops), item.channels) for item in self._exchanges.values()),
+        )  # fmt: skip
+        return problem, [np.concatenate(rows).tolist() if rows else [] for rows in self._order]

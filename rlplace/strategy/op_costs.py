@@ -99,5 +99,7 @@ def slowest(passes: list[PassOps]) -> PassOps:
     seconds, temporary, sizes = (
         np.max([getattr(item, name) for item in passes], axis=0) for name in ("seconds", "temporary_bytes", "tensor_bytes")
     )
-    collectives = tuple(max(same, key=lambda item: item.size_bytes) for same in zip(*(p.collectives for p in passes), strict=True))
+    collectives = tuple(
+        max(same, key=lambda item: item.size_bytes) for same in zip(*(p.collectives for p in passes), strict=True)
+    )
     return PassOps(seconds, temporary, sizes, collectives)

@@ -131,11 +131,11 @@ def backward_s(x, begin, end, last, table):
         under = table_s(table, FIRST_BUCKET) + hidden_buckets(total) * bucket
         slower = 1.0 + SLOWDOWN * (min(under, compute) / compute)
     time = x[end - 1, GATHER] if x[end - 1, HOW] == EACH_PASS else 0.0
-    copied, sent, filled, limit = 0.0, 0.0, 0.0, FIRST_BUCKET
+    sent, filled, limit = 0.0, 0.0, FIRST_BUCKET
     reduced, following = 0.0, 0.0
     for b in range(end - 1, begin - 1, -1):
         start = time
-        copied = max(copied, start + reduced) + following
+        sent = max(sent, start + reduced) + following
         waits = reduced
         if b > begin and x[b - 1, HOW] == EACH_PASS:
             waits += x[b - 1, GATHER]
@@ -152,8 +152,7 @@ def backward_s(x, begin, end, last, table):
         reduced, following = (x[b, REDUCE], x[b, COPIES]) if reduces(x, b, last) else (0.0, 0.0)
     if filled > 0.0:
         sent = max(sent, time) + table_s(table, filled)
-    copied = max(copied, time + reduced) + following
-    return max(copied, sent)
+    return max(sent, time + reduced) + following
 
 
 @inner

@@ -149,7 +149,7 @@ def backward_s(blocks: Sequence[Block], last: bool, all_reduce: Floats) -> float
     """A backward of a single stage.
 
     While a block computes, the gradient of the one after it is reduced and the parameters of the one before it are gathered.
-    Shares are all-reduced over copies beside all that. In the last micro-batch whole gradients leave in buckets.
+    Shares are all-reduced over copies beside all that, as are whole gradients, in buckets, in the last micro-batch.
     """
     gathers = [0.0] + [block.gather_s if block.keeping == EACH_PASS else 0.0 for block in blocks]
     reduces, copies = [0.0] * (len(blocks) + 1), [0.0] * (len(blocks) + 1)
@@ -164,11 +164,11 @@ def backward_s(blocks: Sequence[Block], last: bool, all_reduce: Floats) -> float
     if total > FIRST_BUCKET and compute_s > 0.0:
         under = table_s(all_reduce, FIRST_BUCKET) + hidden_buckets(total) * table_s(all_reduce, BUCKET)
         slower = 1.0 + SLOWDOWN * (min(under, compute_s) / compute_s)
-    time, copied, sent, filled, limit = gathers[len(blocks)], 0.0, 0.0, 0.0, FIRST_BUCKET
+    time, sent, filled, limit = gathers[len(blocks)], 0.0, 0.0, FIRST_BUCKET
     for index in reversed(range(len(blocks))):
         block, start = blocks[index], time
         reduced = start + reduces[index + 1]
-        copied = max(copied, reduced) + copies[index + 1]
+        sent = max(sent, reduced) + copies[index + 1]
         waits = reduces[index + 1] + gathers[index]
         time = start + beside_s(
             block.compute_s[BACKWARD_PASS] * slower, block.tensor_s[BACKWARD_PASS], waits, copies[index + 1]
@@ -185,8 +185,7 @@ def backward_s(blocks: Sequence[Block], last: bool, all_reduce: Floats) -> float
     if filled > 0.0:
         sent = max(sent, time) + table_s(all_reduce, filled)
     reduced = time + reduces[0]
-    copied = max(copied, reduced) + copies[0]
-    return max(copied, sent)
+    return max(sent, reduced) + copies[0]
 
 
 def exchange_s(blocks: Sequence[Block]) -> float:

@@ -112,7 +112,13 @@ class StageOps:
         move = np.array(moves, dtype=np.float64).reshape(-1, 4)
         block = np.concatenate([marks, step.block[clones], step.block[own], move[:, 1].astype(np.int64), marks])
         group = np.concatenate(
-            [np.zeros(len(marks)), np.full(len(clones), 1), np.full(len(own), 1 if forward else 3), move[:, 2], np.full(len(marks), 4)]
+            [
+                np.zeros(len(marks)),
+                np.full(len(clones), 1),
+                np.full(len(own), 1 if forward else 3),
+                move[:, 2],
+                np.full(len(marks), 4),
+            ]
         )
         place = np.concatenate([np.zeros(len(marks)), clones, own, move[:, 3], np.zeros(len(marks))])
         order = np.lexsort((place, group, block if forward else -block))
@@ -156,7 +162,7 @@ class StageOps:
         return [self._of_clones(kind), self._of_backward(kind)]
 
     def _of_forward(self) -> Lifetimes:
-        """A tensor is kept for the backward that reads it, one that leaves the stage until the backward begins, as torch does."""
+        """A tensor is kept for the backward that reads it, one that leaves the stage until the backward begins, as in torch."""
         step, part, behind = self.step, self.part("F"), self.part("B")
         maker, reader, tensor = step.producer[step.tensor], step.reader, step.tensor
         makes = (step.producer >= 0) & self.inside[step.producer] & (step.phase[step.producer] == FORWARD) & ~step.is_gradient
@@ -208,7 +214,9 @@ class StageOps:
         """Gradients of activations: for the part, for the weight half, or until the stage before has them."""
         step, part = self.step, self.part(kind)
         reader, tensor = step.reader, step.tensor
-        makes = (step.producer >= 0) & (part.first[step.producer] >= 0) & (step.phase[step.producer] != FORWARD) & ~step.is_gradient
+        makes = (
+            (step.producer >= 0) & (part.first[step.producer] >= 0) & (step.phase[step.producer] != FORWARD) & ~step.is_gradient
+        )
         made = np.flatnonzero(makes & (self.passed.tensor_bytes > 0))
         end, late_end = np.full((2, len(step.producer)), -1, dtype=np.int64)
         own = makes[tensor] & self.inside[reader]

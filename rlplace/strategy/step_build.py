@@ -64,7 +64,14 @@ class StepBuild:
         return base
 
     def exchange(
-        self, key: Hashable, device: int, name: str, seconds: float, channels: Iterable[Hashable], part: str, held_bytes: int = 0
+        self,
+        key: Hashable,
+        device: int,
+        name: str,
+        seconds: float,
+        channels: Iterable[Hashable],
+        part: str,
+        held_bytes: int = 0,
     ) -> int:
         """A device's op of the collective that all devices which give this key make together."""
         op = self._add(device, part, name, np.array([seconds]), np.array([held_bytes]))
@@ -106,12 +113,12 @@ class StepBuild:
         same = source == target  # nobody else reads it
         readers = np.flatnonzero(~same)
         ptr, consumers = grouped(readers, target[readers], len(source))
-        none = np.full(self.devices, -1, dtype=np.int64)
+        none, pairs = np.full(self.devices, -1, dtype=np.int64), (self.devices, self.devices)
         problem = Problem(
             name=name,
             samples_per_microbatch=samples,
             devices=tuple(Device(f"place{index}") for index in range(self.devices)),
-            links=Links(np.ones((self.devices, self.devices)), np.zeros((self.devices, self.devices))),
+            links=Links(np.ones(pairs), np.zeros(pairs), channels=(((),) * self.devices,) * self.devices),
             group_names=tuple(f"place{index}" for index in range(self.devices)),
             resident_bytes=np.array(resident_bytes, dtype=np.int64),
             weight_bytes=none, gradient_bytes=none.copy(), optimizer_bytes=none.copy(),

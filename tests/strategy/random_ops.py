@@ -83,7 +83,9 @@ class RandomOps(RandomCosts):
         kept = passes.kept_bytes[:, step.block[step.producer]]
         place, phase = piece[step.producer], step.phase[step.producer]
         ahead = phase == FORWARD
-        part = np.where(place < SELECTED, (kept[NONE] - kept[SELECTIVE]) // SELECTED, (kept[SELECTIVE] - kept[FULL]) // (PIECES - SELECTED))
+        part = np.where(
+            place < SELECTED, (kept[NONE] - kept[SELECTIVE]) // SELECTED, (kept[SELECTIVE] - kept[FULL]) // (PIECES - SELECTED)
+        )
         size[ahead] = np.where(place < PIECES, part, kept[FULL])[ahead]
         behind = ~ahead & ~step.is_gradient
         block = step.block[step.producer[behind]]

@@ -24,7 +24,7 @@ from rlplace.cost.price import price
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
 from rlplace.means import geometric_mean
-from rlplace.placing import Priced
+from rlplace.placements import Priced
 from rlplace.planners import PLANNERS, takes_microbatches
 from rlplace.planners.attempt import OK
 from rlplace.problem import Problem

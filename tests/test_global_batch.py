@@ -16,7 +16,7 @@ from rlplace import Cluster, Problem
 from rlplace.cluster.parse import parse
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.graph.capture import capture
-from rlplace.placing import Priced, place_priced
+from rlplace.placements import Priced, place_priced
 from rlplace.problem.generate import random_problem
 from rlplace.zoo import load_model
 
@@ -43,13 +43,6 @@ def test_a_model_that_keeps_its_batch_is_refused_by_name():
     assert priced.at(16).samples_per_microbatch == 16
     with pytest.raises(InputError, match="asked for a batch of 8 samples and has one of 16; let its function take"):
         priced.at(8)
-
-
-@pytest.mark.parametrize("value", [0, -1, True, 2.0, "8", 1 << 40])
-def test_global_batches_out_of_range_are_refused(value):
-    problem = rlplace.price(capture_at(16), "t4:2")
-    with pytest.raises(InputError, match="global_batch must be a whole number from 1 to 16777216"):
-        rlplace.place(problem, planner="best", global_batch=value)
 
 
 GPT2 = "hf:gpt2,n_layer=4,n_embd=128,n_head=4,vocab_size=512"

@@ -200,7 +200,7 @@ def _trials(path: Path, seeds: Path) -> None:
 
 
 def _curve(path: Path, seeds: Path) -> None:
-    from rlplace.planners.strategy.efficiency import BatchCurve
+    from rlplace.strategy.efficiency import BatchCurve
 
     curve = BatchCurve.load(path)
     for batch in (1, 256, 10**6):

@@ -39,8 +39,6 @@ def run(options: argparse.Namespace) -> int:
     check_output(options.out)
     if options.model.endswith(".problem.json"):
         raise InputError(f"{options.model} is a problem already; capture takes a model")
-    if options.global_batch is not None:
-        raise InputError("a problem file holds one micro-batch; give its size with --batch, and --global-batch to place")
     loaded = load(options.model, options.cluster, options)
     assert loaded.graph is not None and loaded.priced.build is not None
     if options.level == "op":

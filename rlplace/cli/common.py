@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from rlplace.text import table
 if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
-    from rlplace.placing import Priced
+    from rlplace.placements import Priced
     from rlplace.problem import Problem
     from rlplace.zoo import LoadedModel
 
@@ -25,8 +25,14 @@ DTYPES = ("fp32", "bf16", "fp16")
 AUTOCAST = ("bf16", "fp16")
 OPTIMIZERS = ("adam", "adamw", "momentum", "sgd")
 HOST_MODES = ("eager", "compiled")
-_SIZES: dict[str, Any] = {"batch": 8, "seq": 512, "dtype": "fp32", "optimizer": "adam", "granularity": 200}
+GRANULARITY = 200
+_SIZES: dict[str, Any] = {
+    "batch": None, "microbatch": None, "seq": 512, "dtype": "fp32", "optimizer": "adam", "granularity": GRANULARITY,
+}  # fmt: skip
 """Defaults of the options that say what is captured."""
+
+MICROBATCH = 8
+"""Samples of a micro-batch where nothing says otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +56,10 @@ class Loaded:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options that every verb with a MODEL takes."""
     group = parser.add_argument_group("model options")
-    group.add_argument("--batch", type=positive, default=_SIZES["batch"], metavar="N", help="samples of a micro-batch (8)")
+    group.add_argument(
+        "--batch", "--global-batch", dest="batch", type=positive, metavar="N", help="samples of a step, everything together"
+    )
+    group.add_argument("--microbatch", type=positive, metavar="N", help=f"samples of a micro-batch ({MICROBATCH})")
     group.add_argument("--seq", type=positive, default=_SIZES["seq"], metavar="N", help="sequence length (512)")
     group.add_argument("--dtype", choices=DTYPES, default=_SIZES["dtype"], help="parameters and compute (fp32)")
     group.add_argument("--autocast", choices=AUTOCAST, help="mixed precision: compute under torch.autocast in this dtype")
@@ -66,9 +75,28 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--costs", metavar="COSTS", help="op times: a *.cost.json or a plug-in over the built-in coefficients")
     group.add_argument("--host-mode", choices=HOST_MODES, default="eager", help="how the host issues ops (eager)")
-    group.add_argument(
-        "--global-batch", type=positive, metavar="N", help="samples per step, split over replicas and micro-batches"
-    )
+
+
+def microbatch(options: argparse.Namespace) -> int:
+    """Samples of one micro-batch of a placement.
+
+    Raises:
+        InputError: The options contradict each other.
+    """
+    from rlplace.placing import microbatch_of
+
+    note_old_reading(options)
+    samples = microbatch_of(options.batch, options.microbatch, getattr(options, "microbatches", None) or 1)
+    return MICROBATCH if samples is None else samples
+
+
+def note_old_reading(options: argparse.Namespace) -> None:
+    """Says once what ``--batch`` means beside ``--microbatches``: it was the samples of a micro-batch before."""
+    several = (getattr(options, "microbatches", None) or 1) > 1
+    if several and options.batch is not None and options.microbatch is None and not getattr(options, "noted", False):
+        options.noted = True
+        size = options.batch
+        say(f"note: --batch {size} are the samples of a step; micro-batches of {size} samples are --microbatch {size}")
 
 
 def pricing_flags(options: argparse.Namespace) -> list[str]:
@@ -79,7 +107,7 @@ def pricing_flags(options: argparse.Namespace) -> list[str]:
 
 
 def model_options(options: argparse.Namespace) -> list[str]:
-    """The MODEL options that were given, other than by their default, as words of a command; not the global batch."""
+    """The MODEL options that were given, other than by their default, as words of a command."""
     words = [f"--{name}={getattr(options, name)}" for name in (*_SIZES, "autocast", "costs") if _given(options, name)]
     words += [f"--{name.replace('_', '-')}" for name in ("master_weights", "weight_gradients") if getattr(options, name)]
     return words + ([f"--host-mode={options.host_mode}"] if options.host_mode != "eager" else [])
@@ -123,12 +151,12 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded
     machine = parse(cluster or "host")
     if options.costs:
         check_costs(options.costs, [kind.name for kind in machine.kinds])
-    return price_model(capture_model(model, options), machine, options)
+    return price_model(capture_model(model, options, microbatch(options)), machine, options)
 
 
 def load_problem(path: str, options: argparse.Namespace) -> Priced:
     """Loads a problem file; options that would change its prices are refused."""
-    from rlplace.placing import Priced
+    from rlplace.placements import Priced
     from rlplace.problem import Problem
 
     if flags := pricing_flags(options):
@@ -136,8 +164,8 @@ def load_problem(path: str, options: argparse.Namespace) -> Priced:
     return Priced.problem(Problem.load(path))
 
 
-def capture_model(model: str, options: argparse.Namespace) -> Captured:
-    """Builds a model and captures its training step."""
+def capture_model(model: str, options: argparse.Namespace, samples: int) -> Captured:
+    """Builds a model and captures its training step of so many samples."""
     from rlplace.graph.capture import capture
     from rlplace.zoo import load_model
 
@@ -163,9 +191,9 @@ def capture_model(model: str, options: argparse.Namespace) -> Captured:
 
     def load() -> LoadedModel:
         with contextlib.redirect_stdout(sys.stderr):
-            return load_model(model, batch=options.batch, seq=options.seq, dtype=options.dtype)
+            return load_model(model, batch=samples, seq=options.seq, dtype=options.dtype)
 
-    return Captured(capture_at(options.batch), capture_at, load)
+    return Captured(capture_at(samples), capture_at, load)
 
 
 def pricing(options: argparse.Namespace, *, finer: int = 1) -> dict[str, Any]:
@@ -180,12 +208,12 @@ def pricing(options: argparse.Namespace, *, finer: int = 1) -> dict[str, Any]:
 
 def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Loaded:
     """Prices a captured model for a cluster."""
-    from rlplace.placing import Priced
+    from rlplace.placements import Priced
 
     graph = captured.graph
     priced = Priced.model(graph, captured.capture_at, machine, **pricing(options))
     say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {priced.first.num_groups} groups")
-    say(f"op times ({options.host_mode}): {basis_summary(priced.first)}")
+    say(f"op times ({options.host_mode}): {basis_words((priced.first.source or {}).get('op_times', {}))}")
     return Loaded(priced, graph)
 
 
@@ -203,9 +231,8 @@ def check_costs(path: str, kinds: Sequence[str]) -> None:
         )
 
 
-def basis_summary(problem: Problem) -> str:
-    """What the op times of a problem rest on, for people: per device kind the share of the step by basis."""
-    kinds = (problem.source or {}).get("op_times", {})
+def basis_words(kinds: Mapping[str, Mapping[str, float]]) -> str:
+    """What op times rest on, for people: per device kind the share of the step by basis."""
     return "; ".join(
         f"{kind} " + ", ".join(f"{100 * share:.0f} % {basis}" for basis, share in shares.items())
         for kind, shares in kinds.items()

@@ -16,6 +16,7 @@ from rlplace.cli.common import (
     check_costs,
     compile_first,
     load_problem,
+    microbatch,
     positive,
     price_model,
     print_json,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
     from rlplace.comparing import Case
     from rlplace.comparing.run import Report
-    from rlplace.placing import Priced
+    from rlplace.placements import Priced
     from rlplace.problem import Problem
 
 HELP = "compare planners on models and clusters"
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls", type=positive, metavar="N", help="simulator calls after the floor for every search, instead of time"
     )
-    parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of --batch samples (1)")
+    parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of a step (1)")
     parser.add_argument("--schedule", choices=FREE_SCHEDULES, help="how micro-batches take turns (each planner's own way)")
     parser.add_argument("--split", action="store_true", help="all planners also with every backward in a group of its own")
     parser.add_argument("--ops", action="store_true", help="all planners also on single ops, the way pase cuts them")
@@ -83,7 +84,6 @@ def run(options: argparse.Namespace) -> int:
         calls=options.calls,
         time_limit_s=options.time_limit,
         seeds=options.seeds,
-        global_batch=options.global_batch,
         microbatches=options.microbatches,
         schedule=options.schedule,
         agent=options.agent,
@@ -118,11 +118,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _planners(options: argparse.Namespace) -> list[str]:
-    from rlplace.comparing.run import VIEW_OF
     from rlplace.planners import get_planner, planner_names
 
     if options.planners.strip() == ALL:
-        return [name for name in planner_names() if options.global_batch is None or name not in VIEW_OF]
+        return planner_names()
     names = [name.strip() for name in options.planners.split(",") if name.strip()]
     if not names:
         raise InputError("--planners names no planner, for example best,agent")
@@ -151,7 +150,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
             source = (problem.first.source or {}).get("cluster")
             cases.append(Case(model, source if isinstance(source, str) else "", functools.partial(_same, problem)))
             continue
-        captured = functools.cache(functools.partial(capture_model, model, options))
+        captured = functools.cache(functools.partial(capture_model, model, options, microbatch(options)))
         for text in texts:
             pricing = captured, machines[text], options
             ops = None if options.weight_gradients else functools.partial(_ops, *pricing)

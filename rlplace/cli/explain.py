@@ -59,15 +59,12 @@ def run(options: argparse.Namespace) -> int:
     if options.problem or options.group:
         option = "--problem" if options.problem else "--group"
         raise InputError(f"{option} goes with a plan file (*{_PLAN}), which {options.what} is not")
-    if options.global_batch is not None:
-        raise InputError("explain looks at one way to run a step; give --microbatches, or leave --global-batch out")
     return _model(options)
 
 
 def _refuse_model_options(options: argparse.Namespace) -> None:
     words = model_options(options)
     words += ["--microbatches"] if options.microbatches > 1 else []
-    words += ["--global-batch"] if options.global_batch is not None else []
     if words:
         raise InputError(f"{options.what} says itself what it was made from; leave {words[0]} out, or name the model instead")
 

@@ -10,7 +10,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import load, print_json, say
+from rlplace.cli.common import load, microbatch, print_json, say
 from rlplace.errors import InputError, RlplaceError
 from rlplace.plan.prediction import Prediction
 from rlplace.text import ms
@@ -95,7 +95,7 @@ def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | 
     where = "cpu" if options.replay is None else "meta"  # what only sleeps needs no values
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        loaded = load_model(options.model, batch=options.batch, seq=options.seq, dtype=options.dtype, device=where)
+        loaded = load_model(options.model, batch=microbatch(options), seq=options.seq, dtype=options.dtype, device=where)
     live = LiveOptions(optimizer=options.optimizer, replay=options.replay is not None, engine=options.engine)
     return problem, open_service(loaded, problem, device, live, slept=slept)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import add_model_options, positive, pricing_flags, print_json, print_table, say, seconds
+from rlplace.cli.common import add_model_options, microbatch, positive, pricing_flags, print_json, print_table, say, seconds
 from rlplace.errors import InputError
 from rlplace.text import ms
 
@@ -86,7 +86,7 @@ def _measure_model(options: argparse.Namespace) -> int:
     say(f"timing {options.model} on {device}")
     measurement = load_and_measure(
         options.model,
-        batch=options.global_batch or options.batch,
+        batch=microbatch(options),
         seq=options.seq,
         dtype=options.dtype,
         optimizer=options.optimizer,

@@ -13,7 +13,7 @@ from rlplace.text import gb
 
 if TYPE_CHECKING:
     from rlplace.cost.footprint import Footprint
-    from rlplace.placing import Placed
+    from rlplace.placements import Placed
 
 KERNELS = ("foreach", "fused", "single")
 

@@ -1,16 +1,18 @@
-"""``rlplace place``: from a model and a cluster to a plan."""
+"""``rlplace place``: from a model and a cluster to a plan, the whole strategy or a placement."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from rlplace.cli.common import (
+    GRANULARITY,
     add_model_options,
     check_agent,
     compile_first,
@@ -24,16 +26,15 @@ from rlplace.cli.common import (
     seconds,
 )
 from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, warn_of_update, with_memory
-from rlplace.cli.strategies import count, show_strategies
-from rlplace.cli.strategy import PLACEMENT, place_strategy, show_strategy
+from rlplace.cli.strategy import machine_of, place_strategy, show_strategy
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
-from rlplace.schedule import FREE_SCHEDULES
+from rlplace.schedule import FREE_SCHEDULES, PIPELINE_SCHEDULES, schedule_named
 from rlplace.text import gb, ms
 
-HELP = "plan where every part of a model runs"
+HELP = "plan how the devices of a cluster train a model"
 EXAMPLE = "example: rlplace place hf:gpt2 --cluster a100-80g:4 --out gpt2.plan.json"
 
 
@@ -46,24 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cluster", metavar="C", help="KIND:COUNT, KIND:HOSTSxCOUNT, joined by +; host (default); *.toml")
     parser.add_argument("--planner", default="agent", metavar="NAME", help="planner (agent); 'rlplace info' lists them")
-    parser.add_argument("--agent", default="default", metavar="NAME", help="checkpoint name or folder (default)")
+    parser.add_argument("--agent", metavar="NAME", help="places groups: checkpoint name or folder (default)")
     parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner (5)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
-    parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of --batch samples (1)")
-    parser.add_argument(
-        "--schedule", choices=FREE_SCHEDULES, help="how micro-batches take turns (the planner's own way, mostly list)"
-    )
-    parser.add_argument(
-        "--batch-curve",
-        metavar="FILE",
-        help="epochs by global batch: --batch is then of a replica, the number of replicas is chosen",
-    )
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="micro-batches of a replica (chosen)")
+    schedules = list(dict.fromkeys((*PIPELINE_SCHEDULES, *FREE_SCHEDULES)))
+    parser.add_argument("--schedule", choices=schedules, help="how micro-batches take turns (chosen)")
+    parser.add_argument("--batch-curve", metavar="FILE", help="epochs by batch: the batch is chosen, too, from --batch (8) up")
     parser.add_argument(
         "--space",
         metavar="S",
-        help='choose the whole strategy of --global-batch samples: auto, all, or "tensor=1,2 sharding=0"; placement (default)',
+        help='what may be chosen: auto (default, all that can run), all, or "tensor=1,2 sharding=0"; placement: groups instead',
     )
-    parser.add_argument("--calls", type=positive, metavar="N", help="with --space: strategies to evaluate at most")
+    parser.add_argument("--calls", type=positive, metavar="N", help="strategies to evaluate at most")
     add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     parser.add_argument("--json", action="store_true", help="print what the plan file holds")
@@ -73,45 +69,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.files import check_output
-    from rlplace.placing import place_priced
-    from rlplace.planners import get_planner
-    from rlplace.planners.strategy.efficiency import BatchCurve
 
     if options.out:
         check_output(options.out)
-    if options.space not in (None, PLACEMENT):
-        return _run_strategy(options)
-    if options.calls is not None:
-        raise InputError("--calls counts strategies; give --space as well, or leave it out")
     check_memory_options(options)
-    chooser = "--batch-curve" if options.batch_curve else "--global-batch" if options.global_batch is not None else None
-    if chooser and (options.microbatches > 1 or options.schedule):
-        raise InputError(
-            f"{chooser} chooses micro-batches and schedule itself; leave it out, or leave out --microbatches and --schedule"
-        )
-    if options.batch_curve and options.global_batch is not None:
-        raise InputError("--batch-curve chooses the global batch, --batch samples a replica; leave --global-batch out")
-    curve = BatchCurve.load(options.batch_curve) if options.batch_curve else None
-    get_planner(options.planner)
+    reason = _why_placement(options)
+    if reason is None:
+        plan = place_strategy(options)
+        show = functools.partial(show_strategy, plan, machine_of(options))
+    else:
+        plan, show = _place_groups(options, reason)
+    if options.out:
+        plan.save(options.out)
+        say(f"wrote {options.out}")
+    if options.json:
+        print_json(plan.to_dict())
+    else:
+        show()
+    return 0
+
+
+def _why_placement(options: argparse.Namespace) -> str | None:
+    """Why it is placements that are asked for; None: whole strategies are."""
+    from rlplace.placing import PLACEMENT, why_placement
+
+    if options.model.endswith(".problem.json"):
+        if options.space not in (None, PLACEMENT):
+            raise InputError(f"{options.model} is placed group by group; leave --space out, or name the model instead")
+        return why_placement(options.planner, PLACEMENT) and "a problem file has groups only"
+    only = [f"--{name.replace('_', '-')}" for name, default in _OF_PLACEMENTS.items() if getattr(options, name) != default]
+    if options.schedule not in (None, *PIPELINE_SCHEDULES):
+        only.append(f"--schedule {options.schedule}")
+    return why_placement(options.planner, options.space, only)
+
+
+_OF_PLACEMENTS: dict[str, Any] = {"agent": None, "memory": False, "granularity": GRANULARITY, "weight_gradients": False}
+"""Options that belong to placements alone, with their defaults."""
+
+
+def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
+    """The answer to the question of placements, and what prints it."""
+    from rlplace.placements import place_priced
+
+    for name in ("calls", "batch_curve"):
+        if getattr(options, name) is not None:
+            raise InputError(
+                f"--{name.replace('_', '-')} is for whole strategies, these are placements ({reason}); leave it out"
+            )
+    agent = options.agent or "default"
     if options.planner == "agent":
-        check_agent(options.agent)
+        check_agent(agent)
         compile_first()
     loaded = load(options.model, options.cluster, options)
-    extra: dict[str, Any] = {"agent": options.agent} if options.planner == "agent" else {}
-    if options.microbatches > 1:
+    extra: dict[str, Any] = {"agent": agent} if options.planner == "agent" else {}
+    if (options.microbatches or 1) > 1:
         extra["microbatches"] = options.microbatches
     if options.schedule:
+        schedule_named(options.schedule, FREE_SCHEDULES, "schedule of placements")
         extra["schedule"] = options.schedule
     say(f"planning with {options.planner}")
     try:
         placed = place_priced(
-            loaded.priced,
-            planner=options.planner,
-            seed=options.seed,
-            time_limit_s=options.time_limit,
-            global_batch=options.global_batch,
-            batch_curve=curve,
-            **extra,
+            loaded.priced, planner=options.planner, seed=options.seed, time_limit_s=options.time_limit, **extra
         )
     except InfeasibleError as error:
         raise InfeasibleError(
@@ -124,39 +143,25 @@ def run(options: argparse.Namespace) -> int:
         plan, footprints = with_memory(placed, options)
     else:
         warn_of_update(placed, options)
-    if options.out:
-        plan.save(options.out)
-        say(f"wrote {options.out}")
+    question = f"question: which device each group of a micro-batch runs on ({reason})"
     if options.json:
-        print_json(plan.to_dict())
-    else:
+        say(question)
+
+    def show() -> None:
         _show(plan, placed.problem)
+        print(question + ("" if loaded.graph is None else "; --space auto asks for the whole strategy"))
         if footprints is not None:
             print()
             show_memory(footprints)
-    return 0
 
-
-def _run_strategy(options: argparse.Namespace) -> int:
-    """The verb with a space of strategies."""
-    from rlplace.cluster.parse import parse
-
-    plan = place_strategy(options)
-    if options.out:
-        plan.save(options.out)
-        say(f"wrote {options.out}")
-    if options.json:
-        print_json(plan.to_dict())
-    else:
-        show_strategy(plan, parse(options.cluster or "host"))
-    return 0
+    return plan, show
 
 
 def _explain_command(options: argparse.Namespace) -> str:
     """The command that looks for what would make the model fit."""
     words = ["rlplace", "explain", options.model]
     words += ["--cluster", options.cluster] if options.cluster else []
-    words += [f"--microbatches={options.microbatches}"] if options.microbatches > 1 else []
+    words += [f"--microbatches={options.microbatches}"] if (options.microbatches or 1) > 1 else []
     return shlex.join([*words, *model_options(options)])
 
 
@@ -175,8 +180,6 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
         rows.append([device.name, device.kind or "-", groups, gb(peaks[index]), gb(limit), share])
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
-    if predicted.strategies:
-        show_strategies(predicted.strategies)
     if plan.shards:
         cut = [math.prod(dims.values()) for dims in plan.shards.values()]
         print(f"{sum(parts > 1 for parts in cut)} of {problem.num_ops} ops are cut, into up to {max(cut)} parts")
@@ -235,6 +238,9 @@ def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
         return
     ratio = quickest / plan.predicted.step_s
     line = f"one device with room for all would take {ms(quickest)} ms: {used} devices are {ratio:.2f} times as fast"
-    if ratio < 0.75 * used and not plan.predicted.strategies:
-        line += "; with --global-batch the batch is split over replicas and micro-batches where that is quicker"
     print(line)
+
+
+def count(number: int, word: str, plural: str = "s") -> str:
+    """A number and its word: 1 replica, 2 replicas."""
+    return f"{number} {word}" + (plural if number != 1 else "")

@@ -1,12 +1,20 @@
-"""``rlplace place --space``: the whole strategy of a step, and what its rivals would take."""
+"""``rlplace place``: the whole strategy of a step, and what its rivals would take."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlplace.cli.common import capture_model, check_costs, print_table, say
+from rlplace.cli.common import (
+    MICROBATCH,
+    basis_words,
+    capture_model,
+    check_costs,
+    note_old_reading,
+    print_table,
+    say,
+)
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
@@ -14,11 +22,12 @@ from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.text import gb, ms
 
-PER_DEVICE = 8
-"""Samples a step for each device where --global-batch does not say."""
 
-PLACEMENT = "placement"
-"""The space that is the other question: groups of one micro-batch on devices."""
+def machine_of(options: argparse.Namespace) -> Cluster:
+    """The cluster of the options; this machine where they name none."""
+    from rlplace.cluster.parse import parse
+
+    return parse(options.cluster or "host")
 
 
 def place_strategy(options: argparse.Namespace) -> PlacementPlan:
@@ -27,38 +36,27 @@ def place_strategy(options: argparse.Namespace) -> PlacementPlan:
     Raises:
         InputError: They contradict each other.
     """
-    from rlplace.cluster.parse import parse
-    from rlplace.placing import strategy_of
+    from rlplace.placing import EVERYTHING, FIXED, PER_DEVICE, allowed_space, default_batch, strategy_of
+    from rlplace.strategy.efficiency import BatchCurve
 
-    if options.model.endswith(".problem.json"):
-        raise InputError(f"{options.model} is placed group by group; leave --space out, or name the model instead")
-    if options.planner not in ("agent", "strategy"):
-        raise InputError(f"--planner {options.planner} places groups; leave it out, or leave --space out")
-    flags = ("microbatches", "schedule", "batch_curve", "memory", "weight_gradients")
-    given = [flag for flag in flags if getattr(options, flag) not in (None, False, 1)]
-    if given:
-        raise InputError(
-            f"--{given[0].replace('_', '-')} belongs to --space placement; restrict the space instead, or leave it out"
-        )
-    machine = parse(options.cluster or "host")
+    note_old_reading(options)
+    space = allowed_space(options.space, {name: getattr(options, name) for name in FIXED})
+    machine = machine_of(options)
     if options.costs:
         check_costs(options.costs, [kind.name for kind in machine.kinds])
-    batch = options.global_batch
-    if batch is None:
-        batch = PER_DEVICE * machine.num_devices
-        say(f"--global-batch: {batch} samples a step, {PER_DEVICE} a device")
-    captured = capture_model(options.model, options)
+    curve = BatchCurve.load(options.batch_curve) if options.batch_curve else None
+    batch = options.batch
+    if batch is None and curve is None:
+        batch = default_batch(machine)
+        say(f"no --batch: {batch} samples a step, {PER_DEVICE} a device")
+    captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
-    limits = {
-        "calls": options.calls,
-        "time_limit_s": options.time_limit,
-        "seed": options.seed,
-        "costs": options.costs,
-        "host": options.host_mode,
-    }
-    space = None if options.space == "auto" else options.space
     model = captured.load()
-    return strategy_of(captured.graph, captured.capture_at, machine, batch, space, limits, model.module, model.example_inputs)
+    return strategy_of(
+        captured.graph, captured.capture_at, machine, batch, space, engine=options.space != EVERYTHING, module=model.module,
+        inputs=model.example_inputs, curve=curve, calls=options.calls, time_limit_s=options.time_limit, seed=options.seed,
+        costs=options.costs, host=options.host_mode,
+    )  # fmt: skip
 
 
 def show_step(strategy: Strategy, predicted: Prediction) -> None:
@@ -68,8 +66,7 @@ def show_step(strategy: Strategy, predicted: Prediction) -> None:
         print("infeasible: it does not fit the devices' memory")
         return
     print(
-        f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s for {strategy.batch} samples "
-        "a step, simulated block by block"
+        f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s for {strategy.batch} samples a step"
     )
 
 
@@ -95,28 +92,44 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
         )
     show_step(plan.strategy, predicted)
     print()
-    _show_rivals(predicted.strategies)
+    print_table(["kind", "step ms", "samples/s", "times", "<its best"], list(_rivals(predicted.strategies)))
+    if predicted.extra.get("batches"):
+        print()
+        _show_batches(predicted.extra["batches"])
     print()
     show_devices(predicted, machine)
-    cut = (
-        ""
-        if predicted.extra.get("complete", True)
-        else "; the search was cut by its budget: --time-limit or --calls give it more"
-    )
-    print(f"{predicted.search_calls} strategies evaluated{cut}")
+    cut = "" if predicted.extra.get("complete", True) else "; cut by its budget: --time-limit or --calls give it more"
+    print(f"planner {plan.planner}: {predicted.search_calls} strategies simulated block by block{cut}")
+    if basis := basis_words((plan.source or {}).get("op_times") or {}):
+        print(f"op times: {basis}")
 
 
-def _show_rivals(entries: Sequence[Mapping[str, Any]]) -> None:
-    """The best of every kind of strategy, the quickest first."""
-    chosen = entries[0]
-    rows, seen = [], set()
+def _rivals(entries: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """A row for the best of every kind of strategy, the quickest first, and for the best uniform one."""
+    from rlplace.strategy.uniform import KINDS
+
+    shown = {}
     for entry in entries:
-        if entry["kind"] in seen:
-            continue
-        seen.add(entry["kind"])
-        step_s, missing = entry["step_time_s"], f"{gb(entry['over_bytes'])} GB too large"
-        figures = ["-", "-", missing]
+        if entry["step_time_s"] is not None or entry["kind"] in KINDS:
+            shown.setdefault(entry["kind"], entry)
+        if entry.get("uniform"):
+            shown.setdefault("best uniform", entry)
+    for kind, entry in shown.items():
+        step_s, words = entry["step_time_s"], entry["words"]
         if step_s is not None:
-            figures = [ms(step_s), f"{entry['samples_per_s']:.2f}", f"{step_s / chosen['step_time_s']:.2f}"]
-        rows.append([entry["kind"], *figures, entry["words"]])
-    print_table(["kind", "step ms", "samples/s", "times", "its best"], rows)
+            figures = [ms(step_s), f"{entry['samples_per_s']:.2f}", f"{step_s / entries[0]['step_time_s']:.2f}", words]
+        else:
+            figures = ["-", "-", "-", entry.get("reason") or f"{gb(entry['over_bytes'])} GB too large: {words}"]
+        yield [kind, *figures]
+
+
+def _show_batches(entries: Sequence[Mapping[str, Any]]) -> None:
+    """What every batch of a batch curve takes."""
+    best_s = min(entry["target_s"] for entry in entries if entry["target_s"] is not None)
+    rows = []
+    for entry in entries:
+        figures = ["-", "-", entry["reason"]]
+        if entry["target_s"] is not None:
+            figures = [ms(entry["step_time_s"]), f"{entry['target_s'] / best_s:.2f}", entry["words"]]
+        rows.append([str(entry["batch"]), f"{entry['epochs']:.3g}", *figures])
+    print_table(["batch", "epochs", "step ms", "time to target", "<its best"], rows)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from rlplace.comparing.records import MAKESPAN, RATE, VIEWS, ComparisonRow, Settings
 from rlplace.errors import InfeasibleError, RlplaceError
-from rlplace.placing import Priced, plan_priced
+from rlplace.placements import Priced, plan_priced
 from rlplace.plan import PlacementPlan
 from rlplace.planners import PLANNERS, get_planner, takes_microbatches
 from rlplace.planners.attempt import FAILED, MISSING, OK, Attempt, attempt

@@ -13,7 +13,7 @@ from rlplace.comparing.store import Store
 from rlplace.comparing.summary import References, summarize
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError, RlplaceError
-from rlplace.placing import Priced
+from rlplace.placements import Priced
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
 from rlplace.planners.attempt import OK
 from rlplace.planners.common.bounds import device_time_s, finite, least_devices, lower_bounds, memory_forced

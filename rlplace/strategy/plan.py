@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,20 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.cost.compute import VERSION
 from rlplace.cost.foreign import as_costs
+from rlplace.cost.price import kind_times
 from rlplace.cost.table import CostTable
 from rlplace.graph.opgraph import OpGraph
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy, uniform_words
+from rlplace.strategy.batches import search_batches
+from rlplace.strategy.efficiency import BatchCurve
 from rlplace.strategy.evaluate import Evaluation, Evaluator
 from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.search import Answer, search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question, Tried
-from rlplace.strategy.uniform import kind_of
+from rlplace.strategy.uniform import KINDS, kind_of
 
 EXECUTOR = "blocks"
 """Who simulated the step, in predictions."""
@@ -46,6 +49,7 @@ def plan_strategy(
     only: Collection[str] | None = None,
     costs: CostTable | str | Path | None = None,
     host: str = "eager",
+    curve: BatchCurve | None = None,
 ) -> PlacementPlan:
     """The best strategy for a step of `batch` samples.
 
@@ -63,6 +67,7 @@ def plan_strategy(
         only: Paths of modules whose weights a tensor group may cut; None: all.
         costs: See `rlplace.price`; so is `host`.
         host: See `costs`.
+        curve: Epochs by batch: `batch` is then the smallest of those from which one is chosen (`rlplace.strategy.batches`).
 
     Returns:
         A plan whose prediction lists its rivals (``predicted.strategies``): the next best, and the best of each kind.
@@ -75,7 +80,11 @@ def plan_strategy(
     names = blocks.names
     excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
     question = Question(Evaluator(blocks, cluster), batch, space or Space(), excluded)
-    answer = search(question, calls=calls, time_limit_s=time_limit_s)
+    extra: dict[str, Any] = {}
+    if curve is None:
+        answer = search(question, calls=calls, time_limit_s=time_limit_s)
+    else:
+        question, answer, extra["batches"] = search_batches(question, curve, calls=calls, time_limit_s=time_limit_s)
     source = {
         "graph": None if graph.source is None else dict(graph.source),
         "capture": dict(graph.capture),
@@ -85,27 +94,29 @@ def plan_strategy(
         "costs": {"path": str(costs) if isinstance(costs, (str, Path)) else None, "fingerprint": as_costs(costs).fingerprint},
         "host": host,
         "cost_version": VERSION,
+        "op_times": {name: times.shares() for name, times in kind_times(graph, cluster, as_costs(costs), host=host).items()},
     }
     asked = {key: source[key] for key in ("graph_fingerprint", "cluster_fingerprint", "costs", "host", "cost_version")}
     return PlacementPlan(
-        problem=hashlib.sha256(json.dumps({**asked, "batch": batch}, sort_keys=True).encode()).hexdigest(),
+        problem=hashlib.sha256(json.dumps({**asked, "batch": question.batch}, sort_keys=True).encode()).hexdigest(),
         planner="strategy",
         seed=seed,
         device_of_group=np.zeros(0, dtype=np.int32),
         strategy=answer.ranked[0].draft.strategy(names),
         source=source,
-        predicted=predict(question, answer),
+        predicted=predict(question, answer, **extra),
     )
 
 
-def predict(question: Question, answer: Answer) -> Prediction:
-    """What the best draft takes, with its rivals."""
+def predict(question: Question, answer: Answer, **extra: Any) -> Prediction:
+    """What the best draft takes, with its rivals; `extra` is told beside."""
     best = answer.ranked[0]
-    chosen = dict.fromkeys([*answer.ranked[: 1 + RANKED], *sorted(answer.of_kinds.values(), key=lambda tried: tried.key)])
+    kinds = sorted(answer.of_kinds.values(), key=lambda tried: tried.key)
+    chosen = dict.fromkeys([*answer.ranked[: 1 + RANKED], *filter(None, [answer.uniform]), *kinds])
     return prediction(question.scores.evaluate(best.draft), question.batch).told(
         search_calls=answer.calls,
-        extra={"complete": answer.complete},
-        strategies=tuple(_entry(question, tried) for tried in chosen),
+        extra={"complete": answer.complete, **extra},
+        strategies=(*(_entry(question, tried, answer) for tried in chosen), *_missing(question, answer)),
     )
 
 
@@ -122,7 +133,7 @@ def prediction(said: Evaluation, batch: int) -> Prediction:
     )
 
 
-def _entry(question: Question, tried: Tried) -> Mapping[str, Any]:
+def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any]:
     """A strategy as plans list it."""
     strategy = tried.draft.strategy(question.costs.names)
     return {
@@ -132,5 +143,23 @@ def _entry(question: Question, tried: Tried) -> Mapping[str, Any]:
         "step_time_s": tried.step_s if tried.fits else None,
         "samples_per_s": question.batch / tried.step_s if tried.fits else None,
         "over_bytes": int(tried.over_bytes),
+        "reason": tried.reason or None,
+        "uniform": tried is answer.uniform,
         "strategy": strategy.to_dict(),
     }
+
+
+def _missing(question: Question, answer: Answer) -> Iterator[Mapping[str, Any]]:
+    """An entry for every kind with one dimension of which nothing was evaluated, with the reason."""
+    for kind in KINDS:
+        if kind in answer.of_kinds:
+            continue
+        if question.cluster.num_devices == 1:
+            reason = "needs two devices"
+        elif not answer.complete:
+            reason = "not evaluated: the budget ended before"
+        elif question.space.text():
+            reason = "left out by the space"
+        else:
+            reason = f"no degree divides a batch of {question.batch} over these devices"
+        yield {"kind": kind, "words": "", "step_time_s": None, "samples_per_s": None, "over_bytes": 0, "reason": reason}

@@ -31,14 +31,18 @@ class Answer:
 
     Attributes:
         ranked: Drafts that fit, the best first.
+        uniform: The best uniform one that fits; None where none was found.
         of_kinds: The best of every kind, by its name; see `kind_of`. Kinds of which nothing fits have their nearest miss.
+        refused: Why one of a kind cannot run, by its name.
         calls: Evaluations.
         complete: Whether it ended by itself and was not cut by its budget.
         reasons: Why drafts were left out, with how many of each.
     """
 
     ranked: tuple[Tried, ...]
+    uniform: Tried | None
     of_kinds: dict[str, Tried]
+    refused: dict[str, str]
     calls: int
     complete: bool
     reasons: dict[str, int]
@@ -57,9 +61,10 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
         InfeasibleError: None fits.
     """
     tries = Tries(question, calls=calls, time_limit_s=time_limit_s)
-    complete = True
+    complete, uniform = True, None
     try:
         try_uniform(tries)
+        uniform = tries.best
         balance = Balance(question.costs, question.cluster)
         for start in list(starts(tries)):
             climb(tries, start, balance)
@@ -69,8 +74,11 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     ranked = tuple(tried for tried in known if tried.fits)
     if not ranked:
         raise _nothing(tries)
+    uniform = uniform or tries.best  # where the budget ended among them
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
-    return Answer(ranked, of_kinds, tries.calls, complete, tries.reasons)
+    refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
+    uniform = uniform if uniform is not None and uniform.fits else None
+    return Answer(ranked, uniform, of_kinds, refused, tries.calls, complete, tries.reasons)
 
 
 def climb(tries: Tries, start: Tried, balance: Balance) -> Tried:

@@ -36,6 +36,7 @@ class Space(Record, frozen=True):
         recompute: What blocks may run again: none, selective, full.
         offload: What of blocks may live in host memory: none, optimizer, all.
         microbatch: Samples of one pass of one replica.
+        microbatches: Passes of one replica in a step.
 
     Raises:
         InputError: A value is out of range or unknown.
@@ -53,6 +54,7 @@ class Space(Record, frozen=True):
     recompute: Annotated[tuple[Literal["none", "selective", "full"], ...], _Some] | None = None
     offload: Annotated[tuple[Literal["none", "optimizer", "all"], ...], _Some] | None = None
     microbatch: _Counts = None
+    microbatches: _Counts = None
 
     def __post_init__(self) -> None:
         check_record(self, "space")
@@ -113,4 +115,7 @@ class Space(Record, frozen=True):
         ):
             if not all(self.allows(key, words[number]) for number in set(chosen)):
                 return key
-        return None if all(self.allows("microbatch", size) for size in draft.microbatch) else "microbatch"
+        for key, counts in (("microbatch", draft.microbatch), ("microbatches", draft.microbatches)):
+            if not all(self.allows(key, count) for count in counts):
+                return key
+        return None

@@ -70,11 +70,13 @@ class Tried:
         draft: The draft.
         step_s: Seconds of a step; inf where it cannot run.
         over_bytes: Bytes over capacity.
+        reason: Why it cannot run; empty where it can.
     """
 
     draft: Draft
     step_s: float
     over_bytes: float
+    reason: str = ""
 
     @property
     def fits(self) -> bool:
@@ -90,7 +92,7 @@ class Tried:
 
 
 class Tries:
-    """Evaluates drafts within a budget.
+    """Evaluates drafts within a budget; seconds run from the end of the first evaluation, which may compile the executor.
 
     Attributes:
         question: What is asked.
@@ -105,7 +107,8 @@ class Tries:
         self.best: Tried | None = None
         self.reasons: dict[str, int] = {}
         self._most = math.inf if calls is None else calls
-        self._end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+        self._limit_s = math.inf if time_limit_s is None else time_limit_s
+        self._end_s = math.inf
         self._known: dict[Draft, Tried] = {}
 
     def left(self) -> bool:
@@ -117,12 +120,12 @@ class Tries:
         """All that were evaluated, the best first."""
         return sorted(self._known.values(), key=lambda tried: tried.key)
 
-    def refused(self, draft: Draft) -> bool:
-        """Whether space, costs or engine exclude a draft, or it contradicts itself; the reason is counted."""
+    def refused(self, draft: Draft) -> str | None:
+        """Why space, costs or engine exclude a draft, or it contradicts itself; the reason is counted."""
         reason = self._reason(draft)
         if reason is not None:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        return reason is not None
+        return reason
 
     def _reason(self, draft: Draft) -> str | None:
         question = self.question
@@ -144,8 +147,8 @@ class Tries:
         """
         if draft in self._known:
             return self._known[draft]
-        if self.refused(draft):
-            tried = Tried(draft, math.inf, 0.0)
+        if (reason := self.refused(draft)) is not None:
+            tried = Tried(draft, math.inf, 0.0, reason)
         else:
             if not self.left():
                 raise OutOfBudgetError
@@ -155,8 +158,10 @@ class Tries:
             except InputError as error:  # the schedule cannot run so many stages or micro-batches
                 reason = str(error)
                 self.reasons[reason] = self.reasons.get(reason, 0) + 1
-                tried = Tried(draft, math.inf, 0.0)
+                tried = Tried(draft, math.inf, 0.0, reason)
         self._known[draft] = tried
+        if self.calls == 1 and math.isinf(self._end_s):
+            self._end_s = time.monotonic() + self._limit_s
         if self.best is None or tried.key < self.best.key:
             self.best = tried
         return tried

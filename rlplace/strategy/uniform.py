@@ -173,6 +173,8 @@ def options(question: Question, shape: Shape, balance: Balance) -> Iterator[Opti
     kinds, order = balance.kinds(shape.devices, shape.places), place_order(shape)
     for samples in space.only("microbatch", divisors(share)):
         count = share // samples
+        if not space.allows("microbatches", count):
+            continue
         if count > 1 << 12 or (samples & (samples - 1) and samples != share and space.microbatch is None):
             continue  # of micro-batch sizes that divide the share: powers of two, and the whole
         if not balance.can_cut(shape.cut(samples)):

@@ -107,15 +107,6 @@ def test_planners_keep_their_own_schedule_unless_one_is_named(capsys, problem_fi
         assert code == 0 and f"4 micro-batches of 8, schedule {expected}" in out
 
 
-def test_a_global_batch_is_not_advised_to_those_who_gave_one(capsys, tmp_path):
-    problem_file = str(tmp_path / "x.problem.json")
-    random_problem(3, num_groups=12, num_devices=4, shape="branchy").save(problem_file)
-    _, plain, _ = run(capsys, "place", problem_file, "--planner", "best")
-    _, given, _ = run(capsys, "place", problem_file, "--planner", "best", "--global-batch", "8")
-    assert "times as fast; with --global-batch" in plain
-    assert "chosen: model parallel" in given and "times as fast\n" in given
-
-
 def test_the_finer_simulation_names_devices_that_are_too_small():
     problem = random_problem(3, num_groups=12, num_devices=2, memory_factor=2.0)
     limits = [device.memory_bytes for device in problem.devices]

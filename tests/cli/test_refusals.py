@@ -17,7 +17,6 @@ TUNE = "finetune zoo:moe_toy,width=64,layers=2,experts=4"
 REPORT = "report one.plan.json --problem x.problem.json --out r.html"
 EXPLAIN = "explain one.plan.json --problem x.problem.json"
 COMPARE = "compare x.problem.json"
-ONE_BATCH = f"place {TINY} --cluster a100-80g:2 --seq 16 --planner pase --global-batch 16"
 SIZES = ("--batch 16", "--seq 64", "--dtype bf16", "--optimizer sgd", "--granularity 20")
 PRICES = ("--autocast bf16", "--master-weights", "--costs c", "--host-mode compiled")
 CASES = [
@@ -34,8 +33,11 @@ CASES = [
     ("place x --time-limit 1e400", "--time-limit"),
     ("place x --time-limit soon", "--time-limit"),
     ("place x --dtype fp31", "--dtype"),
-    ("place x --global-batch 8 --microbatches 2", "--global-batch"),
-    ("place x --global-batch 8 --schedule 1f1b", "--global-batch"),
+    ("place x --planner heft --batch 9 --microbatches 2", "use a batch of 8"),
+    ("place x --planner heft --calls 3", "--calls is for whole strategies"),
+    ("place x --planner heft --space auto", "places groups one by one"),
+    ("place x --space tensor=0", "tensor"),
+    ("place x --space microbatch=2 --microbatch 4", "microbatch stands twice"),
     ("place hf:gpt3", "did you mean"),
     ("place zoo:incepton", "did you mean 'inception'"),
     (f"place {TINY} --cluster a100-8g:4", "did you mean"),
@@ -48,7 +50,6 @@ CASES = [
     (f"{PLACE} --alloc-conf expandable_segments:True", "add --memory"),
     (f"{PLACE} --optimizer-kernel fused", "add --memory"),
     (f"{PLACE} --master-weights", "float32 already"),
-    (ONE_BATCH, "leave a global batch out and set the batch"),
     *((f"place x.problem.json --planner single {o}", f"has its own sizes; leave {o.split()[0]} out") for o in SIZES),
     *((f"place x.problem.json --planner single {o}", f"is priced already; leave {o.split()[0]} out") for o in PRICES),
     ("simulate a.problem.json b.plan.json", "cannot be read"),
@@ -61,7 +62,6 @@ CASES = [
     (f"{COMPARE} --cluster a100-80g:2", "their own devices"),
     (f"{COMPARE} --out rows.txt", "*.json or *.jsonl"),
     (f"{COMPARE} --csv /nowhere/rows.csv", "no folder"),
-    (f"{COMPARE} --split --global-batch 16", "leave it out"),
     (f"{COMPARE} --schedule 1f1b", "give their number"),
     ("train --fit-steps -3", "--fit-steps"),
     ("train --device foo --out /nowhere", "foo"),
@@ -89,11 +89,11 @@ CASES = [
     (f"{EXPLAIN} --microbatches 4", "leave --microbatches out"),
     ("explain x.problem.json --group group3", "--group goes with a plan file"),
     ("explain x.problem.json --problem x.problem.json", "--problem goes with a plan file"),
-    ("explain x.problem.json --global-batch 8", "leave --global-batch out"),
+    ("explain x.problem.json --global-batch 8", "leave --batch out"),
     ("diff one.plan.json two.plan.json" + 3 * " --problem x.problem.json", "at most twice"),
     ("diff one.plan.json foreign.plan.json --problem x.problem.json", "give --problem twice"),
 ]
-LATE = ("place hf:gpt3", "place zoo:incepton", f"{PLACE} --master-weights", f"{EXPLAIN} --group group33", ONE_BATCH)
+LATE = ("place hf:gpt3", "place zoo:incepton", f"{PLACE} --master-weights", f"{EXPLAIN} --group group33")
 """Refused when the model or the step is looked at, which is announced."""
 
 

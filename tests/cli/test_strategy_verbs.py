@@ -11,7 +11,7 @@ from command import run
 import rlplace
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=64,n_head=2,vocab_size=512"
-ASKED = ["place", MODEL, "--cluster", "a100-80g:2", "--batch", "4", "--seq", "32", "--global-batch", "8", "--calls", "40"]
+ASKED = ["place", MODEL, "--cluster", "a100-80g:2", "--batch", "8", "--seq", "32", "--calls", "40"]
 ASKED += ["--time-limit", "300"]
 
 

@@ -15,7 +15,7 @@ from rlplace.cost.price import price
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError, MissingError
 from rlplace.graph.capture import capture
-from rlplace.placing import Priced
+from rlplace.placements import Priced
 from rlplace.plan import make_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.planners import PLANNERS, get_planner

@@ -219,7 +219,7 @@ def test_capture_price_and_place_keep_the_description_and_the_fingerprint():
 
 def test_a_plan_for_another_micro_batch_size_describes_that_one():
     model, inputs = nested(batch=8)
-    plan = rlplace.place(model, "a100-80g:2", example_inputs=inputs, planner="heft", global_batch=32)
+    plan = rlplace.place(model, "a100-80g:2", example_inputs=inputs, planner="heft", batch=32)
     _, found = described_inputs(plan.source["graph"]["inputs"])
     samples = 32 // (plan.microbatches * len(plan.replicas or [0]))
     assert found["x"].shape == (samples, 3)

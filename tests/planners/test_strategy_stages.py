@@ -15,13 +15,13 @@ from rlplace.errors import InputError
 from rlplace.planners import takes_microbatches
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.strategy.choices import StageLayout, Strategy
-from rlplace.planners.strategy.efficiency import BatchCurve
 from rlplace.planners.strategy.one import place_one, problem_of_replica
 from rlplace.planners.strategy.stages import contiguous_parts, other_schedules
 from rlplace.planners.strategy.sweep import place_strategies
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from rlplace.strategy.efficiency import BatchCurve
 
 
 @pytest.mark.parametrize("seed", range(6))

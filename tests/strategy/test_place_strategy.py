@@ -13,6 +13,8 @@ from rlplace.cli.main import main
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import OpGraph
 from rlplace.plan.strategy import Strategy
+from rlplace.strategy.efficiency import BatchCurve
+from rlplace.strategy.uniform import KINDS
 from rlplace.zoo import load_model
 
 GPT2 = "hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=1024"
@@ -78,22 +80,80 @@ def test_a_space_is_kept(graph: OpGraph) -> None:
 
 def test_what_cannot_be_asked_is_refused(graph: OpGraph) -> None:
     problem = rlplace.price(graph, CLUSTER)
+    curve = BatchCurve(points=((8, 1),))
     for target, how, reason in (
-        (graph, {"space": "tensor=1"}, "give batch, too"),
         (graph, {"batch": 0}, "batch must be a whole number from 1"),
-        (graph, {"batch": 32, "planner": "metis"}, "a whole strategy is found by the planner 'strategy'"),
-        (graph, {"batch": 32, "global_batch": 32}, "leave global_batch, batch_curve"),
+        (graph, {"space": "all", "planner": "metis"}, "planner metis places groups one by one and knows no strategies"),
+        (graph, {"space": "auto", "agent": "mine"}, "agent belongs to placements"),
+        (graph, {"space": "placement", "planner": "strategy"}, "planner strategy places no groups"),
+        (graph, {"planner": "heft", "batch_curve": curve}, "a batch curve chooses among whole strategies"),
+        (graph, {"planner": "heft", "batch": 30, "microbatches": 4}, "use a batch of 28"),
+        (graph, {"planner": "heft", "batch": 32}, "the graph has micro-batches of 4 samples, 32 are asked for"),
+        (
+            graph,
+            {"planner": "heft", "batch": 8, "microbatch": 4, "microbatches": 3},
+            "3 micro-batches of 4 samples are no step of 8",
+        ),
+        (graph, {"space": "microbatch=4", "microbatch": 2}, "microbatch stands twice"),
         (graph, {"batch": 30}, "use a batch of 28|use a batch of 32"),
+        (graph, {"batch": 32, "space": "tensor=3"}, "relax tensor=3 first"),
         (problem, {"batch": 32}, "a problem's groups are placed one by one"),
+        (problem, {"space": "auto"}, "a problem's groups are placed one by one"),
     ):
         with pytest.raises(InputError, match=reason):
             rlplace.place(target, None if target is problem else CLUSTER, **how)
 
 
+def test_which_question_is_asked(graph: OpGraph) -> None:
+    """Planners that place groups, and options of theirs, ask for placements; all else for strategies, by who can answer."""
+    for how in ({"planner": "heft"}, {"space": "placement", "planner": "best"}, {"planner": "best", "weight_gradients": True}):
+        plan = rlplace.place(graph, CLUSTER, **how)
+        assert plan.strategy is None and len(plan.device_of_group) and plan.planner == how["planner"]
+    for planner in ("agent", "best", "strategy"):
+        plan = rlplace.place(graph, CLUSTER, planner=planner, calls=5)
+        assert plan.strategy is not None and plan.planner == "strategy"
+        assert plan.strategy.batch == 16  # the graph's own 4 samples a device
+
+
+def test_what_is_fixed_is_kept(graph: OpGraph) -> None:
+    plan = rlplace.place(graph, CLUSTER, batch=32, calls=40, microbatches=4, schedule="1f1b", space="pipeline=2")
+    assert plan.strategy is not None
+    (pipeline,) = plan.strategy.pipelines
+    assert (pipeline.microbatch, pipeline.microbatches, pipeline.schedule) == ((4,), (4,), "1f1b")
+
+
+def test_rivals_are_named_with_their_reason(graph: OpGraph) -> None:
+    """Whether or not they can run, fit or are allowed."""
+    said = rlplace.place(graph, CLUSTER, batch=32, calls=60, space="tensor=1").predicted.strategies
+    kinds = {entry["kind"]: entry for entry in reversed(said)}
+    assert kinds["tensor parallel"]["reason"] == "left out by the space"
+    assert all(entry["step_time_s"] is not None or entry["reason"] or entry["over_bytes"] for entry in said)
+    (uniform,) = [entry for entry in said if entry.get("uniform")]
+    assert uniform["step_time_s"] >= said[0]["step_time_s"]
+    alone = {
+        entry["kind"]: entry["reason"] for entry in rlplace.place(graph, "a100-80g:1", batch=32, calls=9).predicted.strategies
+    }
+    assert alone == {"one device": None, **dict.fromkeys(KINDS[1:], "needs two devices")}
+
+
+def test_a_batch_curve_chooses_the_batch(gpt2: tuple[nn.Module, dict]) -> None:
+    """Where epochs do not rise a larger batch wins, where they rise with the batch the smallest does."""
+    module, inputs = gpt2
+    arguments = {"example_inputs": inputs, "batch": 4, "calls": 90, "time_limit_s": None}
+    level = rlplace.place(module, CLUSTER, batch_curve=BatchCurve(points=((4, 10),)), **arguments)
+    steep = rlplace.place(module, CLUSTER, batch_curve=BatchCurve(points=((4, 10), (8, 30), (16, 90))), **arguments)
+    assert level.strategy is not None and steep.strategy is not None
+    assert (level.strategy.batch, steep.strategy.batch) == (16, 4)
+    for plan in (level, steep):
+        tried = plan.predicted.extra["batches"]
+        assert [entry["batch"] for entry in tried] == [4, 8, 16]
+        best = min(tried, key=lambda entry: entry["epochs"] * entry["step_time_s"] / entry["batch"])
+        assert best["batch"] == plan.strategy.batch and best["step_time_s"] == plan.predicted.step_time_s
+
+
 def test_the_verb_says_it_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.plan.json"
-    words = ["place", GPT2, "--cluster", CLUSTER, "--seq", "64", "--space", "auto", "--global-batch", "32"]
-    words += ["--calls", "60"]
+    words = ["place", GPT2, "--cluster", CLUSTER, "--seq", "64", "--global-batch", "32", "--calls", "60"]
     assert main([*words, "--out", str(out)]) == 0
     said = capsys.readouterr().out.splitlines()
     plan = rlplace.PlacementPlan.load(out)
@@ -109,9 +169,10 @@ def test_the_verb_says_it_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFi
     ("words", "reason"),
     [
         (["--space", "tensor"], "expected KEY=VALUE"),
-        (["--space", "auto", "--microbatches", "2"], "--microbatches belongs to --space placement"),
-        (["--space", "auto", "--planner", "metis"], "--planner metis places groups"),
-        (["--calls", "3"], "--calls counts strategies"),
+        (["--space", "auto", "--memory"], "--memory belongs to placements"),
+        (["--space", "auto", "--planner", "metis"], "planner metis places groups"),
+        (["--planner", "heft", "--calls", "3"], "--calls is for whole strategies"),
+        (["--planner", "heft", "--batch", "9", "--microbatches", "2"], "use a batch of 8"),
     ],
 )
 def test_options_that_do_not_go_together(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

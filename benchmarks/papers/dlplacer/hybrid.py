@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlplace.planners.strategy.efficiency import BatchCurve
+from rlplace.strategy.efficiency import BatchCurve
 
 
 @dataclass(frozen=True)

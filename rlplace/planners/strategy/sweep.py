@@ -2,7 +2,7 @@
 
 Problem: a step processes G samples. With R replicas of W devices and M micro-batches, a micro-batch has G / (R M) samples,
 which needs a problem priced for that size. All strategies process the same samples, so step times compare. With a curve of
-statistical efficiency (`rlplace.planners.strategy.efficiency`) it is the samples of a replica that are given, larger global
+statistical efficiency (`rlplace.strategy.efficiency`) it is the samples of a replica that are given, larger global
 batches may need more epochs, and what compares is the time to the target: epochs(G) x step time / G (Pal et al., "Optimizing
 multi-GPU parallelization strategies for deep learning training", IEEE Micro 2019).
 
@@ -44,7 +44,7 @@ from rlplace.schedule import LIST, free_schedule
 from rlplace.simulator.tasks import MAX_TASKS
 
 if TYPE_CHECKING:
-    from rlplace.planners.strategy.efficiency import BatchCurve
+    from rlplace.strategy.efficiency import BatchCurve
 
 QUICK = frozenset({*ONE_SHOT, "best", "random"})
 """Planners that are quick enough to be run for every strategy."""

@@ -11,7 +11,7 @@ from benchmarks.papers.bipartition.profile import profile_chain, profile_problem
 from benchmarks.papers.dlplacer.hybrid import Workload, best_split, hybrid_speedup, required_speedup
 from rlplace.errors import InputError
 from rlplace.planners.bipartition.solve import bi_partition, free_workers, kernel_arrays, layer_wise, price_cuts
-from rlplace.planners.strategy.efficiency import BatchCurve
+from rlplace.strategy.efficiency import BatchCurve
 
 PROFILES = Path(__file__).parents[2] / "planners" / "profiles"
 

@@ -18,7 +18,20 @@ MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
 
 
 def place(path, *options, cluster="cpu:2", planner="pipedream"):
-    arguments = ["place", MODEL, "--cluster", cluster, "--planner", planner, "--batch", "2", "--seq", "16", "--out", str(path)]
+    arguments = [
+        "place",
+        MODEL,
+        "--cluster",
+        cluster,
+        "--planner",
+        planner,
+        "--microbatch",
+        "2",
+        "--seq",
+        "16",
+        "--out",
+        str(path),
+    ]
     assert main([*arguments, *options]) == 0
 
 

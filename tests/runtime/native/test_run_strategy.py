@@ -81,7 +81,7 @@ def test_another_strategy_goes_on_from_a_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_what_place_chose_equals_the_plain_model(tmp_path):
     path = tmp_path / "t.plan.json"
-    arguments = ["place", "hf:gpt2," + SIZES.format(2) + PLAIN, "--cluster", "cpu:4", "--global-batch", "8", "--seq", "8"]
+    arguments = ["place", "hf:gpt2," + SIZES.format(2) + PLAIN, "--cluster", "cpu:4", "--batch", "8", "--seq", "8"]
     assert main([*arguments, "--space", "tensor=2 replicate=2 pipeline=1 shard=1", "--out", str(path)]) == 0
     assert PlacementPlan.load(path).strategy.stages[0].mesh == {"replicate": 2, "tensor": 2}
     run_verified(path, "--steps", 3, "--optimizer", "sgd")

@@ -1,0 +1,68 @@
+"""The graphs of a model by batch size, and example inputs of another size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlplace.errors import InputError
+from rlplace.graph.opgraph import OpGraph
+from rlplace.graph.rescale import rescale, two_captures
+
+
+class Graphs:
+    """A model at any batch size: captured twice, it is known at all (`rlplace.graph.rescale`).
+
+    The second capture is made when it is needed. A model whose two captures differ in structure is captured at every size.
+    """
+
+    def __init__(self, whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> None:
+        """Keeps a capture.
+
+        Args:
+            whole: The model, captured.
+            capture_at: Captures it with so many samples.
+        """
+        self._capture_at = capture_at
+        self._kept = {whole.samples: whole}
+        self._pair: tuple[OpGraph, OpGraph] | None = None
+        self._whole = whole
+
+    def __call__(self, samples: int) -> OpGraph:
+        """The graph with so many samples."""
+        if samples not in self._kept:
+            self._kept[samples] = self._graph(samples)
+        return self._kept[samples]
+
+    def _graph(self, samples: int) -> OpGraph:
+        if samples == 1:  # a batch of one takes paths of its own: dimensions of size one broadcast
+            return self._capture_at(1)
+        if self._pair is None:
+            whole, other = two_captures(self._whole, self._capture_at)
+            self._pair = (other, whole) if other.samples < whole.samples else (whole, other)
+        try:
+            return rescale(*self._pair, samples)
+        except InputError:
+            return self._capture_at(samples)
+
+
+def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
+    """Example inputs with another batch size: every tensor whose first dimension is `samples` is cut or repeated.
+
+    Args:
+        inputs: Tensors in tuples, lists and dicts.
+        samples: Batch size of `inputs`.
+        wanted: Batch size of the result.
+    """
+    import torch
+
+    if isinstance(inputs, torch.Tensor):
+        if inputs.dim() == 0 or inputs.shape[0] != samples:
+            return inputs
+        repeats = -(-wanted // samples)
+        return inputs.repeat(repeats, *([1] * (inputs.dim() - 1)))[:wanted]
+    if isinstance(inputs, dict):
+        return {key: resize_batch(value, samples, wanted) for key, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return type(inputs)(resize_batch(value, samples, wanted) for value in inputs)
+    return inputs

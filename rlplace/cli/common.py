@@ -85,8 +85,8 @@ def microbatch(options: argparse.Namespace) -> int:
     """
     from rlplace.placing import microbatch_of
 
-    note_old_reading(options)
     samples = microbatch_of(options.batch, options.microbatch, getattr(options, "microbatches", None) or 1)
+    note_old_reading(options)
     return MICROBATCH if samples is None else samples
 
 

@@ -160,7 +160,11 @@ def test_train_small(capsys, tmp_path):
 def test_model_that_does_not_fit_ends_with_3_and_writes_nothing(capsys, tmp_path):
     plan_file = tmp_path / "p.plan.json"
     big = "hf:gpt2,n_layer=2,n_embd=16384,n_head=16"
-    code, out, err = run(capsys, "place", big, "--cluster", "t4:2", "--seq", "16", "--planner", "best", "--out", str(plan_file))
+    asked = ("place", big, "--cluster", "t4:2", "--seq", "16", "--out", str(plan_file))
+    code, out, err = run(capsys, *asked)
+    assert code == 3 and out == "" and not plan_file.exists()
+    assert "GB over the devices' memory" in last_line(err)
+    code, out, err = run(capsys, *asked, "--space", "placement", "--planner", "best")
     assert code == 3 and out == "" and not plan_file.exists()
     line = last_line(err)
     assert "short" in line and "GB" in line
@@ -229,7 +233,7 @@ def models(tmp_path: Path) -> str:
 
 def test_what_a_model_prints_is_no_result(capsys: pytest.CaptureFixture[str], models: str) -> None:
     code, out, err = run(capsys, "place", f"{models}:good", "--cluster", "l4:2", "--planner", "best", "--json")
-    assert code == 0 and json.loads(out)["planner"] == "best" and "hello from forward" in err
+    assert code == 0 and json.loads(out)["planner"] == "strategy" and "hello from forward" in err
 
 
 def test_capture_that_changes_its_method_is_quiet(capfd: pytest.CaptureFixture[str], models: str) -> None:

@@ -143,8 +143,8 @@ def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any
         "step_time_s": tried.step_s if tried.fits else None,
         "samples_per_s": question.batch / tried.step_s if tried.fits else None,
         "over_bytes": int(tried.over_bytes),
-        "reason": tried.reason or None,
         "uniform": tried is answer.uniform,
+        "reason": None,
         "strategy": strategy.to_dict(),
     }
 
@@ -156,10 +156,13 @@ def _missing(question: Question, answer: Answer) -> Iterator[Mapping[str, Any]]:
             continue
         if question.cluster.num_devices == 1:
             reason = "needs two devices"
+        elif kind in answer.refused:
+            reason = answer.refused[kind].replace("space: ", "left out by the space: ")
         elif not answer.complete:
             reason = "not evaluated: the budget ended before"
         elif question.space.text():
             reason = "left out by the space"
         else:
             reason = f"no degree divides a batch of {question.batch} over these devices"
-        yield {"kind": kind, "words": "", "step_time_s": None, "samples_per_s": None, "over_bytes": 0, "reason": reason}
+        none = dict.fromkeys(("step_time_s", "samples_per_s", "strategy"))
+        yield {"kind": kind, "words": "", "devices": 0, **none, "over_bytes": 0, "uniform": False, "reason": reason}

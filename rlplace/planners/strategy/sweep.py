@@ -20,7 +20,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -43,9 +43,6 @@ from rlplace.problem import UPDATE, Problem
 from rlplace.schedule import LIST, free_schedule
 from rlplace.simulator.tasks import MAX_TASKS
 
-if TYPE_CHECKING:
-    from rlplace.strategy.efficiency import BatchCurve
-
 QUICK = frozenset({*ONE_SHOT, "best", "random"})
 """Planners that are quick enough to be run for every strategy."""
 
@@ -58,7 +55,7 @@ def place_strategies(
     *,
     first: Problem,
     global_batch: int | None = None,
-    curve: BatchCurve | None = None,
+    curve: Any | None = None,
     samples: int | None = None,
     planner: str = "agent",
     seed: int = 0,
@@ -143,7 +140,7 @@ class _Sweep:
         seed: int,
         time_limit_s: float | None,
         options: dict[str, Any],
-        curve: BatchCurve | None,
+        curve: Any | None,
     ) -> None:
         self._problem_of, self._planner, self._seed, self._options = problem_of, planner, seed, options
         self._limit_s, self._curve = time_limit_s, curve

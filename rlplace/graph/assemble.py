@@ -25,11 +25,13 @@ class Leaf:
         record: What the graph says about it.
         storage: Its storage number.
         gradient_storage: Storage of its gradient after the step, None without one.
+        idle: It requires a gradient and receives none.
     """
 
     record: Parameter
     storage: int
     gradient_storage: int | None
+    idle: bool = False
 
 
 @dataclass

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from rlplace.graph.assemble import Leaf
     from rlplace.graph.record import Recorder
+    from rlplace.graph.recording import Recording
 
 METHODS = ("export", "dispatch", "module")
 
@@ -128,41 +129,16 @@ def _capture_with(
 
     from rlplace.graph.assemble import Assembly
     from rlplace.graph.build import build_graph
-    from rlplace.graph.export import quiet_logs, run_backward
-    from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
+    from rlplace.graph.fake import fake_inputs, new_fake_mode
     from rlplace.graph.inputs import describe_inputs
-    from rlplace.graph.record import Recorder
-    from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
 
-    mode = new_fake_mode()
-    fake = fake_copy(model, mode, settings.dtype)
-    fake_args, fake_kwargs = fake_inputs((args, kwargs), mode, settings.dtype)
-    recorder: Recorder = Recorder() if method == "export" else EagerRecorder(by_module=method == "module")
-    tensors = _state(fake)
-    for index, (tensor, _, _) in enumerate(tensors):
-        recorder.parameter_of_storage[recorder.storage(tensor)] = index
-    recorder.storages_of((fake_args, fake_kwargs))  # inputs are numbered after the state, before all that the step makes
-
-    region = contextlib.ExitStack()
-
-    def finish(output: Any) -> None:
-        value = _loss_of(output, loss, recorder)
-        region.close()  # the backward runs outside of autocast
-        run_backward(value)
-
-    with mode, any_dtype_grouped_mm(), torch.enable_grad(), quiet_logs(), region:
-        region.enter_context(autocast_region(settings.autocast, settings.autocast_device))
-        if isinstance(recorder, EagerRecorder):
-            trace_eager(fake, fake_args, fake_kwargs, recorder, finish)
-        else:
-            trace_export(fake, fake_args, fake_kwargs, recorder, finish)
-    leaves = _leaves(tensors, recorder, settings)
+    recording, guesses = _recorded(method, model, args, kwargs, loss, settings)
     rule = OPTIMIZERS[settings.optimizer]
-    assembly = Assembly(recorder, leaves, (rule.flops, rule.weight_traffic))
-    described = describe_inputs(fake_args, fake_kwargs)
-    notes = [*earlier, *_notes(tensors, assembly.unattributed)]
-    if isinstance(recorder, EagerRecorder) and recorder.guesses:
-        counts = ", ".join(f"{op} x{count}" for op, count in sorted(recorder.guesses.items()))
+    assembly = Assembly(recording.recorder(), recording.leaves, (rule.flops, rule.weight_traffic))
+    described = describe_inputs(*fake_inputs((args, kwargs), new_fake_mode(), settings.dtype))
+    notes = [*earlier, *_notes(recording.leaves, assembly.unattributed)]
+    if guesses:
+        counts = ", ".join(f"{op} x{count}" for op, count in sorted(guesses.items()))
         notes.append(f"the forward depends on tensor values; guessed: {counts}")
     return build_graph(
         assembly,
@@ -171,7 +147,7 @@ def _capture_with(
         capture={
             "method": method,
             "optimizer": settings.optimizer,
-            "dtype": _main_dtype(leaves),
+            "dtype": _main_dtype(recording.leaves),
             "autocast": None if settings.autocast is None else str(settings.autocast).removeprefix("torch."),
             "master_weights": settings.master_weights,
             "training": model.training,
@@ -180,6 +156,74 @@ def _capture_with(
         },
         source=source if described is None else {**(source or {}), "inputs": described},
     )
+
+
+def _recorded(
+    method: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None, settings: _Settings
+) -> tuple[Recording, Mapping[str, int]]:
+    """The step of a model, exported from a few of its equal layers where that is the same; and what had to be guessed."""
+    from rlplace.graph import unroll
+    from rlplace.graph.record import Recorder
+    from rlplace.graph.trace import EagerRecorder
+
+    def record(recorder: Recorder, lists: Iterable[str] = ()) -> Recording:
+        return _run(recorder, lists, model, args, kwargs, loss, settings)
+
+    if method != "export":
+        recorder = EagerRecorder(by_module=method == "module")
+        return record(recorder), recorder.guesses
+    lists = unroll.repeated_lists(model)
+    if lists:
+        with contextlib.suppress(Exception):  # the short model is not the user's: whatever it raises, the whole one decides
+            unroll.check_equal(unroll.unroll(record(unroll.Watcher(), lists), lists), record(unroll.Watcher()))
+            return unroll.unroll(record(Recorder(), lists), lists), {}
+    return record(Recorder()), {}
+
+
+def _run(
+    recorder: Recorder,
+    lists: Iterable[str],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    settings: _Settings,
+) -> Recording:
+    """Runs the step of a fake copy, with these lists shortened, under the recorder; a `Watcher` sees the forward alone."""
+    import torch
+
+    from rlplace.graph.export import quiet_logs, run_backward
+    from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
+    from rlplace.graph.recording import Recording
+    from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
+    from rlplace.graph.unroll import Watcher, shorten
+
+    mode = new_fake_mode()
+    fake = fake_copy(model, mode, settings.dtype)
+    shorten(fake, lists)
+    fake_args, fake_kwargs = fake_inputs((args, kwargs), mode, settings.dtype)
+    tensors = _state(fake)
+    for index, (tensor, _, _) in enumerate(tensors):
+        recorder.parameter_of_storage[recorder.storage(tensor)] = index
+    recorder.storages_of((fake_args, fake_kwargs))  # inputs are numbered after the state, before all that the step makes
+    given = len(recorder.storages)
+    region = contextlib.ExitStack()
+
+    def finish(output: Any) -> None:
+        value = _loss_of(output, loss, recorder)
+        region.close()  # the backward runs outside of autocast
+        if not isinstance(recorder, Watcher):
+            run_backward(value)
+
+    nodes: frozenset[str] = frozenset()
+    with mode, any_dtype_grouped_mm(), torch.enable_grad(), quiet_logs(), region:
+        region.enter_context(autocast_region(settings.autocast, settings.autocast_device))
+        if isinstance(recorder, EagerRecorder):
+            trace_eager(fake, fake_args, fake_kwargs, recorder, finish)
+        else:
+            nodes = trace_export(fake, fake_args, fake_kwargs, recorder, finish)
+    leaves = _leaves(tensors, recorder, settings)
+    return Recording(recorder.labels, recorder.events, recorder.storages, leaves, given, nodes)
 
 
 def _check_model(model: Any, loss: Any) -> None:
@@ -303,13 +347,14 @@ def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: Recor
             optimizer_bytes=state,
             is_buffer=is_buffer,
         )
-        leaves.append(Leaf(record, recorder.storage(tensor), None if gradient is None else recorder.storage(gradient)))
+        idle = not is_buffer and tensor.requires_grad and gradient is None
+        leaves.append(Leaf(record, recorder.storage(tensor), None if gradient is None else recorder.storage(gradient), idle))
     return leaves
 
 
-def _notes(tensors: list[tuple[torch.Tensor, list[str], bool]], unattributed: int) -> list[str]:
+def _notes(leaves: Sequence[Leaf], unattributed: int) -> list[str]:
     notes = []
-    idle = [names[0] for tensor, names, is_buffer in tensors if not is_buffer and tensor.requires_grad and tensor.grad is None]
+    idle = [leaf.record.name for leaf in leaves if leaf.idle]
     if idle:
         notes.append(f"{len(idle)} parameters that require a gradient receive none, first {idle[0]}; they count as frozen")
     if unattributed:

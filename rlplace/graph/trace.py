@@ -26,7 +26,7 @@ _AUTOCAST_REGION = "wrap_with_autocast"
 
 def trace_export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder, finish: Callable[[Any], None]
-) -> None:
+) -> frozenset[str]:
     """Exports the fake module, then interprets the graph once: one label per node that yields tensors.
 
     Args:
@@ -35,6 +35,9 @@ def trace_export(
         kwargs: Fake keyword inputs.
         recorder: Receives labels and events.
         finish: Called with the model's output while the recorder is active; computes the loss and runs backward.
+
+    Returns:
+        Names of all nodes of the graph.
     """
     graph = export_training_graph(model, args, kwargs)
     runner = _Runner(graph, recorder)
@@ -42,6 +45,7 @@ def trace_export(
         flat = runner.run(*flatten_inputs(args, kwargs), enable_io_processing=False)
         output = torch.utils._pytree.tree_unflatten(list(flat), graph.program.call_spec.out_spec)
         finish(output)
+    return frozenset(node.name for node in graph.module.graph.nodes)
 
 
 class _Runner(fx.Interpreter):

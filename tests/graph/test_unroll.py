@@ -1,0 +1,141 @@
+"""A model recorded from a few of its equal layers is, array by array, the model recorded whole."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rlplace.graph import unroll
+from rlplace.graph.capture import capture
+from rlplace.zoo.load import load_model
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)
+
+    def forward(self, x):
+        return x + nn.functional.dropout(self.down(self.up(self.norm(x)).relu_()), 0.1, self.training)
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return torch.relu(x + self.norm(self.conv(x)))
+
+
+class Loop(nn.Module):
+    """Layers in a loop of the user's own, of several kinds."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.first = kind, nn.Linear(4, 8)
+        self.layers = nn.ModuleList([Block() for _ in range(10)])
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        x, kept = self.first(x), []
+        start = x
+        for number, layer in enumerate(self.layers):
+            kept.append(x)
+            x = layer(x)
+            if self.kind == "ends" and number in (0, len(self.layers) - 1):
+                x = torch.sin(x)
+            if self.kind == "vanishing":
+                torch.cos(x)
+            if self.kind == "without gradient":
+                with torch.set_grad_enabled(number != 7):
+                    x = x * 2
+            if self.kind == "alternating" and number % 2:
+                x = x + start
+            if self.kind == "one unlike" and number == 6:
+                x = torch.sin(x)
+            if self.kind == "skipping" and number >= 5:
+                x = x + kept[9 - number]
+            if self.kind == "shared" and number:
+                x = x * self.scale
+        return torch.cos(x) if self.kind == "vanishing" else torch.stack(kept).sum(0) if self.kind == "all" else x
+
+
+def differing(a, b):
+    def equal(x, y):
+        if isinstance(x, np.ndarray):
+            return x.dtype == y.dtype and np.array_equal(x, y)
+        return vars(x) == vars(y) if hasattr(x, "accesses") else x == y
+
+    return [f.name for f in dataclasses.fields(a) if not equal(getattr(a, f.name), getattr(b, f.name))]
+
+
+def both(monkeypatch, model, inputs, **options):
+    """The graph of the repeated recording and of the whole one, and whether the first was made from a few layers."""
+    real, used = unroll.unroll, []
+    with monkeypatch.context() as patch:
+        patch.setattr(unroll, "LEAST", 6)
+        patch.setattr(unroll, "WORTH", 1)
+        patch.setattr(unroll, "unroll", lambda *given: used.append(real(*given)) or used[-1])
+        short = capture(model, inputs, **options)
+    return short, capture(model, inputs, **options), len(used) == 2
+
+
+TINY = "hidden_size=16,num_attention_heads=2"
+MODELS = (
+    f"hf:llama,num_hidden_layers=6,{TINY},num_key_value_heads=1,intermediate_size=32",
+    "hf:gpt2,n_layer=6,n_embd=16,n_head=2",
+    "hf:t5,num_layers=6,num_decoder_layers=7,d_model=16,d_ff=32,num_heads=2,d_kv=8",
+    f"hf:vit,num_hidden_layers=6,{TINY},intermediate_size=32",
+    f"hf:mixtral,num_hidden_layers=6,{TINY},num_key_value_heads=1,intermediate_size=32,num_local_experts=4",
+)
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_transformers_are_the_same_array_by_array(monkeypatch, spec):
+    model = load_model(spec, batch=2, seq=8)
+    short, whole, used = both(monkeypatch, model.module, model.example_inputs)
+    assert used and differing(short, whole) == []
+
+
+@pytest.mark.parametrize("kind", ["plain", "ends", "vanishing"])
+def test_own_loops_are_the_same(monkeypatch, kind):
+    short, whole, used = both(
+        monkeypatch,
+        Loop(kind).bfloat16(),
+        (torch.randn(4, 4).bfloat16(),),
+        loss=torch.mean,
+        autocast="bf16",
+        master_weights=True,
+    )
+    assert differing(short, whole) == []
+    assert used
+
+
+def test_convolutions_with_statistics_are_the_same(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(*[Convolution() for _ in range(9)]), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.randn(2, 3, 8, 8))
+    short, whole, used = both(monkeypatch, model, torch.randn(2, 3, 8, 8), loss=torch.mean)
+    assert used and differing(short, whole) == []
+
+
+@pytest.mark.parametrize("kind", ["alternating", "one unlike", "skipping", "shared", "all", "without gradient"])
+def test_unlike_layers_are_recorded_whole(monkeypatch, kind):
+    short, whole, used = both(monkeypatch, Loop(kind), (torch.randn(4, 4),), loss=torch.mean)
+    assert not used and differing(short, whole) == []
+
+
+@pytest.mark.parametrize("frozen", [slice(0, 6), slice(9, 10)])
+def test_frozen_layers_are_recorded_whole(monkeypatch, frozen):
+    model = Loop("plain")
+    model.layers[frozen].requires_grad_(False)
+    short, whole, used = both(monkeypatch, model, (torch.randn(4, 4),), loss=torch.mean)
+    assert not used and differing(short, whole) == []
+
+
+def test_lists_that_save_little_or_differ_stay_whole():
+    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(16)]))) == {}
+    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(17)]))) == {"0": 17}
+    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block(8 + i % 2) for i in range(20)]))) == {}

@@ -31,7 +31,6 @@ from rlplace.graph.opgraph import OpGraph
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.price import PricedBlocks
-from rlplace.strategy.uniform import Shape, place_order
 from rlplace.zoo import load_model
 
 GPT = (
@@ -185,17 +184,16 @@ def draft_of_row(row: Row, names: Sequence[str]) -> Draft:
     virtual = 2 if "zero bubble V" in row.words else 3 if row.words.endswith("PP8 interleaved") else said["virtual"]
     places, data, level = said["pipeline"], said["data"], said["level"]
     schedule = schedule_of(row.words, virtual) if places > 1 else None
-    shape = Shape(tuple(range(row.gpus)), places, virtual, data, 1, said["tensor"], level, said["tensor"] > 1, schedule)
-    width = row.gpus // places
-    sharded = level > 0
+    width, tensor = row.gpus // places, said["tensor"]
     meshes = tuple(
         Place(
-            shape.devices[index * width : (index + 1) * width], 1 if sharded else data, data if sharded else 1, said["context"],
-            shape.tensor, 1, level, shape.sequence_parallel,
+            tuple(range(index * width, (index + 1) * width)), 1 if level else data, data if level else 1, said["context"], tensor,
+            sharding=level, sequence_parallel=tensor > 1,
         )
         for index in range(places)
     )  # fmt: skip
-    order = place_order(shape)
+    loop = tuple(range(places))
+    order = (*loop, *reversed(loop)) if schedule == "zbv" else loop * virtual
     again = bytearray(len(names))
     for index, name in enumerate(names):
         if "full" in row.recompute or ("every 2nd" in row.recompute and re.search(r"[02468]$", name)):

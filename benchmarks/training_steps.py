@@ -187,8 +187,8 @@ def draft_of_row(row: Row, names: Sequence[str]) -> Draft:
     width, tensor = row.gpus // places, said["tensor"]
     meshes = tuple(
         Place(
-            tuple(range(index * width, (index + 1) * width)), 1 if level else data, data if level else 1, said["context"], tensor,
-            sharding=level, sequence_parallel=tensor > 1,
+            tuple(range(index * width, (index + 1) * width)), 1 if level else data, data if level else 1, said["context"],
+            tensor, sharding=level, sequence_parallel=tensor > 1,
         )
         for index in range(places)
     )  # fmt: skip

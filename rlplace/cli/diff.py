@@ -58,7 +58,7 @@ def _show(difference: Difference | StrategyDifference, options: argparse.Namespa
 
 def _strategies(options: argparse.Namespace, problems: list[str]) -> StrategyDifference | None:
     """The difference where one plan at least is a whole strategy; None: both place groups."""
-    from rlplace.evaluating import same_model
+    from rlplace.evaluating.again import same_model
     from rlplace.explaining.strategy_difference import StrategyDifference, diff_strategies, placement_run, strategy_run
     from rlplace.plan.plan import PlacementPlan
 
@@ -81,7 +81,7 @@ def _strategies(options: argparse.Namespace, problems: list[str]) -> StrategyDif
         else:
             placed, problem = plan_and_problem(path, problems[0] if problems else None, options.cluster)
             runs.append(placement_run(problem, placed))
-    return StrategyDifference(*runs, notes=("strategies are simulated block by block, placements task by task",))
+    return StrategyDifference(runs[0], runs[1], notes=("strategies are simulated block by block, placements task by task",))
 
 
 def _second(

@@ -10,7 +10,7 @@ from rlplace.cli.common import say
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
-    from rlplace.evaluating import Asked
+    from rlplace.evaluating.again import Asked
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
 
@@ -45,7 +45,7 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
 
 def asked_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> Asked:
     """The model and cluster of a whole strategy, captured and priced again; see `plan_and_problem`."""
-    from rlplace.evaluating import ask_again
+    from rlplace.evaluating.again import ask_again
     from rlplace.runtime.distributed.job.recipe import cluster_of_plan
 
     machine = cluster_of_plan(plan, cluster)

@@ -6,13 +6,14 @@ import argparse
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import print_json, say, seconds
-from rlplace.cli.plans import plan_and_problem
+from rlplace.cli.plans import asked_of, plan_and_problem
 from rlplace.errors import InputError
 from rlplace.text import ms
 
 if TYPE_CHECKING:
     from rlplace.plan import PlacementPlan
     from rlplace.problem import Problem
+    from rlplace.reporting.data import ReportData
     from rlplace.reporting.tables import MeasuredRow
 
 HELP = "write an HTML report of a plan"
@@ -48,9 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb; an infeasible plan has a report too."""
     from rlplace.files import check_output
+    from rlplace.plan import PlacementPlan
     from rlplace.reporting.report import report
 
     check_output(options.out)
+    if PlacementPlan.load(options.plan).strategy is not None:
+        return _show(options, _strategy(options))
     plan, problem = plan_and_problem(options.plan, options.problem, options.cluster)
     names = [name.strip() for name in options.planners.split(",") if name.strip()]
     data = report(
@@ -65,6 +69,29 @@ def run(options: argparse.Namespace) -> int:
         pictures=options.pictures,
         progress=lambda name: say(f"planning with {name}"),
     )
+    return _show(options, data)
+
+
+def _strategy(options: argparse.Namespace) -> ReportData:
+    """The report of a whole strategy."""
+    from rlplace.cost.timings import PlanTimings
+    from rlplace.evaluating.page import strategy_page
+    from rlplace.plan import PlacementPlan
+    from rlplace.reporting.report import write_page
+    from rlplace.reporting.tables import measured_rows
+
+    for option in ("problem", "trace"):
+        if getattr(options, option):
+            raise InputError(f"{options.plan} is a whole strategy, which places no ops of a problem; leave --{option} out")
+    plan = PlacementPlan.load(options.plan)
+    measured = [row for path in options.measurements or () for row in measured_rows(PlanTimings.load(path), plan)]
+    data = strategy_page(asked_of(plan, options.plan, options.cluster), measured=measured)
+    write_page(data, options.out, options.pictures)
+    return data
+
+
+def _show(options: argparse.Namespace, data: ReportData) -> int:
+    """Says what was written."""
     written = [options.out, *([options.trace] if options.trace else []), *([options.pictures] if options.pictures else [])]
     line = data.timeline
     if options.json:

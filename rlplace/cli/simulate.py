@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _simulate_strategy(options: argparse.Namespace) -> int:
     """A whole strategy, block by block."""
-    from rlplace.evaluating import ask_again, other_cluster
+    from rlplace.evaluating.again import ask_again, other_cluster
     from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.distributed.job.recipe import cluster_of_plan
     from rlplace.strategy.plan import prediction

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from rlplace.errors import InputError
-from rlplace.evaluating import Asked
+from rlplace.evaluating.again import Asked
 from rlplace.explaining.comparison import rate_text, relative
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words

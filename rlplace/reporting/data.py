@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from rlplace.reporting.lanes import (
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import GroupEdges, ModuleTree, group_edges, module_tree
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
-from rlplace.simulator import Timeline, expand, simulate
+from rlplace.simulator import EXECUTOR, Timeline, expand, simulate
 from rlplace.simulator.expand import group_origins
 from rlplace.simulator.timeline import resident_by_device
 
@@ -78,6 +79,7 @@ class ReportData:
         edges: Between groups of `problem`.
         device_of_group: int32 [G], of the first replica.
         group_of_drawn: int64, the group of `problem` that each group of `drawn` comes from.
+        executor: Who simulated it.
         planners: Rows of the table of planners, may be empty.
         measured: Rows of predicted against measured, may be empty.
     """
@@ -93,8 +95,19 @@ class ReportData:
     edges: GroupEdges
     device_of_group: NDArray[np.int32]
     group_of_drawn: NDArray[np.int64]
+    executor: str = EXECUTOR
     planners: tuple[PlannerRow, ...] = ()
     measured: tuple[MeasuredRow, ...] = ()
+
+    @cached_property
+    def groups_on_device(self) -> NDArray[np.int64]:
+        """int64 [D], groups of the first replica, or the blocks that each device holds under a strategy."""
+        count = np.bincount(self.device_of_group, minlength=self.problem.num_devices)
+        if self.plan.strategy is not None:
+            count[:] = 0
+            for stage in self.plan.strategy.stages:
+                count[list(stage.devices)] += len(stage.blocks)
+        return count
 
     def to_dict(self) -> dict[str, Any]:
         """The page's data as columns of small numbers; docs/formats.md has the keys."""
@@ -137,7 +150,7 @@ class ReportData:
         problem = self.problem
         shared, rest = front_coded(problem.group_names)
         spent = np.zeros(problem.num_groups)
-        runs = np.where(problem.op_phase == PHASES.index("update"), 1, self.plan.microbatches)
+        runs = np.where(problem.op_phase == PHASES.index("update"), 1, self.timeline.microbatches)
         time_s = problem.time_s[np.arange(problem.num_ops), self.device_of_group[problem.op_group]]
         np.add.at(spent, problem.op_group, np.nan_to_num(time_s) * runs)
         return {

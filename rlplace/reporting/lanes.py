@@ -164,7 +164,7 @@ def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow])
         where = [int(timeline.device_of_op[op]) for op in members]
         tasks = np.flatnonzero(leader[timeline.task_op] == number)
         lane = pack(timeline.start_s[tasks], timeline.end_s[tasks])
-        name = "collective " + _among([problem.devices[device].name for device in where])
+        name = "collective " + among([problem.devices[device].name for device in where])
         for extra in range(int(lane.max(initial=0)) + 1):
             busy = float((timeline.end_s[tasks] - timeline.start_s[tasks])[lane == extra].sum())
             rows.append(LaneRow(name if extra == 0 else f"{name}, {extra + 1}", COLLECTIVE, where[0], busy))
@@ -173,7 +173,8 @@ def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow])
     return parts
 
 
-def _among(names: list[str]) -> str:
+def among(names: list[str]) -> str:
+    """Some devices by name."""
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 

@@ -70,12 +70,19 @@ def report(
     data = report_data(problem, plan, measured=measured)
     rows = planner_rows(problem, plan, data.timeline, planners, seed=seed, time_limit_s=time_limit_s, report=progress)
     data = dataclasses.replace(data, planners=rows)
-    write_text(path, render(data))
+    write_page(data, path, pictures)
     if trace is not None:
         write_trace(data.drawn, data.timeline, trace)
+    return data
+
+
+def write_page(data: ReportData, path: str | Path, pictures: str | Path | None = None) -> None:
+    """Writes what a report shows as a page, and beside it pictures; see `report`."""
+    if pictures is not None:
+        check_pictures(pictures)
+    write_text(path, render(data))
     if pictures is not None:
         write_pictures(data, pictures)
-    return data
 
 
 def check_arguments(problem: Any, plan: Any, planners: Any) -> None:

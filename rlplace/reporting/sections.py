@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from rlplace.cost.timings import PlaceTiming
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import uniform_words
 from rlplace.reporting.data import ReportData
 from rlplace.reporting.scatter import scatter
 from rlplace.reporting.tables import MeasuredRow
-from rlplace.simulator import EXECUTOR
 from rlplace.text import bytes_text, percent, seconds_text
 
 _REASONS = 10
@@ -27,16 +28,10 @@ def summary(data: ReportData) -> str:
     """Title, verdict and key figures."""
     line, plan, problem = data.timeline, data.plan, data.problem
     step = line.step_time_s
-    used = len(np.unique(line.device_of_op)) if problem.num_ops else 0
+    used = int(np.count_nonzero(data.groups_on_device)) if plan.strategy else len(np.unique(line.device_of_op))
     verdict = '<span class="badge good">feasible</span>' if line.feasible else '<span class="badge bad">infeasible</span>'
-    replicas = len(plan.replicas or (0,))
     said = [f"Plan of {plan.planner}", f"{line.samples} {_plural(line.samples, 'sample')} a step"]
-    said.append(f"{plan.microbatches} {_plural(plan.microbatches, 'micro-batch', 'es')}")
-    said += [f"{replicas} replicas"] if replicas > 1 else []
-    said += [f"{len(plan.recompute)} recomputed {_plural(len(plan.recompute), 'segment')}"] if plan.recompute else []
-    said += [f"{len(plan.shards)} cut {_plural(len(plan.shards), 'op')}"] if plan.shards else []
-    said += ["sharded optimizer"] if plan.optimizer_sharding else []
-    said.append(f"schedule {plan.schedule}" if plan.order is None else "an order of its own")
+    said += _placement_words(plan) if plan.strategy is None else [uniform_words(plan.strategy)]
     parts = [
         f'<section id="summary"><h1>{escape(problem.name or "Plan")} {verdict}</h1>',
         f'<p class="lead">{escape(", ".join(said))}.</p>',
@@ -48,17 +43,28 @@ def summary(data: ReportData) -> str:
         reasons = "".join(f"<li>{escape(reason)}</li>" for reason in shown)
         parts.append(f'<div class="notice bad"><p>This plan cannot run as it is:</p><ul>{reasons}</ul></div>')
     busy = float(line.busy_s.sum())
-    moved = int(problem_bytes(data))
     figures = [
         ("Step time", seconds_text(step), ""),
         ("Throughput", "-" if not step else f"{line.samples / step:,.1f}", "" if not step else "samples/s"),
         ("Devices used", str(used), f"of {problem.num_devices}"),
         ("Computing", "-" if not step else percent(busy / (step * max(1, used))), "of those devices' time"),
         ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), _largest_share(data)),
-        ("Between devices", bytes_text(moved), f"in {len(line.transfer_tensor):,} transfers"),
+        ("Between devices", bytes_text(problem_bytes(data)), f"in {len(line.transfer_tensor):,} transfers"),
     ]
+    if plan.strategy is not None:  # collectives move most of what it moves
+        figures[-1] = ("Between stages", *figures[-1][1:])
     cells = "".join(f"<div><dt>{k}</dt><dd>{escape(v)} <small>{escape(note)}</small></dd></div>" for k, v, note in figures)
     return "\n".join([*parts, f'<dl class="figures">{cells}</dl></section>'])
+
+
+def _placement_words(plan: PlacementPlan) -> list[str]:
+    replicas = len(plan.replicas or (0,))
+    said = [f"{plan.microbatches} {_plural(plan.microbatches, 'micro-batch', 'es')}"]
+    said += [f"{replicas} replicas"] if replicas > 1 else []
+    said += [f"{len(plan.recompute)} recomputed {_plural(len(plan.recompute), 'segment')}"] if plan.recompute else []
+    said += [f"{len(plan.shards)} cut {_plural(len(plan.shards), 'op')}"] if plan.shards else []
+    said += ["sharded optimizer"] if plan.optimizer_sharding else []
+    return [*said, f"schedule {plan.schedule}" if plan.order is None else "an order of its own"]
 
 
 def problem_bytes(data: ReportData) -> int:
@@ -69,7 +75,6 @@ def problem_bytes(data: ReportData) -> int:
 def devices(data: ReportData) -> str:
     """One row a device."""
     line, step = data.timeline, data.timeline.step_time_s
-    groups = np.bincount(data.device_of_group, minlength=data.problem.num_devices)
     rows = []
     for index, device in enumerate(data.problem.devices):
         peak, limit = int(line.peak_memory_bytes[index]), device.memory_bytes
@@ -81,7 +86,7 @@ def devices(data: ReportData) -> str:
                 [
                     _cell(device.name),
                     _cell(device.kind or "-"),
-                    _cell(f"{groups[index]:,}"),
+                    _cell(f"{data.groups_on_device[index]:,}"),
                     _cell(seconds_text(float(line.busy_s[index])) if step else "-"),
                     _share(float(line.busy_s[index]) / step) if step else _cell("-"),
                     _cell(bytes_text(int(data.resident_bytes[index]))),
@@ -91,8 +96,9 @@ def devices(data: ReportData) -> str:
                 ],
             )
         )
-    head = ["Device", "Kind", "Groups", "Busy", "Share of the step", "Resident", "Peak", "Memory", "Peak of memory"]
-    note = f"Peaks are those of the executor, {EXECUTOR}: weights, gradients, optimizer state, activations and copies."
+    held = "Blocks" if data.plan.strategy else "Groups"
+    head = ["Device", "Kind", held, "Busy", "Share of the step", "Resident", "Peak", "Memory", "Peak of memory"]
+    note = f"Peaks are those of the executor, {data.executor}: weights, gradients, optimizer state, activations and copies."
     if data.plan.replicas and len(data.plan.replicas) > 1:
         note += " Groups are those of the first replica."
     if step is None:
@@ -136,8 +142,8 @@ def planners(data: ReportData) -> str:
     ]
     samples = data.timeline.samples
     note = (
-        f"Simulated by the same executor, {EXECUTOR}, on the same problem, {samples} {_plural(samples, 'sample')} a step for "
-        "everyone. Plans that do not fit come last."
+        f"Simulated by the same executor, {data.executor}, on the same problem, {samples} {_plural(samples, 'sample')} a step "
+        "for everyone. Plans that do not fit come last."
     )
     return _section("planners", "Planners", _table("Planners", head, rows) + f'<p class="note">{note}</p>')
 
@@ -210,7 +216,7 @@ def about(data: ReportData, version: str) -> str:
     facts = [
         ("Problem", f"{problem.num_groups:,} groups, {problem.num_ops:,} ops, {problem.num_tensors:,} tensors"),
         ("Drawn", f"{len(data.timeline.task_op):,} tasks, {len(data.timeline.transfer_tensor):,} transfers"),
-        ("Executor", f"{EXECUTOR}, simulated"),
+        ("Executor", f"{data.executor}, simulated"),
         ("Planner", f"{plan.planner}, seed {plan.seed}"),
     ]
     graph = source.get("graph")
@@ -218,7 +224,7 @@ def about(data: ReportData, version: str) -> str:
         facts.append(("Model", graph["model"][:300]))
     facts += [(name.capitalize(), source[name][:300]) for name in ("cluster", "host") if isinstance(source.get(name), str)]
     facts.append(("Made with", f"rlplace {version}"))
-    prints = [("Problem's fingerprint", problem.fingerprint), ("Plan's fingerprint", plan.fingerprint)]
+    prints = [("Problem's fingerprint", plan.problem), ("Plan's fingerprint", plan.fingerprint)]
     cells = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts)
     cells += "".join(f"<dt>{escape(k)}</dt><dd><code>{escape(v)}</code></dd>" for k, v in prints)
     return _section("about", "About", f'<dl class="facts">{cells}</dl>')

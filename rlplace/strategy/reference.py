@@ -16,6 +16,7 @@ from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, BlockCosts, Floats
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import PARTS, Evaluation
+from rlplace.strategy.events import EXCHANGE, SEND, TIES, UPDATE, Events
 from rlplace.strategy.meshes import (
     Lane,
     borders,
@@ -28,7 +29,7 @@ from rlplace.strategy.meshes import (
     tie_groups,
 )
 from rlplace.strategy.reference_blocks import Block, place_blocks, stage_ranges, tie_part
-from rlplace.strategy.reference_memory import device_bytes, host_bytes, stage_bytes
+from rlplace.strategy.reference_memory import action_bytes, device_bytes, host_bytes, stage_bytes
 from rlplace.strategy.rules import (
     BUCKET,
     EACH_BACKWARD,
@@ -59,8 +60,10 @@ class Work:
         return self.compute + self.tensor
 
 
-def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None) -> Evaluation:
-    """Step time and memory of a draft.
+def evaluate_reference(
+    draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None, events: Events | None = None
+) -> Evaluation:
+    """Step time and memory of a draft; `events` is told what happens when.
 
     Raises:
         InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
@@ -69,27 +72,33 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
     traffic = traffic or Traffic(cluster)
     places, ranges = range(len(draft.places)), stage_ranges(draft)
     works: list[Work] = [Work() for _ in places]
-    ends, updates = [0.0 for _ in places], [0.0 for _ in places]
+    ends, updates = [0.0 for _ in places], [[0.0] for _ in places]
     stage_busy, stage_memory = [0.0] * draft.stages, [0.0] * draft.stages
     peaks, hosts = [0.0] * cluster.num_devices, [0.0] * (max(cluster.hosts) + 1)
     ways = traffic.ways(borders(draft))
     for lane in lanes(draft):
         rows = [place_blocks(draft, place, lane, costs, cluster, traffic) for place in places]
         busy = [0.0] * draft.stages
+        if events is not None:
+            events.begin(lane)
         if draft.stages == 1:
-            ran = [single_stage(rows[0], lane.microbatches, traffic.table("all_reduce", copy_groups(draft.places[0])))]
+            ran = [single_stage(rows[0], lane.microbatches, traffic.table("all_reduce", copy_groups(draft.places[0])), events)]
             busy = [ran[0].compute + ran[0].tensor + ran[0].gather + ran[0].exchange]
         else:
-            ran = pipeline(draft, lane, rows, ways, busy)
+            ran = pipeline(draft, lane, rows, ways, busy, events)
         stage_busy = [max(pair) for pair in zip(stage_busy, busy, strict=True)]
         stage_memory = [max(pair) for pair in zip(stage_memory, stage_bytes(draft, lane, rows), strict=True)]
         for place in places:
             own = [block for stage, blocks in enumerate(ranges) if draft.place_of_stage[stage] == place for block in blocks]
             ends[place] = max(ends[place], ran[place].end_s)
-            updates[place] = max(updates[place], sum(rows[place][block].update_s for block in own))
+            updated = [rows[place][block].update_s for block in own]
+            if sum(updated) >= sum(updates[place]):
+                updates[place] = updated
             if ran[place].compute + ran[place].tensor > works[place].compute + works[place].tensor:
                 works[place] = ran[place]
             used = device_bytes(draft, place, lane, rows[place])
+            if events is not None:
+                events.remember(place, *action_bytes(draft, place, lane, rows[place]))
             for _, devices in lane.replicas[place]:
                 for device in devices:
                     peaks[device] = cluster.devices[device].reserved_bytes + used
@@ -97,13 +106,19 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
     for seconds, involved in tie_exchanges(draft, costs, traffic):
         together = max(ends[place] for place in involved) + seconds
         for place in involved:
+            if events is not None:
+                events.add(place, TIES, -1, -1, together - seconds, together)
             ends[place] = together
             works[place].exchange += seconds
-    step = max(end + update for end, update in zip(ends, updates, strict=True))
+    step = max(end + sum(update) for end, update in zip(ends, updates, strict=True))
+    if events is not None:
+        for place in places:
+            pieces = [(seconds, 0.0) for seconds in updates[place]]
+            events.add(place, UPDATE, -1, -1, ends[place], ends[place] + sum(updates[place]), pieces)
     busiest = max(places, key=lambda place: works[place].compute + works[place].tensor)
     stages = [stage for stage, place in enumerate(draft.place_of_stage) if place == busiest]
     work = works[busiest]
-    spent = [work.compute, work.tensor, work.gather, work.exchange, work.hand_over, 0.0, updates[busiest]]
+    spent = [work.compute, work.tensor, work.gather, work.exchange, work.hand_over, 0.0, sum(updates[busiest])]
     spent[PARTS.index("bubble")] = max(0.0, step - sum(spent))
     over = sum(
         max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in zip(peaks, cluster.devices, strict=True)
@@ -198,11 +213,20 @@ def exchange_s(blocks: Sequence[Block]) -> float:
     return max(reduced, copied)
 
 
-def single_stage(blocks: Sequence[Block], microbatches: int, all_reduce: Floats) -> Work:
+def single_stage(blocks: Sequence[Block], microbatches: int, all_reduce: Floats, events: Events | None = None) -> Work:
     """The passes of one stage, one after another."""
-    forward = forward_s(blocks, True) + (microbatches - 1) * forward_s(blocks, False)
-    backward = backward_s(blocks, True, all_reduce) + (microbatches - 1) * backward_s(blocks, False, all_reduce)
+    forwards = forward_s(blocks, True), forward_s(blocks, False)
+    backwards = backward_s(blocks, True, all_reduce), backward_s(blocks, False, all_reduce)
+    forward = forwards[0] + (microbatches - 1) * forwards[1]
+    backward = backwards[0] + (microbatches - 1) * backwards[1]
     work = Work(end_s=forward + backward)
+    if events is not None:
+        now = 0.0
+        for number in range(microbatches):
+            for kind, took in (("F", forwards[number > 0]), ("B", min(backwards))):
+                events.add(0, kind, 0, number, now, now + took, stage_pieces(blocks, kind))
+                now += took
+        events.add(0, EXCHANGE, 0, -1, now, work.end_s)
     plain = [[0.0, 0.0], [0.0, 0.0]]
     gathered, reduced = 0.0, 0.0
     for block in blocks:
@@ -221,7 +245,12 @@ def single_stage(blocks: Sequence[Block], microbatches: int, all_reduce: Floats)
 
 
 def pipeline(
-    draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]], ways: Mapping[tuple[int, int], Way], stage_busy: list[float]
+    draft: Draft,
+    lane: Lane,
+    rows: Sequence[Sequence[Block]],
+    ways: Mapping[tuple[int, int], Way],
+    stage_busy: list[float],
+    events: Events | None = None,
 ) -> list[Work]:
     """Runs the actions of all places: one at a time on each, as soon as what it reads has come.
 
@@ -234,6 +263,7 @@ def pipeline(
         rows: For each place all blocks.
         ways: How places hand tensors over.
         stage_busy: For each stage its seconds; this lane's are added.
+        events: Told what happens when.
     """
     ranges = stage_ranges(draft)
     stages = [rows[place][blocks.start : blocks.stop] for place, blocks in zip(draft.place_of_stage, ranges, strict=True)]
@@ -261,6 +291,8 @@ def pipeline(
         start = max(now, *(channel_free.get(channel, 0.0) for channel in channels)) if channels else now
         channel_free.update(dict.fromkeys(channels, start + took))
         arrived[target, way, microbatch] = start + took, took
+        if events is not None:
+            events.add(here, SEND, source, microbatch, start, start + took, target=there, size_bytes=size)
 
     while True:
         ends = []
@@ -276,6 +308,8 @@ def pipeline(
         ready, travelled = awaited(action) or (0.0, 0.0)
         work.hand_over += min(max(0.0, ready - work.end_s), travelled)
         compute, tensor, gather = stage_action(stages[stage], kind, microbatch == 0)
+        if events is not None:
+            events.add(place, kind, stage, microbatch, max(work.end_s, ready), now, stage_pieces(stages[stage], kind))
         work.compute += compute
         work.tensor += tensor
         work.gather += gather
@@ -288,6 +322,8 @@ def pipeline(
             backwards[stage] -= 1
             if backwards[stage] == 0:
                 exchange = exchange_s(stages[stage])
+                if events is not None:
+                    events.add(place, EXCHANGE, stage, -1, now, now + exchange)
                 now += exchange
                 work.exchange += exchange
                 stage_busy[stage] += exchange
@@ -299,16 +335,20 @@ def pipeline(
 
 def stage_action(blocks: Sequence[Block], kind: str, first: bool) -> tuple[float, float, float]:
     """Seconds of ops, of collectives inside blocks, and of waiting for parameters."""
-    compute, tensor = 0.0, 0.0
-    for block in blocks:
-        if kind == "F":
-            compute += block.compute_s[FORWARD_PASS]
-            tensor += block.tensor_s[FORWARD_PASS]
-        elif kind == "W":
-            compute += block.weight_s + block.again_s
-            tensor += block.weight_tensor_s
-        else:
-            compute += block.compute_s[BACKWARD_PASS] - (block.weight_s if kind == "I" else 0.0)
-            tensor += block.tensor_s[BACKWARD_PASS]
+    pieces = stage_pieces(blocks, kind)
+    compute, tensor = (sum(column) for column in zip(*pieces, strict=True))
     gather = max(0.0, forward_s(blocks, True) - compute - tensor) if kind == "F" and first else 0.0
     return compute, tensor, gather
+
+
+def stage_pieces(blocks: Sequence[Block], kind: str) -> list[tuple[float, float]]:
+    """For each block in model order its seconds of ops, and of collectives inside it."""
+    if kind == "F":
+        return [(block.compute_s[FORWARD_PASS], block.tensor_s[FORWARD_PASS]) for block in blocks]
+    if kind == "W":
+        return [(block.weight_s + block.again_s, block.weight_tensor_s) for block in blocks]
+    put_off = [block.weight_s if kind == "I" else 0.0 for block in blocks]
+    return [
+        (block.compute_s[BACKWARD_PASS] - later, block.tensor_s[BACKWARD_PASS])
+        for block, later in zip(blocks, put_off, strict=True)
+    ]

@@ -15,7 +15,13 @@ from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE,
 
 
 def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) -> float:
-    """The most that a device of a place holds, reserved bytes apart.
+    """The most that a device of a place holds, reserved bytes apart; see `action_bytes`."""
+    total, actions = action_bytes(draft, place, lane, blocks)
+    return total + max((during for during, _ in actions), default=0.0)
+
+
+def action_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) -> tuple[float, list[tuple[float, float]]]:
+    """What a device of a place holds all step long, and on top of it, for its actions in order, the most during and after each.
 
     Args:
         draft: The draft.
@@ -31,21 +37,23 @@ def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) 
             total += sum(static_bytes(block, draft.stages, lane.microbatches) for block in own)
             total += received_bytes(draft, stage, lane.microbatches, blocks)
             holds[stage] = _pass_bytes(draft, stage, lane.microbatches, blocks)
-    held, peak = 0.0, 0.0
+    held, found = 0.0, []
     left = {stage: lane.microbatches for stage in holds}
     for stage, kind, _ in stage_actions(draft, lane.microbatches)[place]:
         kept, forward, backward, half, exchange = holds[stage]
+        during = 0.0
         if kind == "F":
-            peak = max(peak, held + forward)
+            during = held + forward
             held += kept
         elif kind in "BI":
-            peak = max(peak, held - kept + (backward if kind == "B" else half))
+            during = held - kept + (backward if kind == "B" else half)
         if kind in "BW":
             held -= kept
             left[stage] -= 1
             if left[stage] == 0:
-                peak = max(peak, held + exchange)
-    return total + peak
+                during = max(during, held + exchange)
+        found.append((during, held))
+    return total, found
 
 
 def stage_bytes(draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,27 @@ def test_diff_sets_a_strategy_beside_a_placement(folder: Path, tmp_path: Path, c
     assert out.startswith("a whole strategy against a placement of groups, 8 and 4 samples a step")
     plan = rlplace.PlacementPlan.load(placed)
     assert f"{plan.predicted.step_s * 1e3:.3f}  other samples" in out
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_report_draws_the_step_that_was_predicted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    predicted = rlplace.PlacementPlan.load(folder / f"{name}.plan.json").predicted
+    page = tmp_path / "x.html"
+    assert run(capsys, "report", folder / f"{name}.plan.json", "--out", page)[0] == 0
+    text = page.read_text()
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert data["step_s"] == pytest.approx(predicted.step_s, rel=1e-12)
+    assert [device["peak_bytes"] for device in data["devices"]] == list(predicted.peak_memory_bytes)
+    unit, tick = data["memory_unit_bytes"], data["tick_s"]
+    for curve, peak in zip(data["memory"], predicted.peak_memory_bytes, strict=True):
+        assert max(accumulate(curve["size"])) * unit == pytest.approx(peak, abs=unit)
+    ends, at = [], 0
+    for row in data["rows"]:
+        span = range(at, at + row["boxes"])
+        assert all(data["boxes"]["gap"][box] >= -1 for box in span), row["name"]  # rounding
+        ends.append(sum(data["boxes"]["gap"][box] + data["boxes"]["length"][box] for box in span) * tick)
+        at = span.stop
+    assert max(ends) == pytest.approx(predicted.step_s, rel=1e-6)
+    assert rlplace.PlacementPlan.load(folder / f"{name}.plan.json").predicted.strategies[0]["words"] in text

@@ -55,6 +55,11 @@ class Asked:
         return self.question.scores.evaluate(self.draft(strategy))
 
     @property
+    def model(self) -> str:
+        """The model's name, for people."""
+        return str(((self.plan.source or {}).get("graph") or {}).get("model", "model"))
+
+    @property
     def strategy(self) -> Strategy:
         """The plan's."""
         assert self.plan.strategy is not None

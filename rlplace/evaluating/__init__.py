@@ -1,0 +1,1 @@
+"""Whole strategies of plans evaluated again: what their step takes, and what happens when in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def check_events(events, said, draft, cluster):
         for place, replicas in enumerate(lane.replicas):
             own = [e for e in events.events if e.place == place and e.lane in (number, -1) and e.kind != SEND]
             own.sort(key=lambda event: event.start_s)
-            assert all(a.end_s <= b.start_s + 1e-12 * said.step_time_s for a, b in zip(own, own[1:], strict=False))
+            assert all(a.end_s <= b.start_s + 1e-12 * said.step_time_s for a, b in itertools.pairwise(own))
             for event in own:
                 assert sum(map(sum, event.pieces)) <= (event.end_s - event.start_s) * (1 + 1e-9)
             computed[number, place] = (

@@ -25,8 +25,7 @@ import rlplace
 from rlplace.cost.timings import PlanTimings, rank_correlation
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import run_planner
-from rlplace.planners.strategy.choices import StageLayout, Strategy
-from rlplace.planners.strategy.one import place_one
+from rlplace.planners.pipedream.copies import problem_of_replica, replicated_plan
 from rlplace.zoo import load_model
 from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
 from tools.hosts.spec import parse_rate
@@ -97,15 +96,15 @@ def plans_for(graphs: dict[int, Any], cluster: Any, costs: str | None, seed: int
         if replicas > hosts:
             continue
         width = hosts // replicas
-        layout = StageLayout(tuple(tuple(range(r * width, (r + 1) * width)) for r in range(replicas)))
+        rows = [list(range(r * width, (r + 1) * width)) for r in range(replicas)]
         for parts in (1, 2):
             samples = SAMPLES // replicas // parts
             if samples not in problems:
                 continue
             for planner in ("balanced", "critical_path"):
-                _, plan = place_one(
-                    problems[samples], Strategy(layout, parts, samples), planner, seed=seed, time_limit_s=1.0, options={}
-                )
+                one = problem_of_replica(problems[samples], tuple(rows[0]))
+                plan = run_planner(planner, one, seed=seed, time_limit_s=1.0, microbatches=parts).plan
+                plan = replicated_plan(problems[samples], plan, rows, "use fewer replicas")
                 keep(f"{replicas}r-{planner}-{parts}x", plan)
     return found, list(problems.values())
 

@@ -20,7 +20,6 @@ from rlplace.problem import Problem
 if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
-    from rlplace.strategy.efficiency import BatchCurve
 
 
 OP_LEVEL_TRIES = 3
@@ -130,8 +129,8 @@ class Priced:
             problem = self.build(self.graph_of(samples), self.level)
             if self.samples is None and problem.samples_per_microbatch != samples:
                 raise InputError(
-                    f"global_batch: the model was asked for a batch of {samples} samples and has one of "
-                    f"{problem.samples_per_microbatch}; let its function take a parameter batch, or leave global_batch out"
+                    f"batch: the model was asked for a batch of {samples} samples and has one of "
+                    f"{problem.samples_per_microbatch}; let its function take a parameter batch"
                 )
             self._kept[samples] = problem
         return self._kept[samples]
@@ -150,38 +149,13 @@ def _priced(
 
 
 def plan_priced(
-    priced: Priced,
-    *,
-    planner: str = "agent",
-    seed: int = 0,
-    time_limit_s: float | None = None,
-    global_batch: int | None = None,
-    batch_curve: BatchCurve | None = None,
-    **options: Any,
+    priced: Priced, *, planner: str = "agent", seed: int = 0, time_limit_s: float | None = None, **options: Any
 ) -> tuple[Problem, PlacementPlan]:
-    """Runs a planner on what is priced; the problem at the micro-batch size that was chosen, and its plan. See `place`."""
+    """Runs a planner on what is priced; the problem that it solved, and its plan."""
     function = get_planner(planner)
     whole_number(seed, "seed")
-    priced = priced.prepared_for(planner)
-    if global_batch is None and batch_curve is None:
-        return priced.first, function(priced.first, seed=seed, time_limit_s=time_limit_s, **options)
-    from rlplace.planners.strategy.choices import MAX_GLOBAL_BATCH
-    from rlplace.planners.strategy.sweep import place_strategies
-
-    given = "a global batch" if batch_curve is None else "a batch curve"
-    if batch_curve is not None and global_batch is not None:
-        raise InputError("a batch curve chooses the global batch; leave global_batch out, or the curve")
-    if batch_curve is None:
-        whole_number(global_batch, "global_batch", 1, MAX_GLOBAL_BATCH)
-    fixed = sorted({"microbatches", "schedule"} & set(options))
-    if fixed:
-        raise InputError(f"{given} chooses {' and '.join(fixed)} itself; leave one of them out")
-    if planner in NEEDS_SHARDING:
-        raise InputError(f"planner {planner} cuts the ops of one batch over all devices; leave {given} out and set the batch")
-    return place_strategies(
-        priced.at, first=priced.first, global_batch=global_batch, curve=batch_curve, samples=priced.samples, planner=planner,
-        seed=seed, time_limit_s=time_limit_s, **options,
-    )  # fmt: skip
+    problem = priced.prepared_for(planner).first
+    return problem, function(problem, seed=seed, time_limit_s=time_limit_s, **options)
 
 
 def place_priced(priced: Priced, *, planner: str = "agent", **arguments: Any) -> Placed:

@@ -34,7 +34,6 @@ class Schedule:
             them apart, and stages that are not recomputed: each half would run the forward again.
         layout: `ONE`, `LOOP` or `V`: how torch wants a chain to sit on its devices.
         torch_class: The class of ``torch.distributed.pipelining`` that runs it; empty when torch has none.
-        tried_stages: The stages a device that planners try; 0: they do not try it.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Schedule:
     splits_backward: bool = False
     layout: str = ONE
     torch_class: str = ""
-    tried_stages: int = 0
 
     @property
     def by_priority_alone(self) -> bool:
@@ -69,16 +67,15 @@ _ALL = (
     Schedule(GPIPE, gates=BACKWARD_GATES, torch_class="ScheduleGPipe"),
     Schedule(ONE_F_ONE_B, gates=FORWARD_GATES, backward_first=True, torch_class="Schedule1F1B"),
     Schedule("looped_bfs", free=False, layout=LOOP, torch_class="ScheduleLoopedBFS"),
-    Schedule("interleaved_1f1b", free=False, layout=LOOP, torch_class="ScheduleInterleaved1F1B", tried_stages=2),
+    Schedule("interleaved_1f1b", free=False, layout=LOOP, torch_class="ScheduleInterleaved1F1B"),
     Schedule(
         "interleaved_zero_bubble",
         free=False,
         splits_backward=True,
         layout=LOOP,
         torch_class="ScheduleInterleavedZeroBubble",
-        tried_stages=1,
     ),
-    Schedule("zbv", free=False, splits_backward=True, layout=V, torch_class="ScheduleZBVZeroBubble", tried_stages=2),
+    Schedule("zbv", free=False, splits_backward=True, layout=V, torch_class="ScheduleZBVZeroBubble"),
     Schedule("dualpipev", free=False, splits_backward=True, layout=V, torch_class="ScheduleDualPipeV"),
 )
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}

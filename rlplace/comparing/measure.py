@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -23,34 +21,8 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
 SEEDED = frozenset({"random", "metis"})
 """Planners without a budget of calls whose plan depends on the seed; a test holds this list."""
-
-
-class Clock:
-    """Adds up the time of what it is put around.
-
-    Attributes:
-        seconds: So far.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def around(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        """The function, timed."""
-
-        def timed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            begin = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - begin
-
-        return timed
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +33,6 @@ class Target:
         model, cluster, view: As in its `ProblemInfo`.
         priced: What planners are given.
         bounds: `execution_bound` by fingerprint, micro-batches and replicas.
-        clock: Runs while other micro-batch sizes are captured and priced, which is no planner's time.
     """
 
     model: str
@@ -69,15 +40,6 @@ class Target:
     view: str
     priced: Priced
     bounds: dict[tuple[str, int, int], tuple[float, str]] = field(default_factory=dict)
-    clock: Clock = field(default_factory=lambda: Clock())
-
-    @staticmethod
-    def of(model: str, cluster: str, priced: Priced, *, view: str) -> Target:
-        """A target whose `clock` runs when `priced` works."""
-        clock = Clock()
-        graph_of = None if priced.graph_of is None else clock.around(priced.graph_of)
-        build = None if priced.build is None else clock.around(priced.build)
-        return Target(model, cluster, view, dataclasses.replace(priced, graph_of=graph_of, build=build), clock=clock)
 
     def bound(self, problem: Problem, microbatches: int, replicas: int) -> tuple[float, str]:
         """`execution_bound`, computed once."""
@@ -160,22 +122,20 @@ def _run(name: str, target: Target, settings: Settings, seed: int, *, strict: bo
     solved: list[Problem] = []
 
     def place(problem: Problem, **options: Any) -> PlacementPlan:
-        problem, plan = plan_priced(target.priced, planner=name, global_batch=settings.global_batch, **options)
+        problem, plan = plan_priced(target.priced, planner=name, **options)
         solved.append(problem)
         return plan
 
     limit = None if settings.calls is not None and takes_calls(name) else settings.time_limit_s
-    priced_s = target.clock.seconds
-    run = attempt(
+    return attempt(
         place,
         target.priced.first,
         seed=seed,
-        judge=lambda plan: measure(plan, solved[-1], settings, view=target.view),
+        judge=lambda plan: measure(plan, solved[-1], view=target.view),
         catch=(RlplaceError,) if strict else (Exception,),  # a planner's bug is that planner's row, not the comparison's end
         time_limit_s=limit,
         **_options(name, settings),
     )
-    return dataclasses.replace(run, seconds=run.seconds - (target.clock.seconds - priced_s))
 
 
 def _options(name: str, settings: Settings) -> dict[str, Any]:
@@ -191,10 +151,10 @@ def _options(name: str, settings: Settings) -> dict[str, Any]:
 
 def _asked_metric(name: str, settings: Settings) -> str:
     several = settings.microbatches > 1 and takes_microbatches(name)
-    return MAKESPAN if settings.global_batch is None and not several else RATE
+    return RATE if several else MAKESPAN
 
 
-def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, view: str) -> Measured:
+def measure(plan: PlacementPlan, problem: Problem, *, view: str) -> Measured:
     """Simulates a plan anew and says by what it may be compared.
 
     Raises:
@@ -211,7 +171,7 @@ def measure(plan: PlacementPlan, problem: Problem, settings: Settings, *, view: 
         for device, peak in zip(problem.devices, line.peak_memory_bytes, strict=True)
         if device.memory_bytes
     ]
-    alone = settings.global_batch is None and plan.microbatches == replicas == 1
+    alone = plan.microbatches == replicas == 1
     said = plan.predicted.step_time_s
     remark = None
     if said is not None and not math.isclose(said, line.step_time_s, rel_tol=1e-9):

@@ -67,8 +67,7 @@ class Settings(Record, frozen=True):
         calls: Simulator calls after the floor for every search, which then has no time limit; None: searches have the time.
         time_limit_s: Wall time of a plan.
         seeds: Runs of whatever is random, with seeds 0, 1, ...
-        global_batch: Samples of a step, split over replicas and micro-batches; None: one replica.
-        microbatches: Passes of a step, for every planner that knows micro-batches; not with a global batch.
+        microbatches: Passes of a step, for every planner that knows micro-batches.
         schedule: How micro-batches take turns; None: as each planner would have it.
         agent: Checkpoint of the planner `agent`.
         version: Version of rlplace.
@@ -77,7 +76,6 @@ class Settings(Record, frozen=True):
     calls: Count | None = None
     time_limit_s: Amount = 5.0
     seeds: Count = 1
-    global_batch: Count | None = None
     microbatches: Count = 1
     schedule: str | None = None
     agent: str = "default"

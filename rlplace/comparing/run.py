@@ -99,11 +99,6 @@ def compare(
     tell = report or (lambda text, finished: None)
     for name in planners:
         get_planner(name)
-    if store.settings.global_batch is not None:
-        if views or VIEW_OF.keys() & set(planners):
-            raise InputError("a global batch is for the view of tasks; leave it out, or the planners that need another view")
-        if store.settings.microbatches > 1 or store.settings.schedule is not None:
-            raise InputError("a global batch chooses micro-batches and schedule itself; leave them out, or the global batch")
     if store.settings.schedule is not None and store.settings.microbatches == 1:
         raise InputError("a schedule is for several micro-batches; give their number as well")
     warm: set[str] = set()
@@ -118,7 +113,7 @@ def compare(
             shown = _viewed(case, priced, view)
             info = problem_info(shown.first, case.model, case.cluster, view=view)
             store.add_problem(info)
-            target = Target.of(case.model, case.cluster, shown, view=view)
+            target = Target(case.model, case.cluster, view, shown)
             for name in names:
                 if (case.model, case.cluster, view, name, False, None, None) in store.rows:
                     tell("", True)
@@ -143,8 +138,8 @@ def _finish(row: ComparisonRow, target: Target, store: Store) -> None:
     """Stores a row with its ratio, after the row that it is measured against."""
     other = row if row.planner == REFERENCE else References(store.rows.values()).of(row)
     if other is None and row.status == OK and row.samples is not None:
-        batch = row.samples if row.metric.startswith(RATE) else None
-        settings = replace(store.settings, global_batch=batch, microbatches=1, schedule=None)
+        parts = row.samples // target.priced.first.samples_per_microbatch if row.metric.startswith(RATE) else 1
+        settings = replace(store.settings, microbatches=parts, schedule=None)
         reference = run_row(REFERENCE, target, settings)
         # Even without a plan it is the row for this metric and this many samples, so that it is not tried again.
         other = replace(reference, reference=True, metric=row.metric, samples=row.samples)

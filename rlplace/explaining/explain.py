@@ -100,7 +100,7 @@ def explain(
         group: A group, or a module whose groups share a device, to look at; default those that matter most.
         groups: How many of those.
         hardware: Whether to ask what other hardware would bring, which plans anew for each change.
-        at: Prices the plan's problem for a micro-batch of so many samples: to make it fit, or to split a global batch anew.
+        at: Prices the plan's problem for a micro-batch of so many samples, to make it fit.
         calls: Simulations of each search, beside the classical floor; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
         seed: Seed of the searches.
@@ -120,7 +120,7 @@ def explain(
     if plan.order is not None and choices:
         notes.append("the plan fixes the order of ops; groups are compared with the same plan run by priority")
     limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
-    asked = what_if(run, at=at, **limits) if hardware and run.line.feasible else ()
+    asked = what_if(run, **limits) if hardware and run.line.feasible else ()
     if choices and problem.num_devices > MOST_TARGETS and not plan.replicas:
         notes.append(f"groups were tried on {MOST_TARGETS} of {problem.num_devices} devices, those that hold groups first")
     base = next((entry for entry in asked if entry.change == AS_IS), None)

@@ -32,19 +32,11 @@ class Question:
 
     Attributes:
         change: In words.
-        make: Makes it.
         same: The plan as it is, there.
     """
 
     change: str
-    make: Change
     same: SimulatedPlan
-
-    def made(self, problem: Problem) -> Problem:
-        """The change made to the plan's problem at another micro-batch."""
-        changed = self.make(problem)
-        assert changed is not None  # the devices are those of the plan, to which it was made
-        return changed
 
     @cached_property
     def problem(self) -> Problem:
@@ -73,21 +65,17 @@ def fitting_s(run: SimulatedPlan) -> float:
 
 def questions(run: SimulatedPlan) -> Iterable[Question]:
     """All questions that make sense for a plan, things as they are first."""
-    yield Question(AS_IS, _unchanged, run)
+    yield Question(AS_IS, run)
     for change, make in _changes(run):
         problem = make(run.given)
         if problem is not None:
-            yield Question(change, make, run_unchecked(problem, _fitted(run.plan, problem)))
+            yield Question(change, run_unchecked(problem, _fitted(run.plan, problem)))
     replicated = _more_replicas(run)
     if replicated is not None:
         yield replicated
     longer = None if run.plan.order is not None or run.plan.shards else _more_microbatches(run)
     if longer is not None:
-        yield Question(f"{longer.plan.microbatches} micro-batches", _unchanged, longer)
-
-
-def _unchanged(problem: Problem) -> Problem:
-    return problem
+        yield Question(f"{longer.plan.microbatches} micro-batches", longer)
 
 
 def _changes(run: SimulatedPlan) -> Iterable[tuple[str, Change]]:
@@ -134,8 +122,7 @@ def _more_replicas(run: SimulatedPlan) -> Question | None:
     rows = run.plan.replicas
     if not rows or len(rows) < 2 or any(len(row) != 1 for row in rows):
         return None
-    one_more = partial(changes.with_device, like=int(rows[0][0]))
-    problem = one_more(run.given)
+    problem = changes.with_device(run.given, like=int(rows[0][0]))
     if problem is None or problem.num_devices > run.given.num_devices + 1:
         return None
     plan = dataclasses.replace(run.plan, replicas=[*rows, [problem.num_devices - 1]])
@@ -143,4 +130,4 @@ def _more_replicas(run: SimulatedPlan) -> Question | None:
         same = run_unchecked(problem, _fitted(plan, problem))
     except InputError:
         return None
-    return Question("one more device, one more replica", one_more, same)
+    return Question("one more device, one more replica", same)

@@ -5,17 +5,14 @@ and what is found for one question is simulated for all, so no answer is worse t
 worth is therefore its re-planned step against the re-planned step as things are, by the sample where the numbers of samples
 differ.
 
-Planning anew for every question: another assignment, or, for a plan with replicas, another way to split its global batch.
-
 What is found for one question is simulated for all, so that the luck of a search is not taken for the worth of a change.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,11 +20,9 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError
 from rlplace.explaining.questions import AS_IS, Question, fitting_s, questions
-from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
+from rlplace.explaining.simulated_plan import SimulatedPlan
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners import get_planner
-from rlplace.planners.strategy.sweep import place_strategies
-from rlplace.problem import Problem
 from rlplace.schedule import free_schedule
 
 CALLS = 256
@@ -65,7 +60,6 @@ class WhatIf:
 def what_if(
     run: SimulatedPlan,
     *,
-    at: Callable[[int], Problem] | None = None,
     calls: int = CALLS,
     time_limit_s: float | None = None,
     seed: int = 0,
@@ -74,7 +68,6 @@ def what_if(
 
     Args:
         run: The plan as it is; it completes.
-        at: The plan's problem for a micro-batch of so many samples, for plans with replicas; None: for its own only.
         calls: Simulations of each search beside the classical floor; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
         seed: Seed of the search.
@@ -83,17 +76,12 @@ def what_if(
     reason = _not_replanned(plan, calls)
     steps: list[float | None] = [None] * len(asked)
     if not reason:
-        limits: dict[str, Any] = {"time_limit_s": time_limit_s, "seed": seed}
-        steps = strategies(asked, at, **limits) if _replicated(plan) else assignments(asked, calls=calls, **limits)
-    notes = {AS_IS: reason or _execution_note(plan, at is not None)}
+        steps = assignments(asked, calls=calls, time_limit_s=time_limit_s, seed=seed)
+    notes = {AS_IS: reason or _execution_note(plan)}
     return tuple(
         WhatIf(q.change, q.same.line.step_time_s, q.same.line.feasible, q.same.line.samples, step, notes.get(q.change, ""))
         for q, step in zip(asked, steps, strict=True)
     )
-
-
-def _replicated(plan: PlacementPlan) -> bool:
-    return plan.replicas is not None and len(plan.replicas) > 1
 
 
 def _not_replanned(plan: PlacementPlan, calls: int) -> str:
@@ -101,20 +89,15 @@ def _not_replanned(plan: PlacementPlan, calls: int) -> str:
         return "not planned anew: no simulations were allowed"
     if plan.shards:
         return "not planned anew: the plan cuts ops; plan again with 'rlplace place --planner pase'"
+    if plan.replicas is not None and len(plan.replicas) > 1:
+        return "not planned anew: the plan has replicas; 'rlplace place' chooses them with the whole strategy"
     return ""
 
 
-def _execution_note(plan: PlacementPlan, any_size: bool) -> str:
+def _execution_note(plan: PlacementPlan) -> str:
     """How what is planned anew runs otherwise than the plan."""
-    if not _replicated(plan):
-        schedule = free_schedule(plan.schedule)
-        return "" if schedule == plan.schedule else f"planned anew for schedule {schedule} instead of {plan.schedule}"
-    kept = "any micro-batch" if any_size else "micro-batches of the plan's size"
-    without = [
-        name for name, used in (("recomputation", plan.recompute), ("a shared optimizer", plan.optimizer_sharding)) if used
-    ]
-    text = f"planned anew with any number of replicas and {kept}"
-    return text + (f", without {' and '.join(without)}" if without else "")
+    schedule = free_schedule(plan.schedule)
+    return "" if schedule == plan.schedule else f"planned anew for schedule {schedule} instead of {plan.schedule}"
 
 
 def assignments(questions: Sequence[Question], *, calls: int, time_limit_s: float | None, seed: int) -> list[float | None]:
@@ -139,50 +122,9 @@ def assignments(questions: Sequence[Question], *, calls: int, time_limit_s: floa
     return best
 
 
-def strategies(
-    questions: Sequence[Question], at: Callable[[int], Problem] | None, *, time_limit_s: float | None, seed: int
-) -> list[float | None]:
-    """The best step of every question over all ways to split its samples among replicas and micro-batches.
-
-    Args:
-        questions: About a plan with replicas.
-        at: The plan's problem for a micro-batch of so many samples; None: it is known for its own only.
-        time_limit_s: Seconds for each question.
-        seed: Seed of the planner.
-    """
-    known = questions[0].same.given.samples_per_microbatch
-
-    @cache
-    def problem_of(question: Question, samples: int) -> Problem:
-        return question.same.given if samples == known or at is None else question.made(at(samples))
-
-    pool: dict[int, list[tuple[int, PlacementPlan]]] = {}  # by samples of a step: samples of a micro-batch, plan
-    for question in questions:
-        total = question.same.line.samples
-        try:
-            problem, plan = place_strategies(
-                partial(problem_of, question), first=question.same.given, global_batch=total,
-                samples=known if at is None else None, planner="best", seed=seed, time_limit_s=time_limit_s,
-            )  # fmt: skip
-        except InfeasibleError:
-            continue
-        pool.setdefault(total, []).append((problem.samples_per_microbatch, plan))
-    best: list[float | None] = []
-    for question in questions:
-        candidates = pool.get(question.same.line.samples, [])
-        here = [(samples, plan) for samples, plan in candidates if _last(plan) < question.same.given.num_devices]
-        best.append(_least(question, [fitting_s(run_unchecked(problem_of(question, n), plan)) for n, plan in here]))
-    return best
-
-
 def _least(question: Question, steps: list[float]) -> float | None:
     step = min([fitting_s(question.same), *steps])
     return step if math.isfinite(step) else None
-
-
-def _last(plan: PlacementPlan) -> int:
-    """The highest number among the devices that a plan uses."""
-    return max(max(row) for row in plan.replicas) if plan.replicas else int(plan.device_of_group.max(initial=0))
 
 
 def _searched(question: Question, starts: list[NDArray[np.int32]], limits: dict[str, Any]) -> list[NDArray[np.int32]]:

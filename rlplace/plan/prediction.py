@@ -33,7 +33,7 @@ class Prediction(Record, frozen=True):
         op_level: The same plan simulated op by op.
         held_back_bytes: Per device the memory that the planner did not get, so that the plan fits op by op.
         memory: Per device the table of `rlplace place --memory`.
-        strategies: What `rlplace.planners.strategy` tried, the quickest first.
+        strategies: Of a whole strategy the next best and its rivals, the quickest first (`rlplace.strategy.plan`).
         floor_step_time_s: Step time of the best classical plan, beside the agent's.
         search_calls: Simulator calls of the agent's search.
         single_rollout_step_time_s: Step time of the agent's first plan alone.

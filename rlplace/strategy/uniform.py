@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlplace.cluster import Cluster
-from rlplace.planners.strategy.choices import divisors
 from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.cuts import Balance
@@ -67,6 +66,12 @@ class Shape:
     def cut(self, samples: int) -> Cut:
         """How a pass of so many samples of a replica is cut."""
         return Cut(samples, self.tensor, self.sequence_parallel, expert=self.expert)
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in increasing order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -167,15 +167,6 @@ def test_metrics_are_never_mixed(monkeypatch):
     assert sorted(lines) == sorted([(MAKESPAN, "best"), (MAKESPAN, "heft"), (RATE, "piped"), (RATE, "copied")])
 
 
-def test_a_global_batch_compares_rates():
-    problem = random_problem(1, 12, 4)
-    found = run([problem], ["heft", "single"], global_batch=32)
-    assert {row.metric for row in found.rows} == {RATE} and {row.samples for row in found.rows} == {32}
-    assert all(row.gap >= 0 for row in found.rows) and not any(row.reference for row in found.rows)
-    with pytest.raises(InputError, match="global batch"):
-        run([problem], ["heft"], global_batch=32, views=[SPLIT])
-
-
 def test_micro_batches_for_everybody(monkeypatch):
     def plain(problem, *, seed=0, time_limit_s=None):
         return make_plan(problem, [0] * problem.num_groups, planner="plain")
@@ -191,8 +182,6 @@ def test_micro_batches_for_everybody(monkeypatch):
     assert rows["best", TASKS, True].samples == 8
     for row in found.rows:
         assert row.ratio == row.step_time_s / rows["best", row.view, row.metric == MAKESPAN].step_time_s
-    with pytest.raises(InputError, match="global batch"):
-        run([random_problem(1, 10, 3)], ["heft"], microbatches=4, global_batch=32)
     with pytest.raises(InputError, match="schedule"):
         run([random_problem(1, 10, 3)], ["heft"], schedule="gpipe")
 

@@ -125,7 +125,7 @@ def test_an_existing_file_is_not_overwritten(path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("calls", 6), ("calls", None), ("time_limit_s", 1.0), ("seeds", 2), ("global_batch", 64),
+    ("field", "value"), [("calls", 6), ("calls", None), ("time_limit_s", 1.0), ("seeds", 2), ("microbatches", 4),
                          ("agent", "x"), ("microbatches", 2), ("version", "0.0.1")],
 )  # fmt: skip
 def test_other_settings_are_refused(path, field, value):

@@ -16,6 +16,7 @@ from rlplace.planners import get_planner
 from rlplace.planners.bipartition.layers import layer_orders, make_layers
 from rlplace.planners.gpipe import block_partition, gpipe
 from rlplace.planners.gpipe import candidates as gpipe_candidates
+from rlplace.planners.pipedream.copies import problem_of_replica
 from rlplace.planners.pipedream.pipedream import candidates, pipedream
 from rlplace.planners.pipedream.stages import Level, branch_states, chain_states, device_levels, solve_levels
 from rlplace.problem.build import TensorSpec, build_problem
@@ -207,3 +208,11 @@ def test_gpipe_finds_the_exact_partition():
     times = [9, 1, 1, 1, 9, 1]
     problem = chain_problem(times, [0] * 6, [0] * 6, 3)
     assert min(np.bincount(found, weights=times, minlength=3).max() for found in gpipe_candidates(problem, 0)) == 10
+
+
+def test_the_problem_of_a_replica_is_the_problem_on_its_devices():
+    problem = random_problem(4, 12, 4, unlike=True, hosts=2)
+    small = problem_of_replica(problem, (3, 1))
+    devices = np.array([0, 1] * 6, dtype=np.int32)
+    there = np.array([3, 1], dtype=np.int32)[devices]
+    assert simulate(small, devices).step_time_s == simulate(problem, there).step_time_s

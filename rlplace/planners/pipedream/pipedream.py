@@ -36,6 +36,7 @@ from rlplace.planners.common.evaluate import Assignment, Deadline
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.subsets import device_classes, device_subsets, map_parts
 from rlplace.planners.pipedream import kernels
+from rlplace.planners.pipedream.copies import exchanges_gradients, problem_of_replica, replicated_plan
 from rlplace.planners.pipedream.stages import States, branch_states, chain_states, replicated_optimum
 from rlplace.problem import Problem
 from rlplace.schedule import ONE_F_ONE_B
@@ -99,8 +100,6 @@ def _left_s(deadline: Deadline) -> float | None:
 
 def _copies(problem: Problem) -> bool:
     """Whether whole pipelines can be copied: devices alike, and gradients of known size."""
-    from rlplace.planners.strategy.choices import exchanges_gradients
-
     return len(device_classes(problem)) == 1 and exchanges_gradients(problem)
 
 
@@ -111,8 +110,6 @@ def _uniform(
     if replicas == 1:
         run = pipeline_execution(problem, microbatches, schedule)
         return one_shot(problem, "pipedream", partial(candidates, **run), seed=seed, time_limit_s=time_limit_s, **run)
-    from rlplace.planners.strategy.one import problem_of_replica, replicated_plan
-
     if problem.num_devices % replicas or microbatches % replicas:
         raise InputError(
             f"pipedream: {replicas} replicas cannot share out {problem.num_devices} devices and {microbatches} micro-batches "

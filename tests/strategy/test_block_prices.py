@@ -301,7 +301,7 @@ def test_a_tensor_group_sends_hidden_states(gpt2):
     assert not whole.collective_calls.any()
     assert half.collective_calls[:, :, layer].tolist() == [[2, 0, 0, 0, 0, 0, 0]] * 2
     assert half.collective_bytes[:, :, layer].tolist() == [[2 * hidden, 0, 0, 0, 0, 0, 0]] * 2
-    assert sequence.collective_bytes[:, :, layer].tolist() == [[0, 2 * hidden, 2 * hidden, 0]] * 2
+    assert sequence.collective_bytes[:, :, layer].tolist() == [[0, 2 * hidden, 2 * hidden, 0, 0, 0, 0]] * 2
     assert half.sent_bytes[layer] - sequence.sent_bytes[layer] == hidden / 2
     assert (sequence.kept_bytes[NONE] <= half.kept_bytes[NONE]).all()
 

@@ -286,12 +286,12 @@ def _pipeline_words(pipeline: Pipeline) -> str:
     if len(stages) > 1:
         chunks = f" ({len(stages)} chunks)" if len(stages) > places else ""
         words.append(f"{places} pipeline stages{chunks}, {pipeline.schedule}")
-    names = {"replicate": "replicas", "shard": "fully sharded over", "tensor": "tensor parallel"}
+    names = {"replicate": "replicas", "shard": "fully sharded over", "tensor": "tensor parallel", "context": "context parallel"}
     for axis in ("tensor", "shard", "replicate", "context"):
         sizes = sorted({stage.axis(axis) for stage in stages})
         if sizes != [1]:
             text = "-".join(map(str, sizes))
-            words.append(f"{text} replicas" if axis == "replicate" else f"{names.get(axis, axis)} {text}")
+            words.append(f"{text} replicas" if axis == "replicate" else f"{names[axis]} {text}")
             levels = sorted({stage.sharding for stage in stages})
             if axis == "shard":
                 words[-1] += f" (level {either(map(str, levels))})"

@@ -34,12 +34,15 @@ class LayoutSearch:
             along the sequence.
         only: Paths of modules whose weights may be cut, such as those that a runtime has layouts for; None: all.
 
+    Attributes:
+        ops: The forward ops of the step.
+
     Raises:
         InputError: The graph does not say how its ops access tensors.
     """
 
     def __init__(self, graph: OpGraph, block_of_op: NDArray[np.int32], only: Collection[str] | None = None) -> None:
-        self._ops = ForwardOps(graph, block_of_op, only)
+        self.ops = ForwardOps(graph, block_of_op, only)
         self._blocks: dict[bool, list[FoundBlock]] = {}
 
     def layout(self, degree: int, *, sequence_parallel: bool = False) -> TensorLayout:
@@ -59,7 +62,7 @@ class LayoutSearch:
         cuts, reason = self._search(degree, sequence_parallel)
         if reason is not None:
             raise InputError(f"tensor_layouts: {reason}")
-        return layout_of(self._ops, cuts, degree, sequence_parallel=sequence_parallel)
+        return layout_of(self.ops, cuts, degree, sequence_parallel=sequence_parallel)
 
     def why_not(self, degree: int, *, sequence_parallel: bool = False) -> str | None:
         """Why there is no layout; None where there is one."""
@@ -68,7 +71,7 @@ class LayoutSearch:
     def _search(self, degree: int, sequence_parallel: bool) -> tuple[list[tuple[FoundBlock, BlockCut | None]], str | None]:
         """All blocks with their cuts, and why not. Equal blocks are searched once."""
         if sequence_parallel not in self._blocks:
-            self._blocks[sequence_parallel] = found_blocks(self._ops, sequence_parallel=sequence_parallel)
+            self._blocks[sequence_parallel] = found_blocks(self.ops, sequence_parallel=sequence_parallel)
         found = self._blocks[sequence_parallel]
         if degree == 1:
             return [(item, whole_block(item.block)) for item in found], None
@@ -85,7 +88,7 @@ class LayoutSearch:
 
     def _undivided(self, item: FoundBlock, cut: BlockCut | None, degree: int, sequence_parallel: bool) -> Iterator[str]:
         """What the best cut of the block cuts if sizes do not matter, but the degree does not divide."""
-        ops = self._ops
+        ops = self.ops
         if cut is None:
             sizes = [value.axes[value.border][1] for value in item.block.values if value.border not in (None, WHOLE)]
             size = next(size for size in sizes if size % degree)

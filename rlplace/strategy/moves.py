@@ -77,7 +77,7 @@ def _other_schedules(draft: Draft) -> Iterator[Draft]:
 def _other_axes(place: Place) -> list[Place]:
     """The same devices with one degree twice as large and another half, another expert degree, or another level."""
     changed: list[Place] = []
-    axes = ("replicate", "shard", "tensor")
+    axes = ("replicate", "shard", "context", "tensor")
     for more in axes:
         for less in axes:
             if more != less and getattr(place, less) % 2 == 0:

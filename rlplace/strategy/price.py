@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from rlplace.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
 from rlplace.graph.rescale import affine
 from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.strategy.blocks import Blocks, find_blocks
+from rlplace.strategy.context import context_layout, gathered_bytes, why_no_context
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.divide import moved_by, shares, tensor_parts
 from rlplace.strategy.experts import IMBALANCE, find_experts
@@ -46,7 +48,7 @@ class _Sized:
         whole: Ops that stand for all, with their kernels.
         halves: The same with weight gradients apart.
         first: int64 [B], the block that stands for each block.
-        undivided_bytes: int64 [T], of the tensors of the captured graph at this batch size.
+        moved: Bytes and calls of collectives, float64 [2, K, B] each.
         memory: Of one device.
         seconds: float64 [N] by device kind, as far as known.
     """
@@ -54,7 +56,7 @@ class _Sized:
     whole: tuple[OpGraph, Calls]
     halves: tuple[OpGraph, Calls]
     first: NDArray[np.int64]
-    undivided_bytes: NDArray[np.int64]
+    moved: tuple[Floats, Floats]
     memory: Memory
     seconds: dict[int, Floats]
 
@@ -109,8 +111,6 @@ class PricedBlocks:
 
     def why_not(self, cut: Cut) -> str | None:
         """Why a pass cannot be cut like that; None where it can."""
-        if cut.context > 1:
-            return "context parallelism of blocks has no price yet; leave context at 1"
         if cut.expert > 1 and (reason := self._experts.why_not(cut.expert)) is not None:
             return reason
         if len(self._graphs) == 1 and cut.samples != self.graph.samples:
@@ -146,16 +146,14 @@ class PricedBlocks:
 
     def _pass(self, kind: int, cut: Cut) -> PassCosts:
         self._allowed(cut)
-        found, layout = self._at(cut), self._layout(cut)
+        found = self._at(cut)
         of_op, seconds = self.blocks.of_op, self._seconds(kind, cut)
         if cut.expert > 1:
             seconds = seconds * np.where(self._experts.routed, IMBALANCE, 1.0)
-        _, halves, is_weight, origin = self._samples(layout)
+        _, halves, is_weight, origin = self._samples(self._layouts(cut))
         parts = self._priced(kind, *found.halves, halves.stand_in)
         weight = part_times(seconds[:, None], parts[:, None], origin)[:, 0] * is_weight
         phase, memory = self.graph.op_phase, found.memory
-        none = np.zeros((2, len(COLLECTIVE_KINDS), len(self.names)))
-        moved = (none, none) if layout is None else moved_by(layout, found.undivided_bytes, len(self.names))
         return PassCosts(
             forward_s=self._totals(found, of_op, seconds * (phase == FORWARD)),
             backward_s=self._totals(found, of_op, seconds * ((phase != FORWARD) & (phase != UPDATE))),
@@ -165,8 +163,8 @@ class PricedBlocks:
             working_bytes=_most(memory.working_bytes, self.classes),
             sent_bytes=memory.sent_bytes,
             returned_bytes=memory.returned_bytes,
-            collective_bytes=moved[0],
-            collective_calls=moved[1],
+            collective_bytes=found.moved[0],
+            collective_calls=found.moved[1],
         )
 
     def _totals(self, found: _Sized, block: NDArray[Any], values: Floats) -> Floats:
@@ -204,18 +202,24 @@ class PricedBlocks:
         return self._once(("sized", cut), lambda: self._sized(cut))
 
     def _sized(self, cut: Cut) -> _Sized:
-        layout = self._layout(cut)
-        parts = np.ones(self.graph.num_tensors, dtype=np.int64) if layout is None else tensor_parts(self.graph, layout)
-        op_parts = np.ones(self.graph.num_ops, dtype=np.int64) if layout is None else layout.op_parts
-        whole, halves, *_ = self._samples(layout)
+        layouts = self._layouts(cut)
+        parts = [tensor_parts(self.graph, layout) for layout in layouts]
+        whole, halves, *_ = self._samples(layouts)
         sizes, temporary = (self._values(name, cut.samples) for name in ("tensor_bytes", "op_temporary_bytes"))
-        graph, split = (sample.at(cut.samples, layout, parts) for sample in (whole, halves))
+        graph, split = (sample.at(cut.samples, layouts, parts) for sample in (whole, halves))
+        moved = np.zeros((2, 2, len(COLLECTIVE_KINDS), len(self.names)))
+        for index, layout in enumerate(layouts):
+            own = reduce(shares, parts[:index] + parts[index + 1 :], sizes)
+            moved += moved_by(layout, own, len(self.names))
+            temporary = shares(temporary, layout.op_parts)
+            if cut.context > 1 and layout is layouts[-1]:
+                temporary = temporary + gathered_bytes(self.graph, layout, own)
         return _Sized(
             whole=(graph, calls_of(graph, self._host)),
             halves=(split, calls_of(split, self._host)),
-            first=representatives(self.graph, self.blocks, self.classes, layout),
-            undivided_bytes=sizes,
-            memory=self._lives.memory(shares(sizes, parts), shares(temporary, op_parts)),
+            first=representatives(self.graph, self.blocks, self.classes, layouts),
+            moved=(moved[0], moved[1]),
+            memory=self._lives.memory(reduce(shares, parts, sizes), temporary),
             seconds={},
         )
 
@@ -227,21 +231,39 @@ class PricedBlocks:
         values = affine(getattr(small, name), getattr(large, name), small.samples, large.samples, samples)
         return np.maximum(values, 0)
 
-    def _samples(self, layout: TensorLayout | None) -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
+    def _samples(self, layouts: tuple[TensorLayout, ...]) -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
         """Ops that stand for all, also with weight gradients apart; of these all, which they are and what each is part of."""
 
         def make() -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
             split, origin = zip(*self._split(), strict=True)
-            first = representatives(self.graph, self.blocks, self.classes, layout)
+            first = representatives(self.graph, self.blocks, self.classes, layouts)
             if self._host != "eager":  # compiled ops fuse with those of other blocks
                 first = np.arange(len(first))
             halves = Sample.of(split, self.blocks, first, origin[0])
             return Sample.of(self._graphs, self.blocks, first), halves, split[0].op_phase == BACKWARD_WEIGHT, origin[0]
 
-        return self._once(("samples", layout), make)
+        return self._once(("samples", layouts), make)
 
     def _split(self) -> list[tuple[OpGraph, NDArray[np.int32]]]:
         return self._once("split", lambda: [split_weight_gradients(graph) for graph in self._graphs])
+
+    def _search(self) -> LayoutSearch:
+        if self.graph.traced is None:
+            raise InputError("the graph does not say how its ops can be cut; capture the model again, in this process")
+        return self._once("layouts", lambda: LayoutSearch(self.graph, self.blocks.of_op, self._only))
+
+    def _layouts(self, cut: Cut) -> tuple[TensorLayout, ...]:
+        """How ops and tensors are cut, one after the other: over tensor and expert groups, then over the context."""
+        layout = self._layout(cut)
+        layouts = () if layout is None else (layout,)
+        return layouts if cut.context == 1 else (*layouts, self._once(("context", cut.context), lambda: self._context(cut)))
+
+    def _context(self, cut: Cut) -> TensorLayout:
+        ops = self._search().ops
+        reason = why_no_context(ops, cut.context)
+        if reason is not None:
+            raise InputError(reason)
+        return context_layout(ops, cut.context, self._experts.routed)
 
     def _layout(self, cut: Cut) -> TensorLayout | None:
         """How the blocks are cut over a tensor and an expert group; None where they are whole."""
@@ -251,19 +273,16 @@ class PricedBlocks:
             return self._once(key, lambda: self._experts.spread(base, cut, self.blocks.of_op))
         if cut.tensor == 1:
             return None
-        if self.graph.traced is None:
-            raise InputError("the graph does not say how its ops can be cut; capture the model again, in this process")
-        search = self._once("layouts", lambda: LayoutSearch(self.graph, self.blocks.of_op, self._only))
         return self._once(
             ("layout", cut.tensor, cut.sequence_parallel),
-            lambda: search.layout(cut.tensor, sequence_parallel=cut.sequence_parallel),
+            lambda: self._search().layout(cut.tensor, sequence_parallel=cut.sequence_parallel),
         )
 
     def _seconds(self, kind: int, cut: Cut) -> Floats:
         """float64 [N], of every captured op."""
         found = self._at(cut)
         if kind not in found.seconds:
-            found.seconds[kind] = self._priced(kind, *found.whole, self._samples(self._layout(cut))[0].stand_in)
+            found.seconds[kind] = self._priced(kind, *found.whole, self._samples(self._layouts(cut))[0].stand_in)
         return found.seconds[kind]
 
     def _priced(self, kind: int, graph: OpGraph, calls: Calls, stand_in: NDArray[np.int64]) -> Floats:

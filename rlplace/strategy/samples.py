@@ -55,22 +55,22 @@ class Sample:
         stand_in = np.searchsorted(ops, by_block[start[first[block]] + place])
         return Sample(tuple(graph for graph, _ in parts), origin[ops].astype(np.int64), parts[0][1], stand_in)
 
-    def at(self, samples: int, layout: TensorLayout | None, parts_of_tensor: NDArray[np.int64]) -> OpGraph:
-        """The ops at a batch size, as one device of a tensor group runs them."""
+    def at(self, samples: int, layouts: Sequence[TensorLayout], parts: Sequence[NDArray[np.int64]]) -> OpGraph:
+        """The ops at a batch size, as one device of its groups runs them; each layout with its parts of tensors."""
         known = {graph.samples: graph for graph in self.graphs}
         graph = known[samples] if samples in known else rescale(self.graphs[0], self.graphs[1], samples)
-        if layout is None:
-            return graph
-        padded = np.append(parts_of_tensor, 1)
-        return divided(graph, layout, self.captured, padded[np.minimum(self.tensors, len(parts_of_tensor))])
+        for layout, parts_of_tensor in zip(layouts, parts, strict=True):
+            padded = np.append(parts_of_tensor, 1)
+            graph = divided(graph, layout, self.captured, padded[np.minimum(self.tensors, len(parts_of_tensor))])
+        return graph
 
 
 def representatives(
-    graph: OpGraph, blocks: Blocks, classes: NDArray[np.int64], layout: TensorLayout | None
+    graph: OpGraph, blocks: Blocks, classes: NDArray[np.int64], layouts: Sequence[TensorLayout]
 ) -> NDArray[np.int64]:
     """int64 [B], the first block of the same class whose ops are cut in the same way."""
-    parts = np.ones(graph.num_ops, dtype=np.int32) if layout is None else layout.op_parts
+    parts = np.stack([np.ones(graph.num_ops, dtype=np.int32), *(layout.op_parts for layout in layouts)])
     inside = graph.op_phase == FORWARD
     first: dict[tuple[int, bytes], int] = {}
-    ways = [parts[inside & (blocks.of_op == block)].tobytes() for block in range(len(blocks.names))]
+    ways = [parts[:, inside & (blocks.of_op == block)].tobytes() for block in range(len(blocks.names))]
     return np.array([first.setdefault((int(classes[b]), way), b) for b, way in enumerate(ways)], dtype=np.int64)

@@ -33,8 +33,9 @@ class Shape:
         devices: In the order in which places take them.
         places: Number of places.
         chunks: Stages a place.
-        replicate: Of every place; so are the next five.
+        replicate: Of every place; so are the next six.
         shard: See `replicate`.
+        context: See `replicate`.
         tensor: See `replicate`.
         expert: See `replicate`.
         sharding: See `replicate`.
@@ -47,6 +48,7 @@ class Shape:
     chunks: int
     replicate: int
     shard: int
+    context: int
     tensor: int
     expert: int
     sharding: int
@@ -61,11 +63,11 @@ class Shape:
     @property
     def kind(self) -> str:
         """See `kind_of`."""
-        return _kind(self.places * self.chunks, self.tensor, self.expert, self.shard, self.replicate)
+        return _kind(self.places * self.chunks, self.tensor, self.context, self.expert, self.shard, self.replicate)
 
     def cut(self, samples: int) -> Cut:
         """How a pass of so many samples of a replica is cut."""
-        return Cut(samples, self.tensor, self.sequence_parallel, expert=self.expert)
+        return Cut(samples, self.tensor, self.sequence_parallel, self.context, self.expert)
 
 
 def divisors(number: int) -> list[int]:
@@ -95,7 +97,7 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
 
 def shapes(question: Question, devices: tuple[int, ...]) -> Iterator[Shape]:
     """All uniform ways to use a set of devices."""
-    space, cluster, blocks = question.space, question.cluster, len(question.costs.names)
+    space, cluster = question.space, question.cluster
     hosts = [cluster.hosts[device] for device in devices]
     per_host = max(1, min(hosts.count(host) for host in set(hosts)))
     for places in space.only("pipeline", divisors(len(devices))):
@@ -104,18 +106,33 @@ def shapes(question: Question, devices: tuple[int, ...]) -> Iterator[Shape]:
             # A tensor group exchanges activations in every block: it stays inside a host unless the space asks for more.
             if tensor > 1 and (tensor & (tensor - 1) or per_host % tensor) and space.tensor is None:
                 continue
-            data = width // tensor
-            inside = max(1, min(data, per_host // tensor))
-            for shard in sorted({1, data, inside if data % inside == 0 else 1} | set(space.shard or ())):
-                if data % shard or not space.allows("shard", shard) or not space.allows("replicate", data // shard):
-                    continue
-                levels = (0,) if shard == 1 else (1,) if places > 1 else (1, 2, 3)
-                for sharding in levels if shard == 1 else space.only("sharding", levels):
-                    for expert in _expert_degrees(question, shard * tensor, sharding):
-                        for chunks, schedule in _chains(question, places, blocks):
-                            # Sequence parallelism moves what tensor parallelism moves, and keeps less.
-                            axes = data // shard, shard, tensor, expert, sharding, tensor > 1
-                            yield Shape(devices, places, chunks, *axes, schedule)
+            for context in _context_degrees(question, width // tensor):
+                yield from _data_shapes(question, devices, places, context, tensor, per_host)
+
+
+def _data_shapes(
+    question: Question, devices: tuple[int, ...], places: int, context: int, tensor: int, per_host: int
+) -> Iterator[Shape]:
+    """Shapes of these degrees, by how the rest of each place is shared and copied."""
+    space, blocks = question.space, len(question.costs.names)
+    data = len(devices) // places // tensor // context
+    inside = max(1, min(data, per_host // (tensor * context)))
+    for shard in sorted({1, data, inside if data % inside == 0 else 1} | set(space.shard or ())):
+        if data % shard or not space.allows("shard", shard) or not space.allows("replicate", data // shard):
+            continue
+        levels = (0,) if shard == 1 else (1,) if places > 1 else (1, 2, 3)
+        for sharding in levels if shard == 1 else space.only("sharding", levels):
+            for expert in _expert_degrees(question, shard * context * tensor, sharding):
+                for chunks, schedule in _chains(question, places, blocks):
+                    # Sequence parallelism moves what tensor parallelism moves, and keeps less.
+                    axes = data // shard, shard, context, tensor, expert, sharding, tensor > 1
+                    yield Shape(devices, places, chunks, *axes, schedule)
+
+
+def _context_degrees(question: Question, width: int) -> list[int]:
+    """Context degrees: powers of two unless the space asks for others."""
+    degrees = question.space.only("context", divisors(width))
+    return [degree for degree in degrees if degree & (degree - 1) == 0 or question.space.context is not None]
 
 
 def _expert_degrees(question: Question, group: int, sharding: int) -> list[int]:
@@ -159,8 +176,8 @@ class Option:
         width = len(shape.devices) // shape.places
         places = tuple(
             Place(
-                shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, 1, shape.tensor,
-                shape.expert, shape.sharding, shape.sequence_parallel,
+                shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, shape.context,
+                shape.tensor, shape.expert, shape.sharding, shape.sequence_parallel,
             )
             for index in range(shape.places)
         )  # fmt: skip
@@ -182,6 +199,8 @@ def options(question: Question, shape: Shape, balance: Balance) -> Iterator[Opti
             continue
         if count > 1 << 12 or (samples & (samples - 1) and samples != share and space.microbatch is None):
             continue  # of micro-batch sizes that divide the share: powers of two, and the whole
+        if samples > 1 and shape.context > 1 and space.context is None:
+            continue  # more replicas of fewer samples exchange less
         if not balance.can_cut(shape.cut(samples)):
             continue
         stages = balance.stages(kinds, shape.cut(samples), order)
@@ -240,18 +259,19 @@ KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pip
 
 def kind_of(draft: Draft) -> str:
     """What people call a strategy."""
-    tensor, expert, shard, replicate = (
-        max(getattr(place, axis) for place in draft.places) for axis in ("tensor", "expert", "shard", "replicate")
-    )
-    return _kind(draft.stages, tensor, expert, shard, replicate)
+    return _kind(draft.stages, *(max(getattr(place, axis) for place in draft.places) for axis in _WORDS))
 
 
-def _kind(stages: int, tensor: int, expert: int, shard: int, replicate: int) -> str:
-    words = {
-        "pipeline": stages,
-        "tensor parallel": tensor,
-        "expert parallel": expert,
-        "fully sharded": shard,
-        "data parallel": replicate,
-    }
-    return " x ".join(word for word, degree in words.items() if degree > 1) or "one device"
+_WORDS = {
+    "tensor": "tensor parallel",
+    "context": "context parallel",
+    "expert": "expert parallel",
+    "shard": "fully sharded",
+    "replicate": "data parallel",
+}
+
+
+def _kind(stages: int, *degrees: int) -> str:
+    """The name of a kind, from its stages and the degrees of the axes of `_WORDS`."""
+    words = zip(("pipeline", *_WORDS.values()), (stages, *degrees), strict=True)
+    return " x ".join(word for word, degree in words if degree > 1) or "one device"

@@ -95,17 +95,20 @@ def gathered_bytes(graph: OpGraph, layout: TensorLayout, tensor_bytes: NDArray[n
 def _exchanges(ops: ForwardOps, op: int) -> list[Collective]:
     """What a context group sends for an attention."""
     graph, rows = ops.graph, set(_rows(ops, op))
-    found = []
+    queries: list[int] = []
+    keys: list[int] = []
     for tensor in ops.reads[op]:
         names = ops.names(op, tensor) or ()
         along = [name for axis, name in enumerate(names) if ops.runs_along(tensor, axis) == ROW]
         maker = int(graph.tensor_producer[tensor])
-        if maker < 0 or not ops.with_gradient[maker] or not along or rows.intersection(along):
-            continue
-        halves = 2 if graph.op_dtype[op] in ("bfloat16", "float16") else 1  # gradients are summed in fp32
-        moves = [(FORWARD_PASS, CONTEXT_GATHER), (BACKWARD_PASS, CONTEXT_GATHER), *[(BACKWARD_PASS, CONTEXT_SCATTER)] * halves]
-        found += [Collective(int(ops.given[op]), op, tensor, when, kind) for when, kind in moves]
-    return found
+        if along and maker >= 0 and ops.with_gradient[maker]:
+            (queries if rows.intersection(along) else keys).append(tensor)
+    if not queries:  # all three are parts of one tensor: keys and values are as large as what is made, each
+        made = max(ops.makes[op], key=lambda tensor: int(graph.tensor_bytes[tensor]))
+        keys = [made, made]
+    halves = 2 if graph.op_dtype[op] in ("bfloat16", "float16") else 1  # gradients are summed in fp32
+    moves = [(FORWARD_PASS, CONTEXT_GATHER), (BACKWARD_PASS, CONTEXT_GATHER), *[(BACKWARD_PASS, CONTEXT_SCATTER)] * halves]
+    return [Collective(int(ops.given[op]), op, tensor, when, kind) for tensor in keys for when, kind in moves]
 
 
 def _attention(ops: ForwardOps) -> list[int]:

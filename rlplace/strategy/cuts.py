@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +23,24 @@ class Stages:
 
     Attributes:
         bounds: First block of every stage, and the number of blocks.
-        slowest_s: Forward and backward of a micro-batch on the slowest stage.
-        total_s: The same on all stages together.
+        taken_s: Forward and backward of a micro-batch on each.
     """
 
     bounds: tuple[int, ...]
-    slowest_s: float
-    total_s: float
+    taken_s: tuple[float, ...]
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward of a micro-batch on all stages."""
+        return sum(self.taken_s)
+
+    def paced_s(self, count: int) -> float:
+        """Seconds that so many micro-batches take at least where every stage has a place of its own.
+
+        A stage does all of them after the stages before it had the first one, and before these have the last one back.
+        """
+        before = [0.0, *accumulate(self.taken_s)]
+        return max(start_s + count * own_s for start_s, own_s in zip(before, self.taken_s, strict=False))
 
 
 class Balance:
@@ -87,7 +99,7 @@ class Balance:
             seconds = np.array([self.pass_s(own, cut) for own, cut in zip(kinds, each, strict=True)])
             bounds = balanced_bounds(seconds, order)
             taken = [float(seconds[row, bounds[part] : bounds[part + 1]].sum()) for part, row in enumerate(order)]
-            self._stages[key] = Stages(bounds, max(taken), sum(taken))
+            self._stages[key] = Stages(bounds, tuple(taken))
         return self._stages[key]
 
     def replica_s(self, draft: Draft, replica: int) -> float:

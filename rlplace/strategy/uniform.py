@@ -204,13 +204,13 @@ def options(question: Question, shape: Shape, balance: Balance) -> Iterator[Opti
         if not balance.can_cut(shape.cut(samples)):
             continue
         stages = balance.stages(kinds, shape.cut(samples), order)
-        # In a chain the first micro-batch passes all stages, and the others follow at the pace of the slowest place; gradients
-        # of weights, less than two thirds of a backward, may fill that time.
+        # In a chain the first micro-batch passes all stages, and the slowest place sets the pace; gradients of weights, less
+        # than two thirds of a backward, may fill that time.
         split = shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
         first_s = 0.5 * stages.total_s if split else stages.total_s
         paced_s = count * stages.total_s / shape.places
         if shape.chunks == 1 and not split:
-            paced_s = first_s + (count - 1) * stages.slowest_s
+            paced_s = stages.paced_s(count)
         yield Option(shape, samples, count, max(first_s, paced_s))
 
 

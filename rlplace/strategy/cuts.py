@@ -102,16 +102,23 @@ class Balance:
             self._stages[key] = Stages(bounds, tuple(taken))
         return self._stages[key]
 
-    def replica_s(self, draft: Draft, replica: int) -> float:
-        """Seconds of a micro-batch through all stages of one replica, on the slowest device of each of its meshes."""
-        total_s = 0.0
-        for stage, number in enumerate(draft.place_of_stage):
-            place = draft.places[number]
-            width = len(place.devices) // place.data_degree
-            own = place.devices[replica * width : (replica + 1) * width]
-            kinds = frozenset(self._kind[device] for device in own)
-            blocks = slice(draft.bounds[stage], draft.bounds[stage + 1])
-            total_s += float(self.pass_s(kinds, place.cut(min(draft.microbatch)))[blocks].sum())
+    def replicas_s(self, draft: Draft) -> NDArray[np.float64]:
+        """float64 [D], seconds of a micro-batch through all stages of every replica, on the slowest device of its meshes."""
+        degree = draft.data_degree
+        sizes = draft.microbatch * (degree // len(draft.microbatch))
+        known: dict[tuple[Kinds, Cut, int], float] = {}
+        total_s = np.zeros(degree)
+        for number, place in enumerate(draft.places):
+            width, share = len(place.devices) // place.data_degree, degree // place.data_degree
+            for own in range(place.data_degree):
+                kinds = self.kinds(place.devices[own * width : (own + 1) * width], 1)[0]
+                key = kinds, place.cut(sum(sizes[own * share : (own + 1) * share])), number
+                if key not in known:
+                    seconds, known[key] = self.pass_s(*key[:2]), 0.0
+                    for stage, at in enumerate(draft.place_of_stage):
+                        if at == number:
+                            known[key] += float(seconds[draft.bounds[stage] : draft.bounds[stage + 1]].sum())
+                total_s[own * share : (own + 1) * share] += known[key]
         return total_s
 
 

@@ -1,47 +1,213 @@
 """Moves of a local search over strategies: from a draft to its neighbours, those that relieve its bottleneck first.
 
-The moves are those of Aceso (Liu et al., EuroSys 2024) and more: blocks over a cut, micro-batch, schedule, degrees and level of
-one place or of all, devices between places, shares of unlike replicas. How much is recomputed is no move: every neighbour gets
-the least that fits (`rlplace.strategy.fit`), so neighbours come without any.
+The moves are those of Aceso (Liu et al., EuroSys 2024) and more: blocks over a cut, stages merged and split, micro-batches,
+schedule, degrees and level of one place or of all, devices between places and in and out of use, shares of unlike replicas. How
+much is recomputed is no move here: every neighbour gets the least that fits (`rlplace.strategy.fit`), so neighbours come with
+none; `fit.other_choices` betters that.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import gcd
 
-import numpy as np
-
-from rlplace.schedule import PIPELINE_SCHEDULES
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluation import Evaluation
 from rlplace.strategy.meshes import spreads
+from rlplace.strategy.shares import Shares, equal_shares, unlike_shares
+from rlplace.strategy.tries import Question
+from rlplace.strategy.uniform import chains, stage_order
 
 _SHIFTS = (1, 2, 4)
+_PRIMES = (2, 3, 5, 7)
 
 
-def neighbours(draft: Draft, seen: Evaluation, balance: Balance) -> Iterator[Draft]:
-    """Drafts that differ by one move, without recomputation and offload; some may contradict themselves.
+class Moves:
+    """The moves of one question.
 
     Args:
-        draft: Where the search is.
-        seen: What the executor says about it: its bottleneck comes first.
+        question: What is asked.
         balance: Cuts stages anew where places change.
     """
-    blank = bytes(draft.bounds[-1])
-    draft = dataclasses.replace(draft, recompute=blank, offload=blank)
-    yield from _shift_blocks(draft, seen.bottleneck)
-    yield from _other_microbatches(draft)
-    yield from _other_schedules(draft)
-    worst = draft.place_of_stage[seen.bottleneck]
-    for number in sorted(range(len(draft.places)), key=lambda place: abs(place - worst)):
-        for place in _other_axes(draft.places[number]):
-            yield from _with_places(draft, balance, {number: place})
-    for changed in zip(*(_other_axes(place) for place in draft.places), strict=False):
-        yield from _with_places(draft, balance, dict(enumerate(changed)))
-    yield from _moved_devices(draft, balance)
-    yield from _shares(draft, balance)
+
+    def __init__(self, question: Question, balance: Balance) -> None:
+        self._question, self._balance = question, balance
+        cluster = question.cluster
+        self._looks = [(cluster.kinds[device].name, cluster.hosts[device]) for device in range(cluster.num_devices)]
+
+    def neighbours(self, draft: Draft, seen: Evaluation) -> Iterator[Draft]:
+        """Drafts that differ by one move and process the same batch, without recomputation and offload.
+
+        Args:
+            draft: Where the search is.
+            seen: What the executor says about it: its bottleneck comes first.
+        """
+        blank = bytes(draft.bounds[-1])
+        draft = dataclasses.replace(draft, recompute=blank, offload=blank)
+        yield from _shift_blocks(draft, seen.bottleneck)
+        for sizes, counts in self._shares(draft, near=True):
+            yield dataclasses.replace(draft, microbatch=sizes, microbatches=counts)
+        yield from self._other_schedules(draft)
+        worst = draft.place_of_stage[seen.bottleneck]
+        near = sorted(range(len(draft.places)), key=lambda place: abs(place - worst))
+        for number in near:
+            for place in _other_axes(draft.places[number]):
+                yield from self._with_places(draft, _replaced(draft.places, {number: (place,)}))
+        for changed in zip(*(_other_axes(place) for place in draft.places), strict=False):
+            yield from self._with_places(draft, changed)
+        for places in self._moved_devices(draft, near):
+            yield from self._with_places(draft, places)
+
+    def _other_schedules(self, draft: Draft) -> Iterator[Draft]:
+        """The same places under another schedule, or with more or fewer stages each."""
+        if draft.stages == 1:
+            return
+        now = draft.schedule, draft.stages // len(draft.places)
+        for chunks, name in chains(self._question.space, len(draft.places), draft.bounds[-1]):
+            order = stage_order(len(draft.places), name, chunks)
+            if (name, chunks) != now and all(self._balance.can_cut(place.cut(min(draft.microbatch))) for place in draft.places):
+                bounds = draft.bounds
+                if order != draft.place_of_stage:
+                    bounds = self._balance.stages_on(draft.places, order, min(draft.microbatch)).bounds
+                yield dataclasses.replace(draft, place_of_stage=order, bounds=bounds, schedule=name)
+
+    def _with_places(self, draft: Draft, places: Sequence[Place]) -> Iterator[Draft]:
+        """The draft with other places: micro-batches as large as they were where that divides, and stages cut anew."""
+        degree = max(place.data_degree for place in places)
+        chunks, schedule, blocks = draft.stages // len(draft.places), draft.schedule, draft.bounds[-1]
+        if any(degree % place.data_degree for place in places) or len(places) > blocks:
+            return
+        if len(places) == 1:
+            chunks, schedule = 1, None
+            places = [_level(places[0], max(places[0].sharding, draft.places[0].sharding))]
+        else:
+            places = [_level(place, 1) for place in places]
+            if schedule is None or chunks * len(places) > blocks:
+                possible = list(chains(self._question.space, len(places), blocks))
+                chunks, schedule = next(
+                    (one for one in possible if one == (chunks, schedule)), possible[0] if possible else (0, None)
+                )
+                if not chunks:
+                    return
+        order, size = stage_order(len(places), schedule, chunks), min(draft.microbatch)
+        if not all(self._balance.can_cut(place.cut(size)) for place in places):
+            return
+        cuts = {self._balance.stages_on(places, order, size).bounds: None}
+        if order == draft.place_of_stage:
+            cuts[draft.bounds] = None
+        for bounds in cuts:
+            made = Draft(
+                bounds,
+                tuple(places),
+                order,
+                draft.recompute,
+                draft.offload,
+                (size,),
+                (draft.batch // size // degree,),
+                schedule,
+            )
+            for sizes, counts in self._shares(made, near=False):
+                yield dataclasses.replace(made, microbatch=sizes, microbatches=counts)
+
+    def _shares(self, draft: Draft, near: bool) -> Iterator[Shares]:
+        """Ways to spread the batch: those within a factor of two of the micro-batch size, or the nearest of each form."""
+        question, degree = self._question, draft.data_degree
+        lockstep = any(place.sharding > 1 for place in draft.places)
+        now = (draft.microbatch, draft.microbatches)
+        size = sum(draft.microbatch) / len(draft.microbatch)
+        forms = [list(equal_shares(question.batch, degree, question.space, every=True))]
+        if all(place.data_degree == degree for place in draft.places):
+            pace_s = self._balance.replicas_s(draft) * (size / (draft.microbatch * (degree // len(draft.microbatch)))[0])
+            unlike = list(unlike_shares(question.batch, pace_s, question.space, lockstep))
+            forms += [[one for one in unlike if len(one[0]) > 1], [one for one in unlike if len(one[0]) == 1]]
+        for form in forms:
+            off = [max((q := sum(sizes) / len(sizes) / size), 1 / q) for sizes, _ in form]
+            chosen = (
+                range(len(form)) if near else sorted(range(len(form)), key=lambda one: off[one])[: 2 if form is forms[0] else 1]
+            )
+            for one in chosen:
+                if (form[one] != now or not near) and (not near or off[one] <= 2.01):
+                    yield form[one]
+        if near and len(set(draft.microbatch)) > 1:
+            yield from ((sizes, draft.microbatches) for sizes in _one_less(draft.microbatch))
+        if near and len(set(draft.microbatches)) > 1:
+            yield from ((draft.microbatch, counts) for counts in _one_less(draft.microbatches))
+
+    def _moved_devices(self, draft: Draft, near: list[int]) -> Iterator[tuple[Place, ...]]:
+        """Places that exchange or hand over devices, merge, split, leave devices out or take unused ones."""
+        places = draft.places
+        looks = self._looks
+        for one in near:
+            here = places[one]
+            for axes in _split(here):
+                yield _replaced(places, {one: axes})
+            for other in (one - 1, one + 1):
+                if 0 <= other < len(places):
+                    first, second = sorted((one, other))
+                    for merged in _resized(places[first], places[first].devices + places[second].devices):
+                        yield (*places[:first], merged, *places[second + 1 :])
+            yield from self._reordered(places, one)
+        for one in near:
+            for other in range(len(places)):
+                yield from self._exchanged(places, one, other)
+        unused = [device for device in range(len(looks)) if device not in set(draft.devices)]
+        for look in dict.fromkeys(looks[device] for device in unused):
+            extra = tuple(device for device in unused if looks[device] == look)
+            for count in sorted({1, len(extra)}):
+                for one in near:
+                    for grown in _resized(places[one], places[one].devices + extra[:count]):
+                        yield _replaced(places, {one: (grown,)})
+                for at in range(len(places) + 1):
+                    yield (*places[:at], *_resized(places[min(at, len(places) - 1)], extra[:count])[:1], *places[at:])
+        for one in near:
+            if len(places) > 1:
+                yield (*places[:one], *places[one + 1 :])
+            devices = places[one].devices
+            leaving = {looks[device]: device for device in devices}.values()
+            kept = [tuple(d for d in devices if d != gone) for gone in leaving] + [devices[: len(devices) // 2]]
+            for fewer in dict.fromkeys(kept):
+                if fewer:
+                    yield from (_replaced(places, {one: (small,)}) for small in _resized(places[one], fewer))
+
+    def _exchanged(self, places: tuple[Place, ...], one: int, other: int) -> Iterator[tuple[Place, ...]]:
+        """Two places exchange their devices or one of each look, or one hands a device over."""
+        if one == other:
+            return
+        a, b = places[one], places[other]
+        looks = self._looks
+        if one < other and len(a.devices) == len(b.devices):
+            yield _replaced(places, {one: (_on(a, b.devices),), other: (_on(b, a.devices),)})
+        of_a = {looks[device]: device for device in a.devices}
+        of_b = {looks[device]: device for device in b.devices}
+        if one < other and len(a.devices) * len(b.devices) > 1:
+            for look, mine in of_a.items():
+                for its, theirs in of_b.items():
+                    if look != its:
+                        yield _replaced(
+                            places,
+                            {
+                                one: (_on(a, tuple(theirs if d == mine else d for d in a.devices)),),
+                                other: (_on(b, tuple(mine if d == theirs else d for d in b.devices)),),
+                            },
+                        )
+        if len(a.devices) > 1:
+            for mine in of_a.values():
+                for less in _resized(a, tuple(d for d in a.devices if d != mine)):
+                    for more in _resized(b, (*b.devices, mine)):
+                        yield _replaced(places, {one: (less,), other: (more,)})
+
+    def _reordered(self, places: tuple[Place, ...], one: int) -> Iterator[tuple[Place, ...]]:
+        """Devices of a place by host and kind, or dealt out over the groups, where they are unlike."""
+        place, looks = places[one], self._looks
+        if len({looks[device] for device in place.devices}) > 1:
+            ordered = tuple(sorted(place.devices, key=lambda device: (looks[device], device)))
+            half = len(ordered) // 2
+            dealt = tuple(d for pair in zip(ordered[:half], ordered[half:], strict=False) for d in pair) + ordered[2 * half :]
+            for devices in (ordered, dealt):
+                if devices != place.devices:
+                    yield _replaced(places, {one: (_on(place, devices),)})
 
 
 def _shift_blocks(draft: Draft, bottleneck: int) -> Iterator[Draft]:
@@ -56,104 +222,69 @@ def _shift_blocks(draft: Draft, bottleneck: int) -> Iterator[Draft]:
                     yield dataclasses.replace(draft, bounds=(*draft.bounds[:cut], place, *draft.bounds[cut + 1 :]))
 
 
-def _other_microbatches(draft: Draft) -> Iterator[Draft]:
-    """Twice or half as many micro-batches of half or twice the size."""
-    if all(size % 2 == 0 for size in draft.microbatch):
-        sizes, counts = tuple(n // 2 for n in draft.microbatch), tuple(2 * n for n in draft.microbatches)
-        yield dataclasses.replace(draft, microbatch=sizes, microbatches=counts)
-    if all(count % 2 == 0 for count in draft.microbatches):
-        sizes, counts = tuple(2 * n for n in draft.microbatch), tuple(n // 2 for n in draft.microbatches)
-        yield dataclasses.replace(draft, microbatch=sizes, microbatches=counts)
-
-
-def _other_schedules(draft: Draft) -> Iterator[Draft]:
-    """The same stages under another schedule."""
-    if draft.stages > 1:
-        for name in PIPELINE_SCHEDULES:
-            if name != draft.schedule:
-                yield dataclasses.replace(draft, schedule=name)
+def _one_less(parts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One taken from the largest and given to one of the others that differ, and the other way round."""
+    most = parts.index(max(parts))
+    for other in {part: index for index, part in enumerate(parts) if index != most}.values():
+        for way in (-1, 1):
+            changed = list(parts)
+            changed[most] += way
+            changed[other] -= way
+            if min(changed) > 0:
+                yield tuple(changed)
 
 
 def _other_axes(place: Place) -> list[Place]:
-    """The same devices with one degree twice as large and another half, another expert degree, or another level."""
+    """The same devices with a prime factor moved between degrees, another expert degree, level, or sequence parallelism."""
     changed: list[Place] = []
     axes = ("replicate", "shard", "context", "tensor")
     for more in axes:
         for less in axes:
-            if more != less and getattr(place, less) % 2 == 0:
-                sizes = {more: 2 * getattr(place, more), less: getattr(place, less) // 2}
-                other = dataclasses.replace(place, **sizes)
-                level = 0 if other.shard == 1 else max(place.sharding, 1)
-                changed.append(dataclasses.replace(other, sharding=level, sequence_parallel=other.tensor > 1))
-    changed += [dataclasses.replace(place, expert=degree) for degree in (2 * place.expert, place.expert // 2) if degree]
-    if place.shard > 1:
-        changed += [dataclasses.replace(place, sharding=level) for level in (1, 2, 3) if level != place.sharding]
-    return [place for place in changed if spreads(place)]
+            for prime in _PRIMES:
+                if more != less and getattr(place, less) % prime == 0:
+                    sizes = {more: prime * getattr(place, more), less: getattr(place, less) // prime}
+                    other = dataclasses.replace(place, **sizes, sequence_parallel=place.sequence_parallel or place.tensor == 1)
+                    changed.append(_level(other, max(place.sharding, 1)))
+    experts = (1, 2 * place.expert, place.expert // 2, place.shard * place.context * place.tensor)
+    changed += [dataclasses.replace(place, expert=degree) for degree in experts if degree]
+    changed += [_level(place, level) for level in (1, 2, 3) if place.shard > 1 and level != place.sharding]
+    if place.tensor > 1:
+        changed.append(dataclasses.replace(place, sequence_parallel=not place.sequence_parallel))
+    return list(dict.fromkeys(one for one in changed if one != place and spreads(one)))
 
 
-def _with_places(draft: Draft, balance: Balance, changed: dict[int, Place]) -> Iterator[Draft]:
-    """The draft with other places, its micro-batch size kept where their number of replicas allows, its stages cut anew.
-
-    Nothing where a pass cannot be cut like that.
-    """
-    places = tuple(changed.get(number, place) for number, place in enumerate(draft.places))
-    degree = max(place.data_degree for place in places)
-    share, size = draft.batch // degree, min(draft.microbatch)
-    size = next((n for n in range(size, 0, -1) if share % n == 0), 1)
-    count = max(share // size, 1)
-    if all(balance.can_cut(place.cut(size)) for place in places):
-        bounds = balance.stages_on(places, draft.place_of_stage, size).bounds
-        yield dataclasses.replace(draft, places=places, bounds=bounds, microbatch=(size,), microbatches=(count,))
+def _level(place: Place, level: int) -> Place:
+    """The place with a sharding level if it shards, sequence parallelism and spread experts only where their groups exist."""
+    sharding, group = max(level, 1) if place.shard > 1 else 0, place.shard * place.context * place.tensor
+    expert = gcd(place.expert, group) if sharding or place.expert == group else 1
+    sequence = place.sequence_parallel and place.tensor > 1
+    return dataclasses.replace(place, sharding=sharding, expert=expert, sequence_parallel=sequence)
 
 
-def _moved_devices(draft: Draft, balance: Balance) -> Iterator[Draft]:
-    """Two places exchange their devices; a place is left out, or all devices of its replicas but one half."""
-    count = len(draft.places)
-    for one in range(count):
-        for other in range(one + 1, count):
-            a, b = draft.places[one], draft.places[other]
-            if len(a.devices) == len(b.devices):
-                swapped = {one: dataclasses.replace(a, devices=b.devices), other: dataclasses.replace(b, devices=a.devices)}
-                yield from _with_places(draft, balance, swapped)
-    if count > 1 and draft.stages == count:
-        for gone in range(count):
-            places = tuple(place for number, place in enumerate(draft.places) if number != gone)
-            order = tuple(range(count - 1))
-            bounds = balance.stages_on(places, order, min(draft.microbatch)).bounds
-            schedule = draft.schedule if count > 2 else None
-            yield dataclasses.replace(draft, places=places, place_of_stage=order, bounds=bounds, schedule=schedule)
-    for number, place in enumerate(draft.places):
-        if place.replicate % 2 == 0:
-            half = dataclasses.replace(place, devices=place.devices[: len(place.devices) // 2], replicate=place.replicate // 2)
-            yield from _with_places(draft, balance, {number: half})
+def _on(place: Place, devices: tuple[int, ...]) -> Place:
+    return dataclasses.replace(place, devices=devices)
 
 
-def _shares(draft: Draft, balance: Balance) -> Iterator[Draft]:
-    """Replicas of unlike speed get samples in proportion to it: larger micro-batches, or more of them."""
-    degree = draft.data_degree
-    if degree == 1 or any(place.data_degree != degree for place in draft.places):
-        return
-    pace = np.array([balance.replica_s(draft, replica) for replica in range(degree)])
-    if np.ptp(pace) < 1e-9 * pace.max():
-        return
-    count, sizes = min(draft.microbatches), _proportional(1 / pace, draft.batch // min(draft.microbatches))
-    if sizes is not None and draft.batch % count == 0:
-        yield dataclasses.replace(draft, microbatch=sizes, microbatches=(count,))
-    size = min(draft.microbatch)
-    if draft.batch % size == 0 and all(place.sharding < 2 for place in draft.places):
-        counts = _proportional(1 / pace, draft.batch // size)
-        if counts is not None:
-            yield dataclasses.replace(draft, microbatch=(size,), microbatches=counts)
+def _resized(place: Place, devices: tuple[int, ...]) -> list[Place]:
+    """The place on more or fewer devices: tensor groups as they were where that divides, the rest shared or copied."""
+    tensor = gcd(place.tensor, len(devices))
+    context = gcd(place.context, len(devices) // tensor)
+    data = len(devices) // (tensor * context)
+    grown = [(data // place.shard, place.shard)] if data % place.shard == 0 else []
+    ways = dict.fromkeys([*grown, *([(1, data), (data, 1)] if place.sharding else [(data, 1), (1, data)])])
+    found = [dataclasses.replace(place, devices=devices, replicate=r, shard=s, context=context, tensor=tensor) for r, s in ways]
+    return [_level(one, max(place.sharding, 1)) for one in found]
 
 
-def _proportional(weights: np.ndarray, total: int) -> tuple[int, ...] | None:
-    """Whole numbers from 1 up in proportion to weights, that add up to `total`; None where there are too few."""
-    if total < len(weights):
-        return None
-    exact = weights / weights.sum() * total
-    parts = np.maximum(np.floor(exact), 1).astype(np.int64)
-    while (rest := total - int(parts.sum())) != 0:
-        gain = exact - parts
-        at = int(np.argmax(gain)) if rest > 0 else int(np.argmin(np.where(parts > 1, gain, np.inf)))
-        parts[at] += 1 if rest > 0 else -1
-    return tuple(parts.tolist())
+def _split(place: Place) -> Iterator[tuple[Place, Place]]:
+    """A place as two of half the devices, with half of one degree."""
+    half = len(place.devices) // 2
+    for axis in ("replicate", "shard", "context", "tensor"):
+        if getattr(place, axis) % 2 == 0:
+            part = dataclasses.replace(place, devices=place.devices[:half], **{axis: getattr(place, axis) // 2})
+            yield _level(part, 1), _level(_on(part, place.devices[half:]), 1)
+
+
+def _replaced(places: tuple[Place, ...], changed: dict[int, tuple[Place, ...]]) -> tuple[Place, ...]:
+    """The places with some of them replaced, each by one or more."""
+    return tuple(new for number, old in enumerate(places) for new in changed.get(number, (old,)))

@@ -158,7 +158,7 @@ def _missing(question: Question, answer: Answer) -> Iterator[Mapping[str, Any]]:
             reason = "needs two devices"
         elif kind in answer.refused:
             reason = answer.refused[kind].replace("space: ", "left out by the space: ")
-        elif not answer.complete:
+        elif not answer.all_kinds:
             reason = "not evaluated: the budget ended before"
         elif question.space.text():
             reason = "left out by the space"

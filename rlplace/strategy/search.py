@@ -16,13 +16,23 @@ import msgspec
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.records import plain
 from rlplace.strategy.cuts import Balance
-from rlplace.strategy.fit import fitted
-from rlplace.strategy.moves import neighbours
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.fit import fitted, other_choices
+from rlplace.strategy.moves import Moves
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import all_options, kind_of, try_uniform
+from rlplace.strategy.uniform import all_options, kind_of, try_rivals, try_uniform
 
 STARTS = 4
 """Kinds of strategies from whose best one local search starts."""
+
+UNIFORM_PART = 0.4
+"""Of the budget, for uniform strategies before the search goes on from them."""
+
+BEAM = 8
+"""Drafts from which local search goes on."""
+
+SLACK = 1.1
+"""Neighbours that take so many times as long may lead on."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,7 @@ class Answer:
         uniform: The best uniform one that fits; None where none was found.
         of_kinds: The best of every kind, by its name; see `kind_of`. Kinds of which nothing fits have their nearest miss.
         refused: Why one of a kind cannot run, by its name.
+        all_kinds: Whether drafts of every kind were tried of which there are any.
         calls: Evaluations.
         complete: Whether it ended by itself and was not cut by its budget.
         reasons: Why drafts were left out, with how many of each.
@@ -43,6 +54,7 @@ class Answer:
     uniform: Tried | None
     of_kinds: dict[str, Tried]
     refused: dict[str, str]
+    all_kinds: bool
     calls: int
     complete: bool
     reasons: dict[str, int]
@@ -61,50 +73,94 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
         InfeasibleError: None fits.
     """
     tries = Tries(question, calls=calls, time_limit_s=time_limit_s)
-    complete, uniform = True, None
+    balance = Balance(question.costs, question.cluster)
+    options = sorted(all_options(question, balance), key=lambda option: option.bound_s)
+    others, complete, all_kinds = try_uniform(tries, options, balance), True, False
+    uniform: Tried | None = None
     try:
-        try_uniform(tries)
-        uniform = tries.best
-        balance = Balance(question.costs, question.cluster)
-        for start in list(starts(tries)):
-            climb(tries, start, balance)
+        for tried in try_rivals(tries, options, balance):
+            uniform = _better(uniform, tried)
+        all_kinds = True
+        for tried in others:
+            uniform = _better(uniform, tried)
+            if tries.spent() > UNIFORM_PART and tries.fitting():
+                break
+        improve(tries, list(starts(tries)), balance)
+        for tried in others:
+            uniform = _better(uniform, tried)
     except OutOfBudgetError:
         complete = False
     known = tries.known()
     ranked = tuple(tried for tried in known if tried.fits)
     if not ranked:
         raise _nothing(tries)
-    uniform = uniform or tries.best  # where the budget ended among them
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
-    uniform = uniform if uniform is not None and uniform.fits else None
-    return Answer(ranked, uniform, of_kinds, refused, tries.calls, complete, tries.reasons)
+    return Answer(ranked, uniform, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
 
 
-def climb(tries: Tries, start: Tried, balance: Balance) -> Tried:
-    """Moves to better neighbours until there is none.
+def _better(one: Tried | None, other: Tried | None) -> Tried | None:
+    """The quicker one."""
+    return min((tried for tried in (one, other) if tried is not None), key=lambda tried: tried.step_s, default=None)
+
+
+def improve(tries: Tries, starts: list[Tried], balance: Balance) -> None:
+    """Goes on from the best drafts to better neighbours, until the best few and all starts have none.
+
+    Drafts that differ in cuts, recomputation and offload alone count as one: the best of them stands for all.
 
     Raises:
         OutOfBudgetError: The budget ended before.
     """
+    moves = Moves(tries.question, balance)
+    beam: dict[object, Tried] = {}
+    open_: dict[Draft, Iterator[Tried]] = {}
+    for start in starts:
+        _enter(beam, start)
     while True:
-        better = next(_better(tries, start, balance), None)
-        if better is None:
-            return start
-        start = better
+        front = sorted(beam.values(), key=lambda tried: tried.step_s)[:BEAM]
+        going = [tried for tried in [*front, *starts] if tried.draft not in open_ or open_[tried.draft] is not DONE]
+        if not going:
+            return
+        at = going[0]
+        if at.draft not in open_:
+            open_[at.draft] = _neighbours(tries, at, moves)
+        for found in open_[at.draft]:
+            worst_s = front[-1].step_s if len(front) == BEAM else math.inf
+            entered = found.step_s < worst_s and _enter(beam, found)
+            if at in starts and found.step_s < at.step_s:
+                starts[starts.index(at)] = found
+                break
+            if entered:
+                break
+        else:
+            open_[at.draft] = DONE
 
 
-def _better(tries: Tries, start: Tried, balance: Balance) -> Iterator[Tried]:
-    """Neighbours that are quicker and fit."""
-    seen = tries.question.scores.evaluate(start.draft)
-    for draft in neighbours(start.draft, seen, balance):
-        if draft.batch != tries.question.batch:
-            continue
+DONE: Iterator[Tried] = iter(())
+"""The neighbours of a draft whose neighbours were all looked at."""
+
+
+def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
+    """Puts a draft into the beam if it is the best of those that it stands for."""
+    draft = tried.draft
+    key = draft.places, draft.place_of_stage, draft.schedule, draft.microbatch, draft.microbatches
+    if key in beam and beam[key].step_s <= tried.step_s * (1 + 1e-12):
+        return False
+    beam[key] = tried
+    return True
+
+
+def _neighbours(tries: Tries, at: Tried, moves: Moves) -> Iterator[Tried]:
+    """Neighbours that fit, and are not much slower than the best."""
+    for draft in other_choices(tries, at.draft):
         tried = tries.score(draft)
-        if tried.step_s < start.step_s:
-            whole = tried if tried.fits else fitted(tries, draft)
-            if whole is not None and whole.step_s < start.step_s * (1 - 1e-9):
-                yield whole
+        if tried.fits:
+            yield tried
+    for draft in moves.neighbours(at.draft, tries.question.scores.evaluate(at.draft)):
+        found = fitted(tries, draft, at.step_s * SLACK)
+        if found is not None and found.step_s < at.step_s * SLACK:
+            yield found
 
 
 def starts(tries: Tries) -> Iterator[Tried]:

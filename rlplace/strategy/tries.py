@@ -14,6 +14,7 @@ from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import Evaluation
 from rlplace.strategy.space import Space
+from rlplace.strategy.traffic import Traffic
 
 
 class Scores(Protocol):
@@ -21,6 +22,7 @@ class Scores(Protocol):
 
     costs: BlockCosts
     cluster: Cluster
+    traffic: Traffic
 
     def evaluate(self, draft: Draft) -> Evaluation:
         """Step time and memory, in full."""
@@ -113,8 +115,16 @@ class Tries:
 
     def left(self) -> bool:
         """Whether there is budget for another evaluation; the clock ends no search that has nothing that fits."""
-        some = self.best is not None and self.best.fits
-        return self.calls < self._most and (not some or time.monotonic() < self._end_s)
+        return self.calls < self._most and (not self.fitting() or time.monotonic() < self._end_s)
+
+    def fitting(self) -> bool:
+        """Whether something fits."""
+        return self.best is not None and self.best.fits
+
+    def spent(self) -> float:
+        """The part of the budget that is spent; of calls and seconds the larger. 0 without a budget."""
+        seconds = 0.0 if math.isinf(self._end_s) else 1.0 - (self._end_s - time.monotonic()) / self._limit_s
+        return max(self.calls / self._most, seconds)
 
     def known(self) -> list[Tried]:
         """All that were evaluated, the best first."""

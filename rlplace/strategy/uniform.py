@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from rlplace.cluster import Cluster
 from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
@@ -19,7 +21,9 @@ from rlplace.strategy.costs import Cut
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.fit import fitted
-from rlplace.strategy.tries import Question, Tries
+from rlplace.strategy.shares import divisors, equal_shares, unlike_shares
+from rlplace.strategy.space import Space
+from rlplace.strategy.tries import Question, Tried, Tries
 
 MOST_KINDS = 4
 """Kinds of devices of which every subset is tried; of more, each alone and all together."""
@@ -70,12 +74,6 @@ class Shape:
         return Cut(samples, self.tensor, self.sequence_parallel, self.context, self.expert)
 
 
-def divisors(number: int) -> list[int]:
-    """The divisors of a number, in increasing order."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
 def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     """Sets of devices worth using: every set of kinds, of one kind the first 1, 2, 4, ... and whole hosts; largest first."""
     kinds = list(dict.fromkeys(kind.name for kind in cluster.kinds))
@@ -123,10 +121,10 @@ def _data_shapes(
         levels = (0,) if shard == 1 else (1,) if places > 1 else (1, 2, 3)
         for sharding in levels if shard == 1 else space.only("sharding", levels):
             for expert in _expert_degrees(question, shard * context * tensor, sharding):
-                for chunks, schedule in _chains(question, places, blocks):
-                    # Sequence parallelism moves what tensor parallelism moves, and keeps less.
-                    axes = data // shard, shard, context, tensor, expert, sharding, tensor > 1
-                    yield Shape(devices, places, chunks, *axes, schedule)
+                for chunks, schedule in chains(space, places, blocks):
+                    for sequence in (True, False) if tensor > 1 else (False,):
+                        axes = data // shard, shard, context, tensor, expert, sharding, sequence
+                        yield Shape(devices, places, chunks, *axes, schedule)
 
 
 def _context_degrees(question: Question, width: int) -> list[int]:
@@ -141,9 +139,8 @@ def _expert_degrees(question: Question, group: int, sharding: int) -> list[int]:
     return question.space.only("expert", [degree for degree in degrees if sharding or degree in (1, group)])
 
 
-def _chains(question: Question, places: int, blocks: int) -> Iterator[tuple[int, str | None]]:
+def chains(space: Space, places: int, blocks: int) -> Iterator[tuple[int, str | None]]:
     """Stages a place with the schedules that run them."""
-    space = question.space
     if places == 1:
         yield 1, None
         return
@@ -159,91 +156,99 @@ class Option:
     """A uniform strategy.
 
     Attributes:
-        shape: All but its micro-batch.
-        samples: Of a micro-batch.
-        count: Micro-batches of a replica.
+        shape: All but its micro-batches.
+        sizes: Samples of a micro-batch, as in drafts; so is `counts`.
+        counts: Micro-batches of a replica.
         bound_s: Seconds of compute that it cannot beat.
     """
 
     shape: Shape
-    samples: int
-    count: int
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
     bound_s: float
 
     def draft(self, balance: Balance) -> Draft:
         """With places and balanced stages; nothing runs again."""
-        shape = self.shape
-        width = len(shape.devices) // shape.places
-        places = tuple(
-            Place(
-                shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, shape.context,
-                shape.tensor, shape.expert, shape.sharding, shape.sequence_parallel,
-            )
-            for index in range(shape.places)
-        )  # fmt: skip
-        order = place_order(shape)
-        bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.cut(self.samples), order).bounds
-        nothing = bytes(bounds[-1])
-        return Draft(bounds, places, order, nothing, nothing, (self.samples,), (self.count,), shape.schedule)
+        return _draft(self.shape, self.sizes, self.counts, balance)
+
+
+def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balance: Balance) -> Draft:
+    width = len(shape.devices) // shape.places
+    places = tuple(
+        Place(
+            shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, shape.context, shape.tensor,
+            shape.expert, shape.sharding, shape.sequence_parallel,
+        )
+        for index in range(shape.places)
+    )  # fmt: skip
+    order = stage_order(shape.places, shape.schedule, shape.chunks)
+    bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.cut(min(sizes)), order).bounds
+    nothing = bytes(bounds[-1])
+    return Draft(bounds, places, order, nothing, nothing, sizes, counts, shape.schedule)
 
 
 def options(question: Question, shape: Shape, balance: Balance) -> Iterator[Option]:
-    """One option for each micro-batch of a shape."""
-    if question.batch % shape.replicas:
-        return
-    share, space = question.batch // shape.replicas, question.space
-    kinds, order = balance.kinds(shape.devices, shape.places), place_order(shape)
-    for samples in space.only("microbatch", divisors(share)):
-        count = share // samples
-        if not space.allows("microbatches", count):
+    """One option for each way to spread the batch over a shape's replicas and micro-batches."""
+    batch, space = question.batch, question.space
+    kinds, order = balance.kinds(shape.devices, shape.places), stage_order(shape.places, shape.schedule, shape.chunks)
+    for sizes, counts in equal_shares(batch, shape.replicas, space):
+        if not balance.can_cut(shape.cut(sizes[0])):
             continue
-        if count > 1 << 12 or (samples & (samples - 1) and samples != share and space.microbatch is None):
-            continue  # of micro-batch sizes that divide the share: powers of two, and the whole
-        if samples > 1 and shape.context > 1 and space.context is None:
+        if sizes[0] > 1 and shape.context > 1 and space.context is None:
             continue  # more replicas of fewer samples exchange less
-        if not balance.can_cut(shape.cut(samples)):
-            continue
-        stages = balance.stages(kinds, shape.cut(samples), order)
+        stages = balance.stages(kinds, shape.cut(sizes[0]), order)
         # In a chain the first micro-batch passes all stages, and the slowest place sets the pace; gradients of weights, less
         # than two thirds of a backward, may fill that time.
         split = shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
         first_s = 0.5 * stages.total_s if split else stages.total_s
-        paced_s = count * stages.total_s / shape.places
+        paced_s = counts[0] * stages.total_s / shape.places
         if shape.chunks == 1 and not split:
-            paced_s = stages.paced_s(count)
-        yield Option(shape, samples, count, max(first_s, paced_s))
+            paced_s = stages.paced_s(counts[0])
+        yield Option(shape, sizes, counts, max(first_s, paced_s))
+    if shape.replicas == 1 or shape.context > 1 or (batch % shape.replicas == 0 and not any(len(own) > 1 for own in kinds)):
+        return
+    size = max(1, batch // shape.replicas)
+    if not balance.can_cut(shape.cut(size)):
+        return
+    pace_s = balance.replicas_s(_draft(shape, (size,), (1,), balance))
+    for sizes, counts in unlike_shares(batch, pace_s, space, shape.sharding > 1):
+        if all(balance.can_cut(shape.cut(size)) for size in set(sizes)):
+            taken_s = balance.replicas_s(_draft(shape, sizes, counts, balance)) * np.array(counts)
+            yield Option(shape, sizes, counts, float(taken_s.max()) / shape.places)
 
 
-def place_order(shape: Shape) -> tuple[int, ...]:
+def stage_order(places: int, schedule: str | None, chunks: int) -> tuple[int, ...]:
     """Place of every stage: a loop over the places, or a v where the schedule wants one."""
-    loop = tuple(range(shape.places))
-    if shape.schedule is not None and SCHEDULES[shape.schedule].layout == V:
+    loop = tuple(range(places))
+    if schedule is not None and SCHEDULES[schedule].layout == V:
         return (*loop, *reversed(loop))
-    return loop * shape.chunks
+    return loop * chunks
 
 
 RIVALS = 4
 """Drafts of every kind with one dimension that are evaluated before all others, so that an answer can name its rivals."""
 
 
-def try_uniform(tries: Tries) -> None:
-    """Evaluates uniform strategies, the most promising first, while there is budget.
+def try_rivals(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
+    """The first `RIVALS` of every kind with one dimension, as they fit; None for those that do not.
 
     Raises:
         OutOfBudgetError: The budget ended before all were looked at.
     """
-    balance = Balance(tries.question.costs, tries.question.cluster)
-    listed = sorted(all_options(tries.question, balance), key=lambda option: option.bound_s)
     rivals = dict.fromkeys(KINDS, 0)
-    for option in listed:
+    for option in options:
         if rivals.get(option.shape.kind, RIVALS) < RIVALS:
             rivals[option.shape.kind] += 1
-            fitted(tries, option.draft(balance))
-    for option in listed:
+            yield fitted(tries, option.draft(balance))
+
+
+def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
+    """Uniform strategies as they fit; None for those that do not. What cannot beat the best is left out; raises likewise."""
+    for option in options:
         best = tries.best
         below_s = best.step_s if best is not None and best.fits else math.inf
         if option.bound_s < below_s:
-            fitted(tries, option.draft(balance), below_s)
+            yield fitted(tries, option.draft(balance), below_s)
 
 
 def all_options(question: Question, balance: Balance) -> Iterator[Option]:

@@ -1,0 +1,130 @@
+"""What recomputation and offload of blocks cost and save: an estimate that says in which order blocks give up memory.
+
+A *choice* for a block is a pair (recompute, offload). Of a block's choices only those on the lower convex hull of seconds over
+bytes are worth taking; walked from the quickest on, each is a *step*, and the steps of all blocks of a place in the order of
+their seconds per byte saved are the greedy answer to its knapsack. The executor says how many of them it takes
+(`rlplace.strategy.fit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.schedule import LOOP, ONE, ONE_F_ONE_B, SCHEDULES
+from rlplace.strategy.costs import COLLECTIVE_KINDS, FORWARD_PASS, FULL
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.meshes import copy_degree, expert_share_degree, share_degree, tensor_groups
+from rlplace.strategy.reference_blocks import Block
+from rlplace.strategy.reference_memory import static_bytes
+from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, keeping
+from rlplace.strategy.traffic import tables_s
+from rlplace.strategy.tries import Question
+
+Choice = tuple[int, int]
+"""Indices of `rlplace.strategy.drafts.RECOMPUTE` and `OFFLOAD`."""
+
+Floats = NDArray[np.float64]
+
+
+def steps(
+    question: Question, draft: Draft, place: int, blocks: Sequence[int], choices: Sequence[Choice]
+) -> list[tuple[int, Choice]]:
+    """The steps of a place, the cheapest for what it saves first: a block, and its choice from then on.
+
+    Args:
+        question: Whose costs.
+        draft: Stages and micro-batches.
+        place: Index of the place.
+        blocks: Its blocks.
+        choices: What blocks may choose; the first is where all of them start.
+    """
+    seconds, held = estimates(question, draft, place, choices)
+    passes = in_flight(draft)
+    stage_of = {block: stage for stage in range(draft.stages) for block in range(*draft.bounds[stage : stage + 2])}
+    hulls: dict[tuple[bytes, int], list[tuple[float, int]]] = {}
+    found = []
+    for block in blocks:
+        key = seconds[:, block].tobytes() + held[:, :, block].tobytes(), passes[stage_of[block]]
+        if key not in hulls:
+            hulls[key] = _hull(seconds[:, block], held[0, :, block] + key[1] * held[1, :, block])
+        found += [(price, block, choice) for price, choice in hulls[key]]
+    return [(block, choices[choice]) for _, block, choice in sorted(found)]
+
+
+def _hull(seconds: Floats, held: Floats) -> list[tuple[float, int]]:
+    """Seconds per byte and choice of every corner of the lower hull, after the first choice."""
+    corners: list[tuple[float, int]] = []
+    here = 0
+    while True:
+        saved = held[here] - held
+        worth = np.flatnonzero(saved > 0.0)
+        if not len(worth):
+            return corners
+        price = np.maximum(seconds[worth] - seconds[here], 0.0) / saved[worth]
+        best = worth[np.lexsort((-saved[worth], price))[0]]
+        corners.append((float(price.min()), int(best)))
+        here = best
+
+
+def in_flight(draft: Draft) -> list[int]:
+    """About how many micro-batches every stage holds at once."""
+    count = max(draft.microbatches)
+    if draft.stages == 1:
+        return [1]
+    name = str(draft.schedule)
+    if name == ONE_F_ONE_B:
+        return [min(count, draft.stages - stage) for stage in range(draft.stages)]
+    keeps_all = SCHEDULES[name].layout == ONE or (SCHEDULES[name].layout == LOOP and name == "looped_bfs")
+    return [count if keeps_all else min(count, len(draft.places) + 1)] * draft.stages
+
+
+def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Choice]) -> tuple[Floats, Floats]:
+    """Of every choice for every block of the model on a place: seconds a step, and bytes.
+
+    Returns:
+        float64 [C, B] seconds, and float64 [2, C, B] bytes held all step long, and for each micro-batch in flight.
+    """
+    here, costs, traffic = draft.places[place], question.costs, question.scores.traffic
+    number = {name: kind for kind, name in enumerate(costs.kinds)}
+    kinds = sorted({number[question.cluster.kinds[device].name] for device in here.devices})
+    count = max(draft.microbatches)
+    cut = here.cut(max(draft.microbatch) * (draft.data_degree // here.data_degree))
+    again = np.max([costs.passes(kind, cut).again_s for kind in kinds], axis=0)
+    kept = np.max([costs.passes(kind, cut).kept_bytes for kind in kinds], axis=0)
+    one = costs.passes(kinds[0], cut)
+    forward_s = np.zeros(len(costs.names))
+    for kind, name in enumerate(COLLECTIVE_KINDS):
+        size, calls = one.collective_bytes[FORWARD_PASS, kind], one.collective_calls[FORWARD_PASS, kind]
+        moving = (size > 0.0) & (calls > 0.0)
+        if moving.any():
+            table = traffic.table(name, tensor_groups(here, kind))
+            forward_s[moving] += calls[moving] * tables_s(table, size[moving] / calls[moving])
+    copies, held_costs = copy_degree(here), costs.held(here.tensor, here.expert)
+    whole = np.array([held_costs.weight_bytes, held_costs.gradient_bytes, held_costs.optimizer_bytes], dtype=np.float64)
+    expert = held_costs.expert_bytes.astype(np.float64)
+    shared = (whole - expert) / share_degree(here) + expert / expert_share_degree(here)
+    weights, gradients, optimizer = shared
+    host_rate = min(traffic.host_bytes_per_s(device) for device in here.devices)
+    host_update_s = (2.0 * optimizer + gradients + weights) / min(map(traffic.host_memory_bytes_per_s, here.devices))
+    update_s = np.max([costs.update_s(kind, here.tensor, here.expert) for kind in kinds], axis=0) / share_degree(here)
+    runs = count * (2 if draft.stages > 1 and SCHEDULES[str(draft.schedule)].splits_backward else 1)
+    weight_bytes: Any = whole[0]
+    gradient_bytes: Any = whole[1]
+    seconds, held = [], []
+    for recompute, offload in choices:
+        kept_as = keeping(here.sharding, offload, draft.stages, copies)
+        spent = (again[recompute] + (forward_s if recompute == FULL else 0.0)) * runs + (host_update_s if offload else update_s)
+        if offload == FULL_OFFLOAD:
+            gathers, reduces = {EACH_PASS: (2 * count, count), EACH_BACKWARD: (1, count)}.get(kept_as, (1, 1))
+            spent = spent + (gathers * weights + reduces * gradients) / host_rate
+        elif offload:
+            spent = spent + (gradients + weights) / host_rate
+        own: Any = tuple(shared.copy())  # `static_bytes` adds in place
+        block = Block(kept_as, offload, weight_bytes=weight_bytes, gradient_bytes=gradient_bytes, shared_bytes=own)
+        seconds.append(spent)
+        held.append((static_bytes(block, draft.stages, count) + np.zeros(len(weights)), kept[recompute].astype(np.float64)))
+    return np.array(seconds), np.array(held).swapaxes(0, 1)

@@ -1,0 +1,15 @@
+"""On small problems the search finds what trying every strategy finds."""
+
+from __future__ import annotations
+
+import pytest
+from brute_force import quicker, small_question
+
+from rlplace.strategy.search import search
+
+
+@pytest.mark.parametrize("seed", range(5, 24))
+def test_no_strategy_is_quicker_than_the_answer(seed: int) -> None:
+    asked = small_question(seed)
+    found_s = search(asked).ranked[0].step_s
+    assert quicker(asked, found_s * (1 - 1e-9)) is None

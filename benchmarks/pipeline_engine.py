@@ -35,7 +35,7 @@ def _process(rank, world, path, steps, results):
     from rlplace.runtime.distributed.graph.forward_graph import forward_graph
     from rlplace.runtime.distributed.pipeline.engine import make as make_pipeline
     from rlplace.runtime.distributed.ranks import ranks_of
-    from rlplace.runtime.distributed.state.tensors import meta_copy
+    from rlplace.runtime.held import meta_copy
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=world)

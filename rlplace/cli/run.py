@@ -77,9 +77,9 @@ def _load(options: argparse.Namespace) -> PlacementPlan:
     check_processes(plan, options.plan)
     recipe_of(plan)
     if plan.strategy is not None:
-        from rlplace.runtime.native.job import check_strategy
+        from rlplace.runtime.distributed.job.job import check_strategy
 
-        check_strategy(plan, options.autocast)
+        check_strategy(plan)
     return plan
 
 

@@ -38,7 +38,7 @@ def plan_groups(plan: PlacementPlan) -> list[tuple[Mapping[str, Any], int]]:
     Raises:
         InputError: The plan does not say which modules and ops its groups hold.
     """
-    require_placement(plan, "plan", "rlplace.runtime.native.prepare and 'rlplace run' run it, under torchrun")
+    require_placement(plan, "plan", "rlplace.distribute and 'rlplace run' run it, under torchrun")
     if plan.groups is None:
         raise InputError(
             "plan: it does not say which modules its groups hold, because it was made from a problem file; "

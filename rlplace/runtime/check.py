@@ -23,7 +23,7 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
     """
     if not isinstance(plan, PlacementPlan):
         raise InputError(f"apply: plan is a {type(plan).__name__}, not a PlacementPlan; rlplace.place makes one")
-    instead = "one process for each of its devices runs it: rlplace.runtime.native.prepare, or 'rlplace run', under torchrun"
+    instead = "one process for each of its devices runs it: rlplace.distribute, or 'rlplace run', under torchrun"
     require_placement(plan, "apply: plan", instead)
     elsewhere = "apply runs one replica and one micro-batch in program order; plan with the default options"
     if plan.microbatches > 1:

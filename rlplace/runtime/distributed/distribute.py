@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from rlplace.errors import InputError, MissingError
-from rlplace.plan.plan import PlacementPlan, require_placement
+from rlplace.errors import InputError, MissingError, show
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.execution.batches import check_first_batches
 from rlplace.runtime.distributed.execution.engine import Engine, Setup
@@ -22,8 +24,15 @@ from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro
 from rlplace.runtime.distributed.graph.same_graph import check_same_graph
 from rlplace.runtime.distributed.job import faults
 from rlplace.runtime.distributed.model import Batching, DistributedModel
+from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
-from rlplace.runtime.distributed.state.tensors import meta_copy
+from rlplace.runtime.held import meta_copy
+
+if TYPE_CHECKING:
+    from rlplace.runtime.distributed.strategy_model import StrategyModel
+
+NATIVE = "native"
+"""What runs strategies: torch's own parts."""
 
 
 def distribute(
@@ -46,8 +55,10 @@ def distribute(
     """Returns this process's part of a distributed model; every process of the job calls it with the same arguments.
 
     Args:
-        model: The whole model, the same on every process; use only the result afterwards, so that the rest can be freed.
-        plan: A plan for it. Device d of the plan's cluster is the process of rank d.
+        model: The whole model, the same on every process; use only the result afterwards, so that the rest can be freed. A
+            strategy changes its modules in place.
+        plan: A plan for it. Device d of the plan's cluster is the process of rank d; the devices of a strategy are counted in
+            rising order.
         example_inputs: What one micro-batch is, as it was captured: a tuple of arguments or a dict of keyword arguments.
             Default: what the plan's `source` says the model was captured with.
         loss: For a model that does not return its loss: called with its output, and the ``target=`` of a call.
@@ -64,18 +75,27 @@ def distribute(
         replayed: For the engine ``"replay"``: the problem whose times are slept, default `problem`.
         graphs: Keeps what was traced, for callers that distribute one model by many plans.
 
+    `problem`, `engine`, `replayed` and `graphs` are for placements; strategies do without.
+
     Raises:
         InputError: The plan cannot run like this, with the reason.
         MissingError: This process has no GPU of its own.
     """
     if share not in ("global", "replica"):
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
-    instead = "call rlplace.runtime.native.prepare(model, plan.strategy, example_inputs), whose result takes the steps itself"
-    require_placement(plan, "distribute: plan", instead)
     where = _device(device)
+    if not dist.is_initialized():
+        raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
+    if plan.strategy is not None:
+        if engine not in (None, NATIVE) or replayed is not None:
+            raise InputError(
+                f"distribute: engine {show(engine or 'replay')} runs no strategies, torch's own parts do; leave it out"
+            )
+        batching = Batching(1, share, frozenset(whole), reduction)
+        return _by_strategy(model, plan, plan.strategy, example_inputs, where, batching, loss, seed)
     ranks = ranks_of(plan, where)
     faults.watch_over(part_text(plan, ranks.plan_device))
-    check_same_plan(plan, ranks)
+    check_same_plan(plan, where)
     meta = meta_copy(model)
     args, kwargs = micro_batch(plan, example_inputs)
     with_target = example_target is not None or takes_target(loss)
@@ -96,9 +116,39 @@ def distribute(
         return graph, chosen.engine_for(graph)
 
     batching = Batching(plan.microbatches, share, frozenset(whole), reduction, plan.optimizer_sharding)
-    placed = DistributedModel(meta, chosen.own, ranks, batching, engine_for, seed, report=chosen.name)
+    placed = PlacedModel(meta, chosen.own, ranks, batching, engine_for, seed, report=chosen.name)
     check_first_batches(placed, ranks, share)
     return placed
+
+
+def _by_strategy(
+    model: nn.Module,
+    plan: PlacementPlan,
+    strategy: Strategy,
+    example_inputs: Any,
+    device: torch.device,
+    batching: Batching,
+    loss: Loss | None,
+    seed: int,
+) -> StrategyModel:
+    """The model under a plan's strategy; its modules are changed in place."""
+    from rlplace.runtime.distributed.strategy_model import StrategyModel, keyword_inputs
+    from rlplace.runtime.native.run import prepare
+
+    devices = sorted(strategy.devices)
+    faults.watch_over(f"device {devices[dist.get_rank()]}" if dist.get_rank() < len(devices) else "not in the plan")
+    check_same_plan(plan, device)
+    args, kwargs = micro_batch(plan, example_inputs)
+    inputs = pytree.tree_map_only(torch.Tensor, _with_values, {**keyword_inputs(model, args), **kwargs})
+    meta = meta_copy(model)
+    native = prepare(model, strategy, inputs, device.type)
+    placed = StrategyModel(meta, native, batching, loss, seed, NATIVE)
+    check_first_batches(placed, placed.ranks, batching.share)
+    return placed
+
+
+def _with_values(example: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(example, device="cpu") if example.is_meta else example
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -134,6 +134,11 @@ class Ranks:
         return next((r for r, row in enumerate(self.replicas) if self.rank in row), None)
 
     @property
+    def replica_count(self) -> int:
+        """Replicas of the plan."""
+        return len(self.replicas)
+
+    @property
     def plan_device(self) -> int | None:
         """The device of the plan that this rank is; None: the plan does not use this rank."""
         return None if self.replica is None else self.replicas[self.replica].index(self.rank)
@@ -185,14 +190,14 @@ def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
     return Ranks(dist.get_rank(), world, device, replicas)
 
 
-def check_same_plan(plan: PlacementPlan, ranks: Ranks) -> None:
+def check_same_plan(plan: PlacementPlan, device: torch.device) -> None:
     """Refuses processes that were given different plans, which would wait for each other for ever.
 
     Raises:
         InputError: On every rank.
     """
-    own = torch.tensor([int(plan.fingerprint[:15], 16)], device=ranks.device)
-    fingerprints = [torch.zeros_like(own) for _ in range(ranks.world)]
+    own = torch.tensor([int(plan.fingerprint[:15], 16)], device=device)
+    fingerprints = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(fingerprints, own)
     other = next((rank for rank, value in enumerate(fingerprints) if int(value) != int(fingerprints[0])), None)
     if other is not None:

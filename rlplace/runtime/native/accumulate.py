@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from rlplace.runtime.native.batches import Batch, Signature
+from rlplace.runtime.native.batches import Batch, Pass
 
 Loss = Callable[[Any, Batch], torch.Tensor]
 """Called with the model's output and the micro-batch; returns the mean loss over its samples."""
@@ -22,24 +22,27 @@ class Accumulation:
 
     Args:
         root: The model as `wrap_stage` returned it.
-        signature: What it is called with.
-        weight: What the loss of one micro-batch counts.
         every_pass: Reduce gradients after every micro-batch (levels 2 and 3), not once a step.
     """
 
-    def __init__(self, root: nn.Module, signature: Signature, weight: float, *, every_pass: bool) -> None:
-        self._root, self._signature, self._weight, self._every_pass = root, signature, weight, every_pass
+    def __init__(self, root: nn.Module, *, every_pass: bool) -> None:
+        self._root, self._every_pass = root, every_pass
+        self.keeps_gradients = isinstance(root, DistributedDataParallel)
 
-    def step(self, parts: Sequence[Batch], loss: Loss) -> torch.Tensor:
+    def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
         """Forward and backward of every micro-batch; returns the weighted sum of their losses."""
         losses = []
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
+        for number, one in enumerate(passes):
+            last = number == len(passes) - 1
             with _reducing(self._root, last or self._every_pass, last):
-                value = loss(self._root(**self._signature.inputs(part)), part) * self._weight
+                value = loss(self._root(**one.inputs), one.part) * one.weight
                 value.backward()  # type: ignore[no-untyped-call]
             losses.append(value.detach())
         return torch.stack(losses).sum()
+
+    def evaluate(self, passes: Sequence[Pass]) -> list[Any]:
+        """What the model returns for every micro-batch."""
+        return [self._root(**one.inputs) for one in passes]
 
 
 @contextlib.contextmanager

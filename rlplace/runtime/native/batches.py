@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,102 +21,122 @@ class Share:
 
     Attributes:
         first: Number of its first sample in the batch.
-        microbatch: Samples of one pass.
-        microbatches: Passes.
-        weight: What the mean loss of one pass is multiplied with, so that the mean over the data degree of the replicas'
+        sizes: Samples of each pass.
+        weights: What the mean loss of each pass is multiplied with, so that the mean over the data degree of the replicas'
             sums is the mean over the samples of the batch.
     """
 
     first: int
-    microbatch: int
-    microbatches: int
-    weight: float
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
 
     @property
     def samples(self) -> int:
         """Samples of the replica in a step."""
-        return self.microbatch * self.microbatches
+        return sum(self.sizes)
 
 
-def share_of(strategy: Strategy, replica: int) -> Share:
-    """The share of a replica: its number on replicate x shard."""
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One micro-batch.
+
+    Attributes:
+        inputs: Keyword inputs of the model.
+        part: Everything of the batch that belongs to it, for the loss.
+        weight: What its loss counts.
+    """
+
+    inputs: dict[str, Any]
+    part: dict[str, Any]
+    weight: float
+
+
+def share_of(strategy: Strategy, replica: int, samples: int | None = None) -> Share:
+    """The share of a replica: its number on replicate x shard.
+
+    A batch of another size than the strategy's, such as the last one of an epoch, is dealt out as evenly as it goes, in the
+    strategy's number of passes or fewer, the same on all replicas. In a pipeline the passes of a replica are of one size.
+
+    Args:
+        strategy: What is run.
+        replica: Number of the replica.
+        samples: Of the batch; None: as many as the strategy says.
+
+    Raises:
+        InputError: There are fewer samples than replicas.
+    """
     pipeline = strategy.pipelines[0]
     degree = pipeline.data_degree
-    sizes = pipeline.microbatch * (degree // len(pipeline.microbatch))
-    counts = pipeline.microbatches * (degree // len(pipeline.microbatches))
-    first = sum(size * count for size, count in zip(sizes[:replica], counts[:replica], strict=True))
-    return Share(first, sizes[replica], counts[replica], sizes[replica] * degree / strategy.batch)
+    if samples is None or samples == strategy.batch:
+        sizes = pipeline.microbatch * (degree // len(pipeline.microbatch))
+        counts = pipeline.microbatches * (degree // len(pipeline.microbatches))
+        passes = [(size,) * count for size, count in zip(sizes, counts, strict=True)]
+    else:
+        if samples < degree:
+            raise InputError(f"native: a batch of {samples} samples for {degree} replicas; drop it (drop_last=True), or pad it")
+        most = min(max(pipeline.microbatches), samples // degree)
+        own = even_sizes(samples, degree)
+        if len(pipeline.stages) > 1:
+            passes = [even_sizes(n, next(m for m in range(most, 0, -1) if n % m == 0)) for n in own]
+        else:
+            passes = [even_sizes(n, most) for n in own]
+    total = sum(map(sum, passes))
+    first = sum(map(sum, passes[:replica]))
+    return Share(first, passes[replica], tuple(size * degree / total for size in passes[replica]))
 
 
-def own_samples(batch: Batch, share: Share, whole: int) -> dict[str, Any]:
+def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
+    """Sizes as equal as possible, larger ones first."""
+    return tuple(samples // parts + (number < samples % parts) for number in range(parts))
+
+
+def own_samples(batch: Batch, share: Share, whole: int, kept: Collection[str] = ()) -> dict[str, Any]:
     """A replica's samples of a whole batch: every tensor with as many rows as the batch is cut, others are kept.
 
     Raises:
         InputError: No tensor has that many rows.
     """
-    return _rows(batch, whole, share.first, share.samples)
+    return _rows(batch, whole, share.first, share.samples, kept)
 
 
-def micro_batches(batch: Batch, share: Share) -> list[dict[str, Any]]:
+def micro_batches(batch: Batch, share: Share, kept: Collection[str] = ()) -> list[dict[str, Any]]:
     """A replica's samples in micro-batches.
+
+    Args:
+        batch: Its samples.
+        share: Its share.
+        kept: Names of inputs that are not cut although they have as many rows.
 
     Raises:
         InputError: The batch has another number of samples, such as the last one of an epoch.
     """
-    starts = range(0, share.samples, share.microbatch)
-    return [_rows(batch, share.samples, start, share.microbatch) for start in starts]
+    starts = [sum(share.sizes[:number]) for number in range(len(share.sizes))]
+    return [_rows(batch, share.samples, start, size, kept) for start, size in zip(starts, share.sizes, strict=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class Signature:
-    """What a model is called with.
+def passes_of(parts: Sequence[dict[str, Any]], share: Share, names: Collection[str]) -> list[Pass]:
+    """Micro-batches with what the model is called with: the inputs of these names; a batch may hold more, for the loss.
 
-    Attributes:
-        names: Keyword inputs of the model; a batch may hold more, for the loss.
-        kinds: By leaf of them, its shape and dtype, or the value of what is no tensor.
+    Raises:
+        InputError: One is missing.
     """
+    missing = [name for part in parts[:1] for name in names if name not in part]
+    if missing:
+        raise InputError(f"native: the batch has no {', '.join(missing)}, which example_inputs had; add it")
+    return [Pass({n: part[n] for n in names}, part, weight) for part, weight in zip(parts, share.weights, strict=True)]
 
-    names: tuple[str, ...]
-    kinds: tuple[Any, ...]
 
-    @staticmethod
-    def of(inputs: Batch) -> Signature:
-        """The signature of example inputs."""
-        return Signature(tuple(inputs), tuple(_kind(leaf) for leaf in pytree.tree_leaves(dict(inputs))))
-
-    def inputs(self, part: Batch) -> dict[str, Any]:
-        """The model's inputs of a micro-batch.
-
-        Raises:
-            InputError: One is missing.
-        """
-        missing = [name for name in self.names if name not in part]
-        if missing:
-            raise InputError(f"native: the batch has no {', '.join(missing)}, which example_inputs had; add it")
-        return {name: part[name] for name in self.names}
-
-    def leaves(self, part: Batch) -> list[Any]:
-        """Flat inputs of a micro-batch, for a graph that was recorded with this signature.
-
-        Raises:
-            InputError: An input is missing, or has another shape, dtype or value than what was recorded.
-        """
-        leaves = pytree.tree_leaves(self.inputs(part))
-        kinds = tuple(_kind(leaf) for leaf in leaves)
-        if kinds != self.kinds:
-            raise InputError(
-                f"native: a micro-batch of {kinds} where {self.kinds} was recorded; a pipeline runs one signature: pad to one "
-                "shape"
-            )
-        return leaves
+def signature_of(inputs: Batch) -> tuple[Any, ...]:
+    """What a forward is recorded for: names, and by leaf shape and dtype, or the value of what is no tensor."""
+    return tuple(inputs), tuple(_kind(leaf) for leaf in pytree.tree_leaves(dict(inputs)))
 
 
 def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _rows(batch: Batch, whole: int, start: int, count: int) -> dict[str, Any]:
-    leaves, spec = pytree.tree_flatten(dict(batch))
+def _rows(batch: Batch, whole: int, start: int, count: int, kept: Collection[str]) -> dict[str, Any]:
+    leaves, spec = pytree.tree_flatten({name: value for name, value in batch.items() if name not in kept})
     cut = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == whole for leaf in leaves]
     if not any(cut):
         found = sorted({len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0})
@@ -126,4 +146,4 @@ def _rows(batch: Batch, whole: int, start: int, count: int) -> dict[str, Any]:
         )
     taken = [leaf[start : start + count] if is_cut else leaf for leaf, is_cut in zip(leaves, cut, strict=True)]
     result: dict[str, Any] = pytree.tree_unflatten(taken, spec)
-    return result
+    return result | {name: batch[name] for name in batch if name in kept}

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError, show
 from rlplace.graph.export import export_training_graph
-from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
+from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import units
 
@@ -125,7 +125,10 @@ def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tup
 
     for name in found:
         copied.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
-    with any_dtype_grouped_mm(), torch.enable_grad(), mode:
+    # The run is on fake processor tensors, which CUDA's autocast does not reach: they follow its rules by another way.
+    cuda = torch.is_autocast_enabled("cuda")
+    region = autocast_region(torch.get_autocast_dtype("cuda") if cuda else None, "cuda")
+    with any_dtype_grouped_mm(), torch.enable_grad(), region, mode:
         copied(**fake_inputs(dict(inputs), mode))
     return results, calls
 

@@ -13,25 +13,40 @@ from rlplace.runtime.native.mesh import Place
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Sequence[tuple[nn.Parameter, int]], place: Place, max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: Sequence[tuple[nn.Parameter, int]],
+    place: Place,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
     """Scales gradients down to a norm, like `torch.nn.utils.clip_grad_norm_`; every process of the job calls it.
 
     Args:
         parameters: This process's parameters, each with the number of stages that have a copy of it.
         place: Where this process stands.
         max_norm: The most that the norm may be.
+        norm_type: 2 for the Euclidean norm, ``float("inf")`` for the largest element.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
 
     Returns:
         The norm before.
+
+    Raises:
+        RuntimeError: The norm is not finite, and that is an error.
     """
+    infinite = norm_type == float("inf")
     total = torch.zeros((), device=place.device, dtype=torch.float64 if place.device.type == "cpu" else torch.float32)
     processes = place.mesh.size() // place.mesh["pipeline"].size()
     for parameter, stages in parameters:
         if parameter.grad is not None:
             copies = stages * processes // _parts(parameter.grad)
-            total += _local(parameter.grad).to(total).square().sum() / copies
-    dist.all_reduce(total)
-    norm = total.sqrt()
+            norm = torch.linalg.vector_norm(_local(parameter.grad).to(total), norm_type)
+            total = torch.maximum(total, norm) if infinite else total + norm**norm_type / copies
+    dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+    norm = total if infinite else total ** (1.0 / norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(norm)}; they cannot be scaled to {max_norm}")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter, _ in parameters:
         if parameter.grad is not None:

@@ -203,7 +203,7 @@ def _signature(nodes: Sequence[fx.Node], trained: set[fx.Node]) -> tuple[torch.T
 
 
 def stage_module(captured: Captured, stage: StageGraph, device: torch.device) -> fx.GraphModule:
-    """A stage as a module on a device that holds the model's own modules, under the model's names."""
+    """A stage as a module for a device that holds the model's own modules, under the model's names; nothing is moved there."""
     made = fx.GraphModule(captured.module, stage.graph)
     for inner in (made, *made.children()):
         if isinstance(inner, fx.GraphModule):
@@ -214,7 +214,32 @@ def stage_module(captured: Captured, stage: StageGraph, device: torch.device) ->
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and node.target not in saved:
             place, _, name = node.target.rpartition(".")
             made.get_submodule(place)._non_persistent_buffers_set.add(name)
-    return made.to(device)
+    return made
+
+
+def same_held(again: Captured, first: Captured, device: torch.device) -> None:
+    """Gives a second record of a forward the modules and buffers of the first, which have values and torch's wrappers.
+
+    Raises:
+        InputError: It reads a parameter between blocks, which torch's wrappers replace.
+    """
+    for path, module in first.units.items():
+        again.module.add_submodule(path, module)
+    for node in again.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        if _is_parameter(again, node):
+            raise InputError(
+                f"native: parameter {show(node.target)} is read between blocks, so a pipeline runs one shape and one mode; pad "
+                "to one shape, or name a larger module as block"
+            )
+        place, _, name = str(node.target).rpartition(".")
+        try:
+            value = _attribute(first.module, str(node.target))
+        except AttributeError:  # a constant of this record
+            value = _attribute(again.module, str(node.target))
+        if isinstance(value, torch.Tensor):
+            setattr(again.module.get_submodule(place), name, value.to(device))
 
 
 def _on_device(module: fx.GraphModule, device: torch.device) -> None:

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils import _pytree as pytree
 
+from rlplace.errors import InputError
+from rlplace.plan.chain import check_chain
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.native.accumulate import Loss
-from rlplace.runtime.native.batches import Batch, Signature
+from rlplace.runtime.native.batches import Batch, Pass, signature_of
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
 from rlplace.schedule import SCHEDULES
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """The stages for inputs of one signature.
+
+    Attributes:
+        stages: Of the cut.
+        bodies: By number, those of this process.
+        output: What the model returns, with stand-ins for its tensors.
+        out_spec: Its pytree spec.
+    """
+
+    stages: Sequence[StageGraph]
+    bodies: dict[int, nn.Module]
+    output: Any
+    out_spec: Any
 
 
 class StageModule(nn.Module):
@@ -26,29 +48,39 @@ class StageModule(nn.Module):
 
     Attributes:
         body: The stage's graph of the model's own modules.
-        parts: Micro-batches of the step that runs.
+        passes: Micro-batches of the step that runs.
         leaves: Flat inputs of each.
         number: The one that runs.
-        loss: Of the step that runs.
+        loss: Of the step that runs; None: the last stage returns the model's flat outputs.
     """
 
-    def __init__(self, body: nn.Module, stage: StageGraph, out_spec: Any, weight: float) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
-        self.parts: Sequence[Batch] = ()
+        self.passes: Sequence[Pass] = ()
+        self.leaves: Sequence[list[Any]] = ()
         self.number = 0
         self.loss: Loss | None = None
-        self.leaves: Sequence[list[Any]] = ()
-        self._inputs, self._out_spec, self._weight, self._last = stage.inputs, out_spec, weight, not stage.given
+        self._inputs: tuple[int, ...] = ()
+        self._out_spec: Any = None
+        self._last = False
+
+    def begin(self, number: int, recorded: Recorded, passes: Sequence[Pass], leaves: Any, loss: Loss | None) -> None:
+        """Gets ready for a step; without passes what the last one left is let go."""
+        stage = recorded.stages[number]
+        self.body, self._inputs = recorded.bodies[number], stage.inputs
+        self._out_spec, self._last = recorded.out_spec, not stage.given
+        self.passes, self.leaves, self.loss = passes, leaves, loss
 
     def forward(self, *taken: torch.Tensor) -> Any:
         """What the stage hands on; the weighted loss, in one dimension, on the last."""
-        part, leaves = self.parts[self.number], self.leaves[self.number]
+        one, leaves = self.passes[self.number], self.leaves[self.number]
         values = self.body(*taken, *(leaves[position] for position in self._inputs))
         if not self._last:  # a split backward detaches what was handed on, which torch does not do with views
             return tuple(value.clone() if value._is_view() else value for value in values)
-        assert self.loss is not None
-        return self.loss(pytree.tree_unflatten(values, self._out_spec), part).reshape(1) * self._weight
+        if self.loss is None:
+            return values
+        return self.loss(pytree.tree_unflatten(values, self._out_spec), one.part).reshape(1) * one.weight
 
 
 class _Stage(pipelining.PipelineStage):
@@ -64,53 +96,127 @@ class _Stage(pipelining.PipelineStage):
 class PipelineRun:
     """The stages of this process under torch's schedule.
 
+    A forward is recorded, and a schedule made, for every signature of micro-batches that comes.
+
     Args:
         pipeline: What the strategy says.
         place: Where this process stands.
         roots: Stage modules by number, with torch's wrappers on.
-        stages: All stages of the cut.
-        signature: What the model was recorded with.
-        microbatches: Passes of this process's replica.
+        record: Records the forward for keyword inputs, in the mode and under the autocast of the moment.
+        first: Inputs that it was recorded for, and that record.
     """
+
+    keeps_gradients = False
 
     def __init__(
         self,
         pipeline: Pipeline,
         place: Place,
         roots: dict[int, StageModule],
-        stages: Sequence[StageGraph],
-        signature: Signature,
-        microbatches: int,
+        record: Callable[[Batch], Recorded],
+        first: tuple[Batch, Recorded],
     ) -> None:
-        self._roots, self._device, self._microbatches = roots, place.device, microbatches
-        self._signature = signature
+        self._pipeline, self._place, self._roots, self._record = pipeline, place, roots, record
+        self._recorded: dict[Any, Recorded] = {self._key(signature_of(first[0])): first[1]}
+        self._schedules: dict[Any, Any] = {}
+
+    def recorded(self, passes: Sequence[Pass]) -> tuple[Any, Recorded]:
+        """The stages for these micro-batches, and what they are kept under.
+
+        Raises:
+            InputError: The micro-batches are unlike.
+        """
+        kinds = [signature_of(one.inputs) for one in passes]
+        other = next((kind for kind in kinds if kind != kinds[0]), None)
+        if other is not None:
+            raise InputError(
+                f"native: a micro-batch of {other[1]} beside one of {kinds[0][1]}; those of a step in a pipeline are alike: "
+                "pad to one shape"
+            )
+        key = self._key(kinds[0])
+        if key not in self._recorded:
+            self._recorded[key] = self._record(passes[0].inputs)
+        return key, self._recorded[key]
+
+    def _key(self, kind: Any) -> Any:
+        device, training = self._place.device.type, next(iter(self._roots.values())).training
+        return kind, training, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
+        """Forward and backward of all micro-batches; returns the weighted sum of their losses, 0 without the last stage."""
+        key, recorded = self.recorded(passes)
+        if (key, len(passes)) not in self._schedules:
+            self._schedules[key, len(passes)] = self._schedule(recorded, len(passes))
+        losses: list[torch.Tensor] = []
+        self._begin(recorded, passes, loss)
+        target = torch.arange(len(passes))
+        self._schedules[key, len(passes)].step(target=target, losses=losses, return_outputs=False)
+        self._begin(recorded, (), None)
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._place.device)
+
+    def evaluate(self, passes: Sequence[Pass]) -> list[Any] | None:
+        """What the model returns for every micro-batch, on the process of the last stage; None elsewhere."""
+        _, recorded = self.recorded(passes)
+        self._begin(recorded, passes, None)
+        outputs, last = [], len(recorded.stages) - 1
+        ranks = [self._place.ranks_of_stage(self._pipeline, number) for number in range(last + 1)]
+        for at in range(len(passes)):
+            values: tuple[torch.Tensor, ...] = ()
+            for number, root in sorted(self._roots.items()):
+                taken = recorded.stages[number].taken
+                if number and ranks[number - 1] != dist.get_rank():
+                    values = tuple(torch.empty(v.shape, dtype=v.dtype, device=self._place.device) for v in taken)
+                    for value in values:
+                        dist.recv(value, ranks[number - 1], group=self._place.mesh["pipeline"].get_group())
+                root.number = at
+                values = root(*values)
+                if number < last and ranks[number + 1] != dist.get_rank():
+                    for value in values:
+                        dist.send(value, ranks[number + 1], group=self._place.mesh["pipeline"].get_group())
+            if last in self._roots:
+                outputs.append(pytree.tree_unflatten(values, recorded.out_spec))
+        self._begin(recorded, (), None)
+        return outputs if last in self._roots else None
+
+    def _begin(self, recorded: Recorded, passes: Sequence[Pass], loss: Loss | None) -> None:
+        leaves = [pytree.tree_leaves(one.inputs) for one in passes]
+        for number, root in self._roots.items():
+            root.begin(number, recorded, passes, leaves, loss)
+
+    def _schedule(self, recorded: Recorded, microbatches: int) -> Any:
         made = []
-        for number, root in roots.items():
+        for number, root in self._roots.items():
+            given = recorded.stages[number].given or (torch.empty(1, requires_grad=True),)
             stage = _Stage(
                 root,
                 number,
-                len(stages),
-                place.device,
-                input_args=_examples(stages[number].taken, place.device),
-                output_args=_examples(stages[number].given or (torch.empty(1, requires_grad=True),), place.device),
-                group=place.mesh["pipeline"].get_group(),
+                len(recorded.stages),
+                self._place.device,
+                input_args=_examples(recorded.stages[number].taken, self._place.device),
+                output_args=_examples(given, self._place.device),
+                group=self._place.mesh["pipeline"].get_group(),
             )
             stage.root = root
             made.append(stage)
-        kind = getattr(pipelining, SCHEDULES[pipeline.schedule or ""].torch_class)
+        kind = getattr(pipelining, SCHEDULES[self._name(microbatches)].torch_class)
         single = issubclass(kind, PipelineScheduleSingle)
-        self._schedule = kind(made[0] if single else made, microbatches, loss_fn=_same, scale_grads=False)
+        return kind(made[0] if single else made, microbatches, loss_fn=_same, scale_grads=False)
 
-    def step(self, parts: Sequence[Batch], loss: Loss) -> torch.Tensor:
-        """Forward and backward of all micro-batches; returns the weighted sum of their losses, 0 without the last stage."""
-        leaves = [self._signature.leaves(part) for part in parts]
-        for root in self._roots.values():
-            root.parts, root.leaves, root.loss = parts, leaves, loss
-        losses: list[torch.Tensor] = []
-        self._schedule.step(target=torch.arange(self._microbatches), losses=losses, return_outputs=False)
-        for root in self._roots.values():
-            root.parts, root.leaves, root.loss = (), (), None
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+    def _name(self, microbatches: int) -> str:
+        """The strategy's schedule, or for fewer micro-batches than it can run the plainest of its layout.
+
+        Raises:
+            InputError: There is none.
+        """
+        name, places = self._pipeline.schedule or "", [stage.devices for stage in self._pipeline.stages]
+        for possible in (name, "gpipe", "looped_bfs"):
+            with contextlib.suppress(InputError):
+                if SCHEDULES[possible].layout == SCHEDULES[name].layout:
+                    check_chain(possible, places, microbatches, "")
+                    return possible
+        raise InputError(
+            f"native: {microbatches} micro-batches are too few for {name}; drop a short last batch (drop_last=True), or pad it"
+        )
 
 
 def _same(output: torch.Tensor, target: Any) -> torch.Tensor:

@@ -7,21 +7,24 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.plan.strategy import Stage, Strategy
+from rlplace.plan.strategy import Pipeline, Stage, Strategy
+from rlplace.runtime.held import meta_copy
 from rlplace.runtime.native.accumulate import Accumulation, Loss
-from rlplace.runtime.native.batches import Batch, Signature, micro_batches, own_samples, share_of
+from rlplace.runtime.native.batches import Batch, Pass, micro_batches, own_samples, passes_of, share_of
 from rlplace.runtime.native.blocks import tied_names, units
 from rlplace.runtime.native.capture import Captured, capture, observe
 from rlplace.runtime.native.clip import clip_grad_norm_
-from rlplace.runtime.native.cut import cut, stage_module
+from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.native.facts import model_facts
 from rlplace.runtime.native.mesh import Place, check_same, find_place
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay_out, split_sequence
-from rlplace.runtime.native.pipeline import PipelineRun, StageModule
+from rlplace.runtime.native.pipeline import PipelineRun, Recorded, StageModule
 from rlplace.runtime.native.tensor import Layouts
 from rlplace.runtime.native.ties import Ties
 from rlplace.runtime.native.why_not import minor_version, why_not
@@ -29,10 +32,19 @@ from rlplace.runtime.native.wrap import wrap_stage
 
 
 class Runner(Protocol):
-    """What runs the passes of a step: one stage by itself, or torch's schedules."""
+    """What runs the passes of a step: one stage by itself, or torch's schedules.
 
-    def step(self, parts: list[dict[str, Any]], loss: Loss) -> torch.Tensor:
+    Attributes:
+        keeps_gradients: The next step writes into the memory of the gradients that this one made.
+    """
+
+    keeps_gradients: bool
+
+    def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
         """Forward and backward of all micro-batches; returns the weighted sum of their losses."""
+
+    def evaluate(self, passes: Sequence[Pass]) -> list[Any] | None:
+        """What the model returns for every micro-batch; None where another process of the replica has it."""
 
 
 class NativeModel:
@@ -43,6 +55,8 @@ class NativeModel:
         place: Where this process stands.
         share: What its replica computes of a step.
         bodies: By number of the stage, the modules that this process holds; the whole model where there is one stage.
+        names: Keyword inputs that `step` calls the model with.
+        runner: What runs passes.
     """
 
     def __init__(
@@ -51,12 +65,14 @@ class NativeModel:
         place: Place,
         bodies: Mapping[int, nn.Module],
         runner: Runner,
+        names: Sequence[str],
+        modes: Sequence[nn.Module],
         ties: Ties | None = None,
         tied: Sequence[Sequence[str]] = (),
     ) -> None:
         self.strategy, self.place, self.bodies = strategy, place, dict(bodies)
-        self.share = share_of(strategy, place.replica)
-        self._runner, self._ties, self._tied = runner, ties, tied
+        self.share, self.names, self.runner = share_of(strategy, place.replica), tuple(names), runner
+        self._modes, self._ties, self._tied = modes, ties, tied
 
     def own_samples(self, batch: Batch) -> dict[str, Any]:
         """The samples of this process's replica out of a whole batch, the same on all processes."""
@@ -75,16 +91,27 @@ class NativeModel:
         Raises:
             InputError: The batch has another number of samples than the strategy.
         """
-        parts = micro_batches(batch, self.share)
+        return self.run(passes_of(micro_batches(batch, self.share), self.share, self.names), loss)
+
+    def run(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
+        """Forward and backward of this replica's micro-batches; see `step`."""
         if self._ties is not None:
             self._ties.begin(self.bodies)
-        total = self._runner.step(parts, loss)
+        total = self.runner.step(passes, loss)
         _sum_parts(self.parameters())
         if self._ties is not None:
             self._ties.sum_gradients(self.bodies)
         total = total.double() if self.place.device.type == "cpu" else total.float()
         dist.all_reduce(total)
         return total / (self.strategy.pipelines[0].data_degree * self.place.mesh["tensor"].size())
+
+    @torch.no_grad()
+    def evaluate(self, passes: Sequence[Pass]) -> list[Any] | None:
+        """What the model returns for this replica's micro-batches; None where another process of the replica has it."""
+        outputs = self.runner.evaluate(passes)
+        for module in {id(m): m for root in self._modes for m in root.modules() if isinstance(m, FSDPModule)}.values():
+            module.reshard()  # without a backward nothing else does
+        return outputs
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's names; `DTensor` where they are shared or laid out."""
@@ -113,15 +140,30 @@ class NativeModel:
             state |= {} if held is None else {name: state[held] for name in names}
         return state
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """What `state_dict` gave was overwritten: copies of one parameter in several stages of this process follow."""
+        own = dict(self.named_parameters())
+        for names in self._tied:
+            held = [own[name] for name in names if name in own]
+            for other in held[1:]:
+                other.copy_(held[0])
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This process's buffers under the model's names."""
+        for body in self.bodies.values():
+            yield from body.named_buffers()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scales all gradients down to a norm, over all processes; returns the norm that they had."""
         copies = {} if self._ties is None else self._ties.copies(self.bodies)
-        return clip_grad_norm_([(p, copies.get(p, 1)) for p in self.parameters()], self.place, max_norm)
+        counted = [(p, copies.get(p, 1)) for p in self.parameters()]
+        return clip_grad_norm_(counted, self.place, max_norm, norm_type, error_if_nonfinite)
 
     def train(self, mode: bool = True) -> None:
-        """Sets the mode of the blocks; ops between them stay as they were recorded."""
-        for body in self.bodies.values():
-            body.train(mode)
+        """Sets the mode; a pipeline records its forward again for it."""
+        for module in self._modes:
+            module.train(mode)
 
 
 def _sum_parts(parameters: Iterator[nn.Parameter]) -> None:
@@ -167,10 +209,8 @@ def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_
     if layouts is not None:
         _lay_out(layouts, captured, found, stage, place)
     root = wrap_stage(model, found, stage, place, pipelined=False)
-    share, level = share_of(strategy, place.replica), stage.sharding
-    return NativeModel(
-        strategy, place, {0: model}, Accumulation(root, Signature.of(example_inputs), share.weight, every_pass=level > 1)
-    )
+    runner = Accumulation(root, every_pass=stage.sharding > 1)
+    return NativeModel(strategy, place, {0: model}, runner, tuple(example_inputs), [model])
 
 
 def _lay_out(
@@ -186,27 +226,45 @@ def _lay_out(
 def _pipelined(
     model: nn.Module, strategy: Strategy, example_inputs: Batch, place: Place, layouts: ModelLayouts | None
 ) -> NativeModel:
-    pipeline, share = strategy.pipelines[0], share_of(strategy, place.replica)
-    names = tied_names(model)
-    captured = capture(model, example_inputs, [block for stage in pipeline.stages for block in stage.blocks])
-    stages = cut(captured, [stage.blocks for stage in pipeline.stages])
-    if minor_version(torch.__version__) < (2, 13) and any(not value.requires_grad for stage in stages for value in stage.taken):
-        raise InputError("native: a value without a gradient crosses from stage to stage, which needs torch 2.13; upgrade it")
+    pipeline, names = strategy.pipelines[0], tied_names(model)
+    blocks = [block for stage in pipeline.stages for block in stage.blocks]
+    captured = capture(model, example_inputs, blocks)
+    stages = _cut(captured, pipeline)
     ties = Ties(names, pipeline, stages, place)
-    bodies = {number: stage_module(captured, stages[number], place.device) for number in place.stages}
+    plain = meta_copy(model)
+    bodies = {number: stage_module(captured, stages[number], place.device).to(place.device) for number in place.stages}
     ties.part(bodies)
     held = {id(module) for body in bodies.values() for module in body.modules()}
     for module in captured.units.values():
         if id(module) not in held:
             module.to("meta")
-    roots = {}
-    for number, body in bodies.items():
-        root = StageModule(body, stages[number], captured.out_spec, share.weight)
-        own = {id(module) for module in body.modules()}
+    roots = {number: StageModule(body) for number, body in bodies.items()}
+    for number, root in roots.items():
+        root.training = model.training
+        own = {id(module) for module in root.modules()}
         inside = {path: module for path, module in captured.units.items() if id(module) in own}
         if layouts is not None:
             _lay_out(layouts, captured, inside, pipeline.stages[number], place)
         wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
-        roots[number] = root
-    runner = PipelineRun(pipeline, place, roots, stages, Signature.of(example_inputs), share.microbatches)
-    return NativeModel(strategy, place, bodies, runner, ties, names)
+
+    def record(inputs: Batch) -> Recorded:
+        again = capture(plain, pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), dict(inputs)), blocks)
+        recut = _cut(again, pipeline)
+        same_held(again, captured, place.device)
+        return _recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})
+
+    runner = PipelineRun(pipeline, place, roots, record, (example_inputs, _recorded(captured, stages, bodies)))
+    return NativeModel(strategy, place, bodies, runner, tuple(example_inputs), [plain, *roots.values()], ties, names)
+
+
+def _recorded(captured: Captured, stages: Sequence[StageGraph], bodies: Mapping[int, nn.Module]) -> Recorded:
+    returned: Any = list(captured.graph.nodes)[-1].args[0]
+    flat = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in returned]
+    return Recorded(stages, dict(bodies), pytree.tree_unflatten(flat, captured.out_spec), captured.out_spec)
+
+
+def _cut(captured: Captured, pipeline: Pipeline) -> list[StageGraph]:
+    stages = cut(captured, [stage.blocks for stage in pipeline.stages])
+    if minor_version(torch.__version__) < (2, 13) and any(not value.requires_grad for stage in stages for value in stage.taken):
+        raise InputError("native: a value without a gradient crosses from stage to stage, which needs torch 2.13; upgrade it")
+    return stages

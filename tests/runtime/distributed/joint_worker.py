@@ -15,7 +15,8 @@ from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.engine import JointEngine
 from rlplace.runtime.distributed.joint.make import build_joint
 from rlplace.runtime.distributed.ranks import ranks_of
-from rlplace.runtime.distributed.state.tensors import meta_copy, own_tensors
+from rlplace.runtime.distributed.state.tensors import own_tensors
+from rlplace.runtime.held import meta_copy
 
 
 def plan_of(graph, forward, backward, **fields):

@@ -22,7 +22,7 @@ from rlplace.runtime.distributed.execution.make import make as make_stage_graph
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 from rlplace.runtime.distributed.pipeline.engine import make as make_pipeline
 from rlplace.runtime.distributed.ranks import ranks_of
-from rlplace.runtime.distributed.state.tensors import meta_copy
+from rlplace.runtime.held import meta_copy
 
 
 class EarlyLoss(nn.Module):

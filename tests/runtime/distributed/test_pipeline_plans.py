@@ -15,7 +15,7 @@ from rlplace.runtime.distributed.pipeline.chain import chain_of
 from rlplace.runtime.distributed.pipeline.engine import pipeline_order
 from rlplace.runtime.distributed.pipeline.split_backward import input_backward, whole_backward
 from rlplace.runtime.distributed.pipeline.stage import asides_of
-from rlplace.runtime.distributed.state.tensors import meta_copy
+from rlplace.runtime.held import meta_copy
 
 
 @pytest.fixture(scope="module")

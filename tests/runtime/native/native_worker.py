@@ -88,6 +88,10 @@ def plain_run(name, steps=3):
     return *first, norm, {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}
 
 
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

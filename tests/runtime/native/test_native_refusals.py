@@ -1,5 +1,6 @@
 """What only the model or the batch can tell is refused when it is known, in one line."""
 
+import native_cases
 import native_worker
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.native import examine, prepare
-from rlplace.runtime.native.batches import Signature, micro_batches, own_samples, share_of
+from rlplace.runtime.native.batches import micro_batches, own_samples, share_of
 from rlplace.runtime.native.why_not import why_not
 
 IDS = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
@@ -117,8 +118,14 @@ def test_a_short_last_batch_is_refused():
         micro_batches({"input_ids": torch.zeros(1, 6)}, share)
 
 
-def test_a_pipeline_runs_one_shape():
-    signature = Signature.of(IDS)
-    assert signature.leaves(IDS | {"labels": None})[0] is IDS["input_ids"]
-    with pytest.raises(InputError, match="pad to one shape"):
-        signature.leaves({"input_ids": torch.zeros(2, 5, dtype=torch.long)})
+def test_a_batch_of_another_size_is_dealt_out_evenly():
+    four = strategy("llama", {"shard": 4}, 3)  # two passes of one sample on each of four replicas
+    shares = [share_of(four, replica, 11) for replica in range(4)]
+    assert [share.sizes for share in shares] == [(2, 1), (2, 1), (2, 1), (1, 1)]
+    assert [share.first for share in shares] == [0, 3, 6, 9]
+    assert sum(sum(share.weights) for share in shares) / 4 == pytest.approx(1.0)
+    assert shares[0].weights[0] == pytest.approx(2 * 4 / 11)
+    with pytest.raises(InputError, match="3 samples for 4 replicas"):
+        share_of(four, 0, 3)
+    chain = Strategy.from_dict(native_cases.chain("gpt2", [(0,), (1,)], "1f1b", mesh={}, sharding=0, batch=8, microbatch=2))
+    assert share_of(chain, 0, 6).sizes == (2, 2, 2) and share_of(chain, 0, 5).sizes == (5,)

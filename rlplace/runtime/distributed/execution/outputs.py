@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.ranks import Ranks, group_of
@@ -72,19 +74,64 @@ def join_microbatches(graph: ForwardGraph, parts: Sequence[Sequence[Any]], sampl
         samples: Number of samples of each micro-batch.
         mean: Whether scalars are means over the samples.
     """
+    losses = {position for position, name in enumerate(output_names(graph)) if name == graph.loss}
+    return join_leaves(parts, samples, mean, losses)
+
+
+def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool, losses: Collection[int] = ()) -> list[Any]:
+    """See `join_microbatches`; `losses` are positions of values that count like scalars whatever their shape."""
     total = sum(samples)
     joined = []
-    for position, name in enumerate(output_names(graph)):
+    for position in range(len(parts[0])):
         values = [part[position] for part in parts]
         first = values[0]
         tensor = isinstance(first, torch.Tensor)
-        if tensor and first.is_floating_point() and (name == graph.loss or first.dim() == 0):
+        if tensor and first.is_floating_point() and (position in losses or first.dim() == 0):
             joined.append(sum(v * (n / total if mean else 1.0) for v, n in zip(values, samples, strict=True)))
         elif tensor and first.dim() > 0 and _grows(values, samples):
             joined.append(torch.cat(values) if len(values) > 1 else first)
         else:
             joined.append(values[-1])
     return joined
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Stands for a tensor in an output that is told to others."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def gather_outputs(own: Sequence[Any] | None, replica: int, device: torch.device) -> list[list[Any]]:
+    """What the model returned for the micro-batches of each replica, on every rank; all ranks call it.
+
+    Args:
+        own: On one rank of each replica its outputs, else None.
+        replica: The replica that this rank is part of.
+        device: Where tensors go.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    mine = None if own is None else (replica, pytree.tree_map_only(torch.Tensor, _described, list(own)))
+    dist.all_gather_object(told, mine)
+    gathered: dict[int, list[Any]] = {}
+    for source, said in enumerate(told):
+        if said is None:
+            continue
+        leaves, spec = pytree.tree_flatten(said[1])
+        values = pytree.tree_leaves(list(own or ()))
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, _Tensor):
+                here = source == dist.get_rank()
+                tensor = values[at].contiguous() if here else torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+                dist.broadcast(tensor, source)
+                leaves[at] = tensor
+        gathered[said[0]] = pytree.tree_unflatten(leaves, spec)
+    return [gathered[number] for number in sorted(gathered)]
+
+
+def _described(tensor: torch.Tensor) -> _Tensor:
+    return _Tensor(tuple(tensor.shape), tensor.dtype)
 
 
 def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:

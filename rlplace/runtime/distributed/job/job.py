@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.job.placed import Autocast, MakeOptimizer, Part, PlacedPart
+from rlplace.runtime.distributed.job.placed import MakeOptimizer, Part
 from rlplace.runtime.distributed.job.recipe import recipe_of, synthetic_batch
-from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison, gather_tensors
+from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
 from rlplace.runtime.distributed.ranks import broadcast_text, devices_of, gather_texts, start_group
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint
+from rlplace.runtime.distributed.state.whole_state import gather_tensors
 from rlplace.runtime.host_memory import StepMemory, keep_freed_memory
 from rlplace.runtime.measure import OPTIMIZERS
+from rlplace.runtime.native.why_not import why_not
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _START_TIMEOUT_S = 1800.0
@@ -136,6 +138,32 @@ def processes_needed(plan: PlacementPlan) -> int:
     return devices_of(plan)
 
 
+def check_strategy(plan: PlacementPlan) -> None:
+    """Refuses what `rlplace run` cannot do with a strategy, before any process waits for another.
+
+    Args:
+        plan: With a strategy.
+
+    Raises:
+        InputError: With the reason.
+    """
+    assert plan.strategy is not None
+    reason = why_not(plan.strategy)
+    if reason is not None:
+        raise InputError(f"run: {reason}")
+    devices = sorted(plan.strategy.devices)
+    if devices != list(range(devices[0], devices[0] + len(devices))):
+        raise InputError(
+            f"run: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps; plan for "
+            "a cluster of these devices alone"
+        )
+    if recipe_of(plan).master_weights:
+        raise InputError(
+            "run: the plan keeps optimizer state and a copy of the weights in fp32, which is not run yet for strategies; plan "
+            "without --master-weights, in fp32 with --autocast"
+        )
+
+
 def train(
     plan: PlacementPlan, device: torch.device, options: JobOptions, on_step: Callable[[int, float, float], None] | None = None
 ) -> JobResult:
@@ -155,7 +183,7 @@ def train(
     name = options.autocast or recipe.autocast
     autocast = partial(_autocast, device, name)
     make = _optimizer(options.optimizer or recipe.optimizer, options.lr)
-    part = _part(plan, device, options, make, autocast)
+    part = Part(plan, device, options, make, autocast)
     reference = None
     if options.verify and dist.get_rank() == 0:
         whole = recipe.build("cpu", options.seed).module
@@ -202,15 +230,6 @@ def train(
     if comparison is not None:
         result.comparison = _compare(comparison, part, reference, device)
     return result
-
-
-def _part(plan: PlacementPlan, device: torch.device, options: JobOptions, make: MakeOptimizer, autocast: Autocast) -> Part:
-    """What this process trains: its part under the plan's strategy, or under its placement."""
-    if plan.strategy is None:
-        return PlacedPart(plan, device, options, make, autocast)
-    from rlplace.runtime.native.job import StrategyPart
-
-    return StrategyPart(plan, plan.strategy, device, options, make, autocast)
 
 
 def _has_checkpoint(options: JobOptions, device: torch.device) -> bool:

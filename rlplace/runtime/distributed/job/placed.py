@@ -1,11 +1,11 @@
-"""What a job trains: the part of a model that this process runs, here under a placement plan."""
+"""What a job trains: the part of a model that this process runs."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,10 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.io import problem_from_dict, problem_to_dict
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.graph.forward_graph import Loss
-from rlplace.runtime.distributed.job.recipe import problem_of_plan, recipe_of
-from rlplace.runtime.distributed.job.verify import whole_gradients
+from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, problem_of_plan, recipe_of
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import broadcast_text
+from rlplace.runtime.distributed.placed_model import PlacedModel
+from rlplace.runtime.distributed.ranks import broadcast_text, group_of
 from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.host_memory import held_tensors
 from rlplace.runtime.measure import loss_of
@@ -27,14 +26,15 @@ from rlplace.runtime.measure import loss_of
 if TYPE_CHECKING:
     from rlplace.runtime.distributed.job.job import JobOptions
 
-MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Part(Protocol):
+class Part:
     """This process's part of a model in training.
 
     Attributes:
+        model: The distributed model.
         engine: What runs the plan.
         device_number: The plan's device that this process is; None: it has nothing to do.
         inputs: Example inputs, from which batches are made.
@@ -45,71 +45,79 @@ class Part(Protocol):
         same_streams: Random ops draw what they draw in the reference.
     """
 
-    engine: str | None
-    device_number: int | None
-    inputs: Any
-    loss: Loss | None
-    samples: int
-    replicas: int
-    microbatches: int
-    same_streams: bool
-
-    def step(self, batch: Any) -> float:
-        """One training step; leaves the gradients in place and returns the loss."""
-
-    def held(self) -> list[torch.Tensor]:
-        """What stays from step to step."""
-
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """By name."""
-
-    def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """By name; every process calls it."""
-
-    def save(self, folder: str, step: int) -> None:
-        """Writes a checkpoint."""
-
-    def load(self, folder: str) -> int:
-        """Reads the latest checkpoint; returns its step."""
-
-
-class PlacedPart:
-    """A model that `rlplace.distribute` places; see `Part`."""
-
-    same_streams = True
-
     def __init__(
         self, plan: PlacementPlan, device: torch.device, options: JobOptions, make: MakeOptimizer, autocast: Autocast
     ) -> None:
-        self.problem = _problem(plan, options.cluster, device)
-        loaded = recipe_of(plan).build("cpu", options.seed)
+        strategy, recipe = plan.strategy, recipe_of(plan)
+        problem = _problem(plan, options.cluster, device) if strategy is None else None
+        if strategy is not None:
+            if dist.get_rank() == 0:
+                cluster_of_plan(plan, options.cluster)
+                check_graph(plan)
+            broadcast_text("", device)  # the others wait for the check
+        pipeline = None if strategy is None else strategy.pipelines[0]
+        loaded = recipe.build("cpu", options.seed, batch=None if pipeline is None else pipeline.microbatch[0])
         self.inputs, self.loss = loaded.example_inputs, loaded.loss
         self.model: DistributedModel = distribute(
-            loaded.module, plan, self.inputs, loss=self.loss, device=device, seed=options.seed, problem=self.problem
+            loaded.module, plan, self.inputs, loss=self.loss, device=device, seed=options.seed, problem=problem
         )
-        self.optimizer = make(list(self.model.parameters()))  # frozen ones, too: they get no gradient and no update
+        self.optimizer = make(self.model.parameter_groups())  # frozen ones, too: they get no gradient and no update
         self.engine, self.device_number = self.model.report, self.model.ranks.plan_device
-        self.replicas, self.microbatches = len(plan.replicas or [0]), plan.microbatches
-        self.samples = self.problem.samples_per_microbatch * plan.microbatches * self.replicas
-        self._plan, self._clip, self._autocast = plan, options.clip, autocast
+        self.same_streams = strategy is None
+        if strategy is None or pipeline is None:
+            assert problem is not None
+            self.replicas, self.microbatches = len(plan.replicas or [0]), plan.microbatches
+            self.samples = problem.samples_per_microbatch * plan.microbatches * self.replicas
+        else:
+            several = len(pipeline.microbatches) > 1
+            self.device_number, self.samples = sorted(strategy.devices)[dist.get_rank()], strategy.batch
+            self.replicas = 1 if several else pipeline.data_degree
+            self.microbatches = sum(pipeline.microbatches) if several else pipeline.microbatches[0]
+        self._plan, self._clip, self._autocast, self._device = plan, options.clip, autocast, device
 
     def step(self, batch: Any) -> float:
+        """One training step; leaves the gradients in place and returns the loss."""
         return _step(self.model, self.optimizer, batch, self._clip, self._autocast())
 
     def held(self) -> list[torch.Tensor]:
+        """What stays from step to step."""
         return held_tensors(self.model, self.optimizer)
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        return self.model.own_tensors.parameters
+        """By name."""
+        if isinstance(self.model, PlacedModel):
+            return self.model.own_tensors.parameters
+        return {name: parameter.detach().to(self._device) for name, parameter in self.model.trained()}
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
-        return whole_gradients(self.model)
+        """By name; every process calls it."""
+        if isinstance(self.model, PlacedModel):
+            return whole_gradients(self.model)
+        return {name: None if p.grad is None else p.grad.to(self._device) for name, p in self.model.trained()}
 
     def save(self, folder: str, step: int) -> None:
+        """Writes a checkpoint."""
         save_checkpoint(folder, self.model, self.optimizer, step=step, extra={"problem": self._plan.problem})
 
     def load(self, folder: str) -> int:
+        """Reads the latest checkpoint; returns its step."""
         return load_checkpoint(folder, self.model, self.optimizer).step
+
+
+def whole_gradients(model: PlacedModel) -> dict[str, torch.Tensor | None]:
+    """Gradients of this rank's parameters by first name; those of shares put together over the replicas."""
+    gradients: dict[str, torch.Tensor | None] = {}
+    for name, trained in model.shared_parameters.trained.items():
+        share = model.shared_parameters.shares.get(name)
+        if share is None:
+            gradients[name] = trained.grad
+            continue
+        whole = torch.zeros_like(model.own_tensors.parameters[name].detach())
+        if trained.grad is not None:
+            share.of(whole).copy_(trained.grad)
+        dist.all_reduce(whole, group=group_of(model.ranks.data_parallel_ranks(model.ranks.plan_device or 0), "gradients"))
+        gradients[name] = whole
+    return gradients
 
 
 def _problem(plan: PlacementPlan, cluster: str | None, device: torch.device) -> Problem:

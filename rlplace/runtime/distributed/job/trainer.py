@@ -149,11 +149,13 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
     see_one_process(trainer.accelerator)
     whole, graphs = trainer.model.train(), Graphs()
     model = distribute(whole, plan, device=options.pop("device", trainer.accelerator.device), graphs=graphs, **options)
-    if trainer.args.device.type != "cpu":
+    if trainer.args.device.type != "cpu" and plan.strategy is None:
         whole.to("cpu")  # what this process owns stays where it is
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
     use_model(trainer.accelerator, model)
-    sums = trainer.model_accepts_loss_kwargs and _divides_by_count(whole, plan, options.get("example_inputs"), graphs)
+    sums = trainer.model_accepts_loss_kwargs and _divides_by_count(
+        model.meta_model, plan, options.get("example_inputs"), graphs
+    )
     _count_labels(trainer, model, sums)
     _ask_whole_model(trainer, model)
     use_whole_files(trainer, model)

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
@@ -25,10 +23,7 @@ from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import Loss, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.graph.segment import segment_module
-from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import gather_texts, group_of
-from rlplace.runtime.distributed.state.tensors import meta_copy
-from rlplace.runtime.distributed.state.whole_state import to_first
+from rlplace.runtime.held import meta_copy
 from rlplace.runtime.measure import loss_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -196,45 +191,3 @@ def _error(difference: torch.Tensor, accepted: Any) -> float:
     """Largest difference in units of what is accepted; not a number counts as infinitely far."""
     worst = float((difference.abs() / accepted).max()) if difference.numel() else 0.0
     return worst if worst == worst else float("inf")
-
-
-def whole_gradients(model: DistributedModel) -> dict[str, torch.Tensor | None]:
-    """Gradients of this rank's parameters by first name; those of shares put together over the replicas."""
-    gradients: dict[str, torch.Tensor | None] = {}
-    for name, trained in model.shared_parameters.trained.items():
-        share = model.shared_parameters.shares.get(name)
-        if share is None:
-            gradients[name] = trained.grad
-            continue
-        whole = torch.zeros_like(model.own_tensors.parameters[name].detach())
-        if trained.grad is not None:
-            share.of(whole).copy_(trained.grad)
-        dist.all_reduce(whole, group=group_of(model.ranks.data_parallel_ranks(model.ranks.plan_device or 0), "gradients"))
-        gradients[name] = whole
-    return gradients
-
-
-def gather_tensors(own: Mapping[str, torch.Tensor | None], device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of all ranks by name, on the CPU of rank 0 (empty elsewhere); every rank calls it.
-
-    Args:
-        own: This rank's; of a name that several have, the one of the lowest rank is taken. None: there is none.
-        device: Where the backend wants its tensors.
-    """
-    whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in own.items()}
-    told = {
-        name: None if value is None else [list(value.shape), str(value.dtype).removeprefix("torch.")]
-        for name, value in whole.items()
-    }
-    ranks = gather_texts({"tensors": told}, device)
-    gathered: dict[str, torch.Tensor] = {}
-    rank = dist.get_rank()
-    for name in sorted({name for text in ranks for name in text["tensors"]}):
-        source = next((r for r, text in enumerate(ranks) if text["tensors"].get(name) is not None), None)
-        if source is None or rank not in (0, source):
-            continue
-        shape, dtype = ranks[source]["tensors"][name]
-        value = to_first(whole.get(name), shape, getattr(torch, dtype), source, device)
-        if value is not None:
-            gathered[name] = value
-    return gathered

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rlplace.errors import InputError, show
 from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import group_of
 from rlplace.runtime.distributed.state.shares import Share
 from rlplace.runtime.distributed.state.training_facts import check_setting
@@ -122,8 +123,8 @@ def load_optimizer(
 def _named(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
     """The optimizer's parameters in its order, each with the first of its names in the undistributed model."""
     if isinstance(model, DistributedModel):
-        known = {id(parameter): name for name, parameter in model.shared_parameters.trained.items()}
-        known[id(model.shared_parameters.nothing)] = _NOTHING
+        known = {id(parameter): name for name, parameter in model.trained()}
+        known[id(model.nothing)] = _NOTHING
     elif isinstance(model, NativeModel):
         known = {id(parameter): model.first_name(name) for name, parameter in model.named_parameters()}
     else:
@@ -138,13 +139,13 @@ def _named(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> 
 
 
 def _share(model: nn.Module | NativeModel, name: str) -> Share | None:
-    return model.shared_parameters.shares.get(name) if isinstance(model, DistributedModel) else None
+    return model.shared_parameters.shares.get(name) if isinstance(model, PlacedModel) else None
 
 
 def whole_value(model: nn.Module | NativeModel, name: str, value: Any) -> Any:
     """State of a share as the shard of a DTensor over the replicas; other state as it is."""
     share = _share(model, name)
-    if share is None or share.dim is None or not isinstance(model, DistributedModel) or not isinstance(value, torch.Tensor):
+    if share is None or share.dim is None or not isinstance(model, PlacedModel) or not isinstance(value, torch.Tensor):
         return value
     whole = model.own_tensors.parameters[name]
     if tuple(value.shape) != tuple(share.of(whole).shape):

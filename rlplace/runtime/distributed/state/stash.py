@@ -18,7 +18,12 @@ class Stash:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter], shares: Mapping[str, Share]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        trained: Mapping[str, nn.Parameter] | None = None,
+        shares: Mapping[str, Share] | None = None,
+        *,
+        copy: bool = False,
     ) -> None:
         """Starts empty.
 
@@ -26,16 +31,20 @@ class Stash:
             parameters: What engines add gradients to, by name.
             trained: What the training loop sees; the same, or this replica's shares of them.
             shares: Which share of a parameter that is, for those that are cut.
+            copy: What runs the step writes into the memory of gradients of earlier ones.
         """
         self._parameters = parameters
-        self._trained = trained
-        self._shares = shares
+        self._trained = parameters if trained is None else trained
+        self._shares = shares or {}
+        self._copy = copy
         self._before: dict[str, torch.Tensor | None] = {}
         self._gradients: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> Stash:
         for name, parameter in self._parameters.items():
-            self._before[name], parameter.grad = parameter.grad, None
+            before = parameter.grad
+            self._before[name] = before.clone() if self._copy and before is not None else before
+            parameter.grad = None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,6 +62,10 @@ class Stash:
                 gradient = self._shares[name].of(gradient).clone()
             waiting = self._gradients.get(name)
             self._gradients[name] = gradient if waiting is None else waiting.add_(gradient)
+
+    def keep(self) -> None:
+        """Takes the gradients that wait into memory of their own."""
+        self._gradients = {name: gradient.clone() for name, gradient in self._gradients.items()}
 
     def deliver(self, scale: torch.Tensor) -> None:
         """Adds the gradients, times `scale`, to those of the parameters that the training loop sees."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,16 +68,6 @@ def own_tensors(
         else:
             buffers[name] = value
     return Own(parameters, buffers, owners_of).holding(constants, device)
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """The module without its values: what is traced when inputs of another shape come."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if id(tensor) not in memo:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
 
 
 def register(tree: nn.Module, model: nn.Module, own: Own) -> None:

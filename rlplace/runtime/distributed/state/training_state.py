@@ -163,6 +163,8 @@ def load_checkpoint(
         load_whole(state, lambda tensors: fill({"model": tensors}))
         if not isinstance(model, NativeModel):
             model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
+        else:
+            model.loaded()
         if optimizer is not None:
             fill_optimizer = partial(load_whole, load=lambda tensors: fill({"optimizer": tensors}))
             load_optimizer(model, optimizer, index, facts["optimizers"], fill_optimizer)

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.placed_model import PlacedModel
+from rlplace.runtime.distributed.ranks import gather_texts
 from rlplace.runtime.distributed.state.optimizer_state import whole_value
 from rlplace.runtime.held import first_names
 
@@ -27,23 +29,42 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
     Returns:
         On rank 0 all parameters and persistent buffers on the CPU, tied ones as one tensor; nothing on the other ranks.
     """
-    shape, own, ranks = model.meta_model, model.state_dict(), model.ranks
-    first = first_names(shape)
-    gathered: dict[str, torch.Tensor | None] = {}
-    state: dict[str, torch.Tensor] = {}
-    for name, meta in shape.state_dict().items():
-        if not isinstance(meta, torch.Tensor):  # extra state of a module
+    names = {name: first_names(model.meta_model)[name] for name, value in _tensors(model.meta_model.state_dict()).items()}
+    own = {names[name]: value for name, value in _tensors(model.state_dict()).items()}
+    gathered = gather_tensors(own, model.ranks.device)
+    return {name: gathered[first] for name, first in names.items() if first in gathered}
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def gather_tensors(own: Mapping[str, torch.Tensor | None], device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of all ranks by name, on the CPU of rank 0 (empty elsewhere); every rank calls it.
+
+    Args:
+        own: This rank's; of a name that several have, the one of the lowest rank is taken. None: there is none.
+        device: Where the backend wants its tensors.
+    """
+    told = {
+        name: None if value is None else [list(value.shape), str(value.dtype).removeprefix("torch.")]
+        for name, value in own.items()
+    }
+    ranks = gather_texts({"tensors": told}, device)
+    gathered: dict[str, torch.Tensor] = {}
+    rank = dist.get_rank()
+    for name in sorted({name for text in ranks for name in text["tensors"]}):
+        source = next((r for r, text in enumerate(ranks) if text["tensors"].get(name) is not None), None)
+        mine = own.get(name)
+        if isinstance(mine, DTensor):
+            mine = mine.full_tensor()  # all that hold a part take part
+        if source is None or rank not in (0, source):
             continue
-        if first[name] not in gathered:
-            value = own.get(name)
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
-            source = ranks.replicas[0][model.own_tensors.owners[first[name]][0]]
-            gathered[first[name]] = to_first(value, meta.shape, meta.dtype, source, ranks.device)
-        here = gathered[first[name]]
-        if here is not None:
-            state[name] = here
-    return state
+        shape, dtype = ranks[source]["tensors"][name]
+        value = to_first(mine, shape, getattr(torch, dtype), source, device)
+        if value is not None:
+            gathered[name] = value
+    return gathered
 
 
 def to_first(value: Any, shape: Sequence[int], dtype: torch.dtype, source: int, device: torch.device) -> torch.Tensor | None:
@@ -86,7 +107,7 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     Returns:
         On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
     """
-    ranks, named = model.ranks, _named_groups(model, optimizer)
+    device, named = model.ranks.device, _named_groups(model, optimizer)
     state = {
         name: {key: whole_value(model, name, value) for key, value in optimizer.state.get(parameter, {}).items()}
         for group in named
@@ -96,16 +117,16 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, ([[name for name, _ in group] for group in named], described))
     order = _whole_order(model, [names for names, _ in everyone])
-    first = ranks.rank == 0
+    first = dist.get_rank() == 0
     whole: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(name for group in order for name in group):
-        source = ranks.replicas[0][model.own_tensors.owners[name][0]]
+        source = next(rank for rank, (_, told) in enumerate(everyone) if name in told)
         for key, (shape, dtype, value) in everyone[source][1].get(name, {}).items():
             mine = state.get(name, {}).get(key)
             if isinstance(mine, DTensor):
                 mine = mine.full_tensor()  # all that hold a part take part
             if dtype is not None:
-                value = to_first(mine, shape, dtype, source, ranks.device)
+                value = to_first(mine, shape, dtype, source, device)
             if first:
                 whole.setdefault(index, {})[key] = value
     if not first:
@@ -164,7 +185,7 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
 
 
 def _named_groups(model: DistributedModel, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, torch.Tensor]]]:
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in model.trained()}
     return [[(name_of[id(p)], p) for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
 
 
@@ -185,5 +206,5 @@ def _own_part(model: DistributedModel, name: str, shape: tuple[int, ...], parame
         return value
     if isinstance(parameter, DTensor):
         return own_part(value, parameter)
-    share = model.shared_parameters.shares.get(name)
+    share = model.shared_parameters.shares.get(name) if isinstance(model, PlacedModel) else None
     return value if share is None else share.of(value).clone()

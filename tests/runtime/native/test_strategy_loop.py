@@ -1,0 +1,121 @@
+"""Training loops over what `rlplace.distribute` makes of a strategy, beside the same loop over the model itself."""
+
+from __future__ import annotations
+
+import copy
+
+import native_worker
+import numpy as np
+import pytest
+import torch
+from launch import run
+from native_cases import chain, flat
+
+import rlplace
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
+
+pytest.importorskip("transformers")
+
+HALVES = [(0, 1), (2, 3)]
+CASES = {
+    "copies": flat("gpt2", {"replicate": 4}, 0),
+    "shared": flat("gpt2", {"replicate": 2, "shard": 2}, 3),
+    "shared once": flat("gpt2", {"shard": 4}, 1),
+    "tensor": flat("gpt2", {"replicate": 2, "tensor": 2}, 0),
+    "chain": chain("gpt2", HALVES, "1f1b", mesh={"shard": 2}, sharding=1),
+    "v": chain("gpt2", [*HALVES, *reversed(HALVES)], "zbv", mesh={"replicate": 2}, sharding=0),
+}
+
+
+def plan_of(strategy):
+    nothing = np.zeros(0, dtype=np.int32)
+    return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy))
+
+
+def batch(samples):
+    ids = torch.randint(
+        0, native_worker.VOCABULARY, (samples, native_worker.LENGTH), generator=torch.Generator().manual_seed(samples)
+    )
+    return {"input_ids": ids, "labels": ids.flip(1)}
+
+
+def gradients(model, plain, factor=1.0):
+    wanted = dict(plain.named_parameters(remove_duplicate=False))
+    own = {name: native_worker.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    assert own
+    return native_worker.difference(own, {name: p.grad for name, p in wanted.items()}, factor)
+
+
+def loop(case, folder):
+    """What differs, by what was done; the model's own loss is in single precision."""
+    strategy = CASES[case]
+    plain = native_worker.make("gpt2")
+    inputs = {key: value[: strategy["microbatch"][0]] for key, value in batch(8).items()}
+    model = rlplace.distribute(copy.deepcopy(plain), plan_of(strategy), inputs)
+    assert model.report == "native" and model.config is not None
+    ours = torch.optim.AdamW(model.parameter_groups(), lr=1e-2)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    found = {}
+    sizes = (8, 8, 4) if case == "v" else (8, 6, 4)
+    for step, samples in enumerate(sizes):
+        for number in range(2):  # gradients of two batches, each loss halved
+            output = model(**batch(samples + number * (case != "v")) if number == 0 else batch(samples))
+            expected = plain(**batch(samples + number * (case != "v")) if number == 0 else batch(samples))
+            assert output.logits is None
+            (output.loss / 2).backward()
+            (expected.loss / 2).backward()
+            found[f"loss {step}"] = abs(output.loss.item() - expected.loss.item())
+        found[f"gradient {step}"] = gradients(model, plain)
+        for kind in (float("inf"), 2.0):
+            norm, wanted = model.clip_grad_norm_(0.5, kind), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, kind)
+            found[f"norm {kind} {step}"] = abs(norm.item() - wanted.item())
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+    model.eval()
+    plain.eval()
+    for samples in (8, 5):
+        with torch.no_grad():
+            output, expected = model(**batch(samples)), plain(**batch(samples))
+        found[f"outputs of {samples}"] = (output.logits - expected.logits).abs().max().item()
+        found[f"loss of {samples}"] = abs(output.loss.item() - expected.loss.item())
+    model.train()
+    plain.train()
+    first, second = model(**batch(8)).loss, model(**batch(4)).loss  # neither is backward through yet
+    (first + second).backward()
+    (plain(**batch(8)).loss + plain(**batch(4)).loss).backward()
+    found["two at once"] = gradients(model, plain)
+    ours.zero_grad()
+    value = model.step(batch(8), lambda output, part: native_worker.loss(output, part))
+    wanted = native_worker.loss(plain(**batch(8)), batch(8))
+    found["step"] = abs(value.item() - wanted.item())
+    path = rlplace.save_checkpoint(f"{folder}/{case}", model, ours, step=3)
+    for parameter in model.parameters():
+        native_worker.local(parameter).detach().mul_(0.5)
+    rlplace.load_checkpoint(path, model, ours)
+    model.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        found["loaded"] = abs(model(**batch(8)).loss.item() - plain(**batch(8)).loss.item())
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = model(**batch(8)), plain(**batch(8))
+    found["autocast"] = 1e-6 * abs(output.loss.item() - expected.loss.item())
+    return found
+
+
+def loops(folder):
+    return {case: loop(case, folder) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run(4, loops, str(tmp_path_factory.mktemp("loops")), timeout_s=300, preload=native_worker.SLOW_IMPORTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_loop_computes_what_the_model_does(case, results):
+    for result in results:
+        worst = max(result[case], key=result[case].get)
+        assert result[case][worst] < 1e-5, (worst, result[case])

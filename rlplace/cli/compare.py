@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -34,12 +35,15 @@ if TYPE_CHECKING:
     from rlplace.comparing.run import Report
     from rlplace.placements import Priced
     from rlplace.problem import Problem
+    from rlplace.strategy.tries import Question
 
 HELP = "compare planners on models and clusters"
 EXAMPLE = (
     "example: rlplace compare hf:gpt2 zoo:inception --cluster a100-80g:4 --cluster v100:4,pcie --planners best,annealing,agent"
 )
 CLASSICAL = "single,round_robin,balanced,heft,m_etf,metis,best,annealing,local_search,agent"
+KINDS = "strategies"
+"""Stands for the rows of whole strategies."""
 ALL = "all"
 
 
@@ -47,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument("models", metavar="MODEL", nargs="+", help="models or *.problem.json files")
     parser.add_argument("--cluster", metavar="C", action="append", help="cluster (this machine); may be given several times")
-    parser.add_argument("--planners", default=CLASSICAL, metavar="A,B", help=f"planners, or {ALL} ({CLASSICAL})")
+    default = f"{KINDS},{CLASSICAL}"
+    parser.add_argument(
+        "--planners", default=default, metavar="A,B",
+        help=f"planners, {KINDS} (the best of every kind of whole strategy), or {ALL} ({default})",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds of random planners (1)")
     parser.add_argument("--agent", default="default", metavar="NAME", help="checkpoint name or folder (default)")
     parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds per plan (5)")
@@ -69,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.comparing import Settings, Store, compare, count_rows, gather
     from rlplace.comparing.records import OPS, SPLIT
+    from rlplace.comparing.strategies import STRATEGIES
     from rlplace.files import check_output, write_text
 
     names = _planners(options)
@@ -79,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         check_output(path)
     if options.resume and not options.out:
         raise InputError("--resume goes on with a file; name it with --out")
-    cases = _cases(options)
+    cases = _cases(options, whole=bool(set(names) & set(STRATEGIES)))
     settings = Settings(
         calls=options.calls,
         time_limit_s=options.time_limit,
@@ -118,20 +127,28 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _planners(options: argparse.Namespace) -> list[str]:
+    from rlplace.comparing.strategies import STRATEGIES
     from rlplace.planners import get_planner, planner_names
 
     if options.planners.strip() == ALL:
-        return planner_names()
+        return [*STRATEGIES, *planner_names()]
     names = [name.strip() for name in options.planners.split(",") if name.strip()]
     if not names:
         raise InputError("--planners names no planner, for example best,agent")
+    names = [one for name in names for one in (STRATEGIES if name == KINDS else (name,))]
     for name in names:
-        get_planner(name)
+        if name not in STRATEGIES:
+            get_planner(name)
     return list(dict.fromkeys(names))
 
 
-def _cases(options: argparse.Namespace) -> list[Case]:
-    """Every model on every cluster, and every problem file on its own devices; a model is captured once."""
+def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
+    """Every model on every cluster, and every problem file on its own devices; a model is captured once.
+
+    Args:
+        options: Of the verb.
+        whole: Whole strategies are asked for, too; problem files have none.
+    """
     from rlplace.cluster.parse import parse
     from rlplace.comparing import Case
 
@@ -154,7 +171,8 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         for text in texts:
             pricing = captured, machines[text], options
             ops = None if options.weight_gradients else functools.partial(_ops, *pricing)
-            cases.append(Case(model, text, functools.partial(_priced, *pricing), ops))
+            ask = functools.partial(_asked, *pricing) if whole else None
+            cases.append(Case(model, text, functools.partial(_priced, *pricing, whole), ops, ask))
     return cases
 
 
@@ -162,8 +180,28 @@ def _same(priced: Priced) -> Priced:
     return priced
 
 
-def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Priced:
-    return price_model(captured(), machine, options).priced
+def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace, whole: bool) -> Priced:
+    """Priced for planners; beside whole strategies with attention as these are priced."""
+    from rlplace.graph.causal import with_causal_attention
+
+    own = captured()
+    if whole:
+        own = dataclasses.replace(own, graph=with_causal_attention(own.graph))
+    return price_model(own, machine, options).priced
+
+
+def _asked(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Question:
+    """The question of whole strategies for as many samples a step as planners place."""
+    from rlplace.graph.rescale import two_captures
+    from rlplace.runtime.native.facts import what_runs
+    from rlplace.strategy.plan import ask
+
+    own = captured()
+    model = own.load()
+    why_not, only = what_runs(model.module, model.example_inputs)
+    graph, other = two_captures(own.graph, own.capture_at)
+    batch = own.graph.samples * options.microbatches
+    return ask(graph, machine, batch, why_not=why_not, other=other, only=only, costs=options.costs, host=options.host_mode)
 
 
 def _ops(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Problem:

@@ -32,7 +32,7 @@ def print_comparison(comparison: Comparison) -> None:
     print()
     print_table(
         ["problem", "planner", "metric", "step ms", "spread ms", "samples/s", "R x M", f"vs {REFERENCE}", "gap", "memory",
-         "calls", "seconds", ""],
+         "calls", "seconds", "<"],
         _row_cells(comparison.rows),
     )  # fmt: skip
     for metric in dict.fromkeys(summary.metric for summary in comparison.summaries):
@@ -47,6 +47,8 @@ def print_comparison(comparison: Comparison) -> None:
 
 def legend(comparison: Comparison, reference: str, tie: float) -> str:
     """What the numbers are; a table without it is worth nothing."""
+    from rlplace.comparing.strategies import STRATEGIES
+
     settings = comparison.settings
     budget = f"{settings.time_limit_s:g} s a plan"
     if settings.calls is not None:
@@ -61,6 +63,12 @@ def legend(comparison: Comparison, reference: str, tie: float) -> str:
         "gap: step time over the largest lower bound of plans with these replicas and micro-batches (R x M), minus 1; "
         "memory: largest share of a device's memory; calls: simulator calls, floor included",
     ]
+    if set(used) & set(STRATEGIES):
+        lines.append(
+            f"{', '.join(name for name in used if name in STRATEGIES)}: whole strategies for as many samples a step, searched "
+            "under the same budget and simulated block by block; the other planners place one pass of these samples, or the "
+            "micro-batches that were asked for; attention under a causal mask is priced as causal for all"
+        )
     if shuffled:
         spread = "; spread is the largest minus the smallest" if settings.seeds > 1 else ""
         seeds = f"seeds 0 to {settings.seeds - 1}" if settings.seeds > 1 else "seed 0"

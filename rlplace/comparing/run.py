@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rlplace.comparing.measure import Target, run_row, warm_up
 from rlplace.comparing.records import OPS, RATE, REFERENCE, SPLIT, TASKS, Comparison, ComparisonRow, ProblemInfo
 from rlplace.comparing.store import Store
+from rlplace.comparing.strategies import STRATEGIES, strategy_row, warm_up_strategies
 from rlplace.comparing.summary import References, summarize
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError, RlplaceError
@@ -18,6 +19,7 @@ from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
 from rlplace.planners.attempt import OK
 from rlplace.planners.common.bounds import device_time_s, finite, least_devices, lower_bounds, memory_forced
 from rlplace.problem import Problem
+from rlplace.strategy.tries import Question
 
 VIEW_OF = {**dict.fromkeys(NEEDS_SPLIT, SPLIT), **dict.fromkeys(NEEDS_SHARDING, OPS)}
 """Planners that need another view than `TASKS`: one places the backward of a group apart from its forward, one cuts ops."""
@@ -35,12 +37,14 @@ class Case:
         cluster: CLUSTER likewise.
         load: Captures and prices it.
         load_ops: The same as the view `OPS`; None where there is no graph. A problem file may be of that kind itself.
+        ask: The question of whole strategies for as many samples a step; None where there is no model.
     """
 
     model: str
     cluster: str
     load: Callable[[], Priced]
     load_ops: Callable[[], Problem] | None = None
+    ask: Callable[[], Question] | None = None
 
 
 def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[str, list[str]]:
@@ -55,10 +59,16 @@ def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[
     for view in (TASKS, SPLIT, OPS):
         if view == OPS and case.load_ops is None:
             continue
-        names = [name for name in planners if view in views or _view(case, name) == view]
+        names = [name for name in planners if _looks_at(case, name, view, views)]
         if names:
             asked[view] = [REFERENCE, *(name for name in names if name != REFERENCE)]
     return asked
+
+
+def _looks_at(case: Case, name: str, view: str, views: Collection[str]) -> bool:
+    if name in STRATEGIES:
+        return view == TASKS and case.ask is not None
+    return view in views or _view(case, name) == view
 
 
 def _view(case: Case, planner: str) -> str:
@@ -84,7 +94,7 @@ def compare(
 
     Args:
         cases: The problems; each is loaded once, in order.
-        planners: Names; `REFERENCE` is run in any case, before the others.
+        planners: Names of planners and of `STRATEGIES`; `REFERENCE` is run in any case, before the others.
         store: Holds settings and rows; `gather` makes the comparison of it, also when this function was interrupted.
         views: Views of the problem for all planners, beside `TASKS` and those that planners need.
         report: Told about progress.
@@ -98,7 +108,8 @@ def compare(
     """
     tell = report or (lambda text, finished: None)
     for name in planners:
-        get_planner(name)
+        if name not in STRATEGIES:
+            get_planner(name)
     if store.settings.schedule is not None and store.settings.microbatches == 1:
         raise InputError("a schedule is for several micro-batches; give their number as well")
     warm: set[str] = set()
@@ -114,15 +125,23 @@ def compare(
             info = problem_info(shown.first, case.model, case.cluster, view=view)
             store.add_problem(info)
             target = Target(case.model, case.cluster, view, shown)
+            question: Question | None = None
             for name in names:
                 if (case.model, case.cluster, view, name, False, None, None) in store.rows:
                     tell("", True)
                     continue
-                if name not in warm:
-                    warm_up(name, store.settings)
-                    warm.add(name)
                 tell(f"{case.model} on {case.cluster or 'its devices'}{'' if view == TASKS else f', {view}'}: {name}", False)
-                _finish(run_row(name, target, store.settings, strict=strict), target, store)
+                if name in STRATEGIES:
+                    assert case.ask is not None  # else nobody looks at it
+                    question = question or case.ask()
+                    warm_up_strategies(question)
+                    row = strategy_row(name, case.model, case.cluster, question, shown.first, store.settings, strict=strict)
+                else:
+                    if name not in warm:
+                        warm_up(name, store.settings)
+                        warm.add(name)
+                    row = run_row(name, target, store.settings, strict=strict)
+                _finish(row, target, store)
                 tell("", True)
     return failures
 

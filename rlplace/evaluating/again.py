@@ -80,9 +80,7 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     from rlplace.graph.rescale import two_captures
     from rlplace.runtime.distributed.job.recipe import capture_recipe, check_graph, recipe_of, source_of
     from rlplace.runtime.native.facts import what_runs
-    from rlplace.strategy.evaluate import Evaluator
-    from rlplace.strategy.price import PricedBlocks
-    from rlplace.strategy.tries import Question
+    from rlplace.strategy.plan import ask
 
     strategy = plan.strategy
     if strategy is None:
@@ -97,10 +95,8 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     if why_not(strategy) is not None:
         only = None  # planned for what cannot run yet
     graph, other = two_captures(check_graph(plan), lambda batch: capture_recipe(recipe, batch, source.graph or {}))
-    blocks = PricedBlocks(graph, machine, other, only=only, costs=costs, host=source.host or "eager")
-    names = blocks.names
-    question = Question(Evaluator(blocks, machine), strategy.batch, why_not=lambda draft: why_not(draft.strategy(names)))
-    return Asked(plan, question)
+    pricing = {"other": other, "only": only, "costs": costs, "host": source.host or "eager"}
+    return Asked(plan, ask(graph, machine, strategy.batch, why_not=why_not, **pricing))
 
 
 def same_model(one: PlacementPlan, other: PlacementPlan) -> bool:

@@ -76,10 +76,9 @@ def plan_strategy(
         InputError: Nothing is left to choose from.
         InfeasibleError: Nothing fits.
     """
-    blocks = PricedBlocks(graph, cluster, other, only=only, costs=costs, host=host)
-    names = blocks.names
-    excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
-    question = Question(Evaluator(blocks, cluster), batch, space or Space(), excluded)
+    pricing: dict[str, Any] = {"other": other, "only": only, "costs": costs, "host": host}
+    question = ask(graph, cluster, batch, space=space, why_not=why_not, **pricing)
+    names = question.costs.names
     extra: dict[str, Any] = {}
     if curve is None:
         answer = search(question, calls=calls, time_limit_s=time_limit_s)
@@ -106,6 +105,22 @@ def plan_strategy(
         source=source,
         predicted=predict(question, answer, **extra),
     )
+
+
+def ask(
+    graph: OpGraph,
+    cluster: Cluster,
+    batch: int,
+    *,
+    space: Space | None = None,
+    why_not: Callable[[Strategy], str | None] | None = None,
+    **pricing: Any,
+) -> Question:
+    """The question of a model's step on a cluster, its blocks priced; `pricing` holds arguments of `PricedBlocks`."""
+    blocks = PricedBlocks(graph, cluster, **pricing)
+    names = blocks.names
+    excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
+    return Question(Evaluator(blocks, cluster), batch, space or Space(), excluded)
 
 
 def predict(question: Question, answer: Answer, **extra: Any) -> Prediction:

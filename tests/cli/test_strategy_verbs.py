@@ -69,7 +69,21 @@ def test_the_effect_of_a_word_is_that_of_the_strategy_with_it(
 
 def test_diff_sets_a_strategy_beside_a_placement(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placed = tmp_path / "p.plan.json"
-    words = [MODEL, "--cluster", "a100-80g:2", "--batch", "4", "--seq", "32", "--space", "placement", "--planner", "single", "--out", placed]
+    words = [
+        MODEL,
+        "--cluster",
+        "a100-80g:2",
+        "--batch",
+        "4",
+        "--seq",
+        "32",
+        "--space",
+        "placement",
+        "--planner",
+        "single",
+        "--out",
+        placed,
+    ]
     assert run(capsys, "place", *words)[0] == 0
     code, out, _ = run(capsys, "diff", folder / "a.plan.json", placed)
     assert code == 0
@@ -100,3 +114,17 @@ def test_report_draws_the_step_that_was_predicted(
         at = span.stop
     assert max(ends) == pytest.approx(predicted.step_s, rel=1e-6)
     assert rlplace.PlacementPlan.load(folder / f"{name}.plan.json").predicted.strategies[0]["words"] in text
+
+
+def test_compare_asks_strategies_and_planners_for_the_same_step(capsys: pytest.CaptureFixture[str]) -> None:
+    names = "strategy,one device,data parallel,tensor parallel,single"
+    words = [MODEL, "--cluster", "a100-80g:2", "--seq", "32", "--batch", "8", "--calls", "40", "--planners", names, "--json"]
+    code, out, _ = run(capsys, "compare", *words)
+    rows = {row["planner"]: row for row in json.loads(out)["rows"]}
+    assert code == 0
+    assert list(rows) == ["best", *names.split(",")]
+    assert {row["samples"] for row in rows.values() if row["status"] == "ok"} == {8}
+    assert rows["one device"]["step_time_s"] == pytest.approx(rows["single"]["step_time_s"], rel=1e-6)
+    assert rows["strategy"]["step_time_s"] <= min(rows[kind]["step_time_s"] for kind in ("one device", "data parallel"))
+    assert (rows["data parallel"]["replicas"], rows["tensor parallel"]["status"]) == (2, "infeasible")
+    assert "draws random numbers" in rows["tensor parallel"]["reason"]

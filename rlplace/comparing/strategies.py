@@ -1,0 +1,131 @@
+"""Whole strategies beside the planners of a comparison: the best, the best uniform one, the best of every kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from rlplace.comparing.records import MAKESPAN, RATE, TASKS, ComparisonRow, Settings
+from rlplace.errors import InfeasibleError, InputError, RlplaceError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import uniform_words
+from rlplace.planners.attempt import OK, attempt
+from rlplace.problem import Problem
+from rlplace.strategy.plan import prediction
+from rlplace.strategy.search import search
+from rlplace.strategy.space import Space
+from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
+from rlplace.strategy.uniform import KINDS, try_uniform
+
+BEST, UNIFORM = "strategy", "best uniform"
+STRATEGIES = (BEST, UNIFORM, *KINDS)
+"""Names of their rows."""
+
+_AXES = ("replicate", "shard", "tensor", "pipeline")
+"""Dimensions of the kinds after the first, which is one device."""
+
+
+def strategy_row(
+    name: str, model: str, cluster: str, question: Question, problem: Problem, settings: Settings, *, strict: bool = False
+) -> ComparisonRow:
+    """Searches for one of `STRATEGIES` under the budget of the comparison.
+
+    Args:
+        name: Which.
+        model: As in the rows.
+        cluster: Likewise.
+        question: What is asked.
+        problem: The problem of the other rows.
+        settings: Budget.
+        strict: A bug is raised instead of being the row's reason.
+    """
+
+    def place(problem: Problem, **_: Any) -> PlacementPlan:
+        try:
+            best, calls = _searched(name, question, settings)
+        except InputError as error:  # the kind, or the runtime, leaves nothing
+            raise InfeasibleError(str(error)) from None
+        return PlacementPlan(
+            problem=problem.fingerprint,
+            planner=name,
+            seed=0,
+            device_of_group=np.zeros(0, dtype=np.int32),
+            strategy=best.draft.strategy(question.costs.names),
+            predicted=prediction(question.scores.evaluate(best.draft), question.batch).told(search_calls=calls),
+        )
+
+    run = attempt(place, problem, catch=(RlplaceError,) if strict else (Exception,))
+    row = ComparisonRow(
+        model=model,
+        cluster=cluster,
+        view=TASKS,
+        planner=name,
+        metric=MAKESPAN if settings.microbatches == 1 else RATE,
+        status=run.status,
+        reason=run.reason,
+        random=False,
+        seeds=1,
+        feasible_seeds=int(run.status == OK),
+        simulator_calls=run.simulator_calls,
+        seconds=run.seconds,
+    )
+    if run.answer is None or run.answer.strategy is None:
+        return row
+    predicted, pipeline = run.answer.predicted, run.answer.strategy.pipelines[0]
+    pairs = zip(predicted.peak_memory_bytes, question.cluster.devices, strict=True)
+    return replace(
+        row,
+        reason=uniform_words(run.answer.strategy),
+        step_time_s=predicted.step_time_s,
+        samples=question.batch,
+        samples_per_s=predicted.samples_per_s,
+        replicas=pipeline.data_degree,
+        microbatches=max(pipeline.microbatches),
+        schedule=pipeline.schedule,
+        memory_share=max((peak / device.memory_bytes for peak, device in pairs if device.memory_bytes), default=None),
+    )
+
+
+def warm_up_strategies(question: Question) -> None:
+    """One evaluation, so that compilation is on nobody's clock; what goes wrong shows in the rows."""
+    try:
+        search(question, calls=1)
+    except RlplaceError:
+        return
+
+
+def _searched(name: str, question: Question, settings: Settings) -> tuple[Tried, int]:
+    """The best of a name, and the evaluations that it took."""
+    limits = {"calls": settings.calls, "time_limit_s": None if settings.calls is not None else settings.time_limit_s}
+    if name == UNIFORM:
+        tries = Tries(question, **limits)  # type: ignore[arg-type]
+        try:
+            try_uniform(tries)
+        except OutOfBudgetError:
+            pass
+        if tries.best is None or not tries.best.fits:
+            over = 0.0 if tries.best is None or math.isinf(tries.best.step_s) else tries.best.over_bytes
+            raise InfeasibleError(f"no uniform strategy fits: the nearest is {over / 1e9:.2f} GB over the devices' memory")
+        return tries.best, tries.calls
+    if name != BEST:
+        question = dataclasses.replace(question, space=_space(name, question.cluster.num_devices))
+    answer = search(question, **limits)  # type: ignore[arg-type]
+    return answer.ranked[0], answer.calls
+
+
+def _space(kind: str, devices: int) -> Space:
+    """The strategies of one kind: all dimensions but its own are 1.
+
+    Raises:
+        InputError: There is one device.
+    """
+    one: dict[str, tuple[int, ...]] = dict.fromkeys((*_AXES, "context", "expert"), (1,))
+    if kind != KINDS[0]:
+        if devices == 1:
+            raise InputError(f"{kind} needs two devices")
+        one[_AXES[KINDS.index(kind) - 1]] = tuple(range(2, devices + 1))
+    return Space(**one)

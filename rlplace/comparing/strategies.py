@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from rlplace.problem import Problem
 from rlplace.strategy.plan import prediction
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
-from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import KINDS, try_uniform
+from rlplace.strategy.tries import Question, Tried
+from rlplace.strategy.uniform import KINDS
 
 BEST, UNIFORM = "strategy", "best uniform"
 STRATEGIES = (BEST, UNIFORM, *KINDS)
@@ -101,20 +100,13 @@ def warm_up_strategies(question: Question) -> None:
 def _searched(name: str, question: Question, settings: Settings) -> tuple[Tried, int]:
     """The best of a name, and the evaluations that it took."""
     limits = {"calls": settings.calls, "time_limit_s": None if settings.calls is not None else settings.time_limit_s}
-    if name == UNIFORM:
-        tries = Tries(question, **limits)  # type: ignore[arg-type]
-        try:
-            try_uniform(tries)
-        except OutOfBudgetError:
-            pass
-        if tries.best is None or not tries.best.fits:
-            over = 0.0 if tries.best is None or math.isinf(tries.best.step_s) else tries.best.over_bytes
-            raise InfeasibleError(f"no uniform strategy fits: the nearest is {over / 1e9:.2f} GB over the devices' memory")
-        return tries.best, tries.calls
-    if name != BEST:
+    if name not in (BEST, UNIFORM):
         question = dataclasses.replace(question, space=_space(name, question.cluster.num_devices))
     answer = search(question, **limits)  # type: ignore[arg-type]
-    return answer.ranked[0], answer.calls
+    best = answer.uniform if name == UNIFORM else answer.ranked[0]
+    if best is None:
+        raise InfeasibleError("no uniform strategy that fits was found under this budget")
+    return best, answer.calls
 
 
 def _space(kind: str, devices: int) -> Space:

@@ -9,6 +9,7 @@ time). What lives depends on the structure of the graph alone, how many bytes on
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,9 +69,9 @@ class Lives:
         producer = graph.tensor_producer.astype(np.int64)
         inside = (producer[tensor] >= 0) & (graph.op_phase[reader] != UPDATE)
         self._borders = _borders(graph, blocks, tensor[inside], reader[inside])
-        self._inputs = _inputs(graph, blocks)
+        self._inputs = model_inputs(graph, blocks.of_op)
         self._weightless = graph.tensor_role != GRADIENT
-        inside &= ~_plain_views(graph)[reader]
+        inside &= ~plain_views(graph)[reader]
         timelines = [_Events(graph, blocks, tensor[inside], reader[inside], how).timeline() for how in range(len(RECOMPUTE))]
         self._timelines = timelines
         self.again = tuple(timeline.again for timeline in timelines)
@@ -119,7 +120,7 @@ class _Events:
         self.tensor, self.reader, self.producer = tensor, reader, graph.tensor_producer.astype(np.int64)
         self.phase = graph.op_phase
         self.forward = graph.op_phase == FORWARD
-        self.cached = self.forward & _selected(graph) & (how == SELECTIVE)
+        self.cached = self.forward & selected(graph) & (how == SELECTIVE)
         self.again = np.zeros(graph.num_ops, dtype=bool) if how == NONE else self._again(self.cached)
 
     def _again(self, keeps: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -215,7 +216,7 @@ class _Events:
         return first, again
 
 
-def _selected(graph: OpGraph) -> NDArray[np.bool_]:
+def selected(graph: OpGraph) -> NDArray[np.bool_]:
     """Marks [N] weight products and attention."""
     kind = np.array(graph.op_kind)
     reads_weight = np.isin(np.arange(graph.num_ops), graph.consumers[graph.tensor_role[graph.edge_tensor] == PARAMETER])
@@ -223,17 +224,17 @@ def _selected(graph: OpGraph) -> NDArray[np.bool_]:
     return selected
 
 
-def _plain_views(graph: OpGraph) -> NDArray[np.bool_]:
+def plain_views(graph: OpGraph) -> NDArray[np.bool_]:
     """Marks [N] the views that make no storage of their own and so keep none of their inputs."""
     view = np.array([kind == "view" for kind in graph.op_kind], dtype=bool)
     view[graph.tensor_producer[(graph.tensor_producer >= 0) & (graph.tensor_bytes > 0)]] = False
     return view
 
 
-def _inputs(graph: OpGraph, blocks: Blocks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Inputs of the model, and the blocks that read them first."""
+def model_inputs(graph: OpGraph, block: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Inputs of the model, and the blocks that read them first, where `block` is that of every op."""
     tensors = np.flatnonzero((graph.tensor_role == INPUT) & (np.diff(graph.consumer_ptr) > 0))
-    return tensors, blocks.of_op[graph.consumers[graph.consumer_ptr[tensors]]].astype(np.int64)
+    return tensors, block[graph.consumers[graph.consumer_ptr[tensors]]].astype(np.int64)
 
 
 def _borders(

@@ -1,0 +1,67 @@
+"""The ops of a captured model as the op-level expansion of strategies reads them; updates are there, but in no block."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.graph.opgraph import FORWARD, GRADIENT, UPDATE, OpGraph
+from rlplace.strategy.blocks import Blocks
+from rlplace.strategy.costs import NONE, RECOMPUTE, SELECTIVE, Bytes
+from rlplace.strategy.lives import Lives, model_inputs, plain_views, selected
+from rlplace.strategy.op_costs import StepOps, TensorCollective
+from rlplace.strategy.tensor_layout import TensorLayout
+
+
+def captured_step(graph: OpGraph, origin: NDArray[np.int32], blocks: Blocks, lives: Lives) -> StepOps:
+    """Ops and tensors of a step.
+
+    Args:
+        graph: The captured step, or the same with weight gradients apart.
+        origin: int32 [N], which captured op each of its ops is (a part of).
+        blocks: Of the captured step.
+        lives: Likewise.
+    """
+    tensor, reader = graph.edge_tensor.astype(np.int64), graph.consumers.astype(np.int64)
+    read = (graph.op_phase[reader] != UPDATE) & ~plain_views(graph)[reader]
+    forward, kept = graph.op_phase == FORWARD, selected(graph)
+    again = np.zeros((len(RECOMPUTE), graph.num_ops), dtype=bool)
+    for how, ops in enumerate(lives.again):
+        again[how] = forward & np.isin(origin, ops)
+    inputs, first_block = model_inputs(graph, blocks.of_op[origin])
+    input_block = np.full(graph.num_tensors, -1, dtype=np.int64)
+    input_block[inputs] = first_block
+    return StepOps(
+        phase=graph.op_phase,
+        block=np.where(graph.op_phase == UPDATE, -1, blocks.of_op[origin]).astype(np.int32),
+        producer=graph.tensor_producer.astype(np.int64),
+        input_block=input_block,
+        is_gradient=graph.tensor_role == GRADIENT,
+        tensor=tensor[read],
+        reader=reader[read],
+        again=again,
+        cached=np.stack([forward & kept & (how == SELECTIVE) for how in range(NONE, len(RECOMPUTE))]),
+    )
+
+
+def captured_collectives(
+    graph: OpGraph, layout: TensorLayout | None, origin: NDArray[np.int32], tensor_bytes: Bytes
+) -> tuple[TensorCollective, ...]:
+    """What a tensor group sends in a pass.
+
+    Args:
+        graph: The captured step.
+        layout: How it is cut; None: not at all.
+        origin: See `captured_step`.
+        tensor_bytes: int64 [T], of whole tensors.
+    """
+    if layout is None:
+        return ()
+    number = np.searchsorted(origin, [item.op for item in layout.collectives]).tolist()
+    return tuple(
+        TensorCollective(
+            item.block, item.when, item.kind, float(tensor_bytes[item.tensor]),
+            op + (0.5 if graph.tensor_producer[item.tensor] == item.op else -0.5),
+        )
+        for op, item in zip(number, layout.collectives, strict=True)
+    )  # fmt: skip

@@ -99,7 +99,8 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
     print()
     show_devices(predicted, machine)
     cut = "" if predicted.extra.get("complete", True) else "; cut by its budget: --time-limit or --calls give it more"
-    print(f"planner {plan.planner}: {predicted.search_calls} strategies simulated block by block{cut}")
+    checked = "" if predicted.executor == "blocks" else ", the first ones again op by op"
+    print(f"planner {plan.planner}: {predicted.search_calls} strategies simulated block by block{checked}{cut}")
     if basis := basis_words((plan.source or {}).get("op_times") or {}):
         print(f"op times: {basis}")
 

@@ -22,9 +22,8 @@ from rlplace.reporting.modules import group_edges, module_tree
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
 from rlplace.simulator.timeline import Timeline
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.evaluation import Evaluation
+from rlplace.strategy.evaluation import EXECUTOR, Evaluation
 from rlplace.strategy.events import ACTIONS, Events
-from rlplace.strategy.plan import EXECUTOR
 from rlplace.strategy.reference import evaluate_reference
 from rlplace.text import bytes_text
 

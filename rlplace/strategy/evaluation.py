@@ -9,6 +9,9 @@ PARTS = ("compute", "tensor", "gather", "exchange", "hand_over", "bubble", "upda
 exchanged, ties and compute slowed meanwhile included; waiting for what other stages send, as far as the way takes; waiting for
 other stages; updates."""
 
+EXECUTOR = "blocks"
+"""Name of the block executor, who simulated a step, in predictions."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -25,6 +28,7 @@ class Evaluation:
         stage_busy_s: For each stage its ops, collectives and exposed communication in a step, of the slowest lane.
         stage_memory_bytes: For each stage what it holds for itself at its worst: weights, gradients, optimizer state and the
             activations of its micro-batches in flight.
+        executor: Who says so: the block executor, or the op-level simulator.
     """
 
     step_time_s: float
@@ -36,3 +40,4 @@ class Evaluation:
     bottleneck: int
     stage_busy_s: tuple[float, ...]
     stage_memory_bytes: tuple[int, ...]
+    executor: str = EXECUTOR

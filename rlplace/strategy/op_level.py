@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
-from rlplace.simulator import simulate
+from rlplace.simulator import EXECUTOR, simulate
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import Evaluation
 from rlplace.strategy.expand import expand_draft, tasks_of
 from rlplace.strategy.op_costs import OpCosts
+from rlplace.strategy.search import Answer
 from rlplace.strategy.traffic import Traffic
 from rlplace.strategy.tries import Question, Tried
+from rlplace.strategy.uniform import kind_of
 
-MOST_TASKS = 60_000
-"""A draft of more ops and micro-batches keeps the figures of the block executor; so many take about a second."""
+MOST_TASKS = 100_000
+"""A draft of more tasks keeps the figures of the block executor; so many take half a second."""
 
-TRIES = 3
+TASKS_OF_RIVALS = 300_000
+"""Tasks at most of what is checked beside the first drafts; the others keep the figures of the block executor."""
+
+LEADERS = 4
 """Drafts that fit op by op, of which the quickest is chosen."""
 
 
@@ -52,43 +57,86 @@ def evaluate_ops(
         peak_memory_bytes=tuple(peaks),
         over_bytes=over,
         parts={name: seconds * (step / said.step_time_s) for name, seconds in said.parts.items()},
+        executor=EXECUTOR,
     )
 
 
-def checked(question: Question, costs: OpCosts, ranked: Sequence[Tried]) -> list[tuple[Tried, Evaluation]]:
-    """The first drafts of a ranking that fit op by op, the quickest first; none where the first one has too many ops.
+class OpLevel:
+    """What drafts take by the finest executor that is affordable; everything is simulated once.
 
     Args:
         question: What was asked.
         costs: Those of its executor, op by op.
-        ranked: Drafts that fit block by block, the best first.
-
-    Raises:
-        InfeasibleError: None of them fits.
     """
-    if not ranked or tasks_of(ranked[0].draft, costs) > MOST_TASKS:
-        return []
-    found: list[tuple[Tried, Evaluation]] = []
-    cluster, traffic = question.cluster, Traffic(question.cluster)
-    larger, short = 1.0, 0.0  # peaks of what did not fit, over those that the block executor says; and bytes that were missing
-    for tried in ranked:
-        if len(found) == TRIES or (found and tried.step_s > 1.05 * min(said.step_time_s for _, said in found)):
-            break
-        said = question.scores.evaluate(tried.draft)
-        sizes = zip(said.peak_memory_bytes, cluster.devices, strict=True)
-        if tasks_of(tried.draft, costs) > MOST_TASKS or any(larger * peak > (d.memory_bytes or math.inf) for peak, d in sizes):
-            continue
-        finer = evaluate_ops(tried.draft, costs, cluster, said, traffic)
-        if finer.feasible:
-            found.append((tried, finer))
-        else:
-            pairs = zip(finer.peak_memory_bytes, said.peak_memory_bytes, strict=True)
-            larger = max(larger, *(peak / max(1, other) for peak, other in pairs))
-            short = short or finer.over_bytes
-    if not found:
-        raise InfeasibleError(
-            f"no strategy fits op by op: the nearest is {short / 1e9:.2f} GB over the devices' memory, though it fits block by "
-            "block; use more or larger devices, a smaller batch, or a wider space",
-            short_bytes=int(short),
-        )
-    return sorted(found, key=lambda pair: pair[1].step_time_s)
+
+    def __init__(self, question: Question, costs: OpCosts) -> None:
+        self._question, self._costs, self._traffic = question, costs, Traffic(question.cluster)
+        self._known: dict[Draft, Evaluation] = {}
+        self._tasks = 0
+        self._larger = 1.0  # peaks of what did not fit, over those that the block executor says
+
+    def evaluate(self, draft: Draft) -> Evaluation:
+        """Step time and memory."""
+        if draft not in self._known:
+            said, tasks = self._question.scores.evaluate(draft), tasks_of(draft, self._costs)
+            if tasks <= MOST_TASKS:
+                self._tasks += tasks
+                said = evaluate_ops(draft, self._costs, self._question.cluster, said, self._traffic)
+            self._known[draft] = said
+        return self._known[draft]
+
+    def checked(self, answer: Answer) -> Answer:
+        """The same answer with the figures of the first of its drafts, and of its rivals; none announced that does not fit.
+
+        Raises:
+            InfeasibleError: Nothing fits.
+        """
+        leaders = self._fitting(answer.ranked, LEADERS)
+        if not leaders:
+            short = min(self._known[draft].over_bytes for draft in self._known)
+            raise InfeasibleError(
+                f"no strategy fits op by op: the nearest is {short / 1e9:.2f} GB over the devices' memory, though it fits "
+                "block by block; use more or larger devices, a smaller batch, or a wider space",
+                short_bytes=int(short),
+            )
+        seen = {tried.draft for tried in leaders} | {draft for draft, said in self._known.items() if not said.feasible}
+        ranked = sorted(leaders, key=lambda tried: tried.key)
+        ranked += [tried for tried in answer.ranked if tried.draft not in seen]
+        self._tasks = 0
+        of_kinds = {
+            kind: self._rival(tried, (other for other in ranked if kind_of(other.draft) == kind))
+            for kind, tried in sorted(answer.of_kinds.items(), key=lambda item: item[1].key)
+        }
+        uniform = None if answer.uniform is None else self._rival(answer.uniform, ())
+        best = ranked[0].step_s
+        ranked = [tried for tried in ranked if tried.draft in self._known or tried.step_s >= best]
+        return dataclasses.replace(answer, ranked=tuple(ranked), uniform=uniform, of_kinds=of_kinds)
+
+    def _rival(self, tried: Tried, others: Iterable[Tried]) -> Tried:
+        """The best of a kind, as far as tasks are left."""
+        if not tried.fits or self._tasks > TASKS_OF_RIVALS:
+            return tried
+        return next(iter(self._fitting([tried, *others], 1)), self._tried(tried))
+
+    def _tried(self, tried: Tried) -> Tried:
+        said = self.evaluate(tried.draft)
+        return Tried(tried.draft, said.step_time_s, said.over_bytes)
+
+    def _fitting(self, ranked: Iterable[Tried], count: int) -> list[Tried]:
+        """The first that fit."""
+        found: list[Tried] = []
+        devices = self._question.cluster.devices
+        for tried in ranked:
+            if len(found) == count:
+                break
+            said = self._question.scores.evaluate(tried.draft)
+            sizes = zip(said.peak_memory_bytes, devices, strict=True)
+            if any(self._larger * peak > (device.memory_bytes or math.inf) for peak, device in sizes):
+                continue
+            finer = self.evaluate(tried.draft)
+            if finer.feasible:
+                found.append(Tried(tried.draft, finer.step_time_s, 0.0))
+            else:
+                pairs = zip(finer.peak_memory_bytes, said.peak_memory_bytes, strict=True)
+                self._larger = max(self._larger, *(peak / max(1, other) for peak, other in pairs))
+        return found

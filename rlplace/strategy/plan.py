@@ -22,14 +22,12 @@ from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.strategy.batches import search_batches
 from rlplace.strategy.efficiency import BatchCurve
 from rlplace.strategy.evaluate import Evaluation, Evaluator
+from rlplace.strategy.op_level import OpLevel
 from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.search import Answer, search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question, Tried
 from rlplace.strategy.uniform import KINDS, kind_of
-
-EXECUTOR = "blocks"
-"""Who simulated the step, in predictions."""
 
 RANKED = 3
 """Strategies beside the best that a plan lists, before the best of each kind."""
@@ -84,6 +82,8 @@ def plan_strategy(
         answer = search(question, calls=calls, time_limit_s=time_limit_s)
     else:
         question, answer, extra["batches"] = search_batches(question, curve, calls=calls, time_limit_s=time_limit_s)
+    finer = OpLevel(question)
+    answer = finer.checked(answer)
     source = {
         "graph": None if graph.source is None else dict(graph.source),
         "capture": dict(graph.capture),
@@ -103,7 +103,7 @@ def plan_strategy(
         device_of_group=np.zeros(0, dtype=np.int32),
         strategy=answer.ranked[0].draft.strategy(names),
         source=source,
-        predicted=predict(question, answer, **extra),
+        predicted=predict(question, answer, finer, **extra),
     )
 
 
@@ -123,12 +123,12 @@ def ask(
     return Question(Evaluator(blocks, cluster), batch, space or Space(), excluded)
 
 
-def predict(question: Question, answer: Answer, **extra: Any) -> Prediction:
-    """What the best draft takes, with its rivals; `extra` is told beside."""
+def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) -> Prediction:
+    """What the best draft takes by the finest executor, with its rivals; `extra` is told beside."""
     best = answer.ranked[0]
     kinds = sorted(answer.of_kinds.values(), key=lambda tried: tried.key)
     chosen = dict.fromkeys([*answer.ranked[: 1 + RANKED], *filter(None, [answer.uniform]), *kinds])
-    return prediction(question.scores.evaluate(best.draft), question.batch).told(
+    return prediction(finer.evaluate(best.draft), question.batch).told(
         search_calls=answer.calls,
         extra={"complete": answer.complete, **extra},
         strategies=(*(_entry(question, tried, answer) for tried in chosen), *_missing(question, answer)),
@@ -136,7 +136,7 @@ def predict(question: Question, answer: Answer, **extra: Any) -> Prediction:
 
 
 def prediction(said: Evaluation, batch: int) -> Prediction:
-    """What the block executor says of a step of so many samples, as plans keep it."""
+    """What an executor says of a step of so many samples, as plans keep it."""
     return Prediction(
         step_time_s=said.step_time_s if said.feasible else None,
         samples_per_s=batch / said.step_time_s if said.feasible else None,
@@ -144,7 +144,7 @@ def prediction(said: Evaluation, batch: int) -> Prediction:
         host_bytes=said.host_bytes,
         feasible=said.feasible,
         parts=said.parts,
-        executor=EXECUTOR,
+        executor=said.executor,
     )
 
 
@@ -158,7 +158,7 @@ def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any
         "step_time_s": tried.step_s if tried.fits else None,
         "samples_per_s": question.batch / tried.step_s if tried.fits else None,
         "over_bytes": int(tried.over_bytes),
-        "uniform": tried is answer.uniform,
+        "uniform": tried == answer.uniform,
         "reason": None,
         "strategy": strategy.to_dict(),
     }

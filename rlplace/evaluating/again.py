@@ -1,4 +1,4 @@
-"""A plan's whole strategy evaluated again by the block executor, on its own cluster or on another of as many devices."""
+"""A plan's whole strategy evaluated again, on its own cluster or on another of as many devices."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ class Asked:
         return draft_of(strategy.pipelines[0], names)
 
     def evaluate(self, strategy: Strategy | None = None) -> Evaluation:
-        """Step time and memory of a strategy; None: the plan's."""
-        return self.question.scores.evaluate(self.draft(strategy))
+        """Step time and memory of a strategy (None: the plan's), op by op where so many are affordable."""
+        from rlplace.strategy.op_level import OpLevel
+
+        return OpLevel(self.question).evaluate(self.draft(strategy))
 
     @property
     def model(self) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.graph.opgraph import FORWARD, GRADIENT, UPDATE, OpGraph
 from rlplace.strategy.blocks import Blocks
 from rlplace.strategy.costs import NONE, RECOMPUTE, SELECTIVE, Bytes
+from rlplace.strategy.divide import moved_bytes
 from rlplace.strategy.lives import Lives, model_inputs, plain_views, selected
 from rlplace.strategy.op_costs import StepOps, TensorCollective
 from rlplace.strategy.tensor_layout import TensorLayout
@@ -45,23 +48,18 @@ def captured_step(graph: OpGraph, origin: NDArray[np.int32], blocks: Blocks, liv
 
 
 def captured_collectives(
-    graph: OpGraph, layout: TensorLayout | None, origin: NDArray[np.int32], tensor_bytes: Bytes
-) -> tuple[TensorCollective, ...]:
-    """What a tensor group sends in a pass.
+    graph: OpGraph, layout: TensorLayout, tensor_bytes: Bytes, origin: NDArray[np.int32]
+) -> Iterator[TensorCollective]:
+    """What a group sends in a pass.
 
     Args:
         graph: The captured step.
-        layout: How it is cut; None: not at all.
+        layout: How it is cut.
+        tensor_bytes: int64 [T], of tensors that this layout does not cut.
         origin: See `captured_step`.
-        tensor_bytes: int64 [T], of whole tensors.
     """
-    if layout is None:
-        return ()
     number = np.searchsorted(origin, [item.op for item in layout.collectives]).tolist()
-    return tuple(
-        TensorCollective(
-            item.block, item.when, item.kind, float(tensor_bytes[item.tensor]),
-            op + (0.5 if graph.tensor_producer[item.tensor] == item.op else -0.5),
-        )
-        for op, item in zip(number, layout.collectives, strict=True)
-    )  # fmt: skip
+    for op, item in zip(number, layout.collectives, strict=True):
+        made_here = graph.tensor_producer[item.tensor] == item.op
+        size_bytes = float(moved_bytes(layout, item, tensor_bytes))
+        yield TensorCollective(item.block, item.when, item.kind, size_bytes, op + (0.5 if made_here else -0.5))

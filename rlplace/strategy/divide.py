@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlplace.graph.opgraph import BUFFER, GRADIENT, PARAMETER, UPDATE, OpGraph
 from rlplace.strategy.costs import COLLECTIVE_KINDS, EXPERT_ALL_TO_ALL, Floats
-from rlplace.strategy.tensor_layout import TensorLayout
+from rlplace.strategy.tensor_layout import Collective, TensorLayout
 
 _LOOKED_UP = ("embedding", "gather")
 """Kinds of ops that read a part of their table."""
@@ -60,17 +60,18 @@ def divided(graph: OpGraph, layout: TensorLayout, ops: NDArray[Any], parts_of_te
 
 
 def moved_by(layout: TensorLayout, tensor_bytes: NDArray[np.int64], blocks: int) -> tuple[Floats, Floats]:
-    """Bytes of whole tensors (int64 [T]), and calls, that the group moves in a pass: float64 [2, K, B] each.
-
-    Of an all-to-all of experts the bytes that a device has.
-    """
+    """Bytes of whole tensors (int64 [T]), and calls, that the group moves in a pass: float64 [2, K, B] each."""
     size, calls = np.zeros((2, 2, len(COLLECTIVE_KINDS), blocks))
     for item in layout.collectives:
-        whole = int(tensor_bytes[item.tensor])
-        parts = int(layout.tensor_parts[item.tensor]) if item.kind == EXPERT_ALL_TO_ALL else 1
-        size[item.when, item.kind, item.block] += -(-whole // parts)
+        size[item.when, item.kind, item.block] += moved_bytes(layout, item, tensor_bytes)
         calls[item.when, item.kind, item.block] += 1
     return size, calls
+
+
+def moved_bytes(layout: TensorLayout, item: Collective, tensor_bytes: NDArray[np.int64]) -> int:
+    """Bytes of the whole tensor that a collective moves; of an all-to-all of experts those that a device has."""
+    parts = int(layout.tensor_parts[item.tensor]) if item.kind == EXPERT_ALL_TO_ALL else 1
+    return -(-int(tensor_bytes[item.tensor]) // parts)
 
 
 def _touched(graph: OpGraph, size: NDArray[np.int64]) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import cast
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
@@ -65,15 +66,15 @@ class OpLevel:
     """What drafts take by the finest executor that is affordable; everything is simulated once.
 
     Args:
-        question: What was asked.
-        costs: Those of its executor, op by op.
+        question: What was asked, with costs that are known op by op.
     """
 
-    def __init__(self, question: Question, costs: OpCosts) -> None:
-        self._question, self._costs, self._traffic = question, costs, Traffic(question.cluster)
+    def __init__(self, question: Question) -> None:
+        self._question, self._traffic = question, Traffic(question.cluster)
+        self._costs = cast(OpCosts, question.costs)
         self._known: dict[Draft, Evaluation] = {}
         self._tasks = 0
-        self._larger = 1.0  # peaks of what did not fit, over those that the block executor says
+        self._larger: dict[str | None, float] = {}  # by schedule, peaks of what did not fit over those of the block executor
 
     def evaluate(self, draft: Draft) -> Evaluation:
         """Step time and memory."""
@@ -130,13 +131,13 @@ class OpLevel:
             if len(found) == count:
                 break
             said = self._question.scores.evaluate(tried.draft)
-            sizes = zip(said.peak_memory_bytes, devices, strict=True)
-            if any(self._larger * peak > (device.memory_bytes or math.inf) for peak, device in sizes):
+            sizes, larger = zip(said.peak_memory_bytes, devices, strict=True), self._larger.get(tried.draft.schedule, 1.0)
+            if any(larger * peak > (device.memory_bytes or math.inf) for peak, device in sizes):
                 continue
             finer = self.evaluate(tried.draft)
             if finer.feasible:
                 found.append(Tried(tried.draft, finer.step_time_s, 0.0))
             else:
                 pairs = zip(finer.peak_memory_bytes, said.peak_memory_bytes, strict=True)
-                self._larger = max(self._larger, *(peak / max(1, other) for peak, other in pairs))
+                self._larger[tried.draft.schedule] = max(larger, *(peak / max(1, other) for peak, other in pairs))
         return found

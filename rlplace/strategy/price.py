@@ -28,12 +28,14 @@ from rlplace.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
 from rlplace.graph.rescale import affine
 from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.strategy.blocks import Blocks, find_blocks
+from rlplace.strategy.captured_ops import captured_collectives, captured_step
 from rlplace.strategy.context import context_layout, gathered_bytes, why_no_context
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.divide import moved_by, shares, tensor_parts
 from rlplace.strategy.experts import IMBALANCE, find_experts
 from rlplace.strategy.layouts import LayoutSearch
 from rlplace.strategy.lives import Lives, Memory
+from rlplace.strategy.op_costs import PassOps, StepOps
 from rlplace.strategy.samples import Sample, representatives
 from rlplace.strategy.tensor_layout import TensorLayout
 
@@ -48,7 +50,9 @@ class _Sized:
         whole: Ops that stand for all, with their kernels.
         halves: The same with weight gradients apart.
         first: int64 [B], the block that stands for each block.
-        moved: Bytes and calls of collectives, float64 [2, K, B] each.
+        tensor_bytes: int64 [T], of tensors of the captured graph on one device.
+        temporary_bytes: int64 [N], likewise of its ops.
+        moved_bytes: For each layout int64 [T], what its groups move of tensors.
         memory: Of one device.
         seconds: float64 [N] by device kind, as far as known.
     """
@@ -56,7 +60,9 @@ class _Sized:
     whole: tuple[OpGraph, Calls]
     halves: tuple[OpGraph, Calls]
     first: NDArray[np.int64]
-    moved: tuple[Floats, Floats]
+    tensor_bytes: NDArray[np.int64]
+    temporary_bytes: NDArray[np.int64]
+    moved_bytes: tuple[NDArray[np.int64], ...]
     memory: Memory
     seconds: dict[int, Floats]
 
@@ -144,15 +150,47 @@ class PricedBlocks:
         flat = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
         return self._totals(self._at(cut), flat, np.repeat(self._seconds(kind, cut)[updates], counts))
 
+    def step_ops(self, split: bool) -> StepOps:
+        """The ops of a pass; see `rlplace.strategy.op_costs.OpCosts`."""
+        return self._once(("step", split), lambda: captured_step(*self._ops(split), self.blocks, self._lives))
+
+    def pass_ops(self, kind: int, cut: Cut, split: bool) -> PassOps:
+        """What they take; see `rlplace.strategy.op_costs.OpCosts`."""
+        self._allowed(cut)
+        found, (graph, origin) = self._at(cut), self._ops(split)
+        layouts = zip(self._layouts(cut), found.moved_bytes, strict=True)
+        return PassOps(
+            seconds=self._half_seconds(kind, cut) if split else self._pass_seconds(kind, cut),
+            temporary_bytes=found.temporary_bytes[origin],
+            tensor_bytes=np.pad(found.tensor_bytes, (0, graph.num_tensors - len(found.tensor_bytes))),
+            collectives=tuple(item for pair in layouts for item in captured_collectives(self.graph, *pair, origin)),
+        )
+
+    def _ops(self, split: bool) -> tuple[OpGraph, NDArray[np.int32]]:
+        """The captured graph, or that with weight gradients apart, and which captured op each op is a part of."""
+        return self._split()[0] if split else (self.graph, np.arange(self.graph.num_ops, dtype=np.int32))
+
+    def _pass_seconds(self, kind: int, cut: Cut) -> Floats:
+        """float64 [N], of every captured op, on the busiest device of an expert group."""
+        seconds = self._seconds(kind, cut)
+        return seconds * np.where(self._experts.routed, IMBALANCE, 1.0) if cut.expert > 1 else seconds
+
+    def _half_seconds(self, kind: int, cut: Cut) -> Floats:
+        """float64 [N'], the same with weight gradients apart."""
+        _, halves, _, origin = self._samples(self._layouts(cut))
+        parts = self._priced(kind, *self._at(cut).halves, halves.stand_in)
+        seconds: Floats = part_times(self._pass_seconds(kind, cut)[:, None], parts[:, None], origin)[:, 0]
+        return seconds
+
     def _pass(self, kind: int, cut: Cut) -> PassCosts:
         self._allowed(cut)
         found = self._at(cut)
-        of_op, seconds = self.blocks.of_op, self._seconds(kind, cut)
-        if cut.expert > 1:
-            seconds = seconds * np.where(self._experts.routed, IMBALANCE, 1.0)
-        _, halves, is_weight, origin = self._samples(self._layouts(cut))
-        parts = self._priced(kind, *found.halves, halves.stand_in)
-        weight = part_times(seconds[:, None], parts[:, None], origin)[:, 0] * is_weight
+        of_op, seconds = self.blocks.of_op, self._pass_seconds(kind, cut)
+        _, _, is_weight, origin = self._samples(self._layouts(cut))
+        weight = self._half_seconds(kind, cut) * is_weight
+        moved = np.zeros((2, 2, len(COLLECTIVE_KINDS), len(self.names)))
+        for layout, sizes in zip(self._layouts(cut), found.moved_bytes, strict=True):
+            moved += moved_by(layout, sizes, len(self.names))
         phase, memory = self.graph.op_phase, found.memory
         return PassCosts(
             forward_s=self._totals(found, of_op, seconds * (phase == FORWARD)),
@@ -163,8 +201,8 @@ class PricedBlocks:
             working_bytes=_most(memory.working_bytes, self.classes),
             sent_bytes=memory.sent_bytes,
             returned_bytes=memory.returned_bytes,
-            collective_bytes=found.moved[0],
-            collective_calls=found.moved[1],
+            collective_bytes=moved[0],
+            collective_calls=moved[1],
         )
 
     def _totals(self, found: _Sized, block: NDArray[Any], values: Floats) -> Floats:
@@ -207,19 +245,19 @@ class PricedBlocks:
         whole, halves, *_ = self._samples(layouts)
         sizes, temporary = (self._values(name, cut.samples) for name in ("tensor_bytes", "op_temporary_bytes"))
         graph, split = (sample.at(cut.samples, layouts, parts) for sample in (whole, halves))
-        moved = np.zeros((2, 2, len(COLLECTIVE_KINDS), len(self.names)))
-        for index, layout in enumerate(layouts):
-            own = reduce(shares, parts[:index] + parts[index + 1 :], sizes)
-            moved += moved_by(layout, own, len(self.names))
-            temporary = shares(temporary, layout.op_parts)
-            if cut.context > 1 and layout is layouts[-1]:
-                temporary = temporary + gathered_bytes(self.graph, layout, own)
+        moved = tuple(reduce(shares, parts[:index] + parts[index + 1 :], sizes) for index in range(len(layouts)))
+        temporary = reduce(shares, [layout.op_parts for layout in layouts], temporary)
+        if cut.context > 1:
+            temporary = temporary + gathered_bytes(self.graph, layouts[-1], moved[-1])
+        sizes = reduce(shares, parts, sizes)
         return _Sized(
             whole=(graph, calls_of(graph, self._host)),
             halves=(split, calls_of(split, self._host)),
             first=representatives(self.graph, self.blocks, self.classes, layouts),
-            moved=(moved[0], moved[1]),
-            memory=self._lives.memory(reduce(shares, parts, sizes), temporary),
+            tensor_bytes=sizes,
+            temporary_bytes=temporary,
+            moved_bytes=moved,
+            memory=self._lives.memory(sizes, temporary),
             seconds={},
         )
 

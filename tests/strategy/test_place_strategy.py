@@ -148,7 +148,8 @@ def test_a_batch_curve_chooses_the_batch(gpt2: tuple[nn.Module, dict]) -> None:
         tried = plan.predicted.extra["batches"]
         assert [entry["batch"] for entry in tried] == [4, 8, 16]
         best = min(tried, key=lambda entry: entry["epochs"] * entry["step_time_s"] / entry["batch"])
-        assert best["batch"] == plan.strategy.batch and best["step_time_s"] == plan.predicted.step_time_s
+        assert best["batch"] == plan.strategy.batch
+        assert best["step_time_s"] == pytest.approx(plan.predicted.step_time_s, rel=0.01)  # the plan's is that of the ops
 
 
 def test_the_verb_says_it_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

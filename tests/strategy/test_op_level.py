@@ -56,7 +56,7 @@ def test_the_figures_are_those_of_the_ops(asked):
 
 
 def test_what_does_not_fit_op_by_op_is_not_announced(asked, monkeypatch):
-    question, costs, answer = asked
+    question, _, answer = asked
     best = OpLevel(question).checked(answer).ranked[0]
     forbidding({best.draft}, monkeypatch)
     checked = OpLevel(question).checked(answer)
@@ -68,7 +68,7 @@ def test_what_does_not_fit_op_by_op_is_not_announced(asked, monkeypatch):
 
 
 def test_drafts_of_too_many_ops_keep_the_figures_of_blocks(asked, monkeypatch):
-    question, costs, answer = asked
+    question, _, answer = asked
     monkeypatch.setattr(op_level, "MOST_TASKS", 0)
     finer = OpLevel(question)
     assert finer.checked(answer).ranked == answer.ranked and math.isfinite(answer.ranked[0].step_s)

@@ -173,7 +173,7 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
     apart = np.flatnonzero(np.isinf(together).any(axis=1))  # no links join the replicas: the collective cannot run
     together[apart] = 0.0
     together[apart, np.array(hosts, dtype=np.int64)[apart]] = np.nan
-    time_s = np.concatenate([_slowed(copies, problem, buckets, seconds, plan), together])
+    time_s = np.concatenate([_slowed(copies, problem, buckets, seconds, plan, rows), together])
     optimizer, resident = copies.optimizer_bytes, copies.resident_bytes
     if sharded:
         time_s[updates] /= count
@@ -195,7 +195,7 @@ def reduce_gradients(problem: Problem, copies: Problem, plan: PlacementPlan, row
 
 
 def _slowed(
-    copies: Problem, problem: Problem, buckets: list[Bucket], seconds: list[float], plan: PlacementPlan
+    copies: Problem, problem: Problem, buckets: list[Bucket], seconds: list[float], plan: PlacementPlan, rows: list[list[int]]
 ) -> NDArray[np.float64]:
     """Op times of the copies, the backward ones with their share of compute that runs under a collective."""
     time_s = copies.time_s.copy()
@@ -204,9 +204,8 @@ def _slowed(
     for device in range(problem.num_devices):
         here = np.flatnonzero(backward & (device_of_op == device))
         under = sum([s for bucket, s in zip(buckets, seconds, strict=True) if bucket.device == device][:-1])
-        total = float(np.nansum(problem.time_s[here, device]))
-        if total > 0.0:
-            share = min(under, total) / total / plan.microbatches
-            for copy in range(len(copies.op_names) // problem.num_ops):
-                time_s[here + copy * problem.num_ops] *= 1.0 + (COMPUTE_SLOWDOWN - 1.0) * share
+        for copy, row in enumerate(rows if len(here) else ()):
+            total = float(np.nansum(problem.time_s[here, row[device]]))
+            share = min(under, total) / total / plan.microbatches if total > 0.0 else 0.0
+            time_s[here + copy * problem.num_ops] *= 1.0 + (COMPUTE_SLOWDOWN - 1.0) * share
     return time_s

@@ -95,6 +95,10 @@ def test_an_early_bucket_overlaps_and_slows_the_backward_under_it():
     assert line.busy_s[0] == pytest.approx(2.0 + slowed + 0.5)
     # The second bucket starts after backward; the update of the first group's bucket runs meanwhile.
     assert line.step_time_s == pytest.approx(2.0 + slowed + max(reduce_s, 0.25) + 0.25, rel=1e-6)
+    # A replica on a device that takes three times as long is slowed for as long, no longer.
+    unlike = dataclasses.replace(problem, time_s=problem.time_s * [1.0, 3.0])
+    _, line = run(unlike, make_plan(unlike, [0, 0], planner="hand", replicas=[[0], [1]]))
+    assert line.busy_s.tolist() == pytest.approx([6.5 + 0.189 * reduce_s, 19.5 + 0.189 * reduce_s])
 
 
 def test_gradients_are_reduced_once_after_the_last_microbatch():

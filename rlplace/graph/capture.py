@@ -196,11 +196,10 @@ def _run(
     from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
     from rlplace.graph.recording import Recording
     from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
-    from rlplace.graph.unroll import Watcher, shorten
+    from rlplace.graph.unroll import Watcher, shortened
 
     mode = new_fake_mode()
-    fake = fake_copy(model, mode, settings.dtype)
-    shorten(fake, lists)
+    fake = fake_copy(shortened(model, lists), mode, settings.dtype)
     fake_args, fake_kwargs = fake_inputs((args, kwargs), mode, settings.dtype)
     tensors = _state(fake)
     for index, (tensor, _, _) in enumerate(tensors):

@@ -12,7 +12,7 @@ their forward ops.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -144,6 +144,7 @@ class GradientLayouts:
             size_bytes: Bytes of each storage that forward ops read or make.
         """
         self._layouts, self._size_bytes = layouts, size_bytes
+        self._neighbours: dict[int, frozenset[int]] = {}
         self._touched: dict[int, list[int]] = {}
         for storage, names in layouts.access.items():
             if storage in size_bytes:
@@ -197,26 +198,36 @@ class GradientLayouts:
         if op in access[storage]:
             return access[storage][op], 0
         front = [(storage, tuple(range(len(self._layouts.axes[storage]))))]
-        seen = {storage}
+        seen, wanted = {storage}, frozenset(self._touched.get(op, ()))
         for away in range(1, REACH + 1):
-            reached: list[tuple[int, tuple[int, ...]]] = []
-            for current, axes in front:
-                for between in access[current]:
-                    here = {n: axis for n, axis in zip(access[current][between], axes, strict=True) if n and axis >= 0}
-                    for other in self._touched.get(between, ()):
-                        if other in seen or not here:
-                            continue
-                        there = tuple(here.get(n, -1) for n in access[other][between])
-                        if max(there, default=-1) < 0:
-                            continue
-                        seen.add(other)
-                        if op in access[other]:
-                            names = {axis: n for axis, n in zip(there, access[other][op], strict=True) if axis >= 0}
-                            if any(names.values()):
-                                return tuple(names.get(axis, "") for axis in range(len(self._layouts.axes[storage]))), away
-                        reached.append((other, there))
-            front = reached
+            near = [item for item in front if not wanted.isdisjoint(self._beside(item[0]))]  # a mask is beside every layer
+            for other, there in self._next(near, set(seen)):
+                if other in wanted:
+                    names = {axis: n for axis, n in zip(there, access[other][op], strict=True) if axis >= 0}
+                    if any(names.values()):
+                        return tuple(names.get(axis, "") for axis in range(len(self._layouts.axes[storage]))), away
+            front = list(self._next(front, seen))
         return None
+
+    def _next(self, front: Sequence[tuple[int, tuple[int, ...]]], seen: set[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Storages one op further, with the axis of the first storage that runs along each of theirs; -1 for none."""
+        access = self._layouts.access
+        for current, axes in front:
+            for between, known in access[current].items():
+                others = [other for other in self._touched.get(between, ()) if other not in seen]
+                here = {n: axis for n, axis in zip(known, axes, strict=True) if n and axis >= 0} if others else {}
+                for other in others if here else ():
+                    there = tuple(here.get(n, -1) for n in access[other][between])
+                    if max(there, default=-1) >= 0:
+                        seen.add(other)
+                        yield other, there
+
+    def _beside(self, storage: int) -> frozenset[int]:
+        """Storages that an op touches together with this one."""
+        if storage not in self._neighbours:
+            ops = self._layouts.access[storage]
+            self._neighbours[storage] = frozenset(other for op in ops for other in self._touched.get(op, ()))
+        return self._neighbours[storage]
 
 
 @dataclass(frozen=True, eq=False)

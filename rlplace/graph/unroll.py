@@ -11,7 +11,8 @@ in the same way, event by event with its tensors. The backward follows from the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -64,15 +65,24 @@ def _inside(path: str, lists: Iterable[str]) -> bool:
     return any(path.startswith(f"{item}.") for item in lists)
 
 
-def shorten(model: nn.Module, lists: Iterable[str]) -> None:
-    """Leaves the first `HELD` elements of these lists."""
+def shortened(model: nn.Module, lists: Iterable[str]) -> nn.Module:
+    """The model with the first `HELD` elements of these lists; it shares all else with the model, which stays as it is."""
     for path in lists:
-        items: Any = model.get_submodule(path)
-        del items[HELD:]
+        model = _shortened(model, path.split("."))
+    return model
+
+
+def _shortened(module: nn.Module, path: Sequence[str]) -> nn.Module:
+    twin = copy.copy(module)
+    children = dict(list(module._modules.items())[: None if path else HELD])
+    if path:
+        children[path[0]] = _shortened(module.get_submodule(path[0]), path[1:])
+    twin._modules = children
+    return twin
 
 
 def unroll(recording: Recording, lists: dict[str, int]) -> Recording:
-    """The recording of the model whose lists have these lengths, from that of the model that `shorten` made.
+    """The recording of the model whose lists have these lengths, from that of the model that `shortened` made.
 
     Raises:
         UnlikeError: The middle layers of a list are not alike.

@@ -32,7 +32,7 @@ from rlplace.cost.targets import target_times
 from rlplace.errors import unknown_name
 from rlplace.graph.opgraph import OP_KINDS, OpGraph
 
-VERSION = 2
+VERSION = 3
 """Of the cost model; part of a problem's source, so that a change of formulas shows."""
 
 NO_BASIS = -1

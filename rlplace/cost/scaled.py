@@ -67,6 +67,11 @@ RELATED: Mapping[str, str] = {"h200": "h100", "h100": "a100-80g"}
 """Whose fitted fractions a kind borrows where it has none of its own: the same chip, or the nearest one with a full power
 budget. Leaving one device out (docs/cost-model/op-times.md) shows what that is worth; power-limited cards lend to nobody."""
 
+HALF_PRECISION_HALF_S = 16e-6
+"""`gemm_half_s` of products in half precision: cuBLAS, fp16, 1,024 and 2,048 cubed reach 0.59 and 0.90 of 4,096 cubed (RTX PRO
+6000, github.com/waynehacking8/blackwell-tensorcore-kernels), both with this; an H100 is at its best rate after 0.14 ms at peak
+(gist Chillee 2ec89696). What fp32 kernels take to fill a device is longer for its peak is a fifteenth."""
+
 _HOPPER_ATTENTION = 0.58  # of the plain product: FlashAttention-2 reaches 35 to 40 % of an H100's peak less causal waste
 _ATTENTION = {"h100": _HOPPER_ATTENTION, "h200": _HOPPER_ATTENTION}
 
@@ -95,10 +100,12 @@ def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -
         efficiency *= kind.gemm_efficiency.get(cast(DType, precision), kind.gemm_efficiency["float32"])
     if direction in ("backward", "backward_weight"):
         efficiency *= item.backward_compute
-    peak = peak_of(kind, precision)
+    peak, half_s = peak_of(kind, precision), kind.gemm_half_s
+    if precision in ("float16", "bfloat16") and not kind.host_processor:
+        half_s = min(half_s, HALF_PRECISION_HALF_S)
     return Curve(
         compute_efficiency=min(max(efficiency, 1e-6), 1.0),
-        compute_half_flops=min(peak * kind.gemm_half_s * item.half, 1e18),
+        compute_half_flops=min(peak * half_s * item.half, 1e18),
         bandwidth_efficiency=item.bandwidth,
         bandwidth_half_bytes=kind.memory_bandwidth_bytes_per_s * kind.bandwidth_half_s,
         saturation=0.5,

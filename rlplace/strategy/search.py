@@ -1,4 +1,4 @@
-"""The classical search for a strategy: uniform ones first, then local search from the best of unlike kinds.
+"""The classical search for a strategy: uniform ones, then stages by dynamic programming, then local search from the best.
 
 Everything is counted against one budget of calls and seconds. With calls and without a time limit the answer is the same from
 run to run.
@@ -19,14 +19,18 @@ from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.fit import fitted, other_choices
 from rlplace.strategy.moves import Moves
+from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import all_options, kind_of, try_rivals, try_uniform
+from rlplace.strategy.uniform import all_options, kind_of, try_one, try_rivals, try_uniform
 
 STARTS = 4
 """Kinds of strategies from whose best one local search starts."""
 
 UNIFORM_PART = 0.4
 """Of the budget, for uniform strategies before the search goes on from them."""
+
+STAGES_PART = 0.5
+"""Likewise, when the tables of stages end."""
 
 BEAM = 8
 """Drafts from which local search goes on."""
@@ -74,6 +78,7 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     """
     tries = Tries(question, calls=calls, time_limit_s=time_limit_s)
     balance = Balance(question.costs, question.cluster)
+    try_one(tries, balance)
     options = sorted(all_options(question, balance), key=lambda option: option.bound_s)
     others, complete, all_kinds = try_uniform(tries, options, balance), True, False
     uniform: Tried | None = None
@@ -85,7 +90,9 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
             uniform = _better(uniform, tried)
             if tries.spent() > UNIFORM_PART and tries.fitting():
                 break
-        improve(tries, list(starts(tries)), balance)
+        staged = [tried for tried in try_stages(tries, STAGES_PART) if tried is not None]
+        known = list(starts(tries))
+        improve(tries, [*known, *sorted(staged, key=lambda tried: tried.step_s)[:STARTS]], balance)
         for tried in others:
             uniform = _better(uniform, tried)
     except OutOfBudgetError:

@@ -15,6 +15,8 @@ Shares = tuple[tuple[int, ...], tuple[int, ...]]
 
 MOST_MICROBATCHES = 1 << 12
 
+EVERYTHING = Space()
+
 
 def divisors(number: int) -> list[int]:
     """The divisors of a number, in increasing order."""
@@ -50,7 +52,7 @@ def unlike_shares(batch: int, pace_s: NDArray[np.float64], space: Space, lockste
     degree = len(pace_s)
     if degree == 1 or (batch % degree == 0 and np.ptp(pace_s) < 1e-9 * pace_s.max()):
         return
-    for part in _parts(batch, Space()):
+    for part in _parts(batch, EVERYTHING):
         parts = proportional(1 / pace_s, batch // part)
         if parts is not None and len(set(parts)) > 1:
             forms = [(parts, (part,))] if lockstep else [(parts, (part,)), ((part,), parts)]

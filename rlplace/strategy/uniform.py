@@ -25,6 +25,12 @@ from rlplace.strategy.shares import divisors, equal_shares, unlike_shares
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question, Tried, Tries
 
+MOST_UNEVEN = 8
+"""Like replicas among which a batch that does not divide is shared all the same."""
+
+MOST_HOSTS = 4
+"""Hosts of one kind of which every number is tried; of more, powers of two."""
+
 MOST_KINDS = 4
 """Kinds of devices of which every subset is tried; of more, each alone and all together."""
 
@@ -84,7 +90,7 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
         own = [device for device, kind in enumerate(cluster.kinds) if kind.name in chosen]
         own.sort(key=lambda device: (cluster.hosts[device], device))
         hosts = [cluster.hosts[device] for device in own]
-        ends = {index for index in range(1, len(own)) if hosts[index] != hosts[index - 1]}
+        ends = {index for index in range(1, len(own)) if hosts[index] != hosts[index - 1] and len(set(hosts)) <= MOST_HOSTS}
         counts = {len(own)} | {1 << power for power in range(len(own).bit_length())} | ends
         if len(chosen) > 1:
             counts = {len(own)}
@@ -187,34 +193,49 @@ def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balanc
     return Draft(bounds, places, order, nothing, nothing, sizes, counts, shape.schedule)
 
 
-def options(question: Question, shape: Shape, balance: Balance) -> Iterator[Option]:
-    """One option for each way to spread the batch over a shape's replicas and micro-batches."""
-    batch, space = question.batch, question.space
-    kinds, order = balance.kinds(shape.devices, shape.places), stage_order(shape.places, shape.schedule, shape.chunks)
-    for sizes, counts in equal_shares(batch, shape.replicas, space):
+Spread = tuple[tuple[int, ...], tuple[int, ...], float]
+"""Samples of a micro-batch, micro-batches, and seconds of compute that these cannot beat."""
+
+
+def options(question: Question, shape: Shape, balance: Balance, known: dict[object, list[Spread]]) -> Iterator[Option]:
+    """One option for each way to spread the batch over a shape's replicas and micro-batches; `known` is filled."""
+    order = stage_order(shape.places, shape.schedule, shape.chunks)
+    split = shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
+    key = (shape.devices, shape.places, shape.replicas, shape.cut(1), order, split, shape.sharding > 1)
+    if key not in known:
+        known[key] = [*_equal(question, shape, balance, order, split), *_unlike(question, shape, balance)]
+    return (Option(shape, *spread) for spread in known[key])
+
+
+def _equal(question: Question, shape: Shape, balance: Balance, order: tuple[int, ...], split: bool) -> Iterator[Spread]:
+    kinds = balance.kinds(shape.devices, shape.places)
+    for sizes, counts in equal_shares(question.batch, shape.replicas, question.space):
+        if sizes[0] > 1 and shape.context > 1 and question.space.context is None:
+            continue  # more replicas of fewer samples exchange less
         if not balance.can_cut(shape.cut(sizes[0])):
             continue
-        if sizes[0] > 1 and shape.context > 1 and space.context is None:
-            continue  # more replicas of fewer samples exchange less
         stages = balance.stages(kinds, shape.cut(sizes[0]), order)
         # In a chain the first micro-batch passes all stages, and the slowest place sets the pace; gradients of weights, less
         # than two thirds of a backward, may fill that time.
-        split = shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
         first_s = 0.5 * stages.total_s if split else stages.total_s
         paced_s = counts[0] * stages.total_s / shape.places
         if shape.chunks == 1 and not split:
             paced_s = stages.paced_s(counts[0])
-        yield Option(shape, sizes, counts, max(first_s, paced_s))
-    if shape.replicas == 1 or shape.context > 1 or (batch % shape.replicas == 0 and not any(len(own) > 1 for own in kinds)):
-        return
-    size = max(1, batch // shape.replicas)
-    if not balance.can_cut(shape.cut(size)):
+        yield sizes, counts, max(first_s, paced_s)
+
+
+def _unlike(question: Question, shape: Shape, balance: Balance) -> Iterator[Spread]:
+    """For unlike devices, and for few replicas among which the batch does not divide."""
+    unlike = any(len(own) > 1 for own in balance.kinds(shape.devices, shape.places))
+    uneven = question.batch % shape.replicas and shape.replicas <= MOST_UNEVEN
+    size = max(1, question.batch // shape.replicas)
+    if shape.replicas == 1 or shape.context > 1 or not (unlike or uneven) or not balance.can_cut(shape.cut(size)):
         return
     pace_s = balance.replicas_s(_draft(shape, (size,), (1,), balance))
-    for sizes, counts in unlike_shares(batch, pace_s, space, shape.sharding > 1):
+    for sizes, counts in unlike_shares(question.batch, pace_s, question.space, shape.sharding > 1):
         if all(balance.can_cut(shape.cut(size)) for size in set(sizes)):
             taken_s = balance.replicas_s(_draft(shape, sizes, counts, balance)) * np.array(counts)
-            yield Option(shape, sizes, counts, float(taken_s.max()) / shape.places)
+            yield sizes, counts, float(taken_s.max()) / shape.places
 
 
 def stage_order(places: int, schedule: str | None, chunks: int) -> tuple[int, ...]:
@@ -227,6 +248,15 @@ def stage_order(places: int, schedule: str | None, chunks: int) -> tuple[int, ..
 
 RIVALS = 4
 """Drafts of every kind with one dimension that are evaluated before all others, so that an answer can name its rivals."""
+
+
+def try_one(tries: Tries, balance: Balance) -> None:
+    """Evaluates a strategy of the first device alone, if there is one: compiles the executor, and starts the clock."""
+    known: dict[object, list[Spread]] = {}
+    for shape in shapes(tries.question, (0,)):
+        for option in options(tries.question, shape, balance, known):
+            tries.score(option.draft(balance))
+            return
 
 
 def try_rivals(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
@@ -253,9 +283,10 @@ def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> It
 
 def all_options(question: Question, balance: Balance) -> Iterator[Option]:
     """Every uniform strategy, be it too large for the memory."""
+    known: dict[object, list[Spread]] = {}
     for devices in device_sets(question.cluster):
         for shape in shapes(question, devices):
-            yield from options(question, shape, balance)
+            yield from options(question, shape, balance, known)
 
 
 KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pipeline")

@@ -1,0 +1,223 @@
+"""How good the search for whole strategies is: regret against long runs of three unlike searches, and brute force.
+
+``PYTHONPATH=.:tests/strategy python benchmarks/strategy_search.py [--problems 24] [--reference-s 60] [--rows FILE]``
+``PYTHONPATH=.:tests/strategy python benchmarks/strategy_search.py --large``: 512 devices
+``PYTHONPATH=.:tests/strategy python benchmarks/strategy_search.py --brute-force 200``
+
+Problems are random models (tests/strategy/random_costs.py) on preset clusters, of four kinds in turn: like devices, unlike
+devices, little memory, unlike layers. The references are the search itself for a long time, annealing over its moves from
+a random strategy, and evolution from random strategies; the best of all that any search found is what regret is measured
+against. Every answer is evaluated again: one that does not fit ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from brute_force import quicker, small_question
+from numpy.random import Generator
+from random_costs import random_costs
+
+from rlplace.cluster import Cluster
+from rlplace.errors import InfeasibleError
+from rlplace.strategy.cuts import Balance
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.fit import fitted, other_choices
+from rlplace.strategy.moves import Moves
+from rlplace.strategy.search import search
+from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
+from rlplace.strategy.uniform import all_options
+
+KINDS = ("like devices", "unlike devices", "little memory", "unlike layers")
+LIKE = ("a100-80g:8", "h100:2x8,ib=400g", "a100-40g:4x8,ib=400g", "h100:8x8,ib=400g", "rtx4090:2x8,ib=100g", "l4:2x4,ib=100g")
+UNLIKE = (
+    "a100-80g:4+t4:4",
+    "a100-80g:8+a100-40g:8",
+    "v100:4+t4:4",
+    "a100-80g:2x8+v100:2x8,ib=100g",
+    "h100:8+l4:8",
+    "h100:4x8+a100-80g:4x8,ib=400g",
+)
+LARGE = ("h100:64x8,ib=8x400g", "a100-80g:64x8,ib=400g")
+CALLS = (100, 300, 1000, 3000)
+SEEDS = 5_000
+"""Of the reported problems; the search was tuned on others."""
+
+
+def problem(seed: int, large: bool = False) -> tuple[str, Question]:
+    """A random problem and its kind."""
+    rng, kind = np.random.default_rng(seed), KINDS[seed % len(KINDS)]
+    cluster = Cluster.preset(str(rng.choice(LARGE if large else UNLIKE if kind == "unlike devices" else LIKE)))
+    blocks = int(rng.integers(12, 49))
+    costs = random_costs(rng, cluster, blocks, tied=rng.random() < 0.3, alike=kind != "unlike layers")
+    if kind == "unlike layers":
+        slope = np.exp(rng.normal(0.0, 0.7, blocks))
+        costs = dataclasses.replace(
+            costs, forward=costs.forward * slope, activation=costs.activation * np.exp(rng.normal(0.0, 0.7, blocks)),
+            classes=np.arange(blocks), ties=(),
+        )  # fmt: skip
+    batch = cluster.num_devices * int(rng.choice([2, 4, 8]))
+    if kind == "little memory":
+        ample = Question(Evaluator(costs, roomy(cluster, 1e15)), batch)
+        best = search(ample, calls=200).ranked[0]
+        need = max(ample.scores.evaluate(best.draft).peak_memory_bytes)
+        cluster = roomy(cluster, need * rng.uniform(0.25, 0.7))
+    return kind, Question(Evaluator(costs, cluster), batch)
+
+
+def roomy(cluster: Cluster, memory_bytes: float) -> Cluster:
+    """The cluster with so much memory a device."""
+    devices = tuple(dataclasses.replace(d, memory_bytes=int(memory_bytes), reserved_bytes=0) for d in cluster.devices)
+    return dataclasses.replace(cluster, devices=devices)
+
+
+class Walk:
+    """What annealing and evolution share: random starts, random neighbours, and a clock."""
+
+    def __init__(self, question: Question, rng: Generator, seconds: float) -> None:
+        self.tries, self.rng = Tries(question, time_limit_s=seconds), rng
+        self.balance = Balance(question.costs, question.cluster)
+        self.moves, self.options = Moves(question, self.balance), list(all_options(question, self.balance))
+        self.end_s = time.monotonic() + seconds
+
+    def start(self) -> Tried:
+        """A random uniform strategy that fits."""
+        while time.monotonic() < self.end_s:
+            found = fitted(self.tries, self.options[int(self.rng.integers(len(self.options)))].draft(self.balance))
+            if found is not None:
+                return found
+        raise OutOfBudgetError
+
+    def neighbours(self, at: Tried, count: int) -> Iterator[Tried]:
+        """Some random neighbours that fit."""
+        near = [(draft, False) for draft in self.moves.neighbours(at.draft, self.tries.question.scores.evaluate(at.draft))]
+        near += [(draft, True) for draft in other_choices(self.tries, at.draft)]
+        for index in self.rng.permutation(len(near))[:count]:
+            if time.monotonic() > self.end_s:
+                raise OutOfBudgetError
+            draft, as_it_is = near[int(index)]
+            found = self.tries.score(draft) if as_it_is else fitted(self.tries, draft)
+            if found is not None and found.fits:
+                yield found
+
+
+def annealed(question: Question, seed: int, seconds: float) -> float:
+    """Seconds of the best that annealing over random moves finds, from one random strategy."""
+    rng = np.random.default_rng(seed)
+    walk = Walk(question, rng, seconds)
+    best_s, began = math.inf, time.monotonic()
+    try:
+        at = walk.start()
+        while True:
+            best_s = min(best_s, at.step_s)
+            heat = 0.1 * max(0.0, 1 - (time.monotonic() - began) / seconds)
+            for found in walk.neighbours(at, 4):
+                if found.step_s < at.step_s or rng.random() < math.exp(-(found.step_s / at.step_s - 1) / max(heat, 1e-9)):
+                    at = found
+                    break
+    except OutOfBudgetError:
+        return min(best_s, walk.tries.best.step_s if walk.tries.best is not None and walk.tries.fitting() else math.inf)
+
+
+def evolved(question: Question, seed: int, seconds: float, *, size: int = 20) -> float:
+    """Seconds of the best of a population that starts with random strategies; each round the better half has children."""
+    rng = np.random.default_rng(seed)
+    walk = Walk(question, rng, seconds)
+    try:
+        while True:
+            living = {found.draft: found for found in (walk.start() for _ in range(size))}
+            for _ in range(100):
+                parents = sorted(living.values(), key=lambda tried: tried.step_s)[: size // 2]
+                children = [child for parent in parents for child in walk.neighbours(parent, 3)]
+                chosen: dict[Draft, Tried] = {one.draft: one for one in (*parents, *children)}
+                living = dict(sorted(chosen.items(), key=lambda item: item[1].step_s)[:size])
+    except OutOfBudgetError:
+        return walk.tries.best.step_s if walk.tries.best is not None and walk.tries.fitting() else math.inf
+
+
+def answered(question: Question, **budget: float) -> float:
+    """Seconds of the answer, evaluated again; it fits."""
+    fresh = dataclasses.replace(question, scores=Evaluator(question.costs, question.cluster))
+    best = search(fresh, **budget).ranked[0]  # type: ignore[arg-type]
+    said = Evaluator(question.costs, question.cluster).evaluate(best.draft)
+    assert said.feasible and best.draft.strategy(question.costs.names).batch == question.batch
+    return said.step_time_s
+
+
+def row(seed: int, reference_s: float, large: bool) -> dict[str, object] | None:
+    """One problem: seconds of every search; None where nothing fits."""
+    kind, question = problem(seed, large)
+    try:
+        found: dict[str, float] = {"5 s": answered(question, time_limit_s=5)}
+    except InfeasibleError:
+        return None
+    found |= {f"{calls} calls": answered(question, calls=calls) for calls in CALLS}
+    references = {}
+    if reference_s:
+        references["search"] = answered(question, time_limit_s=reference_s)
+        references["annealing"] = annealed(question, seed, reference_s)
+        references["evolution"] = evolved(question, seed, reference_s)
+    blocks = len(question.costs.names)
+    return {
+        "seed": seed, "kind": kind, "cluster": question.cluster.text, "blocks": blocks, "batch": question.batch,
+        "reference_s": reference_s, "found_s": found, "references_s": references,
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """Mean and worst regret in per cent by kind, for every budget and reference."""
+    names = [*rows[0]["found_s"], *rows[0]["references_s"]]  # type: ignore[misc]
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for kind in (*KINDS, "all"):
+        some = [{**r["found_s"], **r["references_s"]} for r in rows if kind in (r["kind"], "all")]  # type: ignore[dict-item]
+        if some:
+            regrets = [[one[name] / min(one.values()) - 1 for one in some] for name in names]
+            cells = [f"{100 * float(np.mean(values)):.2f} ({100 * max(values):.1f})" for values in regrets]
+            lines.append(f"| {kind} ({len(some)}) | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=int, default=24)
+    parser.add_argument("--first", type=int, default=SEEDS, help="seed of the first problem")
+    parser.add_argument("--reference-s", type=float, default=60.0, help="seconds of each of the three references; 0: none")
+    parser.add_argument("--large", action="store_true", help="512 devices")
+    parser.add_argument("--rows", type=Path, help="JSONL that gets a row a problem")
+    parser.add_argument(
+        "--brute-force", type=int, default=0, metavar="N", help="N small problems against every strategy instead"
+    )
+    args = parser.parse_args()
+    if args.brute_force:
+        equal = 0
+        for seed in range(args.brute_force):
+            asked = small_question(seed)
+            mine_s = search(asked).ranked[0].step_s
+            better = quicker(asked, mine_s * (1 - 1e-9))
+            equal += better is None
+            if better is not None:
+                print(f"seed {seed} {asked.cluster.text}: {100 * (mine_s / better[0] - 1):.2f} % above the best", flush=True)
+        print(f"{equal} of {args.brute_force} equal")
+        return
+    rows = []
+    for seed in range(args.first, args.first + args.problems):
+        made = row(seed, args.reference_s, args.large)
+        if made is not None:
+            rows.append(made)
+            print(json.dumps(made), flush=True)
+            if args.rows:
+                with args.rows.open("a") as file:
+                    file.write(json.dumps(made) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

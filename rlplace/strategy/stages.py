@@ -1,0 +1,286 @@
+"""Stages by dynamic programming: cuts, devices and axes of every stage together, as Alpa, Piper and Galvatron choose them.
+
+For devices in one order (kinds one after another), one largest data degree and one micro-batch, a table says for every number
+of stages, of devices and of blocks left over how quick the slowest stage can be at best; a stage takes consecutive devices, any
+axes that they allow, and the recomputation that memory asks for with the micro-batches it has in flight under 1F1B. Devices may
+be left out. What comes out are drafts with stages of unlike width, degree and kind, from which the local search goes on.
+
+References: Zheng et al., "Alpa", OSDI 2022; Tarnawski et al., "Piper", NeurIPS 2021; Miao et al., "Galvatron", VLDB 2022. Their
+table over stages, devices and layers is this one; their second criterion, the sum over stages, is left to the executor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.schedule import GPIPE, ONE_F_ONE_B
+from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL
+from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.fit import fitted
+from rlplace.strategy.meshes import copy_groups, share_groups, tensor_groups
+from rlplace.strategy.savings import estimates
+from rlplace.strategy.shares import divisors, equal_shares
+from rlplace.strategy.traffic import tables_s
+from rlplace.strategy.tries import Question, Tried, Tries
+
+MOST_STAGES = 16
+MOST_UNITS = 64
+"""Of devices; more go several together."""
+
+MOST_PARTS = 48
+"""Of blocks; more go several together."""
+
+SPLIT = "interleaved_zero_bubble"
+"""The schedule that drafts are tried under beside their own."""
+
+MOST_COUNT, USUAL_COUNT = 256, 16
+"""Of micro-batches, and near which tables begin."""
+
+TRIED = 40
+"""Drafts of the table that are evaluated, those first that it finds the quickest."""
+
+Floats = NDArray[np.float64]
+
+
+def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
+    """Drafts of the table as they fit, the most promising first; None for those that do not.
+
+    Args:
+        tries: Evaluates.
+        until: No table is begun when more of the budget is spent.
+
+    Raises:
+        OutOfBudgetError: The budget ended before.
+    """
+    question = tries.question
+    table = Table(question)
+    found: dict[Draft, float] = {}
+    spreads = [
+        (degree, size, count)
+        for degree in divisors(question.batch)
+        if degree <= question.cluster.num_devices // 2
+        for (size,), (count,) in equal_shares(question.batch, degree, question.space)
+        if count <= MOST_COUNT
+    ]
+    for degree, size, count in sorted(spreads, key=lambda spread: abs(math.log2(spread[2] / USUAL_COUNT))):
+        for devices in orders(question):
+            if tries.spent() < until:
+                for draft, step_s in table.drafts(devices, degree, size, count):
+                    found.setdefault(draft, step_s)
+    for draft in sorted(found, key=lambda draft: found[draft])[:TRIED]:
+        for schedule in question.space.only("schedule", {draft.schedule: None, SPLIT: None}):
+            best_s = tries.best.step_s if tries.best is not None and tries.fitting() else np.inf
+            yield fitted(tries, dataclasses.replace(draft, schedule=schedule), 1.2 * best_s)
+
+
+def orders(question: Question) -> list[tuple[int, ...]]:
+    """Devices by host, their kinds in every order (of many kinds, from the first to the last and back)."""
+    cluster = question.cluster
+    kinds = list(dict.fromkeys(kind.name for kind in cluster.kinds))
+    ways = itertools.permutations(kinds) if len(kinds) <= 3 else (kinds, kinds[::-1])
+    name = [kind.name for kind in cluster.kinds]
+    return [
+        tuple(sorted(range(len(name)), key=lambda device: (way.index(name[device]), cluster.hosts[device], device)))
+        for way in map(list, ways)
+    ]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Stages that a mesh may run, at one number of micro-batches in flight.
+
+    Attributes:
+        seconds: float64 [P + 1, P + 1], of a micro-batch from part to part; inf where there is no room.
+        axes: int64 [P + 1, P + 1], which axes it takes.
+    """
+
+    seconds: Floats
+    axes: NDArray[np.int64]
+
+
+class Table:
+    """The dynamic program of one question; what stages cost is kept."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        cluster, blocks = question.cluster, len(question.costs.names)
+        number = {name: kind for kind, name in enumerate(question.costs.kinds)}
+        self._kind = [number[kind.name] for kind in cluster.kinds]
+        self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
+        self._room = [
+            np.inf if device.memory_bytes is None else device.memory_bytes - device.reserved_bytes for device in cluster.devices
+        ]
+        self._known: dict[object, tuple[Floats, ...] | None] = {}
+
+    def drafts(self, devices: tuple[int, ...], degree: int, size: int, count: int) -> Iterator[tuple[Draft, float]]:
+        """The best draft of every number of stages, with the seconds that the table expects."""
+        unit = -(-len(devices) // MOST_UNITS)
+        units = [devices[start : start + unit] for start in range(0, len(devices), unit)]
+        total, parts = len(units), len(self._ends) - 1
+        best = np.full((total + 1, parts + 1), np.inf)  # by units used from the end, and first part
+        best[:, parts] = 0.0
+        steps: list[tuple[NDArray[np.int64], ...]] = []
+        for stage in range(1, min(MOST_STAGES, total, parts, count) + 1):
+            now, width_of, end_of, axes_of = self._layer(units, best, degree, size, count, stage)
+            source = np.where(now[1:] < np.minimum.accumulate(now)[:-1], np.arange(1, total + 1)[:, None], 0)
+            source = np.maximum.accumulate(np.concatenate([np.zeros((1, parts + 1), dtype=np.int64), source]), axis=0)
+            best = np.minimum.accumulate(now)  # units may be left out
+            steps.append((source, width_of, end_of, axes_of))
+            if stage > 1 and np.isfinite(best[total, 0]):
+                draft = self._draft(units, steps, degree, size, count)
+                yield draft, float(best[total, 0]) * (count - 1 + stage)
+
+    def _layer(
+        self, units: list[tuple[int, ...]], best: Floats, degree: int, size: int, count: int, stage: int
+    ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """One stage more, put before those of `best`."""
+        total = len(units)
+        now = np.full_like(best, np.inf)
+        width_of, end_of, axes_of = (np.zeros(best.shape, dtype=np.int64) for _ in range(3))
+        for width in range(1, total + 1):
+            if width & (width - 1) and total > 8:
+                continue
+            step = min(width, 8) if total > 8 else 1
+            looks: dict[object, list[int]] = {}
+            for used in range(-(-width // step) * step, total + 1, step):
+                looks.setdefault(self._look(self._members(units, used, width)), []).append(used)
+            for look, alike in looks.items():
+                own = self._stage(self._members(units, alike[0], width), look, degree, size, count, min(stage, count))
+                if own is None:
+                    continue
+                rows = np.array(alike)
+                slowest = np.maximum(own.seconds[None], best[rows - width][:, None, :])
+                end = slowest.argmin(axis=2)
+                value = np.take_along_axis(slowest, end[:, :, None], axis=2)[:, :, 0]
+                row, part = np.nonzero(value < now[rows])
+                at = rows[row], part
+                now[at], width_of[at], end_of[at] = value[row, part], width, end[row, part]
+                axes_of[at] = own.axes[part, end[row, part]]
+        return now, width_of, end_of, axes_of
+
+    @staticmethod
+    def _members(units: list[tuple[int, ...]], used: int, width: int) -> tuple[int, ...]:
+        """Devices of a stage that takes the first `width` of the last `used` units."""
+        first = len(units) - used
+        return tuple(itertools.chain.from_iterable(units[first : first + width]))
+
+    def _draft(
+        self, units: list[tuple[int, ...]], steps: list[tuple[NDArray[np.int64], ...]], degree: int, size: int, count: int
+    ) -> Draft:
+        """Walks back from all units and the first part."""
+        places, bounds, used, part = [], [0], len(units), 0
+        for source, width_of, end_of, axes_of in reversed(steps):
+            used = int(source[used, part])
+            width, end = int(width_of[used, part]), int(end_of[used, part])
+            places.append(list(self._meshes(self._members(units, used, width), degree))[int(axes_of[used, part])])
+            bounds.append(int(self._ends[end]))
+            used, part = used - width, end
+        blank, largest = bytes(bounds[-1]), max(place.data_degree for place in places)
+        schedule = ONE_F_ONE_B if count >= len(places) else GPIPE
+        order = tuple(range(len(places)))
+        return Draft(tuple(bounds), tuple(places), order, blank, blank, (size * degree // largest,), (count,), schedule)
+
+    def _look(self, devices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Equal for devices of like kinds that lie alike on hosts."""
+        hosts: dict[int, int] = {}
+        own = self._question.cluster.hosts
+        return tuple((self._kind[device], hosts.setdefault(own[device], len(hosts))) for device in devices)
+
+    def _meshes(self, devices: tuple[int, ...], degree: int) -> Iterator[Place]:
+        """Axes of a stage: a tensor group inside a host and copies, whole or shared."""
+        width, space = len(devices), self._question.space
+        for data in divisors(width):
+            tensor = width // data
+            inside = all(
+                len({self._question.cluster.hosts[device] for device in devices[start : start + tensor]}) == 1
+                for start in range(0, width, tensor)
+            )
+            if (
+                degree % data
+                or not space.allows("tensor", tensor)
+                or not inside
+                or (tensor & (tensor - 1) and space.tensor is None)
+            ):
+                continue
+            if space.allows("replicate", data) and space.allows("shard", 1):
+                yield Place(devices, replicate=data, tensor=tensor, sequence_parallel=tensor > 1)
+            if data > 1 and space.allows("shard", data) and space.allows("sharding", 1) and space.allows("replicate", 1):
+                yield Place(devices, shard=data, tensor=tensor, sharding=1, sequence_parallel=tensor > 1)
+
+    def _stage(self, devices: tuple[int, ...], look: object, degree: int, size: int, count: int, passes: int) -> Stage | None:
+        """Seconds of all stages on these devices, with the best axes of each."""
+        ends = self._ends
+        rows = []
+        for axes, place in enumerate(self._meshes(devices, degree)):
+            key = look, axes, degree, size, count
+            if key not in self._known:
+                self._known[key] = self._sums(place, degree, size, count)
+            sums = self._known[key]
+            if sums is None:
+                rows.append(np.full((len(ends), len(ends)), np.inf))
+                continue
+            plain_s, again_s, static, kept, saved, border, working = sums
+            room = min(self._room[device] for device in devices) - working[0]
+
+            def between(total: Floats) -> Floats:
+                return total[None, ends] - total[ends, None]
+
+            need = between(static) + passes * between(kept) + count * (border[ends][:, None] + border[ends][None, :]) - room
+            spare = passes * between(saved)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                part = np.where(need <= 0.0, 0.0, np.where(need < spare, need / spare, np.inf))
+                seconds = between(plain_s) + np.where(part > 0.0, part * between(again_s), 0.0)
+            seconds[(ends[None, :] <= ends[:, None]) | np.isnan(seconds)] = np.inf
+            rows.append(seconds)
+        if not rows:
+            return None
+        every = np.array(rows)
+        return Stage(every.min(axis=0), every.argmin(axis=0))
+
+    def _sums(self, place: Place, degree: int, size: int, count: int) -> tuple[Floats, ...] | None:
+        """Running sums over blocks [B + 1]: seconds of a micro-batch, of running again; bytes held, kept, saved; at borders."""
+        costs, traffic = self._question.costs, self._question.scores.traffic
+        cut, blocks = place.cut(size * (degree // place.data_degree)), len(costs.names)
+        if costs.why_not(cut) is not None:
+            return None
+        every = Draft(
+            (0, 1, blocks),
+            (place, Place((), replicate=degree)),
+            (0, 1),
+            bytes(blocks),
+            bytes(blocks),
+            (size,),
+            (count,),
+            ONE_F_ONE_B,
+        )
+        seconds, held = estimates(self._question, every, 0, ((0, 0), (FULL, 0)))
+        one = [costs.passes(kind, cut) for kind in {self._kind[device] for device in place.devices}]
+        spent = np.max([each.forward_s + each.backward_s for each in one], axis=0)
+        for kind, name in enumerate(COLLECTIVE_KINDS):
+            sizes, calls = one[0].collective_bytes[:, kind], one[0].collective_calls[:, kind]
+            moving = (sizes > 0.0) & (calls > 0.0)
+            if moving.any():
+                table = traffic.table(name, tensor_groups(place, kind))
+                spent = spent + np.where(
+                    moving, calls * tables_s(table, np.where(moving, sizes / np.maximum(calls, 1e-9), 1.0)), 0.0
+                ).sum(axis=0)
+        whole = costs.held(place.tensor, place.expert)
+        weights, gradients = np.maximum(whole.weight_bytes, 1.0), np.maximum(whole.gradient_bytes * whole.gradient_item, 1.0)
+        exchanged = seconds[0]
+        if place.sharding:
+            exchanged = exchanged + tables_s(traffic.table("all_gather", share_groups(place)), weights)
+            exchanged = exchanged + tables_s(traffic.table("reduce_scatter", share_groups(place)), gradients)
+        elif place.replicate > 1:
+            exchanged = exchanged + tables_s(traffic.table("all_reduce", copy_groups(place)), gradients)
+        sent = np.max([each.sent_bytes for each in one], axis=0).astype(np.float64)
+        working = np.max([each.working_bytes[1, 0] for each in one]).astype(np.float64)
+        again = (seconds[1] - seconds[0]) / count
+        rows = (spent + exchanged / count, again, held[0, 0], held[1, 0], held[1, 0] - held[1, 1])
+        return (*(np.concatenate([[0.0], np.cumsum(row)]) for row in rows), np.concatenate([[0.0], sent]), np.full(1, working))

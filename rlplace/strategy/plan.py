@@ -20,6 +20,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.strategy.batches import search_batches
+from rlplace.strategy.costs import Cut
 from rlplace.strategy.efficiency import BatchCurve
 from rlplace.strategy.evaluate import Evaluation, Evaluator
 from rlplace.strategy.op_level import OpLevel
@@ -166,6 +167,7 @@ def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any
 
 def _missing(question: Question, answer: Answer) -> Iterator[Mapping[str, Any]]:
     """An entry for every kind with one dimension of which nothing was evaluated, with the reason."""
+    sizes = answer.ranked[0].draft.microbatch
     for kind in KINDS:
         if kind in answer.of_kinds:
             continue
@@ -177,6 +179,8 @@ def _missing(question: Question, answer: Answer) -> Iterator[Mapping[str, Any]]:
             reason = "not evaluated: the budget ended before"
         elif question.space.text():
             reason = "left out by the space"
+        elif kind == "tensor parallel" and (cannot := question.costs.why_not(Cut(sizes[0], 2, True))):
+            reason = cannot
         else:
             reason = f"no degree divides a batch of {question.batch} over these devices"
         none = dict.fromkeys(("step_time_s", "samples_per_s", "strategy"))

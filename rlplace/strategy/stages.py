@@ -133,7 +133,7 @@ class Table:
             source = np.maximum.accumulate(np.concatenate([np.zeros((1, parts + 1), dtype=np.int64), source]), axis=0)
             best = np.minimum.accumulate(now)  # units may be left out
             steps.append((source, width_of, end_of, axes_of))
-            if stage > 1 and np.isfinite(best[total, 0]):
+            if stage > 1 and self._question.space.allows("pipeline", stage) and np.isfinite(best[total, 0]):
                 draft = self._draft(units, steps, degree, size, count)
                 yield draft, float(best[total, 0]) * (count - 1 + stage)
 

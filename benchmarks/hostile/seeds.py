@@ -140,6 +140,7 @@ CLUSTERS = ("a100-80g:4", "h100:2x8", "a100-80g:4+v100:4,pcie,eth=25g", "cpu:1+l
 MODELS = ("zoo:mlp,width=8,depth=2", "zoo:dlrm", "zoo:nothing,x=1", "nowhere.module:function", "nowhere.py:function,x=1")
 RATES = ("1gbit", "0,50mbit;200mbit,0", "100 Mbit/s")
 CORES = ("0,1", "0-1,2-3")
+SPACES = ("tensor=1,2,4 sharding=0,1", "schedule=1f1b,zbv recompute=none offload=optimizer,all", "microbatch=8", "")
 
 
 def make_seeds(folder: Path) -> None:
@@ -158,7 +159,7 @@ def make_seeds(folder: Path) -> None:
     _records(folder, problem)
     for name, text in (("topology.toml", TOPOLOGY), ("rules.toml", RULES)):
         (folder / name).write_text(text)
-    for kind, texts in (("cluster", CLUSTERS), ("model", MODELS), ("rates", RATES), ("cores", CORES)):
+    for kind, texts in (("cluster", CLUSTERS), ("model", MODELS), ("rates", RATES), ("cores", CORES), ("space", SPACES)):
         for number, text in enumerate(texts):
             (folder / f"{kind}{number}.text").write_text(text)
 
@@ -239,7 +240,24 @@ def _graph_and_costs(folder: Path) -> None:
     shards = {name: {dim: 2 for dim, size in list(cut.sharding.dims[number].items())[:1] if size % 2 == 0}}
     make_plan(cut, [0] * cut.num_groups, planner="pase", shards=shards).save(folder / "cut.plan.json")
     Cluster.preset("l4:2").save(folder / "saved.toml")
+    _strategies(folder, graph)
     _write(folder / "lab.cost.json", "cost", COSTS)
+
+
+def _strategies(folder: Path, graph: Any) -> None:
+    """Plans of whole strategies: one stage, a chain with every word, several pipelines."""
+    from rlplace.cluster import Cluster
+    from rlplace.plan.strategy import Pipeline, Stage, Strategy
+    from rlplace.strategy.plan import plan_strategy
+
+    whole = plan_strategy(graph, Cluster.preset("l4:2"), 8, calls=40)
+    whole.save(folder / "whole.plan.json")
+    words: dict[str, Any] = {"recompute": {"0": "full"}, "offload": {"0": "optimizer"}}
+    chain = Pipeline((Stage(("0",), (0,), **words), Stage(("2",), (1,))), (4,), (2,), "1f1b")
+    alone = Pipeline((Stage(("0", "2"), (0, 1), {"shard": 2}, 3),), (4,), (1,))
+    few = [Pipeline((Stage(("0", "2"), (device,)),), (4,), (1,)) for device in range(2)]
+    for name, pipelines in (("chain", (chain,)), ("sharded", (alone,)), ("several", tuple(few))):
+        dataclasses.replace(whole, strategy=Strategy(8, pipelines)).save(folder / f"{name}.plan.json")
 
 
 def _measured(folder: Path, problem: Any) -> None:

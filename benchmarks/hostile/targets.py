@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 from collections.abc import Callable
@@ -100,6 +102,47 @@ def _plan(path: Path, seeds: Path) -> None:
         _check(PlacementPlan.load(again, problem).fingerprint == plan.fingerprint, "another fingerprint on the way back")
     finally:
         again.unlink()
+
+
+@cache
+def _asked(path: Path) -> Any:
+    from rlplace.cluster import Cluster
+    from rlplace.strategy.plan import ask
+
+    return ask(_net(path), Cluster.preset("l4:2"), 8)
+
+
+def _strategy(path: Path, seeds: Path) -> None:
+    from rlplace.cli.strategy import show_strategy
+    from rlplace.errors import InputError
+    from rlplace.evaluating.again import Asked
+    from rlplace.evaluating.page import strategy_page
+    from rlplace.plan import PlacementPlan
+    from rlplace.reporting.report import render
+
+    plan = PlacementPlan.load(path)
+    again = path.with_name("again.plan.json")
+    plan.save(again)
+    try:
+        _check(PlacementPlan.load(again).fingerprint == plan.fingerprint, "another fingerprint on the way back")
+    finally:
+        again.unlink()
+    question = _asked(seeds / "net.graph.json")
+    if plan.strategy is None:
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(InputError):
+        show_strategy(plan, question.cluster)
+    with contextlib.suppress(InputError):  # another model's, or more than a page holds
+        data = strategy_page(Asked(plan, question))
+        _check(0 <= (data.timeline.step_time_s or -1.0) < math.inf, f"step time {data.timeline.step_time_s}")
+        render(data)
+
+
+def _space(path: Path, seeds: Path) -> None:
+    from rlplace.strategy.space import Space
+
+    space = Space.parse(path.read_text(errors="replace")[:10_000])
+    _check(Space.parse(space.text()) == space, "another space on the way back")
 
 
 def _source(path: Path, seeds: Path) -> None:
@@ -326,6 +369,10 @@ TARGETS: dict[str, Target] = {
     "plan": Target(
         JSON, tuple(f"{name}.plan.json" for name in ("stages", "ordered", "ranked", "replicas", "recompute", "cut")), _plan, 3.0
     ),
+    "strategy plan": Target(
+        JSON, tuple(f"{name}.plan.json" for name in ("whole", "chain", "sharded", "several")), _strategy, 3.0
+    ),
+    "SPACE text": Target(TEXT, tuple(f"space{n}.text" for n in range(4)), _space, 0.5),
     "plan source": Target(JSON, ("sourced.plan.json",), _source),
     "op graph": Target(JSON, ("net.graph.json",), _graph, 2.0),
     "cluster file": Target(TOML, ("topology.toml", "rules.toml", "saved.toml"), _cluster, 2.0),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rlplace.cli.common import (
     MICROBATCH,
@@ -19,6 +18,7 @@ from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
+from rlplace.plan.rivals import BatchTried, Rival, batches_of, rivals_of
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.text import gb, ms
 
@@ -62,12 +62,11 @@ def place_strategy(options: argparse.Namespace) -> PlacementPlan:
 def show_step(strategy: Strategy, predicted: Prediction) -> None:
     """The strategy in one line, and what its step takes."""
     print(uniform_words(strategy))
-    if predicted.step_time_s is None:
+    if not predicted.step_time_s:
         print("infeasible: it does not fit the devices' memory")
         return
-    print(
-        f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s for {strategy.batch} samples a step"
-    )
+    rate = strategy.batch / predicted.step_time_s
+    print(f"step time {ms(predicted.step_time_s)} ms, {rate:.2f} samples/s for {strategy.batch} samples a step")
 
 
 def show_devices(predicted: Prediction, machine: Cluster) -> None:
@@ -86,16 +85,18 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
     """The strategy in one line, what it beats and by how much, memory by device, and what the figures rest on."""
     assert plan.strategy is not None
     predicted = plan.predicted
-    if predicted.step_time_s is None or len(predicted.peak_memory_bytes) != machine.num_devices or not predicted.strategies:
+    rivals, batches = rivals_of(predicted), batches_of(predicted)
+    fits = bool(rivals) and rivals[0].step_time_s is not None and predicted.step_time_s
+    if not fits or len(predicted.peak_memory_bytes) != machine.num_devices:
         raise InputError(
             "plan: it does not say what its step and its rivals take on this cluster; plan again with 'rlplace place'"
         )
     show_step(plan.strategy, predicted)
     print()
-    print_table(["kind", "step ms", "samples/s", "times", "<its best"], list(_rivals(predicted.strategies)))
-    if predicted.extra.get("batches"):
+    print_table(["kind", "step ms", "samples/s", "times", "<its best"], list(_rivals(rivals)))
+    if batches:
         print()
-        _show_batches(predicted.extra["batches"])
+        _show_batches(batches)
     print()
     show_devices(predicted, machine)
     cut = "" if predicted.extra.get("complete", True) else "; cut by its budget: --time-limit or --calls give it more"
@@ -105,32 +106,32 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
         print(f"op times: {basis}")
 
 
-def _rivals(entries: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:
     """A row for the best of every kind of strategy, the quickest first, and for the best uniform one."""
     from rlplace.strategy.uniform import KINDS
 
-    shown = {}
+    shown: dict[str, Rival] = {}
     for entry in entries:
-        if entry["step_time_s"] is not None or entry["kind"] in KINDS:
-            shown.setdefault(entry["kind"], entry)
-        if entry.get("uniform"):
+        if entry.step_time_s is not None or entry.kind in KINDS:
+            shown.setdefault(entry.kind, entry)
+        if entry.uniform:
             shown.setdefault("best uniform", entry)
+    quickest_s = entries[0].step_time_s or 1.0
     for kind, entry in shown.items():
-        step_s, words = entry["step_time_s"], entry["words"]
-        if step_s is not None:
-            figures = [ms(step_s), f"{entry['samples_per_s']:.2f}", f"{step_s / entries[0]['step_time_s']:.2f}", words]
-        else:
-            figures = ["-", "-", "-", entry.get("reason") or f"{gb(entry['over_bytes'])} GB too large: {words}"]
+        figures = ["-", "-", "-", entry.reason or f"{gb(entry.over_bytes)} GB too large: {entry.words}"]
+        if entry.step_time_s is not None:
+            rate, times = entry.samples_per_s or 0.0, entry.step_time_s / quickest_s
+            figures = [ms(entry.step_time_s), f"{rate:.2f}", f"{times:.2f}", entry.words]
         yield [kind, *figures]
 
 
-def _show_batches(entries: Sequence[Mapping[str, Any]]) -> None:
+def _show_batches(entries: Sequence[BatchTried]) -> None:
     """What every batch of a batch curve takes."""
-    best_s = min(entry["target_s"] for entry in entries if entry["target_s"] is not None)
+    best_s = min((entry.target_s for entry in entries if entry.target_s is not None), default=1.0)
     rows = []
     for entry in entries:
-        figures = ["-", "-", entry["reason"]]
-        if entry["target_s"] is not None:
-            figures = [ms(entry["step_time_s"]), f"{entry['target_s'] / best_s:.2f}", entry["words"]]
-        rows.append([str(entry["batch"]), f"{entry['epochs']:.3g}", *figures])
+        figures = ["-", "-", entry.reason or ""]
+        if entry.target_s is not None:
+            figures = [ms(entry.step_time_s), f"{entry.target_s / best_s:.2f}", entry.words]
+        rows.append([str(entry.batch), f"{entry.epochs:.3g}", *figures])
     print_table(["batch", "epochs", "step ms", "time to target", "<its best"], rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan
@@ -97,7 +97,7 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     if why_not(strategy) is not None:
         only = None  # planned for what cannot run yet
     graph, other = two_captures(check_graph(plan), lambda batch: capture_recipe(recipe, batch, source.graph or {}))
-    pricing = {"other": other, "only": only, "costs": costs, "host": source.host or "eager"}
+    pricing: dict[str, Any] = {"other": other, "only": only, "costs": costs, "host": source.host or "eager"}
     return Asked(plan, ask(graph, machine, strategy.batch, why_not=why_not, **pricing))
 
 

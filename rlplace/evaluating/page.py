@@ -13,6 +13,7 @@ from rlplace.errors import InputError
 from rlplace.evaluating.again import Asked
 from rlplace.evaluating.boxes import OPS, Box, rows_and_boxes, stage_of_block
 from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.rivals import rivals_of
 from rlplace.problem import BACKWARD, Problem
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.reporting.data import MAX_TASKS, ReportData
@@ -176,11 +177,12 @@ def _rivals(plan: PlacementPlan, said: Evaluation) -> tuple[PlannerRow, ...]:
     assert plan.strategy is not None
     rows = [_rival("this strategy", True, plan.strategy.batch, said.step_time_s, said.feasible, len(plan.strategy.devices), "")]
     own = plan.strategy.to_dict()
-    for entry in plan.predicted.strategies:
-        if entry["strategy"] != own:
-            step_s, over = entry["step_time_s"], entry["over_bytes"]
-            note = str(entry["words"]) if step_s is not None else f"{entry['words']}; {bytes_text(over)} too large"
-            rows.append(_rival(entry["kind"], False, plan.strategy.batch, step_s, step_s is not None, entry["devices"], note))
+    for entry in rivals_of(plan.predicted):
+        if entry.strategy != own:
+            step_s, note = entry.step_time_s, entry.words
+            if step_s is None:
+                note = entry.reason or f"{bytes_text(entry.over_bytes)} too large: {entry.words}"
+            rows.append(_rival(entry.kind, False, plan.strategy.batch, step_s, step_s is not None, entry.devices, note))
     return tuple(sorted(rows, key=lambda row: (not row.feasible, -(row.samples_per_s or 0.0))))
 
 

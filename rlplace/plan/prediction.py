@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from rlplace.records import Record, Whole, build, plain
+from rlplace.records import Number, Record, Whole, build, plain
 
 Facts = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ class Prediction(Record, frozen=True):
         op_level: The same plan simulated op by op.
         held_back_bytes: Per device the memory that the planner did not get, so that the plan fits op by op.
         memory: Per device the table of `rlplace place --memory`.
-        strategies: Of a whole strategy the next best and its rivals, the quickest first (`rlplace.strategy.plan`).
+        strategies: The strategy and its rivals, see `rlplace.plan.rivals`.
         floor_step_time_s: Step time of the best classical plan, beside the agent's.
         search_calls: Simulator calls of the agent's search.
         single_rollout_step_time_s: Step time of the agent's first plan alone.
@@ -53,7 +53,7 @@ class Prediction(Record, frozen=True):
     peak_memory_bytes: tuple[Whole, ...] = ()
     feasible: bool | None = None
     host_bytes: tuple[Whole, ...] = ()
-    parts: Facts | None = None
+    parts: dict[str, Number] | None = None
     executor: str | None = None
     compute: float | None = None
     transfer: float | None = None

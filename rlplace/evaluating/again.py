@@ -34,21 +34,19 @@ class Asked:
         Raises:
             InputError: It cannot be evaluated; says why.
         """
-        from rlplace.strategy.drafts import draft_of
+        from rlplace.strategy.drafts import draft_of_strategy
 
         strategy = strategy or self.strategy
         names = self.question.costs.names
-        if len(strategy.pipelines) > 1:
-            raise InputError("strategy: several unlike pipelines have no price yet; give one")
         if any(stage.tensor for stage in strategy.stages):
             raise InputError("strategy: tensor layouts of its own have no price; leave them out for the standard ones")
-        named = [block for stage in strategy.stages for block in stage.blocks]
+        named = [block for stage in strategy.pipelines[0].stages for block in stage.blocks]
         strange = next((block for block in named if block not in names), None)
         if strange is not None:
             raise InputError(f"strategy: the model has no block {show(strange)}; its blocks are {', '.join(names)}")
         if tuple(named) != names:
             raise InputError(f"strategy: it must name the model's blocks once each, in this order: {', '.join(names)}")
-        return draft_of(strategy.pipelines[0], names)
+        return draft_of_strategy(strategy, names)
 
     def evaluate(self, strategy: Strategy | None = None) -> Evaluation:
         """Step time and memory of a strategy (None: the plan's), op by op where so many are affordable."""

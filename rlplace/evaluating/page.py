@@ -41,6 +41,8 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
     """
     draft, question, told = asked.draft(), asked.question, Events()
     cluster = question.cluster
+    if draft.beside:
+        raise InputError("report: unlike pipelines beside each other have no drawing yet; explain and simulate know them")
     said = evaluate_reference(draft, question.costs, cluster, events=told)
     if sum(len(event.pieces) for event in told.events) * len(draft.devices) > MAX_TASKS:
         raise InputError(f"report: the step has more than {MAX_TASKS} parts; report a plan with fewer micro-batches")

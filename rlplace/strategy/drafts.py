@@ -6,6 +6,7 @@ becomes a strategy.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ class Draft:
         microbatch: Samples of a pass: one entry, or one a replica.
         microbatches: Passes a step: likewise.
         schedule: Name of a schedule for chains; None with one stage.
+        beside: Other pipelines over all blocks on other devices, unlike this one; all else that is said here is of the first.
     """
 
     bounds: tuple[int, ...]
@@ -73,6 +75,12 @@ class Draft:
     microbatch: tuple[int, ...]
     microbatches: tuple[int, ...]
     schedule: str | None = None
+    beside: tuple[Draft, ...] = ()
+
+    @property
+    def pipelines(self) -> tuple[Draft, ...]:
+        """Each on its own."""
+        return (dataclasses.replace(self, beside=()), *self.beside) if self.beside else (self,)
 
     @property
     def stages(self) -> int:
@@ -86,19 +94,20 @@ class Draft:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Devices in use."""
-        return tuple(device for place in self.places for device in place.devices)
+        """Devices in use, of all pipelines."""
+        return tuple(device for one in (self, *self.beside) for place in one.places for device in place.devices)
 
     @property
     def batch(self) -> int:
-        """Samples of a step, over all replicas."""
+        """Samples of a step, over all replicas of all pipelines."""
         degree = self.data_degree
         sizes = self.microbatch * (degree if len(self.microbatch) == 1 else 1)
         counts = self.microbatches * (degree if len(self.microbatches) == 1 else 1)
-        return sum(size * count for size, count in zip(sizes, counts, strict=True))
+        own = sum(size * count for size, count in zip(sizes, counts, strict=True))
+        return own + sum(one.batch for one in self.beside)
 
     def pipeline(self, names: Sequence[str]) -> Pipeline:
-        """With the names of the blocks, and checked.
+        """The first pipeline with the names of the blocks, and checked.
 
         Raises:
             InputError: It contradicts itself.
@@ -111,8 +120,8 @@ class Draft:
         )
 
     def strategy(self, names: Sequence[str]) -> Strategy:
-        """A strategy of this pipeline alone."""
-        return Strategy(self.batch, (self.pipeline(names),))
+        """With the names of the blocks, and checked; raises as `pipeline` does."""
+        return Strategy(self.batch, tuple(one.pipeline(names) for one in self.pipelines))
 
     def _stage(self, index: int, names: Sequence[str]) -> Stage:
         place = self.places[self.place_of_stage[index]]
@@ -128,6 +137,12 @@ class Draft:
             recompute={names[b]: again for b in blocks if (again := RECOMPUTE[self.recompute[b]]) is not None},
             offload={names[b]: where for b in blocks if (where := OFFLOAD[self.offload[b]]) is not None},
         )
+
+
+def draft_of_strategy(strategy: Strategy, names: Sequence[str]) -> Draft:
+    """The numbers of a strategy whose blocks have these names, in this order."""
+    first, *others = (draft_of(pipeline, names) for pipeline in strategy.pipelines)
+    return dataclasses.replace(first, beside=tuple(others))
 
 
 def draft_of(pipeline: Pipeline, names: Sequence[str]) -> Draft:

@@ -9,6 +9,7 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.strategy import columns as c
+from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.costs import BlockCosts, Floats
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import PARTS, Evaluation
@@ -41,11 +42,16 @@ class Evaluator:
         Raises:
             InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
         """
+        if draft.beside:
+            said = self.evaluate(draft)
+            return said.step_time_s, said.over_bytes
         step, over = self._run(draft)[1][0].tolist()
         return step, over
 
     def evaluate(self, draft: Draft) -> Evaluation:
         """Step time and memory with everything that a search or a person asks about them; raises as `score` does."""
+        if draft.beside:
+            return side_by_side(draft, [self.evaluate(one) for one in draft.pipelines], self.costs, self.traffic)
         frame, (result, answers, used, on_host, stage_out) = self._run(draft)
         step, over = result.tolist()
         peaks, hosts = [0] * self.cluster.num_devices, [0.0] * (max(self.cluster.hosts) + 1)
@@ -63,6 +69,7 @@ class Evaluator:
         busy = stage_out[0].tolist()
         return Evaluation(
             step_time_s=step,
+            passes_s=float(answers[:, c.END].max()) if step < math.inf else step,
             feasible=over == 0.0 and step < math.inf,
             peak_memory_bytes=tuple(peaks),
             host_bytes=tuple(math.ceil(size) for size in hosts),

@@ -19,12 +19,14 @@ class Evaluation:
 
     Attributes:
         step_time_s: Seconds of a step.
+        passes_s: Seconds until all gradients are exchanged; what follows are updates.
         feasible: Whether it ends, and every device has room.
         peak_memory_bytes: For each device of the cluster; 0 for those that the draft leaves out, else with what is reserved.
         host_bytes: For each host number from 0, what lives in its memory instead of on a device.
         over_bytes: Bytes over capacity, summed over devices.
-        parts: Seconds by entry of `PARTS` on the place with most work; they add up to the step time.
-        bottleneck: The stage with most work on that place.
+        parts: Seconds by entry of `PARTS` on the place with most work; they add up to the step time. Of several pipelines it is
+            a place of the slowest.
+        bottleneck: The stage with most work on that place; stages of several pipelines count one after the other.
         stage_busy_s: For each stage its ops, collectives and exposed communication in a step, of the slowest lane.
         stage_memory_bytes: For each stage what it holds for itself at its worst: weights, gradients, optimizer state and the
             activations of its micro-batches in flight.
@@ -32,6 +34,7 @@ class Evaluation:
     """
 
     step_time_s: float
+    passes_s: float
     feasible: bool
     peak_memory_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]

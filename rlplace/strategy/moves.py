@@ -152,7 +152,8 @@ class Moves:
         for one in near:
             for other in range(len(places)):
                 yield from self._exchanged(places, one, other)
-        unused = [device for device in range(len(looks)) if device not in set(draft.devices)]
+        usable = range(len(looks)) if self._question.devices is None else self._question.devices
+        unused = [device for device in usable if device not in set(draft.devices)]
         for look in dict.fromkeys(looks[device] for device in unused):
             extra = tuple(device for device in unused if looks[device] == look)
             for count in sorted({1, len(extra)}):

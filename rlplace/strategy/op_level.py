@@ -10,6 +10,7 @@ from typing import cast
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
 from rlplace.simulator import EXECUTOR, simulate
+from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import Evaluation
 from rlplace.strategy.expand import expand_draft, tasks_of
@@ -54,6 +55,7 @@ def evaluate_ops(
     return dataclasses.replace(
         said,
         step_time_s=step,
+        passes_s=step - (said.step_time_s - said.passes_s),
         feasible=over == 0.0 and step < math.inf,
         peak_memory_bytes=tuple(peaks),
         over_bytes=over,
@@ -78,7 +80,10 @@ class OpLevel:
 
     def evaluate(self, draft: Draft) -> Evaluation:
         """Step time and memory."""
-        if draft not in self._known:
+        if draft.beside and draft not in self._known:
+            alone = [self.evaluate(one) for one in draft.pipelines]
+            self._known[draft] = side_by_side(draft, alone, self._costs, self._traffic)
+        elif draft not in self._known:
             said, tasks = self._question.scores.evaluate(draft), tasks_of(draft, self._costs)
             if tasks <= MOST_TASKS:
                 self._tasks += tasks

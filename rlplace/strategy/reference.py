@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rlplace.actions import Action
 from rlplace.cluster import Cluster
+from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, BlockCosts, Floats
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import PARTS, Evaluation
@@ -68,8 +69,11 @@ def evaluate_reference(
     Raises:
         InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
     """
-    check_draft(draft, cluster, len(costs.names))
     traffic = traffic or Traffic(cluster)
+    if draft.beside:
+        alone = [evaluate_reference(one, costs, cluster, traffic) for one in draft.pipelines]
+        return side_by_side(draft, alone, costs, traffic)
+    check_draft(draft, cluster, len(costs.names))
     places, ranges = range(len(draft.places)), stage_ranges(draft)
     works: list[Work] = [Work() for _ in places]
     ends, updates = [0.0 for _ in places], [[0.0] for _ in places]
@@ -125,6 +129,7 @@ def evaluate_reference(
     )
     return Evaluation(
         step_time_s=step,
+        passes_s=max(ends) if step < math.inf else step,
         feasible=over == 0.0 and step < math.inf,
         peak_memory_bytes=tuple(math.ceil(peak) for peak in peaks),
         host_bytes=tuple(math.ceil(size) for size in hosts),

@@ -22,6 +22,7 @@ from rlplace.strategy.moves import Moves
 from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
 from rlplace.strategy.uniform import all_options, kind_of, try_one, try_rivals, try_uniform
+from rlplace.strategy.unlike import try_unlike
 
 STARTS = 4
 """Kinds of strategies from whose best one local search starts."""
@@ -91,6 +92,7 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
             if tries.spent() > UNIFORM_PART and tries.fitting():
                 break
         staged = [tried for tried in try_stages(tries, STAGES_PART) if tried is not None]
+        try_unlike(tries, _explore)
         known = list(starts(tries))
         improve(tries, [*known, *sorted(staged, key=lambda tried: tried.step_s)[:STARTS]], balance)
         for tried in others:
@@ -104,6 +106,15 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
     return Answer(ranked, uniform, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
+
+
+def _explore(tries: Tries) -> None:
+    """Uniform strategies, and what is better near them; raises as `improve` does."""
+    balance = Balance(tries.question.costs, tries.question.cluster)
+    options = sorted(all_options(tries.question, balance), key=lambda option: option.bound_s)
+    for _ in try_uniform(tries, options, balance):
+        pass
+    improve(tries, list(starts(tries)), balance)
 
 
 def _better(one: Tried | None, other: Tried | None) -> Tried | None:
@@ -171,11 +182,11 @@ def _neighbours(tries: Tries, at: Tried, moves: Moves) -> Iterator[Tried]:
 
 
 def starts(tries: Tries) -> Iterator[Tried]:
-    """The best drafts that fit of a few unlike kinds, the best first."""
+    """The best drafts of one pipeline that fit, of a few unlike kinds, the best first."""
     kinds: set[str] = set()
     for tried in tries.known():
         kind = kind_of(tried.draft)
-        if tried.fits and kind not in kinds and len(kinds) < STARTS:
+        if tried.fits and not tried.draft.beside and kind not in kinds and len(kinds) < STARTS:
             kinds.add(kind)
             yield tried
 

@@ -96,6 +96,8 @@ class Space(Record, frozen=True):
 
     def forbids(self, draft: Draft) -> str | None:
         """The first key that forbids a strategy; None where it is allowed."""
+        if draft.beside:
+            return next((key for one in draft.pipelines if (key := self.forbids(one)) is not None), None)
         for place in draft.places:
             for key in ("replicate", "shard", "tensor", "context", "expert", "sharding"):
                 value = getattr(place, key)

@@ -41,6 +41,7 @@ class Question:
         scores: What drafts take, on which cluster, for which model.
         batch: Samples a step.
         space: What may be chosen.
+        devices: Which devices may be used; None: all.
         why_not: Why a draft cannot run, for example an engine's `why_not`, which gives None where it can; None: all can.
     """
 
@@ -48,6 +49,7 @@ class Question:
     batch: int
     space: Space = field(default_factory=Space)
     why_not: Callable[[Draft], str | None] | None = None
+    devices: tuple[int, ...] | None = None
 
     @property
     def costs(self) -> BlockCosts:
@@ -113,6 +115,16 @@ class Tries:
         self._end_s = math.inf
         self._known: dict[Draft, Tried] = {}
 
+    def within(self, question: Question, part: float) -> Tries:
+        """Tries of another question with a part of the budget that is left; the caller adds their calls."""
+        own = Tries(question)
+        own._most = (self._most - self.calls) * part
+        if math.isfinite(self._end_s):
+            now = time.monotonic()
+            own._limit_s = max(self._end_s - now, 0.0) * part
+            own._end_s = now + own._limit_s
+        return own
+
     def left(self) -> bool:
         """Whether there is budget for another evaluation; the clock ends no search that has nothing that fits."""
         return self.calls < self._most and (not self.fitting() or time.monotonic() < self._end_s)
@@ -141,7 +153,7 @@ class Tries:
         question = self.question
         if (key := question.space.forbids(draft)) is not None:
             return f"space: {key}"
-        cuts = {place.cut(size) for place in draft.places for size in draft.microbatch}
+        cuts = {place.cut(size) for one in draft.pipelines for place in one.places for size in one.microbatch}
         if why := next((why for cut in cuts if (why := question.costs.why_not(cut)) is not None), None):
             return why
         try:

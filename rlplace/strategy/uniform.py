@@ -285,6 +285,8 @@ def all_options(question: Question, balance: Balance) -> Iterator[Option]:
     """Every uniform strategy, be it too large for the memory."""
     known: dict[object, list[Spread]] = {}
     for devices in device_sets(question.cluster):
+        if question.devices is not None and not set(devices) <= set(question.devices):
+            continue
         for shape in shapes(question, devices):
             yield from options(question, shape, balance, known)
 
@@ -292,9 +294,14 @@ def all_options(question: Question, balance: Balance) -> Iterator[Option]:
 KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pipeline")
 """Kinds that have one dimension; others are named after all that they have."""
 
+UNLIKE = "unlike pipelines"
+"""Kind of several pipelines."""
+
 
 def kind_of(draft: Draft) -> str:
     """What people call a strategy."""
+    if draft.beside:
+        return UNLIKE
     return _kind(draft.stages, *(max(getattr(place, axis) for place in draft.places) for axis in _WORDS))
 
 

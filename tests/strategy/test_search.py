@@ -154,7 +154,9 @@ def test_a_rung_that_cannot_run_is_left_out_of_the_ladder() -> None:
 
 
 def test_neighbours_are_strategies_of_the_same_batch() -> None:
-    asked = question(0, "a100-80g:2+t4:2", batch=16)
+    asked = dataclasses.replace(
+        question(0, "a100-80g:2+t4:2", batch=16), why_not=lambda draft: "one only" if draft.beside else None
+    )
     moves = Moves(asked, Balance(asked.costs, asked.cluster))
     start = next(tried.draft for tried in search(asked, calls=40).ranked if tried.draft.stages > 1)
     near = list(moves.neighbours(start, asked.scores.evaluate(start)))

@@ -1,0 +1,118 @@
+"""Unlike pipelines for unlike devices: every kind of device runs the best pipeline of its own, for its share of the batch.
+
+Shares are first in proportion to the seconds that one sample computes, then to what the pipelines found take, and in the end
+micro-batches go from the slowest pipeline to others while that is quicker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from rlplace.strategy.costs import Cut
+from rlplace.strategy.cuts import Balance
+from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.shares import proportional
+from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
+from rlplace.strategy.uniform import MOST_KINDS
+
+KEPT = 3
+"""Of the pipelines found for a kind, so many are tried beside those of the other kinds."""
+
+ROUNDS = 2
+"""How often shares are balanced anew."""
+
+PART = 0.12
+"""Of the budget that is left, for the search for a pipeline of one kind of device."""
+
+
+def try_unlike(tries: Tries, search: Callable[[Tries], None]) -> None:
+    """Evaluates unlike pipelines side by side, one for each kind of device; nothing on like devices.
+
+    Args:
+        tries: Evaluates.
+        search: Looks for strategies of one pipeline.
+
+    Raises:
+        OutOfBudgetError: The budget ended before all were looked at.
+    """
+    question = tries.question
+    groups = _groups(question)
+    if not 1 < len(groups) <= min(MOST_KINDS, question.batch) or _refused(question, groups):
+        return
+    weights = _speeds(question, groups)
+    for _ in range(ROUNDS):
+        shares = proportional(weights, question.batch)
+        if shares is None:
+            return
+        found = [_best(tries, devices, share, search) for devices, share in zip(groups, shares, strict=True)]
+        if not all(found):
+            return
+        for chosen in itertools.product(*found):
+            drafts = [tried.draft for tried in chosen]
+            tries.score(dataclasses.replace(drafts[0], beside=tuple(drafts[1:])))
+        weights = np.array([share / best[0].step_s for share, best in zip(shares, found, strict=True)])
+    best = next(tried for tried in tries.known() if tried.draft.beside)
+    while True:
+        better = (tries.score(draft) for draft in other_shares(best.draft))
+        found_better = next((tried for tried in better if tried.fits and tried.step_s < best.step_s), None)
+        if found_better is None:
+            return
+        best = found_better
+
+
+def other_shares(draft: Draft) -> Iterator[Draft]:
+    """Micro-batches move from one pipeline to another, as few as leave both whole."""
+    pipelines = draft.pipelines
+    for one, other in itertools.permutations(range(len(pipelines)), 2):
+        sizes = [pipelines[number].batch // min(pipelines[number].microbatches) for number in (one, other)]
+        together = math.lcm(*sizes)
+        less, more = together // sizes[0], together // sizes[1]
+        if min(pipelines[one].microbatches) > less:
+            changed = {one: -less, other: more}
+            yield joined(
+                dataclasses.replace(pipeline, microbatches=tuple(n + changed.get(number, 0) for n in pipeline.microbatches))
+                for number, pipeline in enumerate(pipelines)
+            )
+
+
+def joined(pipelines: Iterable[Draft]) -> Draft:
+    """One draft of several pipelines."""
+    first, *others = pipelines
+    return dataclasses.replace(first, beside=tuple(others))
+
+
+def _groups(question: Question) -> list[tuple[int, ...]]:
+    """Devices of every kind."""
+    kinds = question.cluster.kinds
+    names = dict.fromkeys(kind.name for kind in kinds)
+    return [tuple(device for device, kind in enumerate(kinds) if kind.name == name) for name in names]
+
+
+def _refused(question: Question, groups: Sequence[tuple[int, ...]]) -> bool:
+    """Whether the engine refuses several pipelines, be they of one device each."""
+    nothing = bytes(len(question.costs.names))
+    plain = (Draft((0, len(nothing)), (Place(devices[:1]),), (0,), nothing, nothing, (1,), (1,)) for devices in groups)
+    return question.why_not is not None and question.why_not(joined(plain)) is not None
+
+
+def _speeds(question: Question, groups: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """Samples a second that groups of devices compute, up to a factor."""
+    balance = Balance(question.costs, question.cluster)
+    size = next((size for size in range(1, question.batch + 1) if balance.can_cut(Cut(size))), 1)
+    seconds = [balance.pass_s(balance.kinds(devices, 1)[0], Cut(size)).sum() for devices in groups]
+    return np.array([len(devices) / own_s for devices, own_s in zip(groups, seconds, strict=True)])
+
+
+def _best(tries: Tries, devices: tuple[int, ...], share: int, search: Callable[[Tries], None]) -> list[Tried]:
+    """The best pipelines of some devices for their share of the batch that fit; counted against the same budget."""
+    own = tries.within(dataclasses.replace(tries.question, batch=share, devices=devices), PART)
+    with contextlib.suppress(OutOfBudgetError):
+        search(own)
+    tries.calls += own.calls
+    return [tried for tried in own.known() if tried.fits][:KEPT]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import (
@@ -22,7 +23,10 @@ from rlplace.cli.plans import plan_and_problem, problem_at
 from rlplace.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
+    from rlplace.cluster import Cluster
     from rlplace.explaining.explain import Explanation
+    from rlplace.explaining.what_if import WhatIf
+    from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
 
 HELP = "say what bounds a plan, why groups sit where they do, and what would change it or make it fit"
@@ -76,6 +80,7 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
 def _strategy(options: argparse.Namespace) -> bool:
     """Shows a plan that holds a whole strategy as ``rlplace place`` did; False: it places groups."""
     from rlplace.cli.strategy import show_strategy
+    from rlplace.explaining.explain import what_if_lines
     from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.distributed.job.recipe import cluster_of_plan
 
@@ -86,11 +91,28 @@ def _strategy(options: argparse.Namespace) -> bool:
         option = "--problem" if options.problem else "--group"
         raise InputError(f"{options.what} is a whole strategy, which places no groups of a problem; leave {option} out")
     machine = cluster_of_plan(plan, options.cluster)
-    if options.json:
-        print_json(plan.to_dict())
-    else:
+    if not options.json:
         show_strategy(plan, machine)
+    asked = () if options.no_what_if else _strategy_what_if(plan, machine, options)
+    if options.json:
+        print_json({**plan.to_dict(), "what_if": [dataclasses.asdict(entry) for entry in asked]})
+    elif asked:
+        print("\n" + "\n".join(what_if_lines(asked)))
     return True
+
+
+def _strategy_what_if(plan: PlacementPlan, machine: Cluster, options: argparse.Namespace) -> Sequence[WhatIf]:
+    """What other hardware would bring; nothing, said so, where the plan's model cannot be built again."""
+    from rlplace.evaluating.again import ask_again
+    from rlplace.explaining.strategy_what_if import strategy_what_if
+
+    say("pricing the model again for what other hardware would bring; --no-what-if leaves that out")
+    try:
+        asked = ask_again(plan, machine)
+    except InputError as error:
+        say(f"what other hardware would bring is not known: {error}")
+        return ()
+    return strategy_what_if(asked, calls=options.calls, time_limit_s=options.time_limit)
 
 
 def _plan(options: argparse.Namespace) -> Explanation:
@@ -129,8 +151,6 @@ def _model(options: argparse.Namespace) -> int:
 
 
 def _relax(loaded: Loaded, options: argparse.Namespace) -> None:
-    import dataclasses
-
     from rlplace.explaining.relax import relax
 
     say("no plan found; trying what would make it fit")

@@ -174,10 +174,11 @@ def _new_name(problem: Problem, name: str) -> str:
 
 def with_memory(problem: Problem, factor: float) -> Problem:
     """All devices with so many times the memory; those without a limit stay."""
-    return dataclasses.replace(problem, devices=tuple(_larger(device, factor) for device in problem.devices))
+    return dataclasses.replace(problem, devices=tuple(larger(device, factor) for device in problem.devices))
 
 
-def _larger(device: Device, factor: float) -> Device:
+def larger(device: Device, factor: float) -> Device:
+    """The device with so many times the memory; without a limit it stays."""
     if device.memory_bytes is None:
         return device
     return dataclasses.replace(device, memory_bytes=int(device.memory_bytes * factor))
@@ -191,20 +192,23 @@ def with_links(problem: Problem, factor: float, channel: int | None = None) -> P
         factor: Factor on the bandwidth.
         channel: Only the pairs that use this channel; collectives over fabrics then stay as they are.
     """
-    links = problem.links
+    links, quick = problem.links, quicker_links(problem.links, factor)
     pairs = np.ones(links.latency_s.shape, dtype=bool)
     if channel is not None:
         pairs = np.array([[channel in held for held in row] for row in links.effective_channels])
-    fabrics = links.fabrics if channel is not None else tuple(_quicker(fabric, factor) for fabric in links.fabrics)
-    quick = dataclasses.replace(
-        links, bandwidth_bytes_per_s=np.where(pairs, links.bandwidth_bytes_per_s * factor, links.bandwidth_bytes_per_s),
-        fabrics=fabrics,
-    )  # fmt: skip
+        bandwidth = np.where(pairs, quick.bandwidth_bytes_per_s, links.bandwidth_bytes_per_s)
+        quick = dataclasses.replace(links, bandwidth_bytes_per_s=bandwidth)
     tables = {
         tensor: np.where(pairs, np.minimum(table, links.latency_s) + np.maximum(table - links.latency_s, 0.0) / factor, table)
         for tensor, table in problem.tensor_transfer_s.items()
     }
     return dataclasses.replace(problem, links=quick, tensor_transfer_s=tables)
+
+
+def quicker_links(links: Links, factor: float) -> Links:
+    """All links with so many times the bandwidth; latencies stay."""
+    fabrics = tuple(_quicker(fabric, factor) for fabric in links.fabrics)
+    return dataclasses.replace(links, bandwidth_bytes_per_s=links.bandwidth_bytes_per_s * factor, fabrics=fabrics)
 
 
 def _quicker(fabric: Fabric, factor: float) -> Fabric:

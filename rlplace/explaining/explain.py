@@ -74,7 +74,7 @@ class Explanation:
         if self.groups:
             lines += ["", *_group_lines(self.groups)]
         if self.what_if:
-            lines += ["", *_what_if_lines(self.what_if)]
+            lines += ["", *what_if_lines(self.what_if)]
         if self.relaxations is not None:
             lines += ["", *self.relaxations.lines()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -212,7 +212,8 @@ def _causes(changes: Any) -> str:
     return ", ".join(f"{cause} {ms(seconds, sign=True)}" for cause, seconds in largest if abs(seconds) > least)
 
 
-def _what_if_lines(asked: Sequence[WhatIf]) -> list[str]:
+def what_if_lines(asked: Sequence[WhatIf]) -> list[str]:
+    """The changes as a table."""
     base = next(entry for entry in asked if entry.change == AS_IS)
     rows = []
     for entry in asked:
@@ -223,5 +224,5 @@ def _what_if_lines(asked: Sequence[WhatIf]) -> list[str]:
         rows.append([entry.change, fits, ms(entry.replanned_s), str(entry.samples), gain if entry is not base else ""])
     lines = table(["what if", "same plan ms", "planned anew ms", "samples", "samples/s"], rows)
     if any(entry.replanned_s is not None for entry in asked):
-        lines.append("planned anew: the quickest plan known, of the same one, the floor and searches, over all questions")
+        lines.append("planned anew: the quickest plan known, of the same one and of searches, over all questions")
     return [*lines, *(f"{entry.change}: {entry.note}" for entry in asked if entry.note)]

@@ -153,8 +153,6 @@ def test_dropout_is_not_compared_under_a_strategy():
 
 
 OTHERS = [
-    (("report", "PLAN", "--out", "x.html"), "'rlplace explain' shows it"),
-    (("diff", "PLAN", "PLAN"), "'rlplace run' trains and times it"),
     (("explain", "PLAN", "--group", "transformer.h.0"), "leave --group out"),
     (("explain", "PLAN"), "does not say what its step and its rivals take"),
     (("measure", "--plans", "PLAN", "--device", "cpu", "--out", "x.timings.json"), "'rlplace run' trains and times it"),

@@ -5,7 +5,7 @@
     ... [--models M ...] [--rates 1gbit 200mbit 50mbit] [--out DIR]
 
 For every link speed the links are measured, the model is priced for that cluster, the plans of many planners are made (one
-batch, micro-batches, replicas; all process the same samples), run, and compared: rank correlation, mean error, and how the
+batch, micro-batches; all process the same samples), run, and compared: rank correlation, mean error, and how the
 plan that is predicted to be fastest does. For `compute` the op times of this processor are measured and calibrated first.
 Rows that --out holds already are not run again. Needs root; other programs on the machine disturb it.
 """
@@ -25,7 +25,6 @@ import rlplace
 from rlplace.cost.timings import PlanTimings, rank_correlation
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import run_planner
-from rlplace.planners.pipedream.copies import problem_of_replica, replicated_plan
 from rlplace.zoo import load_model
 from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
 from tools.hosts.spec import parse_rate
@@ -73,7 +72,7 @@ def plans_for(graphs: dict[int, Any], cluster: Any, costs: str | None, seed: int
     seen = set()
 
     def keep(name: str, plan: Any) -> None:
-        key = (plan.problem, plan.device_of_group.tobytes(), plan.microbatches, plan.schedule, str(plan.replicas))
+        key = (plan.problem, plan.device_of_group.tobytes(), plan.microbatches, plan.schedule)
         if key not in seen:
             seen.add(key)
             found[name] = plan
@@ -92,20 +91,6 @@ def plans_for(graphs: dict[int, Any], cluster: Any, costs: str | None, seed: int
             except (InfeasibleError, InputError):
                 continue
             keep(f"{planner}-{parts}x-{schedule}", plan)
-    for replicas in (2, 4):
-        if replicas > hosts:
-            continue
-        width = hosts // replicas
-        rows = [list(range(r * width, (r + 1) * width)) for r in range(replicas)]
-        for parts in (1, 2):
-            samples = SAMPLES // replicas // parts
-            if samples not in problems:
-                continue
-            for planner in ("balanced", "critical_path"):
-                one = problem_of_replica(problems[samples], tuple(rows[0]))
-                plan = run_planner(planner, one, seed=seed, time_limit_s=1.0, microbatches=parts).plan
-                plan = replicated_plan(problems[samples], plan, rows, "use fewer replicas")
-                keep(f"{replicas}r-{planner}-{parts}x", plan)
     return found, list(problems.values())
 
 

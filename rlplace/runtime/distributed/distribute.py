@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,8 @@ from rlplace.errors import InputError, MissingError, show
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.problem import Problem
-from rlplace.runtime.distributed.execution.batches import check_first_batches
+from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
+from rlplace.runtime.distributed.execution.batches import check_first_batches, samples_of
 from rlplace.runtime.distributed.execution.engine import Engine, Setup
 from rlplace.runtime.distributed.execution.engines import choose_engine
 from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_placements
@@ -86,6 +88,9 @@ def distribute(
     where = _device(device)
     if not dist.is_initialized():
         raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
+    if plan.strategy is None and asks_for_strategy(plan) and not plan.shards:
+        args, kwargs = micro_batch(plan, example_inputs)
+        plan = replace(plan, strategy=strategy_of_plan(plan, model, samples_of((args, kwargs))))
     if plan.strategy is not None:
         if engine not in (None, NATIVE) or replayed is not None:
             raise InputError(
@@ -93,6 +98,13 @@ def distribute(
             )
         batching = Batching(1, share, frozenset(whole), reduction)
         return _by_strategy(model, plan, plan.strategy, example_inputs, where, batching, loss, seed)
+    if share != "global":
+        raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
+    if plan.shards:
+        raise InputError(
+            f"distribute: the plan cuts {len(plan.shards)} ops, which is planned and simulated but not run; plan a strategy "
+            "with a tensor axis (rlplace.place(model, batch=...), or 'rlplace place MODEL --space \"tensor=2\"'), which runs"
+        )
     ranks = ranks_of(plan, where)
     faults.watch_over(part_text(plan, ranks.plan_device))
     check_same_plan(plan, where)
@@ -115,7 +127,7 @@ def distribute(
             check_same_graph(graph, ranks)
         return graph, chosen.engine_for(graph)
 
-    batching = Batching(plan.microbatches, share, frozenset(whole), reduction, plan.optimizer_sharding)
+    batching = Batching(plan.microbatches, share, frozenset(whole), reduction)
     placed = PlacedModel(meta, chosen.own, ranks, batching, engine_for, seed, report=chosen.name)
     check_first_batches(placed, ranks, share)
     return placed

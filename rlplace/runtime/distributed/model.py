@@ -27,7 +27,6 @@ class Batching:
     share: str
     whole: Collection[str]
     reduction: str
-    optimizer_sharding: bool = False
 
 
 _OWN = ("batching", "random_state", "report", "nothing")

@@ -13,14 +13,13 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.batches import Split, by_signature, check_inputs, split_batch
 from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, Recorder
-from rlplace.runtime.distributed.execution.outputs import exchange_outputs, join_microbatches
-from rlplace.runtime.distributed.execution.replicas import clip_grad_norm
+from rlplace.runtime.distributed.execution.gradients import clip_grad_norm
+from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_microbatches
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, input_signature
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.shares import SharedParameters
 from rlplace.runtime.distributed.state.stash import Stash
-from rlplace.runtime.distributed.state.tensors import Own, agree, register, send_from_first
+from rlplace.runtime.distributed.state.tensors import Own, agree, register
 
 MakeEngine = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], tuple[ForwardGraph, Engine]]
 
@@ -38,18 +37,12 @@ class PlacedModel(DistributedModel):
         self._recorder = Recorder(ranks.device)
         register(self, meta, own)
         agree(own, ranks)
-        self._shared = SharedParameters(own.parameters, ranks, batching.optimizer_sharding)
         super().train(meta.training)
 
     @property
     def own_tensors(self) -> Own:
         """What this rank holds, and who holds what."""
         return self._own
-
-    @property
-    def shared_parameters(self) -> SharedParameters:
-        """What an optimizer gets on this rank: the own parameters, or this replica's shares of them."""
-        return self._shared
 
     def engines(self) -> list[Engine]:
         """The engines made so far, one per signature of inputs."""
@@ -71,8 +64,8 @@ class PlacedModel(DistributedModel):
         arguments = self._arguments(args, kwargs, target)
         split, spec = self._split(arguments), pytree.tree_structure(arguments)
         check_inputs(arguments)
-        shared, mine, losses, graph = self.batching.share == "global", self._ranks.replica or 0, [], None
-        with Stash(self._own.parameters, self._shared.trained, self._shared.shares) as stash:
+        losses, graph = [], None
+        with Stash(self._own.parameters) as stash:
             for _, numbers in by_signature(split):
                 graph, engine = self._engine(split.parts[numbers[0]], spec)
                 if graph.loss is None:
@@ -80,11 +73,8 @@ class PlacedModel(DistributedModel):
                         "distribute: the model returns no scalar loss to train on; give distribute(..., loss=fn) and call "
                         "the model with target=..., or evaluate under torch.no_grad()"
                     )
-                own = [n for n in numbers if not shared or split.replica[n] == mine]
-                parts = [self._part(split.parts[n], shared, len(split.parts)) for n in own]
-                losses.append(engine.train(parts, *self.random_state))
+                losses.append(engine.train([split.parts[n] for n in numbers], *self.random_state))
                 stash.take()
-                send_from_first(self._own, graph.writes, self._ranks)
         assert graph is not None  # no batch is without parts
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         return partial(_output_of, graph), loss, stash
@@ -92,17 +82,15 @@ class PlacedModel(DistributedModel):
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         arguments = self._arguments(args, kwargs, target)
         split, spec = self._split(arguments), pytree.tree_structure(arguments)
-        shared, mine = self.batching.share == "global", self._ranks.replica or 0
         results: dict[int, list[Any]] = {}
         graph = None
         for _, numbers in by_signature(split):
             graph, engine = self._engine(split.parts[numbers[0]], spec)
-            own = [n for n in numbers if not shared or split.replica[n] == mine]
-            parts = [self._part(split.parts[n], shared, len(split.parts)) for n in own]
-            replica_of = {n: split.replica[n] for n in (numbers if shared else own)}
-            outputs = dict(zip(own, engine.evaluate(parts), strict=False))
-            results.update(exchange_outputs(graph, self._ranks, replica_of, outputs, everywhere=shared))
-            send_from_first(self._own, graph.writes, self._ranks)
+            outputs = engine.evaluate([split.parts[n] for n in numbers])
+            if len(self._ranks.replicas[0]) < self._ranks.world:  # processes outside of the plan want them, too
+                first = self._ranks.rank == self._ranks.replicas[0][0]
+                outputs = gather_outputs(outputs if first else None, 0, self._ranks.device)[0]
+            results.update(zip(numbers, outputs, strict=True))
         assert graph is not None
         order, mean = sorted(results), self.batching.reduction == "mean"
         joined = join_microbatches(graph, [results[n] for n in order], [split.samples[n] for n in order], mean)
@@ -114,17 +102,8 @@ class PlacedModel(DistributedModel):
         return (call,) if target is None else (call, target)
 
     def _split(self, arguments: Any) -> Split:
-        how, shared = self.batching, self.batching.share == "global"
-        replicas = len(self._ranks.replicas) if shared else 1
-        self._shared.gather_changed()
-        return split_batch(arguments, replicas, how.microbatches, whole=how.whole, reduction=how.reduction)
-
-    def _part(self, part: Microbatch, shared: bool, count: int) -> Microbatch:
-        replicas = len(self._ranks.replicas)
-        if shared or replicas == 1:
-            return part
-        number = (self._ranks.replica or 0) * count + part.number
-        return Microbatch(number, part.leaves, part.weight / replicas if self.batching.reduction == "mean" else part.weight)
+        how = self.batching
+        return split_batch(arguments, 1, how.microbatches, whole=how.whole, reduction=how.reduction)
 
     def _engine(self, part: Microbatch, spec: Any) -> tuple[ForwardGraph, Engine]:
         kind = self._ranks.device.type
@@ -140,29 +119,11 @@ class PlacedModel(DistributedModel):
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See `DistributedModel.trained`."""
-        yield from self._shared.trained.items()
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank trains, under the names that they have in the model: with optimizer sharding its shares."""
-        trained = {id(self._own.parameters[name]): share for name, share in self._shared.trained.items()}
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield name, trained.get(id(parameter), parameter)
-
-    def gather_parameters(self) -> None:
-        """With optimizer sharding, brings the shares of all replicas together after ``p.data`` was set by hand.
-
-        After the step of a torch optimizer, and after in-place changes of parameters, this happens by itself. Every rank calls
-        it.
-        """
-        self._shared.gather()
+        yield from self._own.parameters.items()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """See `DistributedModel.clip_grad_norm_`."""
-        return clip_grad_norm(
-            self._shared.trained, self._shared.shares, self._own.owners, self._ranks, max_norm, norm_type, error_if_nonfinite
-        )
+        return clip_grad_norm(self._own.parameters, self._own.owners, self._ranks, max_norm, norm_type, error_if_nonfinite)
 
 
 def _output_of(graph: ForwardGraph, loss: torch.Tensor) -> Any:

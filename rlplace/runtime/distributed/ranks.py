@@ -40,16 +40,6 @@ def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
     return groups[key]
 
 
-def connect_now(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Makes the connections of a group, all members together.
-
-    NCCL makes them in the first collective, and whoever comes first stands still there until the others come: in the middle of
-    a step they may be waiting for it.
-    """
-    if dist.get_backend() != "gloo":
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
 def attempt() -> int:
     """How often torchrun has restarted the job: its store outlives that, with all that the attempt before left in it."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -98,18 +88,6 @@ def default_timeout_s() -> float:
     return timeout.total_seconds() if timeout is not None else dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
-def reduce_scatter(output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Starts to add up equal parts of flat `rows`, one for each rank, into `output`; returns the work to wait for."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name from torch 2.13 on
-    return scatter(output, rows, group=group, async_op=True)
-
-
-def all_gather(rows: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Puts the flat parts of all ranks one after the other into flat `rows`."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
-    gather(rows, part, group=group)
-
-
 @dataclass(frozen=True)
 class Ranks:
     """The processes that run a plan, and which of them this one is.
@@ -143,13 +121,9 @@ class Ranks:
         """The device of the plan that this rank is; None: the plan does not use this rank."""
         return None if self.replica is None else self.replicas[self.replica].index(self.rank)
 
-    def data_parallel_ranks(self, plan_device: int) -> tuple[int, ...]:
-        """The ranks that run one device of the plan, replica by replica."""
-        return tuple(row[plan_device] for row in self.replicas)
-
     def holders(self, plan_devices: Iterable[int]) -> tuple[int, ...]:
-        """The ranks of all replicas that hold what some devices of the plan hold."""
-        return tuple(sorted(rank for plan_device in plan_devices for rank in self.data_parallel_ranks(plan_device)))
+        """The ranks that are some devices of the plan."""
+        return tuple(sorted(self.replicas[0][plan_device] for plan_device in plan_devices))
 
     def rank_of(self, plan_device: int) -> int:
         """The rank that is a device of the plan in this rank's replica (in the first one for a rank outside the plan)."""

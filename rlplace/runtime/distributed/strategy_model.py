@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.batches import check_inputs
+from rlplace.runtime.distributed.execution.batches import check_inputs, samples_of
 from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves
 from rlplace.runtime.distributed.graph.forward_graph import Loss
 from rlplace.runtime.distributed.graph.inputs import takes_target
@@ -111,7 +111,7 @@ class StrategyModel(DistributedModel):
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         inputs = self._keywords(args, kwargs)
         batch = inputs if target is None else {**inputs, TARGET: target}
-        samples = _samples(batch) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
+        samples = samples_of(dict(batch)) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
         replicas = [share_of(self.native.strategy, r, samples) for r in range(self.ranks.replica_count)]
         own = self.native.place.replica
         passes = self._passes(batch, replicas[own], inputs)
@@ -137,13 +137,13 @@ class StrategyModel(DistributedModel):
         return keyword_inputs(self.meta_model, args) | dict(kwargs)
 
     def _share(self, batch: Batch) -> Share:
-        samples = _samples(batch) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
+        samples = samples_of(dict(batch)) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
         return share_of(self.native.strategy, self.native.place.replica, samples)
 
     def _passes(self, batch: Batch, share: Share, names: Any) -> list[Any]:
         """This replica's micro-batches of a batch, on its device."""
         kept, device = self.batching.whole, self.ranks.device
-        own = own_samples(batch, share, _samples(batch), kept) if self.batching.share == "global" else batch
+        own = own_samples(batch, share, samples_of(dict(batch)), kept) if self.batching.share == "global" else batch
         own = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), dict(own))
         if self.batching.reduction == "sum":
             share = Share(share.first, share.sizes, tuple(float(self.ranks.replica_count) for _ in share.sizes))
@@ -224,18 +224,6 @@ def keyword_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
             f"a strategy is run with keyword inputs, but forward{signature} names {len(names)} of its {len(inputs)} inputs"
         )
     return dict(zip(names, inputs, strict=False))
-
-
-def _samples(batch: Batch) -> int:
-    """Samples of a batch: rows of its first tensor.
-
-    Raises:
-        InputError: There is no tensor, or it has no first dimension.
-    """
-    first = next((leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)), None)
-    if first is None or first.dim() == 0 or len(first) == 0:
-        raise InputError("distribute: the first tensor input must have the batch as its first dimension, and not be empty")
-    return len(first)
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def serve_all(path):
     slow = None if problem is None else _slower(problem, SLEPT_S / problem.time_s[:, 0].sum())
     computed = open_service(model, problem, device, LiveOptions())
     replayed = open_service(model, problem, device, LiveOptions(replay=True), slept=slow)
-    chained = open_service(model, problem, device, LiveOptions(engine="pipeline"))
+    chained = open_service(model, problem, device, LiveOptions(engine="stage_graph"))
     site = job_site(device, label="a test")
     own = own_target()
     if dist.get_rank() != 0:
@@ -124,7 +124,7 @@ def serve_all(path):
     found["replayed"] = replayed(make_plan(problem, chain, planner="t"), Race(repeats=2))
     replayed.release()
     try:
-        chained(make_plan(problem, plans(problem.num_groups)[2], planner="t", schedule="1f1b"), Race(repeats=1))
+        chained(make_plan(problem, chain, planner="t", recompute=[[0]]), Race(repeats=1))
     except PlanFailed as error:
         found["refused"] = (error.status, str(error))
     found["after"] = chained(make_plan(problem, chain, planner="t", microbatches=2, schedule="1f1b"), Race(repeats=1))

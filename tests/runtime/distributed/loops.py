@@ -26,11 +26,6 @@ def traced(name, model, inputs, loss):
     return TRACED[name]
 
 
-def rows(places, replicas):
-    """Device lists of replicas; None for one."""
-    return [[r * places + p for p in range(places)] for r in range(replicas)] if replicas > 1 else None
-
-
 class Pair:
     """A distributed model and the plain one.
 
@@ -40,12 +35,12 @@ class Pair:
         worst: Largest differences so far, by what was compared, on this rank.
     """
 
-    def __init__(self, name, places, replicas=1, *, model=None, double=True, change=None, engine=None, **fields):
+    def __init__(self, name, places, *, model=None, double=True, change=None, engine=None, **fields):
         """Distributes a model of `small_models`.
 
         Args:
             name: Of the model.
-            places, replicas: Of the plan; ranks beyond their product are outside the plan.
+            places: Of the plan; ranks beyond them are outside the plan.
             model: Module, inputs and loss to take instead.
             double: In double precision.
             change: Called with the model before anything else.
@@ -58,8 +53,8 @@ class Pair:
             change(self.plain)
         elif model is None and double:
             graph, graphs, self.loss = traced(name, self.plain, self.inputs, self.loss)
-        self.replicas, self.microbatches = replicas, fields.get("microbatches", 1)
-        fields = {"deal": "chain", "replicas": rows(places, replicas), **fields}
+        self.microbatches = fields.get("microbatches", 1)
+        fields = {"deal": "chain", **fields}
         plan = plan_of(self.plain, self.inputs, places, loss=self.loss, graph=graph, **fields)
         model = copy.deepcopy(self.plain)
         self.placed = distribute(model, plan, self.inputs, loss=self.loss, engine=engine, graphs=graphs)
@@ -80,39 +75,19 @@ class Pair:
         output = self.placed(**inputs)
         return output.loss if self.loss is None else output
 
-    def share(self, name, tensor):
-        """The part of a tensor of a parameter's shape that this rank trains."""
-        shares = self.placed._shared.shares
-        return shares[name].of(tensor) if name in shares and tensor is not None else tensor
-
     def plain_step(self, inputs):
-        """Backward of a batch in the micro-batches of the plan.
-
-        Every replica begins with the running statistics that there were; those of the first are kept.
-        """
-        split = parts_of(inputs, self.replicas, self.microbatches)
-        start = {key: buffer.clone() for key, buffer in self.plain.named_buffers()}
-        total, first, latest = 0.0, start, 0
-        for part, replica in zip(split.parts, split.replica, strict=True):
-            if replica != latest:
-                first = first if latest else {key: buffer.clone() for key, buffer in self.plain.named_buffers()}
-                self._set_buffers(start)
-                latest = replica
+        """Backward of a batch in the micro-batches of the plan."""
+        total = 0.0
+        for part in parts_of(inputs, 1, self.microbatches).parts:
             loss = self.plain_loss(**keywords(inputs, part.leaves)) * part.weight
             loss.backward()
             total += loss.item()
-        if latest:
-            self._set_buffers(first)
         return total
-
-    def _set_buffers(self, values):
-        for key, buffer in self.plain.named_buffers():
-            buffer.copy_(values[key])
 
     def compare_gradients(self):
         expected = dict(self.plain.named_parameters())
         for name, parameter in self.placed.named_parameters():
-            theirs = self.share(name, expected[name].grad)
+            theirs = expected[name].grad
             assert (parameter.grad is None) == (theirs is None), name
             self.note("gradient", largest_difference(parameter.grad, theirs))
 
@@ -124,16 +99,9 @@ class Pair:
                 self.note(what, largest_difference(value.double(), expected[name].double()))
 
 
-def state_bytes(optimizer):
-    """Of the moments."""
-    return sum(
-        v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()
-    )
-
-
-def train(name, places, replicas=1, *, steps=5, clip=0.5, **options):
-    """AdamW with clipping; what differs, and the bytes of optimizer state here and in the plain loop."""
-    pair = Pair(name, places, replicas, **options)
+def train(name, places, *, steps=5, clip=0.5, **options):
+    """AdamW with clipping; what differs."""
+    pair = Pair(name, places, **options)
     # A large epsilon: a gradient that is zero but for rounding must not become a step of full size.
     ours = torch.optim.AdamW(pair.placed.parameters(), lr=1e-2, eps=1e-4)
     theirs = torch.optim.AdamW(pair.plain.parameters(), lr=1e-2, eps=1e-4)
@@ -149,13 +117,10 @@ def train(name, places, replicas=1, *, steps=5, clip=0.5, **options):
         ours.zero_grad()
         theirs.zero_grad()
     pair.compare_state()
-    updated = [name for name, share in pair.placed._shared.trained.items() if share in ours.state]
     return {
         "worst": pair.worst,
         "names": {name for name, _ in pair.placed.named_parameters()},
         "engine": pair.placed.report,
-        "state_bytes": state_bytes(ours),
-        "own_bytes": sum(pair.placed._own.parameters[name].nbytes for name in updated),
         "rank": dist.get_rank(),
     }
 

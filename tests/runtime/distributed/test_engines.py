@@ -8,15 +8,15 @@ import pytest
 import torch
 from equal import build
 from launch import run
-from loops import train
 from plans import plan_of
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution.batches import check_inputs
-from rlplace.runtime.distributed.execution.engines import ENGINES, engine_module
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
+from rlplace.runtime.native.blocks import block_names, owner
 
 
 @pytest.fixture(scope="module")
@@ -29,40 +29,33 @@ def changed(plan, **fields):
     return PlacementPlan(**{**vars(plan), **fields})
 
 
-def why_not(name, plan, graph, processes):
-    return engine_module(name).why_not(plan, graph, processes)
-
-
-def runs(plan, graph, processes=2):
-    return [name for name in ENGINES if why_not(name, plan, graph, processes) is None]
-
-
-def test_every_kind_of_plan_has_its_engine(gpt2):
+def test_what_only_strategies_have_runs_as_one_where_stages_are_whole_blocks(gpt2):
     model, inputs, graph = gpt2
-    chain = plan_of(model, inputs, 2, deal="chain")
-    assert runs(chain, graph) == ["stage_graph", "joint_graph", "replay"]
-    piped = changed(chain, microbatches=4, schedule="1f1b")
-    assert runs(piped, graph)[0] == "pipeline"
-    back_and_forth = changed(piped, device_of_group=np.array([0, 1, 0, 1, 0, 1], dtype=np.int32))
-    assert runs(back_and_forth, graph)[0] == "stage_graph"
-    assert runs(changed(chain, schedule="interleaved_zero_bubble", microbatches=4), graph) == ["pipeline"]
-
-
-def test_backward_elsewhere_is_for_the_joint_graph(gpt2):
-    model, inputs, graph = gpt2
-    plan = plan_of(model, inputs, 2, deal="chain")
-    groups = [row for g in plan.groups for row in (g, {"name": f"{g['name']}.backward", "modules": [], "ops": []})]
-    devices = np.array([d for i, d in enumerate(plan.device_of_group) for d in (d, 1 - d if i == 0 else d)], dtype=np.int32)
-    split = changed(plan, groups=groups, device_of_group=devices)
-    assert runs(split, graph) == ["joint_graph"]
-    assert "g0.backward" in why_not("stage_graph", split, graph, 2)
-
-
-def test_a_refusal_says_what_would_run(gpt2):
-    model, inputs, graph = gpt2
-    plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="interleaved_zero_bubble")
-    assert runs(plan, graph) == []
-    assert "use list, gpipe or 1f1b" in why_not("stage_graph", plan, graph, 2)
+    blocks, ops = block_names(model), list(graph.op_of_node.values())
+    of_block = {block: [op for op in ops if owner(op.rpartition("/")[0], blocks) == block] for block in blocks}
+    rows = [{"name": block, "modules": [block], "ops": found} for block, found in of_block.items() if found]
+    half = len(rows) // 2
+    plan = changed(
+        plan_of(model, inputs, 2, groups=1), groups=rows, device_of_group=np.array([0] * half + [1] * (len(rows) - half)),
+        microbatches=4, schedule="1f1b", replicas=[[0, 2], [1, 3]], recompute=[[1], [2]],
+    )  # fmt: skip
+    assert asks_for_strategy(plan) and not asks_for_strategy(changed(plan, replicas=None, recompute=None))
+    found = strategy_of_plan(plan, model, 2)
+    assert (found.batch, found.pipelines[0].microbatch, found.pipelines[0].microbatches) == (16, (2,), (4,))
+    assert [stage.devices for stage in found.stages] == [(0, 1), (2, 3)] and found.pipelines[0].schedule == "1f1b"
+    assert [stage.mesh for stage in found.stages] == [{"replicate": 2}] * 2
+    assert sorted(block for stage in found.stages for block in stage.blocks) == sorted(blocks)
+    assert set(found.stages[0].recompute) == {rows[1]["name"], rows[2]["name"]}
+    shared = strategy_of_plan(changed(plan, optimizer_sharding=True, recompute=None), model, 2)
+    assert [(stage.mesh, stage.sharding) for stage in shared.stages] == [({"shard": 2}, 1)] * 2
+    torn = next(row for row in rows if len(row["ops"]) > 3)
+    split = [{**torn, "ops": torn["ops"][:2]}, {**torn, "name": "rest", "ops": torn["ops"][2:]}]
+    others = [row for row in rows if row is not torn]
+    devices = np.array([0, 1, *(0 for _ in others)])
+    with pytest.raises(InputError, match="lies in stages 0 and 1"):
+        strategy_of_plan(changed(plan, groups=[*split, *others], device_of_group=devices, recompute=None), model, 2)
+    with pytest.raises(InputError, match="blocks are recomputed whole"):
+        strategy_of_plan(changed(plan, groups=[*split, *others], device_of_group=devices * 0, recompute=[[0]]), model, 2)
 
 
 class ByRank(torch.nn.Module):
@@ -80,11 +73,14 @@ class ByRank(torch.nn.Module):
 def refusals():
     model, inputs, _ = build("gpt2", double=False)
     plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="interleaved_zero_bubble")
+    split = [row for g in plan.groups for row in (g, {"name": f"{g['name']}.backward", "modules": [], "ops": []})]
+    back = np.array([d for i, d in enumerate(plan.device_of_group) for d in (d, 1 - d if i == 0 else d)], dtype=np.int32)
     found = []
     for options, change in (
         ({}, {}),
         ({"engine": "nobody"}, {"schedule": "list"}),
-        ({"engine": "pipeline"}, {"schedule": "list"}),
+        ({"engine": "stage_graph"}, {"schedule": "list", "groups": split, "device_of_group": back}),
+        ({}, {"schedule": "list", "shards": {"lm_head/linear": {"n": 2}}}),
         ({"engine": "replay"}, {"schedule": "list"}),
         ({"share": "mine"}, {"schedule": "list"}),
         ({}, {"schedule": "list", "device_of_group": np.array([0, 1, 2, 1, 0, 1], dtype=np.int32)}),
@@ -112,7 +108,7 @@ def freed():
     model, inputs, _ = build("gpt2", double=False)
     plan = plan_of(model, inputs, 2, deal="chain", microbatches=2, schedule="1f1b")
     found = {}
-    for engine in ("stage_graph", "joint_graph", "pipeline"):
+    for engine in ("stage_graph", "joint_graph"):
         model, _, _ = build("gpt2", double=False)
         watched = weakref.ref(model)
         total = sum(p.numel() for p in model.parameters())
@@ -125,8 +121,7 @@ def freed():
 
 
 def everything():
-    chosen = [train("gpt2", 2, steps=1, **fields)["engine"] for fields in ({}, {"microbatches": 2, "schedule": "1f1b"})]
-    return chosen, refusals(), freed()
+    return refusals(), freed()
 
 
 @pytest.fixture(scope="module")
@@ -136,20 +131,16 @@ def found():
 
 
 @pytest.mark.slow
-def test_the_first_engine_that_fits_is_taken(found):
-    assert found[0] == (["stage_graph", "pipeline"],) * 2
-
-
-@pytest.mark.slow
 def test_refusals_on_a_job(found):
-    (first, other), (second, another) = found[1]
+    (first, other), (second, another) = found[0]
     assert first == second
     for text, rank, op in ((other, 0, "linear_1 = "), (another, 1, "relu = ")):
         assert "ranks 0 and 1 traced different forwards" in text and f"(rank {rank} has there: {op}" in text, text
     expected = (
-        "no engine can run this plan",
+        "must be whole blocks of the model",
         "unknown engine",
-        "no pipeline schedule",
+        "g0.backward",
+        "plan a strategy with a tensor axis",
         "give problem=",
         "'mine'",
         "3 devices",
@@ -162,15 +153,8 @@ def test_refusals_on_a_job(found):
 
 @pytest.mark.slow
 def test_weights_of_others_are_freed(found):
-    for engines in found[2]:
+    for engines in found[1]:
         assert all(gone and fewer for gone, fewer in engines.values()), engines
-
-
-def test_a_plan_that_cuts_ops_is_refused_with_what_to_plan(gpt2):
-    model, inputs, graph = gpt2
-    cut = plan_of(model, inputs, 1, groups=1, shards={"lm_head/linear": {"n": 2}})
-    assert runs(cut, graph) == []
-    assert "plan a strategy with a tensor axis" in why_not("stage_graph", cut, graph, 2)
 
 
 def test_nothing_runs_without_a_process_group():

@@ -6,12 +6,11 @@ import pytest
 import torch
 from equal import largest_difference
 from launch import run
-from loops import Pair, rows
+from loops import Pair
 from plans import plan_of
 from torch import nn
 from torch.nn import functional as F
 
-from rlplace.errors import InputError
 from rlplace.runtime.distributed.distribute import distribute
 
 
@@ -50,9 +49,9 @@ def tied(double=True, dropout=0.0):
 class TiedPair(Pair):
     """`Tied`, which returns its loss itself."""
 
-    def __init__(self, places, replicas=1, *, double=True, **options):
+    def __init__(self, places, *, double=True, **options):
         model, inputs, _ = tied(double)
-        super().__init__("tied", places, replicas, model=(model, inputs, None), **options)
+        super().__init__("tied", places, model=(model, inputs, None), **options)
 
     def plain_loss(self, **inputs):
         return self.plain(**inputs)["loss"]
@@ -131,7 +130,6 @@ def schedule(pair):
     for model in (pair.placed, pair.plain):
         for parameter in model.parameters():
             parameter.data = parameter.data * 1.0 if model is pair.plain else parameter.data.mul_(1.0)
-    pair.placed.gather_parameters()
     pair.check_state("by hand")
 
 
@@ -166,22 +164,22 @@ def load(pair):
     evaluation(pair)
 
 
-def frozen(places, replicas):
+def frozen(places):
     """Only the head and the norm are trained."""
 
     def freeze(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith("norm") or name.startswith("second"))
 
-    pair = TiedPair(places, replicas, change=freeze, microbatches=2, optimizer_sharding=replicas > 1)
+    pair = TiedPair(places, change=freeze, microbatches=2)
     pair.placed_loss(**pair.batch()).backward()
     pair.plain_step(pair.batch())
     pair.check_gradients("frozen")
 
 
-def autocast(places, replicas, **options):
+def autocast(places):
     """Mixed precision: bfloat16 crosses the wires, gradients are in single precision and close to the plain model's."""
-    pair = TiedPair(places, replicas, double=False, microbatches=2, **options)
+    pair = TiedPair(places, double=False, microbatches=2)
     with torch.autocast("cpu", torch.bfloat16):
         loss = pair.placed_loss(**pair.batch())
         expected = pair.plain_step(pair.batch())
@@ -193,12 +191,12 @@ def autocast(places, replicas, **options):
     assert torch.bfloat16 in layouts
 
 
-def dropout(places, replicas):
+def dropout(places):
     """The masks of a step do not depend on the plan; those of another step differ."""
     model, inputs, _ = tied(dropout=0.5)
     losses = []
-    for deal, count, parts in (("chain", replicas, 1), ("random", 1, replicas)):
-        plan = plan_of(model, inputs, places, deal=deal, microbatches=parts, replicas=rows(places, count))
+    for deal in ("chain", "random"):
+        plan = plan_of(model, inputs, places, deal=deal, microbatches=2)
         placed = distribute(copy.deepcopy(model), plan, inputs, seed=7)
         optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
         found = []
@@ -214,27 +212,18 @@ def dropout(places, replicas):
     assert len(set(losses[0])) == 4
 
 
-def own_batches(places, replicas):
-    """Every replica is called with the batch of its own, as with torch's DistributedSampler; sums instead of means."""
+def summed(places):
+    """Sums instead of means, of a loss that is given to `distribute`."""
     model, inputs, _ = tied()
 
     def total(output, labels):
         return F.cross_entropy(output["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
 
-    plan = plan_of(
-        model, {"tokens": inputs["tokens"]}, places, loss=total, target=inputs["labels"], replicas=rows(places, replicas)
-    )
-    placed = distribute(
-        copy.deepcopy(model), plan, {"tokens": inputs["tokens"]}, loss=total, example_target=inputs["labels"], reduction="sum",
-        share="replica",
-    )  # fmt: skip
-    mine = placed.ranks.replica or 0
-    width = len(inputs["tokens"]) // replicas
-    part = slice(mine * width, (mine + 1) * width)
-    loss = placed(tokens=inputs["tokens"][part], target=inputs["labels"][part])
+    tokens, labels = {"tokens": inputs["tokens"]}, inputs["labels"]
+    plan = plan_of(model, tokens, places, loss=total, target=labels, microbatches=2)
+    placed = distribute(copy.deepcopy(model), plan, tokens, loss=total, example_target=labels, reduction="sum")
+    loss, expected = placed(**tokens, target=labels), total(model(**tokens), labels)
     loss.backward()
-    used = slice(0, width * replicas)
-    expected = total(model(inputs["tokens"][used]), inputs["labels"][used])
     expected.backward()
     assert torch.allclose(loss, expected, rtol=1e-12)
     reference = dict(model.named_parameters())
@@ -242,51 +231,21 @@ def own_batches(places, replicas):
         assert largest_difference(parameter.grad, reference[name].grad) < 1e-12, name
     placed.eval()
     with torch.no_grad():
-        found = placed(tokens=inputs["tokens"][part], target=inputs["labels"][part])
-        assert torch.allclose(found, total(model(inputs["tokens"][part]), inputs["labels"][part]), rtol=1e-12)
+        assert torch.allclose(placed(**tokens, target=labels), total(model(**tokens), labels), rtol=1e-12)
 
 
-def fused(places, replicas):
-    """Slices that are not contiguous are refused by fused optimizers; contiguous ones are fine."""
-    model = nn.Sequential(nn.Linear(12, 3, bias=False), nn.Linear(3, 8, bias=False))
-    inputs = {"input": torch.ones(2, 12)}
-
-    def total(output):
-        return output.sum()
-
-    plan = plan_of(model, inputs, places, loss=total, groups=2, replicas=rows(places, replicas), optimizer_sharding=True)
-    placed = distribute(model, plan, inputs, loss=total)
-    placed(**inputs).backward()
-    own = dict(placed.named_parameters())
-    torch.optim.SGD([own["1.weight"]], lr=0.1, fused=True).step()
-    with pytest.raises(InputError, match="foreach=True"):
-        torch.optim.AdamW(placed.parameters(), fused=True).step()
-
-
-def everything(places, replicas, sharded=False):
-    pair = TiedPair(places, replicas, microbatches=2, optimizer_sharding=sharded)
+def everything(places):
+    pair = TiedPair(places, microbatches=2)
     gradients(pair)
     evaluation(pair)
     load(pair)
     schedule(pair)
-    frozen(places, replicas)
-    autocast(places, replicas, optimizer_sharding=sharded)
-    dropout(places, replicas)
-    own_batches(places, replicas)
-    if (places, replicas) == (1, 2):
-        fused(places, replicas)
+    frozen(places)
+    autocast(places)
+    dropout(places)
+    summed(places)
     return True
 
 
 def test_two_devices():
-    assert run(2, everything, 2, 1, timeout_s=300) == [True] * 2
-
-
-@pytest.mark.slow
-def test_two_replicas():
-    assert run(2, everything, 1, 2, timeout_s=300) == [True] * 2
-
-
-@pytest.mark.slow
-def test_replicas_of_two_devices_with_a_sharded_optimizer():
-    assert run(4, everything, 2, 2, True, timeout_s=400) == [True] * 4
+    assert run(2, everything, 2, timeout_s=300) == [True] * 2

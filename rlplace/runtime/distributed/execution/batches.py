@@ -59,12 +59,7 @@ def split_batch(
         raise InputError(f"distribute: reduction is {reduction!r}; it must be 'mean' or 'sum', as the loss is made")
     paths, _ = pytree.tree_flatten_with_path(arguments)
     leaves = [leaf for _, leaf in paths]
-    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-    if first is None or first.dim() == 0 or len(first) == 0:
-        raise InputError(
-            "distribute: the first tensor input must have the batch as its first dimension, and it must not be empty"
-        )
-    batch = len(first)
+    batch = samples_of(arguments)
     kept = [any(getattr(key, "key", None) in whole for key in path) for path, _ in paths]
     cut = [
         isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == batch and not keep
@@ -80,6 +75,20 @@ def split_batch(
     # Replicas take consecutive parts; when parts are missing, the last ones have fewer.
     share = -(-count // replicas)
     return Split(tuple(parts), tuple(min(number // share, replicas - 1) for number in range(count)), tuple(sizes))
+
+
+def samples_of(arguments: Any) -> int:
+    """Samples of a batch: rows of its first tensor.
+
+    Raises:
+        InputError: There is no tensor, or it has no first dimension.
+    """
+    first = next((leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)), None)
+    if first is None or first.dim() == 0 or len(first) == 0:
+        raise InputError(
+            "distribute: the first tensor input must have the batch as its first dimension, and it must not be empty"
+        )
+    return len(first)
 
 
 def check_inputs(arguments: Any) -> None:

@@ -14,14 +14,11 @@ from torch import nn
 
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.runtime.check import backward_elsewhere
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.order import Expected
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own
-from rlplace.schedule import FREE_SCHEDULES, SCHEDULES
-from rlplace.text import either
 
 KINDS = ("forward", "backward", "wait", "reduce", "update")
 _TEXT = {"reduce": "the sum of gradients over ranks", "update": "the optimizer"}
@@ -109,14 +106,10 @@ class StepOptions:
     Attributes:
         schedule: The plan's schedule.
         expected: Times of the priced problem, by which passes are ordered; None: by the sizes of their values.
-        recompute: Number of the plan's recompute segment by node name, see `recompute_sets`.
-        optimizer_sharding: Whether replicas share the optimizer's work.
     """
 
     schedule: str
     expected: Expected | None = None
-    recompute: Mapping[str, int] | None = None
-    optimizer_sharding: bool = False
 
 
 class Engine(ABC):
@@ -200,30 +193,3 @@ class ChosenEngine:
     name: str
     own: Own
     engine_for: Callable[[ForwardGraph], Engine]
-
-
-def why_not_whole_ops(plan: PlacementPlan) -> str | None:
-    """Why no engine can run a plan that cuts ops; None: it cuts none."""
-    if plan.shards:
-        return (
-            f"the plan cuts {len(plan.shards)} ops, which is planned and simulated but not run; plan a strategy with a tensor "
-            "axis (rlplace.place(model, batch=...), or 'rlplace place MODEL --space \"tensor=2\"'), which runs"
-        )
-    return None
-
-
-def why_not_autograd(plan: PlacementPlan) -> str | None:
-    """Why an engine that leaves backward to autograd cannot run a plan; None: it can."""
-    moved = backward_elsewhere(plan)
-    return why_not_whole_ops(plan) or (
-        None
-        if moved is None
-        else f"autograd runs backward ops where their forward ops ran, the plan moves {moved!r}; the joint-graph engine runs it"
-    )
-
-
-def why_not_free(plan: PlacementPlan) -> str | None:
-    """Why an engine that runs passes in any order of devices cannot keep to a plan's schedule; None: it can."""
-    if not SCHEDULES[plan.schedule].free:
-        return f"schedule {plan.schedule} is for chains of stages, which the pipeline engine runs; use {either(FREE_SCHEDULES)}"
-    return None

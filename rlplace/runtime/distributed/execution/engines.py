@@ -1,44 +1,36 @@
-"""Which engine runs a plan."""
+"""Which engine runs a placement."""
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 
 from rlplace.errors import InputError, unknown_name
+from rlplace.runtime.check import backward_elsewhere
 from rlplace.runtime.distributed.execution.engine import ChosenEngine, Setup
 
 ENGINES = {
-    "pipeline": "rlplace.runtime.distributed.pipeline.engine",
     "stage_graph": "rlplace.runtime.distributed.execution.make",
     "joint_graph": "rlplace.runtime.distributed.joint.make",
     "replay": "rlplace.runtime.distributed.execution.replay",
 }
-"""Modules of the engines by name; the first that can run a plan does, except that `replay` has to be asked for.
-
-Each has ``why_not(plan, graph, processes)``: why it cannot run a plan with the forward graph `graph` of its model on so many
-processes, and what could; None: it can, and ``make(setup)`` makes it. `why_not` needs no process group.
-"""
-
-
-def engine_module(name: str) -> ModuleType:
-    """The module of an engine, see `ENGINES`."""
-    return importlib.import_module(ENGINES[name])
+"""Modules of the engines by name; each has ``make(setup)``. `replay` has to be asked for."""
 
 
 def choose_engine(setup: Setup, name: str | None = None) -> ChosenEngine:
-    """Makes the engine of that name, or the first that can run the plan.
+    """Makes the engine of that name, or the one that fits: segments, unless backward ops run elsewhere than their forward ops.
 
     Raises:
-        InputError: No engine can run the plan, with the reasons.
+        InputError: There is no such engine, or it cannot run the plan.
     """
-    if name is not None and name not in ENGINES:
+    moved = backward_elsewhere(setup.plan)
+    if name is None:
+        name = "stage_graph" if moved is None else "joint_graph"
+    if name not in ENGINES:
         raise unknown_name("engine", name, ENGINES)
-    reasons = []
-    for candidate in [name] if name is not None else [name for name in ENGINES if name != "replay"]:
-        engine = engine_module(candidate)
-        reason = engine.why_not(setup.plan, setup.graph, setup.ranks.world)
-        if reason is None:
-            return engine.make(setup)
-        reasons.append(f"{candidate}: {reason}")
-    raise InputError("distribute: no engine can run this plan: " + "; ".join(reasons))
+    if moved is not None and name != "joint_graph":
+        raise InputError(
+            f"distribute: engine {name} leaves backward to autograd, which runs it where the forward ran, but the plan moves "
+            f"{moved!r}; the engine joint_graph runs it"
+        )
+    chosen: ChosenEngine = importlib.import_module(ENGINES[name]).make(setup)
+    return chosen

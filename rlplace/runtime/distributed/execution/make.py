@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.engine import (
     ChosenEngine,
     Engine,
     Setup,
     StepOptions,
-    why_not_autograd,
-    why_not_free,
 )
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.assign import assign, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import Cut, cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.order import expected_of
-from rlplace.runtime.distributed.graph.segment import recompute_sets
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own, own_tensors
-
-
-def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | None:
-    """Why the stage-graph engine cannot run a plan; None: it can."""
-    return why_not_autograd(plan) or why_not_free(plan)
 
 
 def make(setup: Setup) -> ChosenEngine:
@@ -48,15 +39,15 @@ def make_segments(setup: Setup, name: str, grain: str, make_engine: MakeEngine) 
     plan, ranks, source = setup.plan, setup.ranks, setup.graph
     planned, groups = planned_placements(plan), planned_groups(plan)
     assigned = assign(source, planned, None, groups)
-    first = cut_graph(source, assigned, grain, plan.recompute)
+    first = cut_graph(source, assigned, grain)
     own = own_tensors(setup.model, first.owners, source.constants, ranks.plan_device, ranks.device)
     first_owner = {name: who[0] for name, who in own.owners.items()}
     expected = None if setup.problem is None else expected_of(setup.problem)
 
     def engine_for(graph: ForwardGraph) -> Engine:
         assignment = assigned if graph is source else assign(graph, planned, first_owner, groups)
-        cut = first if graph is source else cut_graph(graph, assignment, grain, plan.recompute)
-        options = StepOptions(plan.schedule, expected, recompute_sets(plan.recompute, assignment), plan.optimizer_sharding)
+        cut = first if graph is source else cut_graph(graph, assignment, grain)
+        options = StepOptions(plan.schedule, expected)
         return make_engine(cut, ranks, own.holding(graph.constants, ranks.device), options)
 
     return ChosenEngine(name, own, engine_for)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.ranks import Ranks, group_of
 
 
 def output_names(graph: ForwardGraph) -> list[Any]:
@@ -20,46 +19,6 @@ def output_names(graph: ForwardGraph) -> list[Any]:
     if graph.loss is not None and graph.loss not in names:
         names.append(graph.loss)
     return names
-
-
-def exchange_outputs(
-    graph: ForwardGraph, ranks: Ranks, replica_of: Mapping[int, int], own: Mapping[int, Sequence[Any]], everywhere: bool
-) -> dict[int, list[Any]]:
-    """The outputs of micro-batches of one signature on every rank that wants them; those ranks call it together.
-
-    Args:
-        graph: The graph for the inputs of that signature.
-        ranks: The processes.
-        replica_of: Replica of each micro-batch that is wanted, by its number, in one order on all ranks.
-        own: Outputs by number on the ranks of its replica.
-        everywhere: All ranks want all micro-batches; else replicas keep their own, and ranks outside the plan get those
-            of the first replica.
-    """
-    placed = {rank for row in ranks.replicas for rank in row}
-    outside = [rank for rank in range(ranks.world) if rank not in placed]
-    wanted = range(ranks.world) if everywhere else [ranks.replicas[0][0], *outside]
-    alone = len(ranks.replicas) == 1 and not outside if everywhere else not outside
-    if alone or ranks.rank not in wanted:
-        return {number: list(values) for number, values in own.items()}
-    group = None if everywhere else group_of(wanted)
-    names = output_names(graph)
-    outputs: dict[int, list[Any]] = {}
-    for number, replica in replica_of.items():
-        source = ranks.replicas[replica][0]
-        values = own.get(number)
-        outputs[number] = [
-            _sent(graph, name, None if values is None else values[position], source, ranks.device, group)
-            for position, name in enumerate(names)
-        ]
-    return outputs
-
-
-def _sent(graph: ForwardGraph, name: Any, value: Any, source: int, device: torch.device, group: Any) -> Any:
-    if not isinstance(name, str) or name not in graph.layout:
-        return name if value is None else value  # no tensor: the graph says what it is
-    tensor = graph.layout[name].empty(device) if value is None else value.contiguous()
-    dist.broadcast(tensor, source, group=group)
-    return tensor
 
 
 def join_microbatches(graph: ForwardGraph, parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool) -> list[Any]:

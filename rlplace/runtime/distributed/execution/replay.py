@@ -13,14 +13,12 @@ import torch
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.engine import ChosenEngine, Setup, StepOptions
-from rlplace.runtime.distributed.execution.make import make_segments, why_not
+from rlplace.runtime.distributed.execution.make import make_segments
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.cut import Cut, Segment
 from rlplace.runtime.distributed.graph.order import Expected, expected_of, segment_seconds
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own
-
-__all__ = ["ReplayEngine", "make", "sleep_until", "why_not"]
 
 _WAKE_S = 1e-4  # a sleeping process wakes up about so late
 

@@ -3,21 +3,20 @@
 A process runs the segments of its device in the order of `order.step_order`. A value is sent once to each process that reads
 it, its gradient comes back once from each. Between segments of one process values are handed over, cut off from the autograd
 graph like those that were received. Values and gradients travel while other segments compute: sends do not wait, and receives
-are posted one segment ahead. Gradients of parameters that replicas share are summed while the last backward passes run.
+are posted one segment ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, Recorder, StepOptions, to_device, zero_loss
+from rlplace.runtime.distributed.execution.gradients import sum_gradients
 from rlplace.runtime.distributed.execution.outputs import output_names
-from rlplace.runtime.distributed.execution.replicas import GradientReducer
 from rlplace.runtime.distributed.execution.turns import turns_of
 from rlplace.runtime.distributed.execution.wire import Message, StepState, Turn, Wire
 from rlplace.runtime.distributed.graph.cut import Cut, Segment
@@ -26,14 +25,6 @@ from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.graph.segment import segment_module
 from rlplace.runtime.distributed.ranks import Ranks, group_of
 from rlplace.runtime.distributed.state.tensors import Own
-
-
-@dataclass(frozen=True, eq=False)
-class StageProgram:
-    """Steps of one kind, worked out: see `turns_of`; `completes` names per turn the parameters whose gradients it completes."""
-
-    turns: list[Turn[Step]]
-    completes: list[list[str]]
 
 
 class StageGraphEngine(Engine):
@@ -53,19 +44,15 @@ class StageGraphEngine(Engine):
         self.recorder = Recorder(ranks.device)
         plan_device = ranks.plan_device
         self._mine = {segment.index: segment for segment in cut.segments if segment.placement.device == plan_device}
-        again = options.recompute
-        self._code = {index: segment_module(cut, segment, ranks.device, again) for index, segment in self._mine.items()}
-        self._programs: dict[tuple[int, bool], StageProgram] = {}
-        latest = dict.fromkeys(name for index in sorted(self._mine, reverse=True) for name in reversed(self._mine[index].held))
-        last_first = [name for name in latest if name in own.parameters]
-        self._reducer = GradientReducer(own.parameters, own.owners, ranks, last_first, sharded=options.optimizer_sharding)
+        self._code = {index: segment_module(cut, segment, ranks.device) for index, segment in self._mine.items()}
+        self._programs: dict[tuple[int, bool], list[Turn[Step]]] = {}
 
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
         """See `Engine.train`."""
-        self._reducer.begin()
         state = self._run(microbatches, training=True, seed=seed, step=step)
         with self.recorder.interval("reduce"):
-            self._reducer.finish()
+            if self.ranks.plan_device is not None:
+                sum_gradients(self.parameters, self.owners, self.ranks)
         total = state.loss
         dist.all_reduce(total)
         return total
@@ -109,10 +96,9 @@ class StageGraphEngine(Engine):
         if key not in self._programs:
             how = self.options
             order = step_order(self.cut, len(microbatches), how.schedule, training=training, expected=how.expected)
-            self._programs[key] = self._program(order, plan_device)
+            self._programs[key] = turns_of(self.cut, order, plan_device)
             state.wire.connect(self._directions(self._programs[key]))
-        program = self._programs[key]
-        for turn, complete in zip(program.turns, program.completes, strict=True):
+        for turn in self._programs[key]:
             self._post(state, turn.posts)
             segment, number = self._mine[turn.run.segment], turn.run.microbatch
             if turn.needs:
@@ -120,7 +106,7 @@ class StageGraphEngine(Engine):
                     for message in turn.needs:
                         self._arrive(state, message)
             if turn.run.backward:
-                with self.recorder.interval("backward", segment.index, number), self._reducer.completing(complete):
+                with self.recorder.interval("backward", segment.index, number):
                     self._backward(state, segment, number)
             else:
                 stream = random_key(seed, step, microbatches[number].number)
@@ -135,19 +121,9 @@ class StageGraphEngine(Engine):
             state.wire.finish()
         return state
 
-    def _program(self, order: Sequence[Step], plan_device: int) -> StageProgram:
-        turns = turns_of(self.cut, order, plan_device)
-        completes: list[list[str]] = []
-        seen: set[str] = set()
-        for turn in reversed(turns):
-            held = self._mine[turn.run.segment].held if turn.run.backward else ()
-            completes.append([name for name in held if name in self.parameters and name not in seen])
-            seen.update(held)
-        return StageProgram(turns, completes[::-1])
-
-    def _directions(self, program: StageProgram) -> list[tuple[int, int]]:
+    def _directions(self, program: Sequence[Turn[Step]]) -> list[tuple[int, int]]:
         """Ranks that send and receive in a program, this one being one of them."""
-        messages = [m for turn in program.turns for m in (*turn.posts, *turn.sends)]
+        messages = [m for turn in program for m in (*turn.posts, *turn.sends)]
         return [(self.ranks.rank_of(message.source), self.ranks.rank_of(message.destination)) for message in messages]
 
     def _post(self, state: StepState, messages: Sequence[Message]) -> None:

@@ -13,7 +13,7 @@ simulator runs a plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -82,23 +82,19 @@ class Cut:
 GRAINS = ("stage", "group")
 
 
-def cut_graph(
-    graph: ForwardGraph, assignment: Assignment, grain: str = "stage", together: Iterable[Iterable[int]] | None = None
-) -> Cut:
+def cut_graph(graph: ForwardGraph, assignment: Assignment, grain: str = "stage") -> Cut:
     """Cuts a graph where the placement of its nodes changes.
 
     Args:
         graph: The graph.
         assignment: Spots and groups of its nodes.
         grain: One of `GRAINS`, see the top of the file.
-        together: Sets of groups that count as one group each, such as those that are recomputed together.
 
     Raises:
         InputError: A value that is no single tensor would have to cross a cut.
     """
     nodes = [node for node in graph.module.graph.nodes if node.name in assignment.placement]
-    joint = {group: members[0] for members in map(sorted, together or ()) for group in members}
-    segment_of = _segments(nodes, assignment, grain, joint)
+    segment_of = _segments(nodes, assignment, grain)
     position = {name: number for number, name in enumerate(graph.inputs)}
     held = graph.held_of_node
     returned = {name for name in graph.outputs if isinstance(name, str)} | ({graph.loss} if graph.loss else set())
@@ -156,15 +152,14 @@ def cut_graph(
     )
 
 
-def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str, joint: Mapping[int, int]) -> dict[fx.Node, int]:
-    """Segment number of every node, in topological order of the segments; `joint` has the group that stands for a group."""
+def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str) -> dict[fx.Node, int]:
+    """Segment number of every node, in topological order of the segments."""
     unit = {node: assignment.unit[node.name] for node in nodes}
     inputs: dict[int, set[int]] = {}
     for node in nodes:
         inputs.setdefault(unit[node], set()).update(unit[other] for other in node.all_input_nodes if other in unit)
     placement = {unit[node]: assignment.placement[node.name] for node in nodes}
-    named = {unit[node]: assignment.group[node.name] if grain == "group" else 0 for node in nodes}
-    group = {number: joint.get(name, name) if grain == "group" else 0 for number, name in named.items()}
+    group = {unit[node]: assignment.group[node.name] if grain == "group" else 0 for node in nodes}
     kind = {number: (placement[number], group[number]) for number in inputs}
     level: dict[int, int] = {}
     for number in topological(inputs):

@@ -17,6 +17,7 @@ from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
+from rlplace.runtime.distributed.as_strategy import asks_for_strategy
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution.engine import Event, Recorder
 from rlplace.runtime.distributed.execution.replay import ReplayEngine, sleep_until
@@ -98,6 +99,8 @@ class PlanTimer:
         Raises:
             InputError: The plan cannot run here.
         """
+        if plan.strategy is not None or asks_for_strategy(plan):
+            raise InputError("measure: the plan runs as a whole strategy; 'rlplace run' trains and times it")
         begin = time.perf_counter()
         samples = 1 if problem is None else problem.samples_per_microbatch
         # Replay changes no value, and copying all of them would take longer than its steps.
@@ -113,7 +116,7 @@ class PlanTimer:
             replayed=self.replayed,
             graphs=self._graphs,
         )
-        batch = self.inputs(samples * plan.microbatches * len(plan.replicas or [0]))
+        batch = self.inputs(samples * plan.microbatches)
         own = [parameter for parameter in placed.parameters() if parameter.requires_grad]
         optimizer = self.optimizer(own) if own and not self.replay else None
         recorder = Recorder(self.device)
@@ -259,10 +262,8 @@ class PredictedPlan:
 
 
 def predict(problem: Problem, plan: PlacementPlan) -> PredictedPlan:
-    """Simulates a plan, replicas, recomputation and shards included."""
-    from rlplace.simulator import expand, simulate
+    """Simulates a plan."""
+    from rlplace.simulator import simulate
 
-    if plan.replicas or plan.recompute or plan.shards:
-        problem, plan = expand(problem, plan)
     timeline = simulate(problem, plan)
     return PredictedPlan(timeline.step_time_s, timeline.busy_s.tolist(), timeline.peak_memory_bytes.tolist())

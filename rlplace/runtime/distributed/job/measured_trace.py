@@ -9,7 +9,7 @@ from rlplace.files import write_json
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.job.measure import Timed
-from rlplace.simulator import expand, simulate
+from rlplace.simulator import simulate
 from rlplace.simulator.trace import trace_events
 
 _MICROSECONDS = 1e6
@@ -25,8 +25,6 @@ def write_measured_trace(timed: Timed, problem: Problem, plan: PlacementPlan, pa
         plan: The plan.
         path: Where to.
     """
-    if plan.replicas or plan.recompute or plan.shards:
-        problem, plan = expand(problem, plan)
     timeline = simulate(problem, plan)
     events = [*trace_events(problem, timeline), *measured_events(timed)]
     write_json(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,11 @@ from torch import nn
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.io import problem_from_dict, problem_to_dict
+from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, problem_of_plan, recipe_of
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.placed_model import PlacedModel
-from rlplace.runtime.distributed.ranks import broadcast_text, group_of
+from rlplace.runtime.distributed.ranks import broadcast_text
 from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.host_memory import held_tensors
 from rlplace.runtime.measure import loss_of
@@ -48,15 +49,18 @@ class Part:
     def __init__(
         self, plan: PlacementPlan, device: torch.device, options: JobOptions, make: MakeOptimizer, autocast: Autocast
     ) -> None:
-        strategy, recipe = plan.strategy, recipe_of(plan)
-        problem = _problem(plan, options.cluster, device) if strategy is None else None
-        if strategy is not None:
+        recipe = recipe_of(plan)
+        problem = _problem(plan, options.cluster, device) if plan.strategy is None else None
+        if plan.strategy is not None:
             if dist.get_rank() == 0:
                 cluster_of_plan(plan, options.cluster)
                 check_graph(plan)
             broadcast_text("", device)  # the others wait for the check
-        pipeline = None if strategy is None else strategy.pipelines[0]
-        loaded = recipe.build("cpu", options.seed, batch=None if pipeline is None else pipeline.microbatch[0])
+        size = None if plan.strategy is None else plan.strategy.pipelines[0].microbatch[0]
+        loaded = recipe.build("cpu", options.seed, batch=size)
+        if problem is not None and asks_for_strategy(plan):
+            plan = replace(plan, strategy=strategy_of_plan(plan, loaded.module, problem.samples_per_microbatch))
+        strategy = plan.strategy
         self.inputs, self.loss = loaded.example_inputs, loaded.loss
         self.model: DistributedModel = distribute(
             loaded.module, plan, self.inputs, loss=self.loss, device=device, seed=options.seed, problem=problem
@@ -64,11 +68,12 @@ class Part:
         self.optimizer = make(self.model.parameter_groups())  # frozen ones, too: they get no gradient and no update
         self.engine, self.device_number = self.model.report, self.model.ranks.plan_device
         self.same_streams = strategy is None
-        if strategy is None or pipeline is None:
+        if strategy is None:
             assert problem is not None
-            self.replicas, self.microbatches = len(plan.replicas or [0]), plan.microbatches
-            self.samples = problem.samples_per_microbatch * plan.microbatches * self.replicas
+            self.replicas, self.microbatches = 1, plan.microbatches
+            self.samples = problem.samples_per_microbatch * plan.microbatches
         else:
+            pipeline = strategy.pipelines[0]
             several = len(pipeline.microbatches) > 1
             self.device_number, self.samples = sorted(strategy.devices)[dist.get_rank()], strategy.batch
             self.replicas = 1 if several else pipeline.data_degree
@@ -85,14 +90,10 @@ class Part:
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """By name."""
-        if isinstance(self.model, PlacedModel):
-            return self.model.own_tensors.parameters
         return {name: parameter.detach().to(self._device) for name, parameter in self.model.trained()}
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         """By name; every process calls it."""
-        if isinstance(self.model, PlacedModel):
-            return whole_gradients(self.model)
         return {name: None if p.grad is None else p.grad.to(self._device) for name, p in self.model.trained()}
 
     def save(self, folder: str, step: int) -> None:
@@ -102,22 +103,6 @@ class Part:
     def load(self, folder: str) -> int:
         """Reads the latest checkpoint; returns its step."""
         return load_checkpoint(folder, self.model, self.optimizer).step
-
-
-def whole_gradients(model: PlacedModel) -> dict[str, torch.Tensor | None]:
-    """Gradients of this rank's parameters by first name; those of shares put together over the replicas."""
-    gradients: dict[str, torch.Tensor | None] = {}
-    for name, trained in model.shared_parameters.trained.items():
-        share = model.shared_parameters.shares.get(name)
-        if share is None:
-            gradients[name] = trained.grad
-            continue
-        whole = torch.zeros_like(model.own_tensors.parameters[name].detach())
-        if trained.grad is not None:
-            share.of(whole).copy_(trained.grad)
-        dist.all_reduce(whole, group=group_of(model.ranks.data_parallel_ranks(model.ranks.plan_device or 0), "gradients"))
-        gradients[name] = whole
-    return gradients
 
 
 def _problem(plan: PlacementPlan, cluster: str | None, device: torch.device) -> Problem:

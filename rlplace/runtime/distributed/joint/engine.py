@@ -18,7 +18,7 @@ from torch import fx
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, Recorder, zero_loss
-from rlplace.runtime.distributed.execution.replicas import sum_gradients
+from rlplace.runtime.distributed.execution.gradients import sum_gradients
 from rlplace.runtime.distributed.execution.wire import Message, StepState, Turn, Wire
 from rlplace.runtime.distributed.graph.randomness import random_key, seeded
 from rlplace.runtime.distributed.joint.assign import JointPlacement, Task, forward_nodes, joint_order

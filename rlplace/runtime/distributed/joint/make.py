@@ -7,18 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.engine import ChosenEngine, Engine, Setup, why_not_free, why_not_whole_ops
+from rlplace.runtime.distributed.execution.engine import ChosenEngine, Engine, Setup
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.assign import JointPlacement, place_joint_graph
 from rlplace.runtime.distributed.joint.engine import JointEngine
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.state.tensors import own_tensors
-
-
-def why_not(plan: PlacementPlan, graph: ForwardGraph, processes: int) -> str | None:
-    """Why the joint-graph engine cannot run a plan; None: it can."""
-    again = plan.recompute and f"it recomputes nothing, and the plan recomputes {len(plan.recompute)} segments"
-    return why_not_whole_ops(plan) or (f"{again}; plan without recompute" if again else why_not_free(plan))
 
 
 def build_joint(

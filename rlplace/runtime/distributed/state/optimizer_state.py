@@ -8,14 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from rlplace.errors import InputError, show
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.placed_model import PlacedModel
-from rlplace.runtime.distributed.ranks import group_of
-from rlplace.runtime.distributed.state.shares import Share
 from rlplace.runtime.distributed.state.training_facts import check_setting
 from rlplace.runtime.native.run import NativeModel
 
@@ -24,16 +19,13 @@ _NOTHING = ""
 
 
 def optimizer_tensors(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``.
-
-    Shares of an optimizer that is sharded over replicas are shards of DTensors.
-    """
+    """The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``."""
     flat: dict[str, Any] = {}
     for name, parameter in _named(model, optimizer):
         if name == _NOTHING:
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
-            flat[f"state.{name}.{key}"] = whole_value(model, name, value)
+            flat[f"state.{name}.{key}"] = value
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
     return flat
@@ -93,12 +85,8 @@ def load_optimizer(
         entry: dict[str, Any] = dict(numbers.get(name, {}))
         for key, item in index.items():
             if key.startswith(prefix) and isinstance(item, TensorStorageMetadata) and "." not in key[len(prefix) :]:
-                entry[key[len(prefix) :]] = _empty(parameter, item, _share(model, name))
-        tensors |= {
-            f"state.{name}.{key}": whole_value(model, name, value)
-            for key, value in entry.items()
-            if isinstance(value, torch.Tensor)
-        }
+                entry[key[len(prefix) :]] = _empty(parameter, item)
+        tensors |= {f"state.{name}.{key}": value for key, value in entry.items() if isinstance(value, torch.Tensor)}
         if entry:
             state[number] = entry
     load(tensors)
@@ -138,48 +126,9 @@ def _named(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> 
     return named
 
 
-def _share(model: nn.Module | NativeModel, name: str) -> Share | None:
-    return model.shared_parameters.shares.get(name) if isinstance(model, PlacedModel) else None
-
-
-def whole_value(model: nn.Module | NativeModel, name: str, value: Any) -> Any:
-    """State of a share as the shard of a DTensor over the replicas; other state as it is."""
-    share = _share(model, name)
-    if share is None or share.dim is None or not isinstance(model, PlacedModel) or not isinstance(value, torch.Tensor):
-        return value
-    whole = model.own_tensors.parameters[name]
-    if tuple(value.shape) != tuple(share.of(whole).shape):
-        return value
-    ranks = model.ranks
-    mesh = _mesh(ranks.data_parallel_ranks(ranks.plan_device or 0), ranks.device.type)
-    return DTensor.from_local(
-        value,
-        mesh,
-        [Shard(share.dim)],
-        run_check=False,
-        shape=whole.shape,
-        stride=torch.empty(whole.shape, device="meta").stride(),
-    )
-
-
-_meshes: dict[tuple[Any, tuple[int, ...]], DeviceMesh] = {}
-
-
-def _mesh(ranks: tuple[int, ...], kind: str) -> DeviceMesh:
-    group = group_of(ranks, "gradients")
-    if (group, ranks) not in _meshes:
-        _meshes.clear()  # of an earlier process group
-        _meshes[group, ranks] = DeviceMesh.from_group(group, kind)
-    return _meshes[group, ranks]
-
-
-def _empty(parameter: nn.Parameter, item: TensorStorageMetadata, share: Share | None) -> torch.Tensor:
+def _empty(parameter: nn.Parameter, item: TensorStorageMetadata) -> torch.Tensor:
     """Where a state tensor is loaded to: like the parameter when it has its shape, else on the CPU, such as a step counter."""
     size, dtype = tuple(item.size), item.properties.dtype
-    if share is not None and share.dim is not None:
-        cut = [n if d != share.dim else share.stop - share.start for d, n in enumerate(size)]
-        if len(size) > share.dim and tuple(cut) == tuple(parameter.shape):
-            return torch.zeros_like(parameter.detach(), dtype=dtype)
     if size == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     return torch.zeros(size, dtype=dtype)

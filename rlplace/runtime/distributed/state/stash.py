@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlplace.runtime.distributed.state.shares import Share
-
 
 class Stash:
     """Gradients of a step that wait for ``loss.backward()``, while those from before are kept aside.
@@ -17,25 +15,14 @@ class Stash:
     As a context it clears the gradients that engines add to, and puts back afterwards what was there.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        trained: Mapping[str, nn.Parameter] | None = None,
-        shares: Mapping[str, Share] | None = None,
-        *,
-        copy: bool = False,
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, copy: bool = False) -> None:
         """Starts empty.
 
         Args:
-            parameters: What engines add gradients to, by name.
-            trained: What the training loop sees; the same, or this replica's shares of them.
-            shares: Which share of a parameter that is, for those that are cut.
+            parameters: What gets gradients, by name.
             copy: What runs the step writes into the memory of gradients of earlier ones.
         """
         self._parameters = parameters
-        self._trained = parameters if trained is None else trained
-        self._shares = shares or {}
         self._copy = copy
         self._before: dict[str, torch.Tensor | None] = {}
         self._gradients: dict[str, torch.Tensor] = {}
@@ -58,8 +45,6 @@ class Stash:
             if parameter.grad is None:
                 continue
             gradient, parameter.grad = parameter.grad, None
-            if name in self._shares:
-                gradient = self._shares[name].of(gradient).clone()
             waiting = self._gradients.get(name)
             self._gradients[name] = gradient if waiting is None else waiting.add_(gradient)
 
@@ -73,7 +58,7 @@ class Stash:
         for name, gradient in self._gradients.items():
             if factor != 1.0:
                 gradient.mul_(factor)
-            parameter = self._trained[name]
+            parameter = self._parameters[name]
             if parameter.grad is None:
                 parameter.grad = gradient
             else:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rlplace.runtime.distributed.ranks import Ranks, group_of
 from rlplace.runtime.held import first_names
@@ -97,24 +96,12 @@ def agree(own: Own, ranks: Ranks) -> None:
     """Makes tensors that several processes hold equal: all take the values of the first that holds it."""
     holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for name, tensor in [*own.parameters.items(), *own.buffers.items()]:
-        if name in own.owners and not isinstance(tensor, DTensor):
+        if name in own.owners:
             who = ranks.holders(own.owners[name])
             if len(who) > 1:
                 holders.setdefault(who, []).append(tensor.detach())
     for who, tensors in sorted(holders.items()):
         _send(tensors, who[0], who)
-
-
-def send_from_first(own: Own, names: Iterable[str], ranks: Ranks) -> None:
-    """Gives buffers that the forward wrote to, such as running statistics, the values of the first replica on all of them."""
-    plan_device = ranks.plan_device
-    if plan_device is None or len(ranks.replicas) == 1:
-        return
-    _send(
-        [own.buffers[name] for name in sorted(names) if name in own.buffers],
-        ranks.data_parallel_ranks(plan_device)[0],
-        ranks.data_parallel_ranks(plan_device),
-    )
 
 
 def _send(tensors: Sequence[torch.Tensor], source: int, ranks: Sequence[int]) -> None:

@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import gather_texts
-from rlplace.runtime.distributed.state.optimizer_state import whole_value
 from rlplace.runtime.held import first_names
 
 
@@ -109,7 +107,7 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     """
     device, named = model.ranks.device, _named_groups(model, optimizer)
     state = {
-        name: {key: whole_value(model, name, value) for key, value in optimizer.state.get(parameter, {}).items()}
+        name: {key: value for key, value in optimizer.state.get(parameter, {}).items()}
         for group in named
         for name, parameter in group
     }
@@ -168,8 +166,7 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
     }
     state_of = {
         id(parameter): {
-            key: _own_part(model, name, shapes[name], parameter, value)
-            for key, value in state["state"].get(number[name], {}).items()
+            key: _own_part(shapes[name], parameter, value) for key, value in state["state"].get(number[name], {}).items()
         }
         for group in named
         for name, parameter in group
@@ -200,11 +197,10 @@ def _described(value: Any) -> tuple[tuple[int, ...], torch.dtype | None, Any]:
     return (tuple(value.shape), value.dtype, None) if isinstance(value, torch.Tensor) else ((), None, value)
 
 
-def _own_part(model: DistributedModel, name: str, shape: tuple[int, ...], parameter: torch.Tensor, value: Any) -> Any:
+def _own_part(shape: tuple[int, ...], parameter: torch.Tensor, value: Any) -> Any:
     """What belongs to a rank's own part of a parameter: state of the parameter's shape is cut as the parameter is."""
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dim() == 0:
         return value
     if isinstance(parameter, DTensor):
         return own_part(value, parameter)
-    share = model.shared_parameters.shares.get(name) if isinstance(model, PlacedModel) else None
-    return value if share is None else share.of(value).clone()
+    return value

@@ -1,0 +1,87 @@
+"""Plans that place groups and ask for what only whole strategies have: replicas, recomputation, schedules for chains.
+
+Such a plan is a strategy when its stages are whole blocks of the model. Then it runs as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from rlplace.errors import InputError, show
+from rlplace.plan.device_map import plan_groups
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Pipeline, Stage, Strategy
+from rlplace.runtime.check import backward_elsewhere
+from rlplace.runtime.native.blocks import block_names, owner
+from rlplace.schedule import LIST, SCHEDULES
+
+_INSTEAD = "plan a strategy: rlplace.place(model, cluster, batch=...), or 'rlplace place MODEL'"
+
+
+def asks_for_strategy(plan: PlacementPlan) -> bool:
+    """Whether a placement asks for more than groups on devices, micro-batch by micro-batch."""
+    several = plan.replicas is not None and len(plan.replicas) > 1
+    return several or bool(plan.recompute) or not SCHEDULES[plan.schedule].free
+
+
+def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Strategy:
+    """The strategy that a placement says.
+
+    Args:
+        plan: Its groups name ops.
+        model: What it is for.
+        samples: Of one micro-batch.
+
+    Raises:
+        InputError: It is none, with the reason.
+    """
+    moved = backward_elsewhere(plan)
+    if moved is not None:
+        raise InputError(f"plan: it moves {moved!r}, which strategies do not, and has replicas or recomputation; {_INSTEAD}")
+    stages = plan.device_of_group if plan.stage_of_group is None else plan.stage_of_group
+    again = {int(group) for segment in plan.recompute or () for group in segment}
+    blocks = block_names(model)
+    stage_of: dict[str, dict[int, None]] = {block: {} for block in blocks}
+    repeated: dict[str, set[bool]] = {block: set() for block in blocks}
+    device_of: dict[int, int] = {}
+    for number, ((group, device), stage) in enumerate(zip(plan_groups(plan), stages.tolist(), strict=True)):
+        if device_of.setdefault(stage, device) != device:
+            raise InputError(f"plan: stage {stage} lies on devices {device_of[stage]} and {device}; {_INSTEAD}")
+        for op in group.get("ops", ()):
+            block = owner(op.rpartition("/")[0], blocks)
+            if block is not None:
+                stage_of[block][stage] = None
+                repeated[block].add(number in again)
+    for block, found in stage_of.items():
+        if len(found) > 1:
+            raise InputError(
+                f"plan: with replicas, recomputation or schedule {plan.schedule} its stages must be whole blocks of the model, "
+                f"but {show(block)} lies in stages {' and '.join(map(str, found))}; {_INSTEAD}"
+            )
+        if len(repeated[block]) > 1:
+            raise InputError(f"plan: it recomputes a part of block {show(block)}, and blocks are recomputed whole; {_INSTEAD}")
+    order = sorted(device_of) if plan.stage_of_group is not None else list(_first_seen(stage_of.values()))
+    held = {stage: [block for block in blocks if stage in (stage_of[block] or {order[0]: None})] for stage in order}
+    order = [stage for stage in order if held[stage]]
+    rows = plan.replicas if plan.replicas is not None else [range(max(device_of.values()) + 1)]
+    degree, shared = len(rows), plan.optimizer_sharding
+    mesh = {} if degree == 1 else {"shard" if shared else "replicate": degree}
+    made = tuple(
+        Stage(
+            blocks=tuple(held[stage]),
+            devices=tuple(int(row[device_of[stage]]) for row in rows),
+            mesh=mesh,  # type: ignore[arg-type]
+            sharding=int(shared and degree > 1),
+            recompute={block: "full" for block in held[stage] if repeated[block] == {True}},
+        )
+        for stage in order
+    )
+    schedule = None if len(made) == 1 else "gpipe" if plan.schedule == LIST else plan.schedule
+    pipeline = Pipeline(made, (samples,), (plan.microbatches,), schedule)
+    return Strategy(samples * plan.microbatches * degree, (pipeline,))
+
+
+def _first_seen(found: Iterable[dict[int, None]]) -> dict[int, None]:
+    return {stage: None for stages in found for stage in stages}

@@ -1,1 +1,0 @@
-"""Pipelines on `torch.distributed.pipelining`; see `rlplace.runtime.distributed.pipeline.engine`."""

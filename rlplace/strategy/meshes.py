@@ -103,21 +103,16 @@ def lanes(draft: Draft) -> tuple[Lane, ...]:
     count = gcd(*(place.data_degree for place in draft.places))
     if any(place.sharding > 1 for place in draft.places):
         count = 1
-    found = []
-    for lane in range(count):
-        width = degree // count
-        places = []
-        for place in draft.places:
-            own, share = place.data_degree // count, degree // place.data_degree
-            per_replica = len(place.devices) // place.data_degree
-            places.append(
-                tuple(
-                    (sum(sizes[j * share : (j + 1) * share]), place.devices[j * per_replica : (j + 1) * per_replica])
-                    for j in range(lane * own, (lane + 1) * own)
-                )
-            )
-        found.append(Lane(max(counts[lane * width : (lane + 1) * width]), tuple(places)))
-    return tuple(found)
+    width = degree // count
+    found: list[list[tuple[tuple[int, tuple[int, ...]], ...]]] = [[] for _ in range(count)]
+    for place in draft.places:
+        own, share = place.data_degree // count, degree // place.data_degree
+        part = len(place.devices) // place.data_degree
+        samples = [sum(sizes[j : j + share]) for j in range(0, degree, share)]
+        replicas = [(size, place.devices[j * part : (j + 1) * part]) for j, size in enumerate(samples)]
+        for lane in range(count):
+            found[lane].append(tuple(replicas[lane * own : (lane + 1) * own]))
+    return tuple(Lane(max(counts[lane * width : (lane + 1) * width]), tuple(places)) for lane, places in enumerate(found))
 
 
 def stage_actions(draft: Draft, microbatches: int) -> list[list[Action]]:
@@ -174,12 +169,10 @@ def place_pairs(sender: Place, receiver: Place) -> tuple[tuple[tuple[int, int], 
     Devices of both places are paired in order. Where the receiver has more replicas, each gets its part of the samples; where
     it has more devices a replica, each gets everything.
     """
-    count = max(len(sender.devices), len(receiver.devices))
-    pairs = tuple(
-        (sender.devices[i * len(sender.devices) // count], receiver.devices[i * len(receiver.devices) // count])
-        for i in range(count)
-    )
-    return pairs, sender.data_degree / max(sender.data_degree, receiver.data_degree)
+    ends = sender.devices, receiver.devices
+    count = max(map(len, ends))
+    spread = [d if len(d) == count else [d[i * len(d) // count] for i in range(count)] for d in ends]
+    return tuple(zip(*spread, strict=True)), sender.data_degree / max(sender.data_degree, receiver.data_degree)
 
 
 def borders(draft: Draft) -> dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], float]]:

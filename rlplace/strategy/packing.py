@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.strategy import columns as c
-from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, BlockCosts, Floats
+from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, FULL, BlockCosts, Floats
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.meshes import (
     borders,
@@ -106,6 +107,7 @@ class Packer:
             np.inf if device.memory_bytes is None else float(device.memory_bytes - device.reserved_bytes)
             for device in cluster.devices
         ]
+        self._one_room = self._room[0] if len(set(self._room)) == 1 else None
         self._forget()
 
     def _forget(self) -> None:
@@ -113,6 +115,7 @@ class Packer:
         self._row_of: dict[object, int] = {}
         self._frames: dict[object, Frame] = {}
         self._actions: dict[object, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
+        self._action_bytes = 0
         self._seat_of: dict[Place, int] = {}
         self._seats: dict[object, int] = {}
         self._place: dict[int, list[float]] = {}
@@ -128,8 +131,7 @@ class Packer:
         frame = self._frames.get(key)
         if frame is None:
             check_draft(draft, self.cluster, len(self.costs.names))
-            kept = self.rows.nbytes + sum(actions.nbytes for actions, _ in self._actions.values())
-            if kept > KEPT_BYTES or len(self._frames) >= KEPT_FRAMES:
+            if self.rows.nbytes + self._action_bytes > KEPT_BYTES or len(self._frames) >= KEPT_FRAMES:
                 self._forget()
             frame = self._frames[key] = self._make(draft)
         return frame
@@ -151,7 +153,7 @@ class Packer:
         counts = tuple(key[0] for key in differ)
         actions, action_ptr = self._actions_of(draft, counts)
         devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
-        rooms = [Counter([self._room[device] for device in own]) for own in devices]
+        rooms = [self._rooms(own) for own in devices]
         known = self.traffic.ways(borders(draft))
         ways = np.zeros((2, draft.stages, c.WAY))
         channels: list[tuple[int, ...]] = [()] * (2 * draft.stages)
@@ -167,13 +169,19 @@ class Packer:
             actions=actions,
             action_ptr=action_ptr,
             ways=ways,
-            way_ptr=np.cumsum([0, *map(len, channels)]),
+            way_ptr=_starts(channels),
             way_channels=np.array([channel for held in channels for channel in held], dtype=np.int64),
             room_bytes=np.array([size for room in rooms for size in room]),
             room_count=np.array([count for room in rooms for count in room.values()], dtype=np.int64),
-            room_ptr=np.cumsum([0, *map(len, rooms)]),
+            room_ptr=_starts(rooms),
             devices=tuple(devices),
         )
+
+    def _rooms(self, devices: tuple[int, ...]) -> Mapping[float, int]:
+        """How many of the devices have how much room."""
+        if self._one_room is not None:
+            return {self._one_room: len(devices)}
+        return Counter([self._room[device] for device in devices])
 
     def _actions_of(self, draft: Draft, counts: tuple[int, ...]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Actions of all places with each of these numbers of micro-batches, and where each of them begins."""
@@ -182,7 +190,8 @@ class Packer:
             kind = {letter: number for number, letter in enumerate(c.KINDS)}
             rows = [row for count in counts for row in stage_actions(draft, count)]
             flat = [(stage, kind[letter], n) for row in rows for stage, letter, n in row]
-            self._actions[key] = np.array(flat, dtype=np.int32), np.cumsum([0, *map(len, rows)])
+            self._actions[key] = np.array(flat, dtype=np.int32), _starts(rows)
+            self._action_bytes += self._actions[key][0].nbytes
         return self._actions[key]
 
     def _seat(self, place: Place) -> int:
@@ -199,11 +208,12 @@ class Packer:
             traffic = self.traffic
             row = [0.0] * c.PLACE
             row[c.SHARDING], row[c.SHARE], row[c.COPIES] = place.sharding, share_degree(place), copy_degree(place)
-            row[c.GATHER_TABLE] = traffic.collective("all_gather", share_groups(place))
-            row[c.SCATTER_TABLE] = traffic.collective("reduce_scatter", share_groups(place))
+            both = "all_gather", "reduce_scatter"
+            row[c.GATHER_TABLE], row[c.SCATTER_TABLE] = traffic.collectives(both, share_groups(place))
             row[c.EXPERT_SHARE] = expert_share_degree(place)
-            row[c.EXPERT_GATHER_TABLE] = traffic.collective("all_gather", expert_share_groups(place))
-            row[c.EXPERT_SCATTER_TABLE] = traffic.collective("reduce_scatter", expert_share_groups(place))
+            if place.expert > 1:
+                tables = traffic.collectives(both, expert_share_groups(place))
+                row[c.EXPERT_GATHER_TABLE], row[c.EXPERT_SCATTER_TABLE] = tables
             row[c.REDUCE_TABLE] = traffic.collective("all_reduce", copy_groups(place))
             row[c.HOST_RATE] = min(traffic.host_bytes_per_s(device) for device in place.devices)
             row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
@@ -231,9 +241,11 @@ class Packer:
         """Number of the table of each kind of collective inside blocks."""
         seat = self._seat(place)
         if seat not in self._tables:
-            self._tables[seat] = tuple(
-                self.traffic.collective(name, tensor_groups(place, kind)) for kind, name in enumerate(COLLECTIVE_KINDS)
-            )
+            tables: list[int] = []
+            for kinds in (range(CONTEXT_GATHER), range(CONTEXT_GATHER, EXPERT_ALL_TO_ALL), (EXPERT_ALL_TO_ALL,)):
+                names = [COLLECTIVE_KINDS[kind] for kind in kinds]
+                tables += self.traffic.collectives(names, tensor_groups(place, kinds[0]))
+            self._tables[seat] = tuple(tables)
         return self._tables[seat]
 
     def _fill(self, row: Floats, place: Place, passes: set[tuple[int, int]]) -> None:
@@ -296,11 +308,16 @@ class Packer:
                 again += [(block, sizes) for block in copies]
         return Ties(
             np.array(seconds, dtype=np.float64),
-            np.cumsum([0, *map(len, involved)]),
+            _starts(involved),
             np.array([place for row in involved for place in row], dtype=np.int64),
             np.array([block for block, _ in again], dtype=np.int64),
             np.array([sizes for _, sizes in again], dtype=np.float64).reshape(-1, 3),
         )
+
+
+def _starts(parts: Sequence[Sized]) -> NDArray[np.int64]:
+    """Where each part begins when they stand one after another, and where the last one ends."""
+    return np.array([0, *accumulate(map(len, parts))], dtype=np.int64)
 
 
 NO_TIES = Ties(

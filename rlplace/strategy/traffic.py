@@ -8,7 +8,7 @@ octave, linear in between: exact where `rlplace.problem.collectives` is linear, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -91,20 +91,29 @@ class Traffic:
         self.cluster, self.links = cluster, cluster.links
         self.tables = np.zeros((8, len(SIZES)))
         self._numbers: dict[tuple[str, tuple[object, ...]], int] = {}
+        self._groups: dict[tuple[object, ...], tuple[NDArray[np.float64], Groups]] = {}
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
         self._pairs: dict[Pairs, tuple[float, float]] = {}
 
     def collective(self, kind: str, groups: Groups) -> int:
         """Number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
+        return self.collectives((kind,), groups)[0]
+
+    def collectives(self, kinds: Sequence[str], groups: Groups) -> list[int]:
+        """`collective` of several kinds in the same groups."""
         if len(groups[0]) < 2:
-            return 0
-        key = kind, self.alike(groups)
-        if key not in self._numbers:
-            factor = contention(self.links, groups)
-            distinct = {self.alike((group,)): group for group in groups}
-            times = [collective_s(self.links, kind, group, SIZES * factor) for group in distinct.values()]
-            self._numbers[key] = self._kept(np.max(times, axis=0))
-        return self._numbers[key]
+            return [0] * len(kinds)
+        alike = self.alike(groups)
+        missing = [kind for kind in kinds if (kind, alike) not in self._numbers]
+        if missing:
+            if alike not in self._groups:
+                distinct = {self.alike((group,)): group for group in groups}
+                self._groups[alike] = SIZES * contention(self.links, groups), tuple(distinct.values())
+            sizes, distinct_groups = self._groups[alike]
+            for kind in missing:
+                times = [collective_s(self.links, kind, group, sizes) for group in distinct_groups]
+                self._numbers[kind, alike] = self._kept(np.max(times, axis=0))
+        return [self._numbers[kind, alike] for kind in kinds]
 
     def _kept(self, table: NDArray[np.float64]) -> int:
         """The number of a table; equal ones have one."""

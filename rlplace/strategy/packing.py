@@ -116,6 +116,7 @@ class Packer:
         self._frames: dict[object, Frame] = {}
         self._actions: dict[object, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
         self._action_bytes = 0
+        self._ways: dict[object, tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
         self._seat_of: dict[Place, int] = {}
         self._seats: dict[object, int] = {}
         self._place: dict[int, list[float]] = {}
@@ -154,13 +155,7 @@ class Packer:
         actions, action_ptr = self._actions_of(draft, counts)
         devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
         rooms = [self._rooms(own) for own in devices]
-        known = self.traffic.ways(borders(draft))
-        ways = np.zeros((2, draft.stages, c.WAY))
-        channels: list[tuple[int, ...]] = [()] * (2 * draft.stages)
-        for stage, here in enumerate(draft.place_of_stage):
-            for way, target in enumerate((stage + 1, stage - 1)):
-                if 0 <= target < draft.stages and draft.place_of_stage[target] != here:
-                    *ways[way, stage], channels[way * draft.stages + stage] = known[here, draft.place_of_stage[target]]
+        ways, way_ptr, way_channels = self._ways_of(draft)
         return Frame(
             stage_place=np.array(draft.place_of_stage, dtype=np.int64),
             places=np.array([self._place_row(place) for place in draft.places]),
@@ -169,13 +164,29 @@ class Packer:
             actions=actions,
             action_ptr=action_ptr,
             ways=ways,
-            way_ptr=_starts(channels),
-            way_channels=np.array([channel for held in channels for channel in held], dtype=np.int64),
+            way_ptr=way_ptr,
+            way_channels=way_channels,
             room_bytes=np.array([size for room in rooms for size in room]),
             room_count=np.array([count for room in rooms for count in room.values()], dtype=np.int64),
             room_ptr=_starts(rooms),
             devices=tuple(devices),
         )
+
+    def _ways_of(self, draft: Draft) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+        """How stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`; chains that lie alike do it alike."""
+        alike = self.traffic.alike(tuple([place.devices for place in draft.places]))
+        key = alike, tuple([place.data_degree for place in draft.places]), draft.place_of_stage
+        if key not in self._ways:
+            known = self.traffic.ways(borders(draft))
+            ways = np.zeros((2, draft.stages, c.WAY))
+            channels: list[tuple[int, ...]] = [()] * (2 * draft.stages)
+            for stage, here in enumerate(draft.place_of_stage):
+                for way, target in enumerate((stage + 1, stage - 1)):
+                    if 0 <= target < draft.stages and draft.place_of_stage[target] != here:
+                        *ways[way, stage], channels[way * draft.stages + stage] = known[here, draft.place_of_stage[target]]
+            flat = np.array([channel for held in channels for channel in held], dtype=np.int64)
+            self._ways[key] = ways, _starts(channels), flat
+        return self._ways[key]
 
     def _rooms(self, devices: tuple[int, ...]) -> Mapping[float, int]:
         """How many of the devices have how much room."""

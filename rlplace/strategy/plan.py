@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.strategy.batches import search_batches
 from rlplace.strategy.costs import Cut
+from rlplace.strategy.drafts import Draft
 from rlplace.strategy.efficiency import BatchCurve
 from rlplace.strategy.evaluate import Evaluation, Evaluator
 from rlplace.strategy.op_level import OpLevel
@@ -31,7 +32,7 @@ from rlplace.strategy.tries import Question, Tried
 from rlplace.strategy.uniform import KINDS, kind_of
 
 RANKED = 3
-"""Strategies beside the best that a plan lists, before the best of each kind."""
+"""Strategies beside the best that a plan lists, before the best of each kind; see `unlike`."""
 
 
 def plan_strategy(
@@ -128,12 +129,37 @@ def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) ->
     """What the best draft takes by the finest executor, with its rivals; `extra` is told beside."""
     best = answer.ranked[0]
     kinds = sorted(answer.of_kinds.values(), key=lambda tried: tried.key)
-    chosen = dict.fromkeys([*answer.ranked[: 1 + RANKED], *filter(None, [answer.uniform]), *kinds])
+    chosen = dict.fromkeys([*unlike(answer.ranked, 1 + RANKED), *filter(None, [answer.uniform]), *kinds])
     return prediction(finer.evaluate(best.draft), question.batch).told(
         search_calls=answer.calls,
         extra={"complete": answer.complete, **extra},
         strategies=(*(_entry(question, tried, answer) for tried in chosen), *_missing(question, answer)),
     )
+
+
+def unlike(ranked: Sequence[Tried], count: int) -> list[Tried]:
+    """The best drafts that differ in their degrees; then, where those are fewer, in level, schedule or micro-batch.
+
+    Neighbours of the best that recompute a block less are no choice for a person who wants to try three strategies.
+    """
+    found: dict[Tried, None] = {}
+    for detailed in (False, True):
+        seen: set[tuple[object, ...]] = {_look(tried.draft, detailed) for tried in found}
+        for tried in ranked:
+            if len(found) < count and _look(tried.draft, detailed) not in seen:
+                seen.add(_look(tried.draft, detailed))
+                found[tried] = None
+    return sorted(found, key=lambda tried: tried.key)
+
+
+def _look(draft: Draft, detailed: bool) -> tuple[object, ...]:
+    """What two alike drafts have in common."""
+    degrees = {(len(p.devices), p.tensor, p.context, p.expert, p.shard > 1) for p in draft.places}
+    look: tuple[object, ...] = (len(draft.places), frozenset(degrees))
+    if detailed:
+        levels = frozenset((place.shard, place.sharding) for place in draft.places)
+        look += (levels, draft.schedule, draft.stages, draft.microbatch)
+    return look
 
 
 def prediction(said: Evaluation, batch: int) -> Prediction:

@@ -55,6 +55,16 @@ def test_a_model_gets_a_whole_strategy(plan: rlplace.PlacementPlan, tmp_path: Pa
     assert rlplace.PlacementPlan.load(tmp_path / "x.plan.json").strategy == plan.strategy
 
 
+def test_the_first_three_are_unlike(plan: rlplace.PlacementPlan) -> None:
+    first = [Strategy.from_dict(entry["strategy"]).pipelines[0] for entry in plan.predicted.strategies[:3]]
+    axes = ("tensor", "context")
+    degrees = {
+        (len(one.device_sets), frozenset((len(s.devices), *map(s.axis, axes), s.axis("shard") > 1) for s in one.stages))
+        for one in first
+    }
+    assert len(degrees) == 3
+
+
 def test_calls_make_it_the_same_every_time(plan: rlplace.PlacementPlan, gpt2: tuple[nn.Module, dict]) -> None:
     module, inputs = gpt2
     again = rlplace.place(module, CLUSTER, example_inputs=inputs, batch=32, calls=80, time_limit_s=None)

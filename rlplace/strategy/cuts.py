@@ -93,6 +93,8 @@ class Balance:
             cuts: How a pass is cut on all places, or on each.
             order: Place of every stage.
         """
+        if isinstance(cuts, Cut) and kinds.count(kinds[0]) == len(kinds):  # like places: their order says nothing
+            kinds, order = kinds[:1], (0,) * len(order)
         key = (kinds, cuts, order)
         if key not in self._stages:
             each = cuts if isinstance(cuts, tuple) else (cuts,) * len(kinds)

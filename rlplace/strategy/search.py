@@ -79,6 +79,7 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     """
     tries = Tries(question, calls=calls, time_limit_s=time_limit_s)
     balance = Balance(question.costs, question.cluster)
+    tries.timed = False
     try_one(tries, balance)
     options = sorted(all_options(question, balance), key=lambda option: option.bound_s)
     others, complete, all_kinds = try_uniform(tries, options, balance), True, False
@@ -86,7 +87,7 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     try:
         for tried in try_rivals(tries, options, balance):
             uniform = _better(uniform, tried)
-        all_kinds = True
+        all_kinds = tries.timed = True
         for tried in others:
             uniform = _better(uniform, tried)
             if tries.spent() > UNIFORM_PART and tries.fitting():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,8 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def equal_shares(batch: int, degree: int, space: Space, *, every: bool = False) -> Iterator[Shares]:
+@lru_cache(maxsize=4096)
+def equal_shares(batch: int, degree: int, space: Space, *, every: bool = False) -> tuple[Shares, ...]:
     """All replicas alike, for micro-batch sizes that divide the share.
 
     Args:
@@ -33,11 +35,11 @@ def equal_shares(batch: int, degree: int, space: Space, *, every: bool = False) 
         space: What may be chosen.
         every: Whether all sizes, not just powers of two, the whole and what the space names.
     """
-    if batch % degree == 0:
-        share = batch // degree
-        for size in space.only("microbatch", divisors(share)) if every else _parts(share, space):
-            if _allows(space, (size,), (share // size,)):
-                yield (size,), (share // size,)
+    if batch % degree:
+        return ()
+    share = batch // degree
+    sizes = space.only("microbatch", divisors(share)) if every else _parts(share, space)
+    return tuple(((size,), (share // size,)) for size in sizes if _allows(space, (size,), (share // size,)))
 
 
 def unlike_shares(batch: int, pace_s: NDArray[np.float64], space: Space, lockstep: bool) -> Iterator[Shares]:

@@ -103,6 +103,7 @@ class Tries:
         calls: Evaluations so far.
         best: The best so far; None before the first.
         reasons: Why drafts were refused, with how many there were of each.
+        timed: Whether the clock may end the search.
     """
 
     def __init__(self, question: Question, *, calls: int | None = None, time_limit_s: float | None = None) -> None:
@@ -110,6 +111,7 @@ class Tries:
         self.calls = 0
         self.best: Tried | None = None
         self.reasons: dict[str, int] = {}
+        self.timed = True
         self._most = math.inf if calls is None else calls
         self._limit_s = math.inf if time_limit_s is None else time_limit_s
         self._end_s = math.inf
@@ -126,8 +128,8 @@ class Tries:
         return own
 
     def left(self) -> bool:
-        """Whether there is budget for another evaluation; the clock ends no search that has nothing that fits."""
-        return self.calls < self._most and (not self.fitting() or time.monotonic() < self._end_s)
+        """Whether there is budget for another evaluation; the clock ends only what is `timed` and has something that fits."""
+        return self.calls < self._most and (not self.timed or not self.fitting() or time.monotonic() < self._end_s)
 
     def fitting(self) -> bool:
         """Whether something fits."""

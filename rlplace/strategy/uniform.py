@@ -31,6 +31,9 @@ MOST_UNEVEN = 8
 MOST_HOSTS = 4
 """Hosts of one kind of which every number is tried; of more, powers of two."""
 
+MOST_DEVICES = 64
+"""Of one kind, of which every power of two is tried; of more, one, and from an eighth of them on."""
+
 MOST_KINDS = 4
 """Kinds of devices of which every subset is tried; of more, each alone and all together."""
 
@@ -95,6 +98,8 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
         if len(chosen) > 1:
             counts = {len(own)}
         for count in sorted(counts, reverse=True):
+            if len(own) > MOST_DEVICES and 1 < count < len(own) // 8:
+                continue
             sets[tuple(own[:count])] = None
     return list(sets)
 

@@ -19,6 +19,7 @@ from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.fit import fitted, other_choices
 from rlplace.strategy.moves import Moves
+from rlplace.strategy.published import published_starts
 from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
 from rlplace.strategy.uniform import all_options, kind_of, try_one, try_rivals, try_uniform
@@ -92,7 +93,8 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
             uniform = _better(uniform, tried)
             if tries.spent() > UNIFORM_PART and tries.fitting():
                 break
-        staged = [tried for tried in try_stages(tries, STAGES_PART) if tried is not None]
+        published = [tried for tried in try_published(tries) if tried is not None]
+        staged = published + [tried for tried in try_stages(tries, STAGES_PART) if tried is not None]
         try_unlike(tries, _explore)
         known = list(starts(tries))
         improve(tries, [*known, *sorted(staged, key=lambda tried: tried.step_s)[:STARTS]], balance)
@@ -103,10 +105,22 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     known = tries.known()
     ranked = tuple(tried for tried in known if tried.fits)
     if not ranked:
-        raise _nothing(tries)
+        raise _nothing(tries, bool(options))
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
     return Answer(ranked, uniform, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
+
+
+def try_published(tries: Tries) -> Iterator[Tried | None]:
+    """Starts of published planners as they fit, while there is budget for them; None for those that do not, or are far off.
+
+    Raises:
+        OutOfBudgetError: The budget ended before.
+    """
+    for draft in published_starts(tries.question):
+        if tries.spent() < STAGES_PART:
+            best_s = tries.best.step_s if tries.best is not None and tries.fitting() else math.inf
+            yield fitted(tries, draft, 1.2 * best_s)
 
 
 def _explore(tries: Tries) -> None:
@@ -198,8 +212,8 @@ def _any_uniform(question: Question) -> bool:
     return any(question.space.forbids(option.draft(balance)) is None for option in all_options(question, balance))
 
 
-def _nothing(tries: Tries) -> Exception:
-    """Why no strategy can be the answer."""
+def _nothing(tries: Tries, any_uniform: bool) -> Exception:
+    """Why no strategy can be the answer; `any_uniform`: whether space and batch leave a uniform one."""
     question, best = tries.question, tries.best
     if best is not None and best.over_bytes > 0:
         short = int(best.over_bytes)
@@ -208,7 +222,7 @@ def _nothing(tries: Tries) -> Exception:
             "or larger devices, a smaller batch, or a wider space",
             short_bytes=short,
         )
-    if tries.reasons:
+    if tries.reasons and any_uniform:
         reason = max(tries.reasons, key=lambda text: tries.reasons[text])
         key = reason.removeprefix("space: ")
         return InputError(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from rlplace.cli.common import print_json, print_table, say
-from rlplace.cli.plans import load_placement
 from rlplace.errors import InputError, RlplaceError
 from rlplace.text import gb, ms
 
@@ -55,18 +54,25 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     import torch.distributed as dist
 
     from rlplace.cost.timings import PlanTimings
+    from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.distributed.job.measure import plan_timer
     from rlplace.runtime.distributed.job.measured_trace import write_measured_trace
     from rlplace.runtime.distributed.job.recipe import recipe_of
+    from rlplace.runtime.distributed.job.strategy_timing import time_strategy
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    plans = [(path, load_placement(path)) for path in options.plans]
-    problems = _problems(options, [plan for _, plan in plans], device)
+    plans = [(path, PlacementPlan.load(path)) for path in options.plans]
+    placements = [plan for _, plan in plans if plan.strategy is None]
+    if len(placements) < len(plans):
+        _refuse_options_of_placements(options)
+    problems = _problems(options, placements, device)
     recipe = recipe_of(plans[0][1])
-    loaded = recipe.build("cpu", 0)
-    limits = {"replay": options.replay, "warmup": options.warmup, "repeats": options.repeats}
-    timer = plan_timer(loaded, device, optimizer=recipe.optimizer, **limits)
+    limits = {"warmup": options.warmup, "repeats": options.repeats}
+    timer = None
+    if placements:
+        loaded = recipe.build("cpu", 0)
+        timer = plan_timer(loaded, device, optimizer=recipe.optimizer, replay=options.replay, **limits)
     done: list[PlanTiming] = []
     environment = _environment(device, options)
     for path, plan in plans:
@@ -74,16 +80,26 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
             raise InputError(f"measure: {path} is for another model than {plans[0][0]}; time them in two jobs")
         name = Path(path).name.removesuffix(".plan.json")
         try:
-            timed = timer(plan, problems[plan.problem], name, options.engine)
+            if timer is None or plan.strategy is not None:
+                timing = time_strategy(plan, device, name, cluster=options.cluster, **limits)
+            else:
+                timed = timer(plan, problems[plan.problem], name, options.engine)
+                timing = timed.timing
+                if options.trace and path == plans[0][0] and dist.get_rank() == 0:
+                    write_measured_trace(timed, problems[plan.problem], plan, options.trace)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
-        done.append(timed.timing)
+        done.append(timing)
         if dist.get_rank() == 0:
             PlanTimings(recipe.model, environment, tuple(done)).save(options.out)  # kept if a later plan fails
-            say(f"{name}: {ms(timed.timing.median_s)} ms, predicted {ms(timed.timing.predicted_s)} ms")
-            if options.trace and path == plans[0][0]:
-                write_measured_trace(timed, problems[plan.problem], plan, options.trace)
+            say(f"{name}: {ms(timing.median_s)} ms, predicted {ms(timing.predicted_s)} ms")
     return PlanTimings(recipe.model, environment, tuple(done))
+
+
+def _refuse_options_of_placements(options: argparse.Namespace) -> None:
+    for option in ("replay", "engine", "trace"):
+        if getattr(options, option):
+            raise InputError(f"measure: --{option} goes with plans that place groups; leave it out, or the whole strategies")
 
 
 def _problems(options: argparse.Namespace, plans: list[PlacementPlan], device: torch.device) -> dict[str, Problem]:

@@ -78,7 +78,7 @@ class Space(Record, frozen=True):
                 raise unknown_name("key of space", key, known)
             if key in data:
                 raise InputError(f"space: {key} stands twice; give its values once, separated by commas")
-            data[key] = [int(value) if value.isascii() and value.isdigit() else value for value in values.split(",")]
+            data[key] = [_value(value) for value in values.split(",")]
         return build(Space, data, "space")
 
     def text(self) -> str:
@@ -121,3 +121,8 @@ class Space(Record, frozen=True):
             if not all(self.allows(key, count) for count in counts):
                 return key
         return None
+
+
+def _value(text: str) -> int | str:
+    """A number of a sane length, or a word."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else text

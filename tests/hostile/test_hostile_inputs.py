@@ -53,6 +53,8 @@ FOUND = [
     ("training facts", "training/step-00000003/rlplace.json", b'"optimizers": [{', b'"optimizers": [5, {'),
     ("training facts", "training/step-00000003/rlplace.json", b'"lr": 0.001', b'"lr": "fast"'),
     ("training facts", "training/step-00000003/rlplace.json", b'"random": null', b'"random": [1]'),
+    ("SPACE text", "space2.text", b"8", b"8" * 5000),
+    ("strategy plan", "whole.plan.json", b'"words"', b'"other words"'),
 ]
 
 

@@ -12,6 +12,7 @@ from native_cases import chain, flat
 
 from rlplace.cli.main import main
 from rlplace.cluster.parse import parse
+from rlplace.cost.timings import PlanTimings
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy
@@ -153,9 +154,13 @@ def test_dropout_is_not_compared_under_a_strategy():
 
 
 OTHERS = [
+    (("report", "PLAN", "--out", "x.html"), "plan again with 'rlplace place'"),
+    (("diff", "PLAN", "PLAN"), "plan again with 'rlplace place'"),
+    (("simulate", "PLAN", "--trace", "x.json"), "a whole strategy has none"),
     (("explain", "PLAN", "--group", "transformer.h.0"), "leave --group out"),
     (("explain", "PLAN"), "does not say what its step and its rivals take"),
-    (("measure", "--plans", "PLAN", "--device", "cpu", "--out", "x.timings.json"), "'rlplace run' trains and times it"),
+    (("measure", "--plans", "PLAN", "--device", "cpu", "--out", "x.timings.json"), "needs 4 processes, the job has 1"),
+    (("measure", "--plans", "PLAN", "--replay", "--out", "x.timings.json"), "--replay goes with plans that place groups"),
 ]
 
 
@@ -163,6 +168,23 @@ OTHERS = [
 def test_what_other_verbs_cannot_do(refused, tmp_path, monkeypatch, words, reason):
     monkeypatch.chdir(tmp_path)
     assert reason in refused(WHOLE, *words, world=1)
+
+
+@pytest.mark.slow
+def test_measure_times_strategies_beside_each_other(tmp_path):
+    paths = [tmp_path / f"{name}.plan.json" for name in ("chain", "sharded")]
+    strategies = chain("gpt2", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), flat("gpt2", {"shard": 4}, 3)
+    for path, strategy in zip(paths, strategies, strict=True):
+        plan = strategy_plan(path, strategy)
+        plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
+        plan.save(path)
+    words = ["--device", "cpu", "--repeats", 3, "--out", tmp_path / "x.timings.json", "--json"]
+    code, out, err = torchrun(4, "-m", "rlplace", "measure", "--plans", *paths, *words)
+    assert code == 0, err
+    timings = PlanTimings.load(tmp_path / "x.timings.json")
+    assert json.loads(out)["plans"][1]["name"] == "sharded"
+    assert [(plan.engine, len(plan.step_s), plan.predicted_s) for plan in timings.plans] == [("native", 3, 0.001)] * 2
+    assert [plan.plan for plan in timings.plans] == [PlacementPlan.load(path).fingerprint for path in paths]
 
 
 def test_explain_shows_a_strategy(tmp_path, capsys):

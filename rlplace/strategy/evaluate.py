@@ -93,7 +93,7 @@ class Evaluator:
                 np.zeros(2), np.zeros((places, c.ANSWER)), np.zeros((lanes, places)), np.zeros(places), np.zeros((2, stages)),
             )  # fmt: skip
         done = evaluate_packed(
-            self._packer.rows, self.traffic.tables, frame.stage_place, frame.places, frame.microbatches, frame.row,
+            self._packer.costed.rows, self.traffic.tables, frame.stage_place, frame.places, frame.microbatches, frame.row,
             frame.actions, frame.action_ptr, frame.ways, frame.way_ptr, frame.way_channels,
             frame.room_bytes, frame.room_count, frame.room_ptr, np.array(draft.bounds, dtype=np.int64),
             np.frombuffer(draft.recompute, dtype=np.uint8), np.frombuffer(draft.offload, dtype=np.uint8), ties.seconds,

@@ -12,28 +12,26 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.strategy import columns as c
-from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, FULL, BlockCosts, Floats
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.costs import BlockCosts, Floats
+from rlplace.strategy.drafts import Draft
 from rlplace.strategy.meshes import (
     borders,
     check_draft,
-    copy_degree,
-    copy_groups,
-    expert_share_degree,
-    expert_share_groups,
     lanes,
     places_of,
     share_degree,
-    share_groups,
     stage_actions,
-    tensor_groups,
     tie_groups,
 )
 from rlplace.strategy.reference_blocks import tie_part
-from rlplace.strategy.traffic import Traffic, table_s, tables_s
+from rlplace.strategy.rows import Rows
+from rlplace.strategy.traffic import Traffic, table_s
 
 KEPT_BYTES, KEPT_FRAMES = 256 << 20, 5_000
 """Above one of these, what is kept is forgotten: rows and actions, and frames."""
+
+
+KIND_OF = {letter: number for number, letter in enumerate(c.KINDS)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,16 +91,14 @@ class Frame:
 
 
 class Packer:
-    """Makes frames and rows of costs.
+    """Makes frames.
 
     Attributes:
-        rows: float64 [rows, B, ROW]; grows.
+        costed: Rows of costs, which frames refer to.
     """
 
     def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> None:
         self.costs, self.cluster, self.traffic = costs, cluster, traffic
-        number = {name: kind for kind, name in enumerate(costs.kinds)}
-        self._kind = [number[str(device.kind)] for device in cluster.devices]
         self._room = [
             np.inf if device.memory_bytes is None else float(device.memory_bytes - device.reserved_bytes)
             for device in cluster.devices
@@ -111,16 +107,12 @@ class Packer:
         self._forget()
 
     def _forget(self) -> None:
-        self.rows = np.zeros((8, len(self.costs.names), c.ROW))
-        self._row_of: dict[object, int] = {}
+        self.costed = Rows(self.costs, self.cluster, self.traffic)
         self._frames: dict[object, Frame] = {}
         self._actions: dict[object, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
+        self._lists: dict[object, tuple[NDArray[np.int32], list[int]]] = {}
         self._action_bytes = 0
         self._ways: dict[object, tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
-        self._seat_of: dict[Place, int] = {}
-        self._seats: dict[object, int] = {}
-        self._place: dict[int, list[float]] = {}
-        self._tables: dict[int, tuple[int, ...]] = {}
 
     def frame(self, draft: Draft) -> Frame:
         """The frame of a draft.
@@ -132,7 +124,7 @@ class Packer:
         frame = self._frames.get(key)
         if frame is None:
             check_draft(draft, self.cluster, len(self.costs.names))
-            if self.rows.nbytes + self._action_bytes > KEPT_BYTES or len(self._frames) >= KEPT_FRAMES:
+            if self.costed.size_bytes + self._action_bytes > KEPT_BYTES or len(self._frames) >= KEPT_FRAMES:
                 self._forget()
             frame = self._frames[key] = self._make(draft)
         return frame
@@ -147,7 +139,9 @@ class Packer:
     def _make(self, draft: Draft) -> Frame:
         differ: dict[tuple[int, tuple[int, ...]], list[list[int]]] = {}
         for lane in lanes(draft):
-            rows = tuple(self._row(place, replicas) for place, replicas in zip(draft.places, lane.replicas, strict=True))
+            rows = tuple(
+                self.costed.number(place, replicas) for place, replicas in zip(draft.places, lane.replicas, strict=True)
+            )
             inside = differ.setdefault((lane.microbatches, rows), [[] for _ in draft.places])
             for place, replicas in enumerate(lane.replicas):
                 inside[place] += [device for _, own in replicas for device in own]
@@ -158,7 +152,7 @@ class Packer:
         ways, way_ptr, way_channels = self._ways_of(draft)
         return Frame(
             stage_place=np.array(draft.place_of_stage, dtype=np.int64),
-            places=np.array([self._place_row(place) for place in draft.places]),
+            places=np.array([self.costed.place(place) for place in draft.places]),
             microbatches=np.array(counts, dtype=np.int64),
             row=np.array([key[1] for key in differ], dtype=np.int64),
             actions=actions,
@@ -198,106 +192,21 @@ class Packer:
         """Actions of all places with each of these numbers of micro-batches, and where each of them begins."""
         key = draft.place_of_stage, draft.schedule, counts
         if key not in self._actions:
-            kind = {letter: number for number, letter in enumerate(c.KINDS)}
-            rows = [row for count in counts for row in stage_actions(draft, count)]
-            flat = [(stage, kind[letter], n) for row in rows for stage, letter, n in row]
-            self._actions[key] = np.array(flat, dtype=np.int32), _starts(rows)
-            self._action_bytes += self._actions[key][0].nbytes
+            made = [self._listed(draft, count) for count in counts]
+            flat = np.concatenate([actions for actions, _ in made])
+            self._actions[key] = flat, np.array([0, *accumulate(length for _, lengths in made for length in lengths)])
+            self._action_bytes += flat.nbytes
         return self._actions[key]
 
-    def _seat(self, place: Place) -> int:
-        """A number that places alike in axes, devices and links have in common."""
-        if place not in self._seat_of:
-            axes = (place.replicate, place.shard, place.context, place.tensor, place.expert, place.sharding)
-            alike = axes, self.traffic.alike((place.devices,))
-            self._seat_of[place] = self._seats.setdefault(alike, len(self._seats))
-        return self._seat_of[place]
-
-    def _place_row(self, place: Place) -> list[float]:
-        seat = self._seat(place)
-        if seat not in self._place:
-            traffic = self.traffic
-            row = [0.0] * c.PLACE
-            row[c.SHARDING], row[c.SHARE], row[c.COPIES] = place.sharding, share_degree(place), copy_degree(place)
-            both = "all_gather", "reduce_scatter"
-            row[c.GATHER_TABLE], row[c.SCATTER_TABLE] = traffic.collectives(both, share_groups(place))
-            row[c.EXPERT_SHARE] = expert_share_degree(place)
-            if place.expert > 1:
-                tables = traffic.collectives(both, expert_share_groups(place))
-                row[c.EXPERT_GATHER_TABLE], row[c.EXPERT_SCATTER_TABLE] = tables
-            row[c.REDUCE_TABLE] = traffic.collective("all_reduce", copy_groups(place))
-            row[c.HOST_RATE] = min(traffic.host_bytes_per_s(device) for device in place.devices)
-            row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
-            row[c.ITEM] = self.costs.held(place.tensor, place.expert).gradient_item
-            self._place[seat] = row
-        return self._place[seat]
-
-    def _row(self, place: Place, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> int:
-        """Number of the row of a place's replicas in a lane."""
-        passes = {(samples, kind) for samples, devices in replicas for kind in {self._kind[device] for device in devices}}
-        grouped = place.tensor * place.context * place.expert > 1
-        key = (
-            frozenset(passes), place.tensor, place.sequence_parallel, place.context, place.expert,
-            self._tensor_tables(place) if grouped else None,
-        )  # fmt: skip
-        number = self._row_of.get(key)
-        if number is None:
-            number = self._row_of[key] = len(self._row_of)
-            if number == len(self.rows):
-                self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
-            self._fill(self.rows[number], place, passes)
-        return number
-
-    def _tensor_tables(self, place: Place) -> tuple[int, ...]:
-        """Number of the table of each kind of collective inside blocks."""
-        seat = self._seat(place)
-        if seat not in self._tables:
-            tables: list[int] = []
-            for kinds in (range(CONTEXT_GATHER), range(CONTEXT_GATHER, EXPERT_ALL_TO_ALL), (EXPERT_ALL_TO_ALL,)):
-                names = [COLLECTIVE_KINDS[kind] for kind in kinds]
-                tables += self.traffic.collectives(names, tensor_groups(place, kinds[0]))
-            self._tables[seat] = tuple(tables)
-        return self._tables[seat]
-
-    def _fill(self, row: Floats, place: Place, passes: set[tuple[int, int]]) -> None:
-        """Every column: the most that any of the passes (samples, device kind) takes."""
-
-        def most(column: int, values: NDArray) -> None:
-            np.maximum(row[:, column], values, out=row[:, column])
-
-        held = self.costs.held(place.tensor, place.expert)
-        row[:, c.WEIGHTS], row[:, c.GRADIENTS], row[:, c.OPTIMIZER] = (
-            held.weight_bytes, held.gradient_bytes, held.optimizer_bytes,
-        )  # fmt: skip
-        row[:, c.EXPERT_WEIGHTS : c.EXPERT_OPTIMIZER + 1] = held.expert_bytes.T
-        for samples, kind in passes:
-            one = self.costs.passes(kind, place.cut(samples))
-            forward, backward = (self._moved(place, one.collective_bytes[way], one.collective_calls[way]) for way in range(2))
-            most(c.FORWARD, one.forward_s)
-            most(c.FORWARD_TENSOR, forward)
-            most(c.BACKWARD_TENSOR, backward)
-            most(c.BACKWARD_TENSOR_FULL, backward + forward)
-            most(c.WEIGHT, one.weight_s)
-            most(c.SENT, one.sent_bytes)
-            most(c.RETURNED, one.returned_bytes)
-            most(c.UPDATE, self.costs.update_s(kind, place.tensor, place.expert))
-            for how in range(FULL + 1):
-                most(c.BACKWARD + how, one.backward_s + one.again_s[how])
-                most(c.AGAIN + how, one.again_s[how])
-                most(c.KEPT + how, one.kept_bytes[how])
-                most(c.WORKING_FORWARD + how, one.working_bytes[0, how])
-                most(c.WORKING_BACKWARD + how, one.working_bytes[1, how])
-
-    def _moved(self, place: Place, sizes: Floats, calls: Floats) -> Floats:
-        """Seconds of the collectives inside blocks [B] in one pass; sizes and calls [K, B]."""
-        total = np.zeros(sizes.shape[1])
-        for kind in range(len(COLLECTIVE_KINDS)):
-            here = (sizes[kind] > 0.0) & (calls[kind] > 0.0)
-            if here.any():
-                number = self._tensor_tables(place)[kind]
-                table = self.traffic.tables[number]
-                total[here] += calls[kind, here] * tables_s(table, sizes[kind, here] / calls[kind, here])
-        return total
+    def _listed(self, draft: Draft, count: int) -> tuple[NDArray[np.int32], list[int]]:
+        """Actions with so many micro-batches, and how many each place has."""
+        key = draft.place_of_stage, draft.schedule, count
+        if key not in self._lists:
+            rows = stage_actions(draft, count)
+            flat = [(stage, KIND_OF[letter], n) for row in rows for stage, letter, n in row]
+            self._lists[key] = np.array(flat, dtype=np.int32), [len(row) for row in rows]
+            self._action_bytes += self._lists[key][0].nbytes
+        return self._lists[key]
 
     def _tie(self, draft: Draft, held: Sequence[Sequence[int]]) -> Ties:
         seconds: list[float] = []

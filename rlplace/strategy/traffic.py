@@ -52,8 +52,10 @@ def table_s(table: NDArray[np.float64], size_bytes: float) -> float:
     return float(below + (table[at + 1] - below) * ((size_bytes - low) / width))
 
 
-def tables_s(table: NDArray[np.float64], size_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """As `table_s`, for many sizes above 0."""
+def tables_s(
+    table: NDArray[np.float64], size_bytes: NDArray[np.float64], number: NDArray[np.int64] | None = None
+) -> NDArray[np.float64]:
+    """As `table_s`, for many sizes above 0; with numbers, each from that row of several tables."""
     mantissa, exponent = np.frexp(size_bytes)
     below, beyond = exponent <= FIRST_OCTAVE, exponent > LAST
     part = np.where(beyond, 3, ((mantissa - 0.5) * 8.0).astype(np.int64))
@@ -61,9 +63,10 @@ def tables_s(table: NDArray[np.float64], size_bytes: NDArray[np.float64]) -> NDA
     low = np.where(below, 0.0, np.where(beyond, 0.875, 0.5 + part * 0.125) * power)
     width = np.where(below, 2.0**FIRST_OCTAVE, 0.125 * power)
     at = np.where(below, 0, np.where(beyond, 4 * OCTAVES, 1 + 4 * (exponent - 1 - FIRST_OCTAVE) + part))
+    first, second = (table[place] if number is None else table[number, place] for place in (at, at + 1))
     with np.errstate(invalid="ignore"):
-        seconds = table[at] + (table[at + 1] - table[at]) * ((size_bytes - low) / width)
-    return np.where(table[at] == np.inf, np.inf, seconds)
+        seconds = first + (second - first) * ((size_bytes - low) / width)
+    return np.where(first == np.inf, np.inf, seconds)
 
 
 class Way(NamedTuple):

@@ -1,0 +1,135 @@
+"""Rows of costs by place: what every block takes in a pass of the slowest replica, and what a place is like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlplace.cluster import Cluster
+from rlplace.strategy import columns as c
+from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, BlockCosts, Floats, PassCosts
+from rlplace.strategy.drafts import Place
+from rlplace.strategy.meshes import (
+    copy_degree,
+    copy_groups,
+    expert_share_degree,
+    expert_share_groups,
+    share_degree,
+    share_groups,
+    tensor_groups,
+)
+from rlplace.strategy.traffic import Traffic, tables_s
+
+
+class Rows:
+    """Makes rows when they are first asked for, and keeps them.
+
+    Attributes:
+        rows: float64 [rows, B, ROW]; grows.
+    """
+
+    def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> None:
+        self.costs, self.traffic = costs, traffic
+        number = {name: kind for kind, name in enumerate(costs.kinds)}
+        self._kind = [number[str(device.kind)] for device in cluster.devices]
+        self.rows = np.zeros((8, len(costs.names), c.ROW))
+        self._row_of: dict[object, int] = {}
+        self._passes: dict[object, Floats] = {}
+        self._seat_of: dict[Place, int] = {}
+        self._seats: dict[object, int] = {}
+        self._place: dict[int, list[float]] = {}
+        self._tables: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def size_bytes(self) -> float:
+        """What is kept."""
+        return self.rows.nbytes * (1 + len(self._passes) / len(self.rows))
+
+    def _seat(self, place: Place) -> int:
+        """A number that places alike in axes, devices and links have in common."""
+        if place not in self._seat_of:
+            axes = (place.replicate, place.shard, place.context, place.tensor, place.expert, place.sharding)
+            alike = axes, self.traffic.alike((place.devices,))
+            self._seat_of[place] = self._seats.setdefault(alike, len(self._seats))
+        return self._seat_of[place]
+
+    def place(self, place: Place) -> list[float]:
+        seat = self._seat(place)
+        if seat not in self._place:
+            traffic = self.traffic
+            row = [0.0] * c.PLACE
+            row[c.SHARDING], row[c.SHARE], row[c.COPIES] = place.sharding, share_degree(place), copy_degree(place)
+            both = "all_gather", "reduce_scatter"
+            row[c.GATHER_TABLE], row[c.SCATTER_TABLE] = traffic.collectives(both, share_groups(place))
+            row[c.EXPERT_SHARE] = expert_share_degree(place)
+            if place.expert > 1:
+                tables = traffic.collectives(both, expert_share_groups(place))
+                row[c.EXPERT_GATHER_TABLE], row[c.EXPERT_SCATTER_TABLE] = tables
+            row[c.REDUCE_TABLE] = traffic.collective("all_reduce", copy_groups(place))
+            row[c.HOST_RATE] = min(traffic.host_bytes_per_s(device) for device in place.devices)
+            row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
+            row[c.ITEM] = self.costs.held(place.tensor, place.expert).gradient_item
+            self._place[seat] = row
+        return self._place[seat]
+
+    def number(self, place: Place, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> int:
+        """Number of the row of a place's replicas in a lane."""
+        passes = {(samples, kind) for samples, devices in replicas for kind in {self._kind[device] for device in devices}}
+        grouped = place.tensor * place.context * place.expert > 1
+        key = (
+            frozenset(passes), place.tensor, place.sequence_parallel, place.context, place.expert,
+            self._tensor_tables(place) if grouped else None,
+        )  # fmt: skip
+        number = self._row_of.get(key)
+        if number is None:
+            number = self._row_of[key] = len(self._row_of)
+            if number == len(self.rows):
+                self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+            for samples, kind in passes:
+                np.maximum(self.rows[number], self._pass(place, samples, kind), out=self.rows[number])
+        return number
+
+    def _tensor_tables(self, place: Place) -> tuple[int, ...]:
+        """Number of the table of each kind of collective inside blocks."""
+        seat = self._seat(place)
+        if seat not in self._tables:
+            tables: list[int] = []
+            for kinds in (range(CONTEXT_GATHER), range(CONTEXT_GATHER, EXPERT_ALL_TO_ALL), (EXPERT_ALL_TO_ALL,)):
+                names = [COLLECTIVE_KINDS[kind] for kind in kinds]
+                tables += self.traffic.collectives(names, tensor_groups(place, kinds[0]))
+            self._tables[seat] = tuple(tables)
+        return self._tables[seat]
+
+    def _pass(self, place: Place, samples: int, kind: int) -> Floats:
+        """float64 [B, ROW], a pass of so many samples on a device of that kind."""
+        cut = place.cut(samples)
+        key = kind, cut, self._tensor_tables(place)
+        if key in self._passes:
+            return self._passes[key]
+        row = self._passes[key] = np.zeros(self.rows.shape[1:])
+        one, held = self.costs.passes(kind, cut), self.costs.held(place.tensor, place.expert)
+        forward, backward = self._moved(place, one)
+        for column, values in (
+            (c.WEIGHTS, held.weight_bytes), (c.GRADIENTS, held.gradient_bytes), (c.OPTIMIZER, held.optimizer_bytes),
+            (c.FORWARD, one.forward_s), (c.FORWARD_TENSOR, forward), (c.BACKWARD_TENSOR, backward),
+            (c.BACKWARD_TENSOR_FULL, backward + forward), (c.WEIGHT, one.weight_s), (c.SENT, one.sent_bytes),
+            (c.RETURNED, one.returned_bytes), (c.UPDATE, self.costs.update_s(kind, place.tensor, place.expert)),
+        ):  # fmt: skip
+            row[:, column] = values
+        for column, several in (
+            (c.EXPERT_WEIGHTS, held.expert_bytes), (c.BACKWARD, one.backward_s + one.again_s), (c.AGAIN, one.again_s),
+            (c.KEPT, one.kept_bytes), (c.WORKING_FORWARD, one.working_bytes[0]), (c.WORKING_BACKWARD, one.working_bytes[1]),
+        ):  # fmt: skip
+            row[:, column : column + len(several)] = several.T
+        return row
+
+    def _moved(self, place: Place, one: PassCosts) -> Floats:
+        """float64 [2, B], seconds of the collectives inside blocks in one pass, forward and backward."""
+        seconds = np.zeros(one.collective_bytes.shape)
+        here = (one.collective_bytes > 0.0) & (one.collective_calls > 0.0)
+        if here.any():
+            number = np.array(self._tensor_tables(place))[np.nonzero(here)[1]]
+            calls = one.collective_calls[here]
+            seconds[here] = calls * tables_s(self.traffic.tables, one.collective_bytes[here] / calls, number)
+        return seconds.sum(axis=1)

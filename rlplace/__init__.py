@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlplace.explaining.explain import explain
     from rlplace.graph.capture import capture
     from rlplace.graph.opgraph import OpGraph
+    from rlplace.integrations.trainer import distribute_accelerator, distribute_trainer
     from rlplace.placing import place
     from rlplace.plan.plan import PlacementPlan
     from rlplace.plan.strategy import Strategy
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from rlplace.reporting.report import report
     from rlplace.runtime.apply import apply
     from rlplace.runtime.distributed.distribute import distribute
-    from rlplace.runtime.distributed.job.trainer import distribute_accelerator, distribute_trainer
     from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
     from rlplace.simulator import simulate, simulate_many
     from rlplace.simulator.expand import expand
@@ -57,8 +57,8 @@ _PUBLIC = {
     "capture": "rlplace.graph.capture",
     "diff": "rlplace.explaining.difference",
     "distribute": "rlplace.runtime.distributed.distribute",
-    "distribute_accelerator": "rlplace.runtime.distributed.job.trainer",
-    "distribute_trainer": "rlplace.runtime.distributed.job.trainer",
+    "distribute_accelerator": "rlplace.integrations.trainer",
+    "distribute_trainer": "rlplace.integrations.trainer",
     "expand": "rlplace.simulator",
     "explain": "rlplace.explaining.explain",
     "load_agent": "rlplace.agents.planner",

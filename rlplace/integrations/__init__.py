@@ -1,4 +1,4 @@
-"""rlplace inside other tools: accelerate, torch pipelining, torchtitan (docs/plugins.md).
+"""rlplace inside other tools: transformers' Trainer, accelerate, torch pipelining, torchtitan (docs/plugins.md).
 
 Names are loaded on first use.
 """

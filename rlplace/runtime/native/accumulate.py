@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,27 +22,45 @@ class Accumulation:
 
     Args:
         root: The model as `wrap_stage` returned it.
+        device: Where it computes.
         every_pass: Reduce gradients after every micro-batch (levels 2 and 3), not once a step.
     """
 
-    def __init__(self, root: nn.Module, *, every_pass: bool) -> None:
-        self._root, self._every_pass = root, every_pass
+    def __init__(self, root: nn.Module, device: torch.device, *, every_pass: bool) -> None:
+        self._root, self._device, self._every_pass = root, device, every_pass
         self.keeps_gradients = isinstance(root, DistributedDataParallel)
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
         """Forward and backward of every micro-batch; returns the weighted sum of their losses."""
         losses = []
-        for number, one in enumerate(passes):
-            last = number == len(passes) - 1
-            with _reducing(self._root, last or self._every_pass, last):
-                value = loss(self._root(**one.inputs), one.part) * one.weight
-                value.backward()  # type: ignore[no-untyped-call]
-            losses.append(value.detach())
+        with forward_autocast(self._device) as region:
+            for number, one in enumerate(passes):
+                last = number == len(passes) - 1
+                with _reducing(self._root, last or self._every_pass, last):
+                    with region():
+                        value = loss(self._root(**one.inputs), one.part) * one.weight
+                    value.backward()  # type: ignore[no-untyped-call]
+                losses.append(value.detach())
         return torch.stack(losses).sum()
 
     def evaluate(self, passes: Sequence[Pass]) -> list[Any]:
         """What the model returns for every micro-batch."""
         return [self._root(**one.inputs) for one in passes]
+
+
+Region = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@contextlib.contextmanager
+def forward_autocast(device: torch.device) -> Iterator[Region]:
+    """Switches the caller's autocast off for a step; what it yields switches it on again, for forwards alone.
+
+    Weights that were cast are not kept from pass to pass: `fully_shard` would miss gradients through a kept copy.
+    """
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 @contextlib.contextmanager

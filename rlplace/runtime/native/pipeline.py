@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.plan.chain import check_chain
 from rlplace.plan.strategy import Pipeline
-from rlplace.runtime.native.accumulate import Loss
+from rlplace.runtime.native.accumulate import Loss, Region, forward_autocast
 from rlplace.runtime.native.batches import Batch, Pass, signature_of
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
@@ -52,6 +52,7 @@ class StageModule(nn.Module):
         leaves: Flat inputs of each.
         number: The one that runs.
         loss: Of the step that runs; None: the last stage returns the model's flat outputs.
+        region: The caller's autocast.
     """
 
     def __init__(self, body: nn.Module) -> None:
@@ -61,6 +62,7 @@ class StageModule(nn.Module):
         self.leaves: Sequence[list[Any]] = ()
         self.number = 0
         self.loss: Loss | None = None
+        self.region: Region = contextlib.nullcontext
         self._inputs: tuple[int, ...] = ()
         self._out_spec: Any = None
         self._last = False
@@ -70,10 +72,14 @@ class StageModule(nn.Module):
         stage = recorded.stages[number]
         self.body, self._inputs = recorded.bodies[number], stage.inputs
         self._out_spec, self._last = recorded.out_spec, not stage.given
-        self.passes, self.leaves, self.loss = passes, leaves, loss
+        self.passes, self.leaves, self.loss, self.region = passes, leaves, loss, contextlib.nullcontext
 
     def forward(self, *taken: torch.Tensor) -> Any:
         """What the stage hands on; the weighted loss, in one dimension, on the last."""
+        with self.region():
+            return self._forward(*taken)
+
+    def _forward(self, *taken: torch.Tensor) -> Any:
         one, leaves = self.passes[self.number], self.leaves[self.number]
         values = self.body(*taken, *(leaves[position] for position in self._inputs))
         if not self._last:  # a split backward detaches what was handed on, which torch does not do with views
@@ -150,7 +156,10 @@ class PipelineRun:
         losses: list[torch.Tensor] = []
         self._begin(recorded, passes, loss)
         target = torch.arange(len(passes))
-        self._schedules[key, len(passes)].step(target=target, losses=losses, return_outputs=False)
+        with forward_autocast(self._place.device) as region:
+            for root in self._roots.values():
+                root.region = region
+            self._schedules[key, len(passes)].step(target=target, losses=losses, return_outputs=False)
         self._begin(recorded, (), None)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._place.device)
 

@@ -209,7 +209,7 @@ def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_
     if layouts is not None:
         _lay_out(layouts, captured, found, stage, place)
     root = wrap_stage(model, found, stage, place, pipelined=False)
-    runner = Accumulation(root, every_pass=stage.sharding > 1)
+    runner = Accumulation(root, place.device, every_pass=stage.sharding > 1)
     return NativeModel(strategy, place, {0: model}, runner, tuple(example_inputs), [model])
 
 

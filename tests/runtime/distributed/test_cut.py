@@ -34,17 +34,16 @@ def graphs():
     return get
 
 
-def cut_of(graphs, name, grain, **options):
+def cut_of(graphs, name, **options):
     model, inputs, graph = graphs(name)
     plan = plan_of(model, inputs, **options)
-    return cut_graph(graph, assign(graph, planned_placements(plan), None, planned_groups(plan)), grain)
+    return cut_graph(graph, assign(graph, planned_placements(plan), None, planned_groups(plan)))
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("grain", ["stage", "group"])
-def test_segments_hold_every_node_once_and_follow_what_they_read(graphs, name, grain):
+def test_segments_hold_every_node_once_and_follow_what_they_read(graphs, name):
     for seed in range(3):
-        cut = cut_of(graphs, name, grain, devices=3, groups=None, seed=seed)
+        cut = cut_of(graphs, name, devices=3, groups=None, seed=seed)
         nodes = [node for segment in cut.segments for node in segment.nodes]
         assert len(nodes) == len(set(nodes))
         for segment in cut.segments:
@@ -58,10 +57,9 @@ def test_segments_hold_every_node_once_and_follow_what_they_read(graphs, name, g
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("grain", ["stage", "group"])
-def test_segments_one_after_the_other_compute_what_the_model_computes(graphs, name, grain):
+def test_segments_one_after_the_other_compute_what_the_model_computes(graphs, name):
     model, inputs, graph = graphs(name)
-    cut = cut_of(graphs, name, grain, devices=3, groups=None, seed=5)
+    cut = cut_of(graphs, name, devices=3, groups=None, seed=5)
     buffers = {key: value.clone() for key, value in model.named_buffers()}
     expected = torch.utils._pytree.tree_leaves(model(**inputs))
     for key, value in model.named_buffers():
@@ -80,17 +78,11 @@ def test_segments_one_after_the_other_compute_what_the_model_computes(graphs, na
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)  # kernels differ where no gradient is needed
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
-def test_stages_of_a_chain_are_one_segment_each(graphs, name):
-    cut = cut_of(graphs, name, "stage", devices=3, groups=6, deal="chain")
-    assert [segment.placement.device for segment in cut.segments] == [0, 1, 2]
-
-
 def test_joining_groups_in_a_row_never_delays_another_device(graphs):
-    coarse = cut_of(graphs, "gpt2", "group", devices=2, groups=12, deal="chain")
-    fine = cut_of(graphs, "gpt2", "group", devices=2, groups=12, deal=[0, 1] * 6)
+    coarse = cut_of(graphs, "gpt2", devices=2, groups=12, deal="chain")
+    fine = cut_of(graphs, "gpt2", devices=2, groups=12, deal=[0, 1] * 6)
     assert len(coarse.segments) < 12 <= len(fine.segments)
-    alone = cut_of(graphs, "gpt2", "group", devices=1, groups=12, deal="chain")
+    alone = cut_of(graphs, "gpt2", devices=1, groups=12, deal="chain")
     assert len(alone.segments) == 1  # nobody waits for anything
 
 
@@ -98,7 +90,7 @@ def test_joining_groups_in_a_row_never_delays_another_device(graphs):
 @pytest.mark.parametrize("name", ["t5", "awkward", "lstm"])
 def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name, schedule):
     deal = "random" if schedule == "list" else "chain"
-    cut = cut_of(graphs, name, "group", devices=3, groups=8, deal=deal, seed=2)
+    cut = cut_of(graphs, name, devices=3, groups=8, deal=deal, seed=2)
     order = step_order(cut, 3, schedule)
     assert len(set(order)) == len(order)
     position = {step: index for index, step in enumerate(order)}
@@ -138,7 +130,7 @@ def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name,
 
 
 def test_without_a_backward_only_outputs_are_kept(graphs):
-    cut = cut_of(graphs, "t5", "group", devices=2, groups=8, deal="random", seed=2)
+    cut = cut_of(graphs, "t5", devices=2, groups=8, deal="random", seed=2)
     order = step_order(cut, 2, "list", training=False)
     for device in range(2):
         turns = turns_of(cut, order, device)
@@ -150,7 +142,7 @@ def test_without_a_backward_only_outputs_are_kept(graphs):
 
 
 def test_gpipe_runs_all_forwards_of_a_stage_first(graphs):
-    cut = cut_of(graphs, "gpt2", "group", devices=2, groups=6, deal="chain")
+    cut = cut_of(graphs, "gpt2", devices=2, groups=6, deal="chain")
     order = step_order(cut, 4, "gpipe")
     for device in range(2):
         kinds = [step.backward for step in order if cut.segments[step.segment].placement.device == device]

@@ -98,14 +98,26 @@ def loop(case, folder):
     model.load_state_dict(plain.state_dict())
     with torch.no_grad():
         found["loaded"] = abs(model(**batch(8)).loss.item() - plain(**batch(8)).loss.item())
-    with torch.autocast("cpu", torch.bfloat16):
-        output, expected = model(**batch(8)), plain(**batch(8))
-    found["autocast"] = 1e-6 * abs(output.loss.item() - expected.loss.item())
     return found
 
 
+def mixed(case):
+    """Relative differences of loss and norm of the gradients under autocast; autocast leaves double precision as it is."""
+    plain = native_worker.make("gpt2").float()
+    inputs = {key: value[: CASES[case]["microbatch"][0]] for key, value in batch(8).items()}
+    model = rlplace.distribute(copy.deepcopy(plain), plan_of(CASES[case]), inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, expected = model(**batch(8)).loss, plain(**batch(8)).loss
+    assert loss.item() != plain(**batch(8)).loss.item()
+    loss.backward()
+    expected.backward()
+    norm, wanted = model.clip_grad_norm_(1e9), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    assert {native_worker.local(p.grad).dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    return abs(loss.item() / expected.item() - 1), abs(norm.item() / wanted.item() - 1)
+
+
 def loops(folder):
-    return {case: loop(case, folder) for case in CASES}
+    return {case: loop(case, folder) | {"mixed": mixed(case)} for case in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -117,5 +129,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_a_loop_computes_what_the_model_does(case, results):
     for result in results:
+        loss, norm = result[case].pop("mixed")
+        assert loss < 5e-3 and norm < 3e-2
         worst = max(result[case], key=result[case].get)
         assert result[case][worst] < 1e-5, (worst, result[case])

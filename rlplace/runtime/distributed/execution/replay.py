@@ -73,7 +73,7 @@ def make(setup: Setup) -> ChosenEngine:
     if setup.problem is None:
         raise InputError("distribute: replay needs the problem that the plan was made for; give problem=")
     slept = expected_of(setup.problem if setup.replayed is None else setup.replayed)
-    return make_segments(setup, "replay", "group", partial(ReplayEngine, slept))
+    return make_segments(setup, "replay", partial(ReplayEngine, slept))
 
 
 def sleep_until(end_s: float) -> None:

@@ -1,13 +1,9 @@
 """Cuts a forward graph into segments: what one process runs without waiting for another.
 
-A segment is a set of nodes of one stage on one device of the plan. The graph of segments is acyclic, so that each of them can
-run as one autograd graph: first the nodes are layered by how often the path to them changes its placement, then segments of one
-placement are joined as long as no cycle comes of it.
-
-Two grains: by stage, everything is joined that can be, so that a stage of a pipeline is one segment, and a plan that goes back
-and forth between devices gets several per device. By group, a segment is a group of the plan, or several in a row where joining
-them delays nobody: no other device waits for what the first makes, and none makes what the second reads. That is how the
-simulator runs a plan.
+A segment is a group of the plan, or several in a row on one device where joining them delays nobody: no other device waits for
+what the first makes, and none makes what the second reads. That is how the simulator runs a plan. The graph of segments is
+acyclic, so that each of them can run as one autograd graph: first the nodes are layered by how often the path to them changes
+its placement, then segments of one placement are joined as long as no cycle comes of it.
 """
 
 from __future__ import annotations
@@ -79,22 +75,18 @@ class Cut:
         return {self.maker[name] for name in segment.reads}
 
 
-GRAINS = ("stage", "group")
-
-
-def cut_graph(graph: ForwardGraph, assignment: Assignment, grain: str = "stage") -> Cut:
+def cut_graph(graph: ForwardGraph, assignment: Assignment) -> Cut:
     """Cuts a graph where the placement of its nodes changes.
 
     Args:
         graph: The graph.
         assignment: Spots and groups of its nodes.
-        grain: One of `GRAINS`, see the top of the file.
 
     Raises:
         InputError: A value that is no single tensor would have to cross a cut.
     """
     nodes = [node for node in graph.module.graph.nodes if node.name in assignment.placement]
-    segment_of = _segments(nodes, assignment, grain)
+    segment_of = _segments(nodes, assignment)
     position = {name: number for number, name in enumerate(graph.inputs)}
     held = graph.held_of_node
     returned = {name for name in graph.outputs if isinstance(name, str)} | ({graph.loss} if graph.loss else set())
@@ -152,14 +144,14 @@ def cut_graph(graph: ForwardGraph, assignment: Assignment, grain: str = "stage")
     )
 
 
-def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str) -> dict[fx.Node, int]:
+def _segments(nodes: list[fx.Node], assignment: Assignment) -> dict[fx.Node, int]:
     """Segment number of every node, in topological order of the segments."""
     unit = {node: assignment.unit[node.name] for node in nodes}
     inputs: dict[int, set[int]] = {}
     for node in nodes:
         inputs.setdefault(unit[node], set()).update(unit[other] for other in node.all_input_nodes if other in unit)
     placement = {unit[node]: assignment.placement[node.name] for node in nodes}
-    group = {unit[node]: assignment.group[node.name] if grain == "group" else 0 for node in nodes}
+    group = {unit[node]: assignment.group[node.name] for node in nodes}
     kind = {number: (placement[number], group[number]) for number in inputs}
     level: dict[int, int] = {}
     for number in topological(inputs):
@@ -175,9 +167,7 @@ def _segments(nodes: list[fx.Node], assignment: Assignment, grain: str) -> dict[
         for other in before:
             if class_of[other] != class_of[number]:
                 edges[class_of[other]].add(class_of[number])
-    merged = join_acyclic(edges, kinds)
-    if grain == "group":
-        merged = _merge_rows(edges, kinds, merged)
+    merged = _merge_rows(edges, kinds, join_acyclic(edges, kinds))
     joined = {number: merged[class_of[number]] for number in inputs}
     before_of: dict[int, set[int]] = {index: set() for index in set(joined.values())}
     for number, before in inputs.items():

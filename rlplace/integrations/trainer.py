@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from rlplace.errors import InputError, MissingError
+from rlplace.integrations.trainer_files import use_whole_files
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.forward_graph import Graphs
 from rlplace.runtime.distributed.graph.inputs import micro_batch
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.state.trainer_files import use_whole_files
 from rlplace.runtime.distributed.state.whole_state import whole_state_dict
 
 if TYPE_CHECKING:

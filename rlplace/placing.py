@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, whole_number
-from rlplace.graph.sizes import resize_batch
+from rlplace.graph.sizes import at_batch, resize_batch
 from rlplace.placements import Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners import get_planner
@@ -124,7 +124,7 @@ def place(
                 f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out"
             )
         graph, capture_at = _captured(target, example_inputs, loss, optimizer)
-        graph = _of_batch(graph, capture_at, batch, options)
+        graph = at_batch(graph, capture_at, batch, options.pop("microbatch", None), options.get("microbatches", 1))
         pricing = {"groups": groups, "weight_gradients": weight_gradients, "costs": costs, "host": host}
         priced = (
             Priced.graph(graph, machine, **pricing)
@@ -238,41 +238,3 @@ def _captured(
         raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
     whole = capture(target, inputs, loss=loss, optimizer=optimizer)
     return whole, lambda samples: capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer)
-
-
-def _of_batch(
-    graph: OpGraph, capture_at: Callable[[int], OpGraph] | None, batch: int | None, options: dict[str, Any]
-) -> OpGraph:
-    """The graph of one micro-batch of a placement."""
-    samples = microbatch_of(batch, options.pop("microbatch", None), options.get("microbatches", 1))
-    if samples in (None, graph.samples):
-        return graph
-    assert samples is not None
-    if capture_at is None:
-        raise InputError(
-            f"place: the graph has micro-batches of {graph.samples} samples, {samples} are asked for; place the module, or "
-            "capture it at that size"
-        )
-    return capture_at(samples)
-
-
-def microbatch_of(batch: int | None, microbatch: int | None, microbatches: int) -> int | None:
-    """Samples of one micro-batch of a placement; None where nobody says.
-
-    Raises:
-        InputError: The three contradict each other; says the nearest that do not.
-    """
-    if batch is None or microbatch is not None:
-        if None not in (batch, microbatch) and batch != microbatch * microbatches:  # type: ignore[operator]
-            raise InputError(
-                f"batch: {microbatches} micro-batches of {microbatch} samples are no step of {batch}; leave one out"
-            )
-        return microbatch
-    samples, rest = divmod(batch, microbatches)
-    if rest:
-        near = max(samples, 1) * microbatches
-        raise InputError(
-            f"batch: {microbatches} micro-batches do not divide a step of {batch} samples; use a batch of {near}, or say the "
-            "samples of a micro-batch instead"
-        )
-    return samples

@@ -83,7 +83,7 @@ def microbatch(options: argparse.Namespace) -> int:
     Raises:
         InputError: The options contradict each other.
     """
-    from rlplace.placing import microbatch_of
+    from rlplace.graph.sizes import microbatch_of
 
     samples = microbatch_of(options.batch, options.microbatch, getattr(options, "microbatches", None) or 1)
     note_old_reading(options)

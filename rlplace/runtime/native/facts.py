@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,8 +58,16 @@ def what_runs(module: nn.Module | None, inputs: Any) -> tuple[Callable[[Strategy
     return lambda strategy: why_not(strategy, facts), cut
 
 
+def _needed(model: nn.Module, ties: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Blocks that a strategy has to name: what holds tied parameters alone may be a mere name of them, as T5's `shared` is."""
+    tied = {name for names in ties for name in names}
+    held = {path: model.get_submodule(path).named_parameters(path) for path in block_names(model)}
+    return tuple(path for path, parameters in held.items() if any(name not in tied for name, _ in parameters))
+
+
 def _facts(model: nn.Module, no_cut: str | None, layouts: ModelLayouts | None) -> ModelFacts:
-    facts = ModelFacts(block_names(model), has_batch_norm(model), tied_names(model), no_cut)
+    ties = tied_names(model)
+    facts = ModelFacts(_needed(model, ties), has_batch_norm(model), ties, no_cut)
     if layouts is None:
         return facts
     return replace(

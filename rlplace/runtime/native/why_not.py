@@ -25,7 +25,7 @@ class ModelFacts:
     """What `why_not` asks of a model.
 
     Attributes:
-        blocks: Paths of its blocks (`block_names`).
+        blocks: Paths of the blocks that a strategy has to name.
         batch_norm: A module computes statistics over the samples of its process.
         ties: Names of parameters that are one tensor, for every such tensor.
         no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.

@@ -5,7 +5,7 @@ from itertools import pairwise
 LLAMA = ("model.embed_tokens", *(f"model.layers.{n}" for n in range(4)), "model.norm", "lm_head")
 GPT2 = ("transformer.wte", "transformer.wpe", *(f"transformer.h.{n}" for n in range(4)), "transformer.ln_f", "lm_head")
 T5 = (
-    *("shared", "encoder.embed_tokens", "encoder.block.0", "encoder.block.1", "encoder.final_layer_norm"),
+    *("encoder.embed_tokens", "encoder.block.0", "encoder.block.1", "encoder.final_layer_norm"),
     *("decoder.embed_tokens", "decoder.block.0", "decoder.block.1", "decoder.final_layer_norm", "lm_head"),
 )
 DEEP = tuple(f"layers.{n}" for n in range(8))

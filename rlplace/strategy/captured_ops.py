@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.graph.opgraph import FORWARD, GRADIENT, UPDATE, OpGraph
+from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph
 from rlplace.strategy.blocks import Blocks
 from rlplace.strategy.costs import NONE, RECOMPUTE, SELECTIVE, Bytes
 from rlplace.strategy.divide import moved_bytes
@@ -44,7 +44,47 @@ def captured_step(graph: OpGraph, origin: NDArray[np.int32], blocks: Blocks, liv
         reader=reader[read],
         again=again,
         cached=np.stack([forward & kept & (how == SELECTIVE) for how in range(NONE, len(RECOMPUTE))]),
+        retained=_retained(graph, tensor[read], reader[read]),
     )
+
+
+def halved_bytes(step: StepOps, tensor_bytes: Bytes, kept_bytes: Bytes) -> Bytes:
+    """What is kept from the first half of a split backward to the second: int64 [R, B], as `kept_bytes` [R, B].
+
+    Args:
+        step: Ops with weight gradients apart.
+        tensor_bytes: int64 [T].
+        kept_bytes: From the forward to the backward.
+    """
+    maker, count = np.maximum(step.producer[step.tensor], 0), kept_bytes.shape[1]
+    size = np.where((step.producer >= 0) & ~step.is_gradient, tensor_bytes, 0)
+    between = np.zeros(len(size), dtype=bool)
+    between[step.tensor[(step.phase[maker] == BACKWARD) & (step.phase[step.reader] == BACKWARD_WEIGHT)]] = True
+    made = step.producer[between & (size > 0)]
+    found = kept_bytes + np.bincount(step.block[made], size[between & (size > 0)], count).astype(np.int64)
+    ahead, behind = step.phase[maker] == FORWARD, step.phase[step.reader] != FORWARD
+    for how in range(len(kept_bytes)):
+        gone, stays = np.zeros((2, len(size)), dtype=bool)
+        gone[step.tensor[ahead & behind]] = True
+        stays[step.tensor[(ahead & behind & step.retained[step.reader]) | step.again[how][step.reader]]] = True
+        of_op = step.again[how] | step.cached[how]
+        gone &= ~stays & ~of_op[np.maximum(step.producer, 0)] & (size > 0)
+        found[how] -= np.bincount(step.block[step.producer[gone]], size[gone], count).astype(np.int64)
+    return np.maximum(found, 0)
+
+
+def _retained(graph: OpGraph, tensor: NDArray[np.int64], reader: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Marks [N] backward ops whose forward op comes before a weight, or has one."""
+    forward, weighted = graph.op_phase == FORWARD, np.zeros(graph.num_ops, dtype=bool)
+    weighted[graph.op_forward[graph.op_phase == BACKWARD_WEIGHT]] = True
+    maker = graph.tensor_producer[tensor]
+    inner = (maker >= 0) & forward[reader] & forward[np.maximum(maker, 0)]
+    order = np.argsort(-reader[inner], kind="stable")  # ops are listed after what they depend on
+    for source, op in zip(maker[inner][order].tolist(), reader[inner][order].tolist(), strict=True):
+        if weighted[op]:
+            weighted[source] = True
+    found: NDArray[np.bool_] = weighted[np.maximum(graph.op_forward, 0)]
+    return found
 
 
 def captured_collectives(

@@ -65,6 +65,8 @@ class PassCosts:
         sent_bytes: int64 [B], what later blocks read of what this and earlier ones made: the bytes that a stage border behind
             this block sends forward; 0 for the last.
         returned_bytes: int64 [B], gradients that the same border sends back.
+        halved_bytes: int64 [R, B], kept from the first half of a split backward to the second, in place of `kept_bytes`:
+            gradients that weight gradients are made from come to it, what comes after the last weight goes.
         collective_bytes: float64 [2, K, B], bytes of the whole tensors that the groups move, by pass and kind; of an
             all-to-all of experts those of one device.
         collective_calls: float64 [2, K, B], in so many calls.
@@ -78,6 +80,7 @@ class PassCosts:
     working_bytes: Bytes
     sent_bytes: Bytes
     returned_bytes: Bytes
+    halved_bytes: Bytes
     collective_bytes: Floats
     collective_calls: Floats
 

@@ -137,6 +137,7 @@ class LaneBuild:
             self.forward[stage, microbatch] = base
         if kind == "I":
             self.halves[stage, microbatch] = base
+            self._halved(self.lives(stage, "F")[0], stage, self.forward[stage, microbatch], base)
         for lives in self.lives(stage, kind):
             now = ~lives.late
             start, size = base + lives.start, ops.passed.tensor_bytes[lives.tensor]
@@ -150,9 +151,15 @@ class LaneBuild:
             for lives in self.lives(stage, "I"):
                 self._late(lives, stage, self.halves[stage, microbatch], "I", base)
 
+    def _halved(self, lives: Lifetimes, stage: int, first: int, base: int) -> None:
+        """What the first half of a split backward frees: tensors of the forward that come after the last weight."""
+        gone = lives.late & (lives.half >= 0)
+        size = self.stages[stage].passed.tensor_bytes[lives.tensor[gone]]
+        self.build.tensors(first + lives.start[gone], size, base + lives.half[gone])
+
     def _late(self, lives: Lifetimes, stage: int, first: int, kind: str, base: int) -> None:
-        """Tensors of an earlier part; the first half of a split backward frees nothing that the forward kept."""
-        late, ops = lives.late, self.stages[stage]
+        """Tensors of an earlier part; what the first half of a split backward has left of the forward ends with the second."""
+        late, ops = lives.late & ((lives.half < 0) | (kind != "W")), self.stages[stage]
         start, size = first + lives.start[late], ops.passed.tensor_bytes[lives.tensor[late]]
         end = lives.end[late] if kind != "W" else np.full(int(late.sum()), ops.part("W").rows - 1)
         self.build.tensors(start, size, base + end)

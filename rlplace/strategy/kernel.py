@@ -147,6 +147,11 @@ def held_bytes(y, peaks, flights, actions, action_ptr, microbatches):
                 flights[s] = max(flights[s], in_flight[s])
             elif kind != c.DO_W:
                 peak = max(peak, held - y[s, k.KEEPS] + y[s, k.BACKWARD_PEAK if kind == c.DO_B else k.HALF_PEAK])
+            if kind == c.DO_I:
+                held += y[s, k.HALVES]
+            if kind == c.DO_W:
+                peak = max(peak, held + y[s, k.WEIGHT_PEAK])
+                held -= y[s, k.HALVES]
             if kind == c.DO_B or kind == c.DO_W:
                 held -= y[s, k.KEEPS]
                 in_flight[s] -= 1

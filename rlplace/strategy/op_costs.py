@@ -28,6 +28,8 @@ class StepOps:
         reader: int64 [E], the ops; views that keep no storage alive are left out.
         again: bool [R, N], forward ops that run again in the backward of their block, by choice of recomputation.
         cached: bool [R, N], ops whose outputs are kept until their block runs again.
+        retained: bool [N], backward ops whose part of the autograd graph the first half of a split backward leaves: it detaches
+            the outputs, so that what comes after the last weight goes.
     """
 
     phase: NDArray[np.int8]
@@ -39,6 +41,7 @@ class StepOps:
     reader: NDArray[np.int64]
     again: NDArray[np.bool_]
     cached: NDArray[np.bool_]
+    retained: NDArray[np.bool_]
 
 
 class TensorCollective(NamedTuple):

@@ -22,16 +22,17 @@ hidden_buckets = inner(rules.hidden_buckets)
 (
     HOW, FORWARD, FORWARD_TENSOR, BACKWARD, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, AGAIN, UPDATE, GATHER, REDUCE, COPIES,
     BUCKETS, WEIGHTS, GRADIENTS, BUFFER, STATIC, HOST, KEPT, WORKING_FORWARD, WORKING_BACKWARD,
-) = range(21)  # fmt: skip
-BLOCK = 21
+    HALVED, REMADE,
+) = range(23)  # fmt: skip
+BLOCK = 23
 
 # What a stage's micro-batches take, float64 [S, STAGE].
 # The last seven are seconds of ops and of collectives of its actions.
 (
-    KEEPS, FORWARD_PEAK, BACKWARD_PEAK, HALF_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S, FIRST_GATHER_S, FORWARD_C,
-    FORWARD_T, BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
-) = range(15)  # fmt: skip
-STAGE = 15
+    KEEPS, HALVES, FORWARD_PEAK, BACKWARD_PEAK, HALF_PEAK, WEIGHT_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S,
+    FIRST_GATHER_S, FORWARD_C, FORWARD_T, BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
+) = range(17)  # fmt: skip
+STAGE = 17
 
 
 @inner
@@ -58,6 +59,8 @@ def place_block(x, b, row, place, tables, recompute, offload, again, stages, mic
     x[b, KEPT] = row[b, c.KEPT + recompute]
     x[b, WORKING_FORWARD] = row[b, c.WORKING_FORWARD + recompute]
     x[b, WORKING_BACKWARD] = row[b, c.WORKING_BACKWARD + recompute]
+    x[b, HALVED] = row[b, c.HALVED + recompute]
+    x[b, REMADE] = max(0.0, row[b, c.WORKING_BACKWARD + recompute] - row[b, c.WORKING_BACKWARD])
     x[b, WEIGHTS], x[b, GRADIENTS] = weights, gradients
     gather, reduce, copied, buckets, buffer = 0.0, 0.0, 0.0, 0.0, 0.0
     if how == WHOLE:
@@ -159,24 +162,29 @@ def backward_s(x, begin, end, last, table):
 def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
     """Fills ``y[s]``: see `reference_memory._pass_bytes` and `reference.stage_action`."""
     single = stages == 1
-    kept, forward, backward, most, exchange, static = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    kept, forward, backward, exchange, static = 0.0, 0.0, 0.0, 0.0, 0.0
+    half, halved, weight = 0.0, 0.0, 0.0
     for k in range(FORWARD_C, STAGE):
         y[s, k] = 0.0
     for b in range(begin, end):
         how = x[b, HOW]
+        first = kept
         kept += x[b, KEPT]
         here = x[b, WEIGHTS] if how == EACH_PASS else 0.0
         after = x[b + 1, WEIGHTS] if b + 1 < end and x[b + 1, HOW] == EACH_PASS else 0.0
         before = x[b - 1, WEIGHTS] if b > begin and x[b - 1, HOW] == EACH_PASS else 0.0
-        forward = max(forward, kept + x[b, WORKING_FORWARD] + here + max(here, after))
+        forward = max(forward, first + 2.0 * here, kept + x[b, WORKING_FORWARD] + here + after)
         passing = how == EACH_BACKWARD or how == EACH_PASS or (how == ONCE and single and microbatches == 1)
-        moving = here + max(here, before) + (x[b, GRADIENTS] if passing else 0.0)
-        if single:
-            moving += max(x[b, BUFFER], x[b + 1, BUFFER] if b + 1 < end else 0.0)
-        else:
-            exchange = max(exchange, x[b, BUFFER])
-        backward = max(backward, kept + x[b, WORKING_BACKWARD] + moving)
-        most = max(most, x[b, WORKING_BACKWARD] + moving)
+        moving = here + before + (x[b, GRADIENTS] if passing else 0.0)
+        buffer = x[b + 1, BUFFER] if single and b + 1 < end else 0.0
+        running = x[b, WORKING_BACKWARD] + moving + buffer
+        ends = first + moving + (x[b, BUFFER] if single else 0.0)
+        backward = max(backward, kept + 2.0 * here + buffer, kept + running, ends)
+        exchange = max(exchange, x[b, BUFFER] if not single else 0.0)
+        own = max(0.0, x[b, HALVED] - x[b, KEPT])
+        half = max(half + own, running, own)
+        halved += x[b, HALVED] - x[b, KEPT]
+        weight = max(weight, x[b, REMADE])
         static += x[b, STATIC]
         y[s, FORWARD_C] += x[b, FORWARD]
         y[s, FORWARD_T] += x[b, FORWARD_TENSOR]
@@ -189,7 +197,8 @@ def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
     returned = row[end - 1, c.RETURNED] if s < stages - 1 else 0.0
     sends = row[begin - 1, c.RETURNED] if s > 0 else 0.0
     y[s, KEEPS], y[s, FORWARD_PEAK], y[s, EXCHANGE_PEAK] = kept, forward, exchange
-    y[s, BACKWARD_PEAK], y[s, HALF_PEAK] = backward + sends, kept + most + sends
+    y[s, BACKWARD_PEAK], y[s, HALF_PEAK] = backward + sends, kept + half + sends
+    y[s, HALVES], y[s, WEIGHT_PEAK] = halved, weight
     y[s, STATIC_BYTES] = static + microbatches * (received + returned)
     if not single:
         reduced, copied = 0.0, 0.0

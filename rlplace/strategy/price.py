@@ -28,7 +28,7 @@ from rlplace.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
 from rlplace.graph.rescale import affine
 from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.strategy.blocks import Blocks, find_blocks
-from rlplace.strategy.captured_ops import captured_collectives, captured_step
+from rlplace.strategy.captured_ops import captured_collectives, captured_step, halved_bytes
 from rlplace.strategy.context import context_layout, gathered_bytes, why_no_context
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.divide import moved_by, shares, tensor_parts
@@ -166,6 +166,11 @@ class PricedBlocks:
             collectives=tuple(item for pair in layouts for item in captured_collectives(self.graph, *pair, origin)),
         )
 
+    def _halved_bytes(self, found: _Sized) -> NDArray[np.int64]:
+        step = self.step_ops(True)
+        sizes = np.pad(found.tensor_bytes, (0, len(step.producer) - len(found.tensor_bytes)))
+        return _most(halved_bytes(step, sizes, found.memory.kept_bytes), self.classes)
+
     def _ops(self, split: bool) -> tuple[OpGraph, NDArray[np.int32]]:
         """The captured graph, or that with weight gradients apart, and which captured op each op is a part of."""
         return self._split()[0] if split else (self.graph, np.arange(self.graph.num_ops, dtype=np.int32))
@@ -201,6 +206,7 @@ class PricedBlocks:
             working_bytes=_most(memory.working_bytes, self.classes),
             sent_bytes=memory.sent_bytes,
             returned_bytes=memory.returned_bytes,
+            halved_bytes=self._halved_bytes(found),
             collective_bytes=moved[0],
             collective_calls=moved[1],
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlplace.cluster import Cluster
-from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, BlockCosts
+from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, NONE, BlockCosts
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.meshes import (
     Lane,
@@ -47,6 +47,8 @@ class Block:
     shared_bytes: tuple[float, ...] = (0.0, 0.0, 0.0)  # a device's share of the three
     kept_bytes: float = 0.0
     working_bytes: tuple[float, float] = (0.0, 0.0)
+    halved_bytes: float = 0.0  # kept from the first half of a split backward to the second
+    remade_bytes: float = 0.0  # of the working bytes what runs again makes
     buffer_bytes: float = 0.0  # flat copy of the gradient while it is exchanged
 
 
@@ -60,11 +62,13 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
     place = draft.places[index]
     held = costs.held(place.tensor, place.expert)
     number = {name: kind for kind, name in enumerate(costs.kinds)}
-    blocks = [Block() for _ in costs.names]
+    blocks, plain = [Block() for _ in costs.names], [0.0 for _ in costs.names]
     kinds = sorted({number[str(cluster.devices[d].kind)] for _, devices in lane.replicas[index] for d in devices})
     for samples, devices in lane.replicas[index]:
         for kind in sorted({number[str(cluster.devices[d].kind)] for d in devices}):
             _add_pass(blocks, draft, place, kind, samples, costs, traffic)
+            backward = costs.passes(kind, place.cut(samples)).working_bytes[BACKWARD_PASS, NONE].tolist()
+            plain = [max(pair) for pair in zip(plain, backward, strict=True)]
     whole = _without_ties(draft, index, costs)
     share, expert_share, copies = float(share_degree(place)), float(expert_share_degree(place)), copy_degree(place)
     gather, scatter = (traffic.table(kind, share_groups(place)) for kind in ("all_gather", "reduce_scatter"))
@@ -75,6 +79,7 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
     host_rate = min(traffic.host_bytes_per_s(d) for d in place.devices)
     update_rate = min(traffic.host_memory_bytes_per_s(d) for d in place.devices)
     for number_of, block in enumerate(blocks):
+        block.remade_bytes = max(0.0, block.working_bytes[1] - plain[number_of])
         block.offload = draft.offload[number_of]
         block.keeping = keeping(place.sharding, block.offload, draft.stages, copies)
         block.weight_bytes, block.gradient_bytes, block.optimizer_bytes = whole[number_of]
@@ -133,6 +138,7 @@ def _add_pass(
         block.kept_bytes = max(block.kept_bytes, float(passes.kept_bytes[how, number]))
         first, second = (float(passes.working_bytes[way, how, number]) for way in (FORWARD_PASS, BACKWARD_PASS))
         block.working_bytes = max(block.working_bytes[0], first), max(block.working_bytes[1], second)
+        block.halved_bytes = max(block.halved_bytes, float(passes.halved_bytes[how, number]))
 
 
 def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Place) -> float:

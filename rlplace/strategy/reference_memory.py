@@ -40,13 +40,18 @@ def action_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) 
     held, found = 0.0, []
     left = {stage: lane.microbatches for stage in holds}
     for stage, kind, _ in stage_actions(draft, lane.microbatches)[place]:
-        kept, forward, backward, half, exchange = holds[stage]
+        kept, forward, backward, half, between, weight, exchange = holds[stage]
         during = 0.0
         if kind == "F":
             during = held + forward
             held += kept
         elif kind in "BI":
             during = held - kept + (backward if kind == "B" else half)
+        if kind == "I":
+            held += between - kept
+        if kind == "W":
+            during = held + weight
+            held += kept - between
         if kind in "BW":
             held -= kept
             left[stage] -= 1
@@ -104,27 +109,34 @@ def received_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence
 
 
 def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> tuple[float, ...]:
-    """What a micro-batch leaves from forward to backward, and the most during forward, backward, its first half and exchange.
+    """Bytes of a micro-batch.
+
+    What it leaves from forward to backward; the most during forward, backward and the first half of a split one; what it leaves
+    between the halves; what the second half and the exchange add.
 
     On top of what blocks up to the one that runs have kept comes: what it works with; its parameters and those of the next
-    one, gathered where they are not kept (a block that is just gathered is there twice, flat and as parameters); its unsharded
-    gradient, and the flat copy that is being reduced. The first half of a split backward frees nothing.
+    one, gathered where they are not kept (before it runs a block is there twice, flat and as parameters); its unsharded
+    gradient, with the flat copy of the last block's that is being reduced, and at its end its own. The first half of a split
+    backward frees nothing before it ends, and keeps the gradients that those of weights are made from.
     """
     inside = stage_ranges(draft)[stage]
     own = blocks[inside.start : inside.stop]
     gathered = [0.0, *(block.weight_bytes if block.keeping == EACH_PASS else 0.0 for block in own), 0.0]
     single = draft.stages == 1
     buffers = [block.buffer_bytes if single else 0.0 for block in own] + [0.0]
-    kept, forward, backward, most = 0.0, 0.0, 0.0, 0.0
+    kept, forward, backward, half = 0.0, 0.0, 0.0, 0.0
     for index, block in enumerate(own):
-        kept += block.kept_bytes
-        here = gathered[index + 1]
-        forward = max(forward, kept + block.working_bytes[FORWARD_PASS] + here + max(here, gathered[index + 2]))
+        before, kept = kept, kept + block.kept_bytes
+        here, ahead, behind = gathered[index + 1], gathered[index + 2], gathered[index]
+        forward = max(forward, before + 2 * here, kept + block.working_bytes[FORWARD_PASS] + here + ahead)
         passing = block.keeping in (EACH_BACKWARD, EACH_PASS) or (block.keeping == ONCE and single and microbatches == 1)
         gradient = block.gradient_bytes if passing else 0.0
-        moving = here + max(here, gathered[index]) + gradient + max(buffers[index], buffers[index + 1])
-        backward = max(backward, kept + block.working_bytes[BACKWARD_PASS] + moving)
-        most = max(most, block.working_bytes[BACKWARD_PASS] + moving)
+        running = block.working_bytes[BACKWARD_PASS] + here + behind + gradient + buffers[index + 1]
+        ends = before + here + behind + gradient + buffers[index]
+        backward = max(backward, kept + 2 * here + buffers[index + 1], kept + running, ends)
+        left = max(0.0, block.halved_bytes - block.kept_bytes)
+        half = max(half + left, running, left)
     returned = blocks[inside.start - 1].returned_bytes if stage > 0 else 0.0
     exchange = 0.0 if single else max(block.buffer_bytes for block in own)
-    return kept, forward, backward + returned, kept + most + returned, exchange
+    between, remade = sum(block.halved_bytes for block in own), max(block.remade_bytes for block in own)
+    return kept, forward, backward + returned, kept + half + returned, between, remade, exchange

@@ -120,6 +120,7 @@ class Rows:
         for column, several in (
             (c.EXPERT_WEIGHTS, held.expert_bytes), (c.BACKWARD, one.backward_s + one.again_s), (c.AGAIN, one.again_s),
             (c.KEPT, one.kept_bytes), (c.WORKING_FORWARD, one.working_bytes[0]), (c.WORKING_BACKWARD, one.working_bytes[1]),
+            (c.HALVED, one.halved_bytes),
         ):  # fmt: skip
             row[:, column : column + len(several)] = several.T
         return row

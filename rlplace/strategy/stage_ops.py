@@ -61,6 +61,7 @@ class Lifetimes:
         start: int64 [X], row of the part that makes it.
         end: int64 [X], row of the part in which it ends.
         late: bool [X], whether it ends in a later part: of a forward in the backward, of an input half in the weight half.
+        half: int64 [X], row of the first half of a split backward in which a tensor of the forward ends, -1 where it stays.
         leaves: bool [X], whether another stage reads it.
     """
 
@@ -68,6 +69,7 @@ class Lifetimes:
     start: Ints
     end: Ints
     late: NDArray[np.bool_]
+    half: Ints
     leaves: NDArray[np.bool_]
 
 
@@ -90,6 +92,7 @@ class StageOps:
         every = np.arange(len(step.block))
         self._again = step.again[how[step.block], every] & self.inside
         self._cached = step.cached[how[step.block], every]
+        self.split = bool((step.phase == BACKWARD_WEIGHT).any())
         self.parts: dict[str, Part] = {}
 
     def part(self, kind: str) -> Part:
@@ -184,7 +187,13 @@ class StageOps:
         late_end[leaves] = np.maximum(late_end[leaves], 0)
         made = np.flatnonzero(makes & (self.passed.tensor_bytes > 0))
         start = part.first[step.producer[made]]
-        late = late_end[made] >= 0
+        late, half = late_end[made] >= 0, np.full(len(step.producer), -1, dtype=np.int64)
+        if self.split:
+            stays = np.zeros(len(step.producer), dtype=bool)
+            stays[tensor[backward & step.retained[reader]]] = True
+            stays[tensor[repeated]], stays[cached] = True, True
+            np.maximum.at(half, tensor[backward], self.part("I").first[reader[backward]])
+            half = np.where(stays, -1, np.where(leaves, np.maximum(half, 0), half))
         given = np.flatnonzero((step.input_block >= self.blocks.start) & (step.input_block < self.blocks.stop))
         given_block = step.input_block[given]
         return Lifetimes(
@@ -194,6 +203,7 @@ class StageOps:
                 [np.where(late, late_end[made], np.maximum(end[made], start)), [behind.ends[b] for b in given_block.tolist()]]
             ).astype(np.int64),
             late=np.concatenate([late, np.ones(len(given), dtype=bool)]),
+            half=np.concatenate([half[made], np.full(len(given), -1)]),
             leaves=np.concatenate([leaves[made], np.zeros(len(given), dtype=bool)]),
         )
 
@@ -208,7 +218,7 @@ class StageOps:
         np.maximum.at(end, tensor[own], np.where(step.phase[reader] == FORWARD, part.again[reader], part.first[reader])[own])
         start = part.again[step.producer[made]]
         none = np.zeros(len(made), dtype=bool)
-        return Lifetimes(made, start, np.maximum(end[made], start), none, none)
+        return Lifetimes(made, start, np.maximum(end[made], start), none, np.full(len(made), -1), none)
 
     def _of_backward(self, kind: str) -> Lifetimes:
         """Gradients of activations: for the part, for the weight half, or until the stage before has them."""
@@ -227,7 +237,8 @@ class StageOps:
         leaves[tensor[makes[tensor] & ~self.inside[reader]]] = True
         start = part.first[step.producer[made]]
         late = late_end[made] >= 0
-        return Lifetimes(made, start, np.where(late, late_end[made], np.maximum(end[made], start)), late, leaves[made])
+        end_row = np.where(late, late_end[made], np.maximum(end[made], start))
+        return Lifetimes(made, start, end_row, late, np.full(len(made), -1), leaves[made])
 
     def gradients(self, kind: str) -> tuple[Ints, Ints, Ints]:
         """Rows that make gradients of weights, in order, their tensors and blocks."""

@@ -44,6 +44,7 @@ class RandomCosts:
     item: float = 1.0
     fixed_s: float = 5e-5
     weight_part: float = 0.45
+    between: float = 0.25  # of what is kept: what the first half of a split backward leaves for the second
     ties: tuple[Tie, ...] = ()
     experts: int = 1
     known: dict[object, object] = field(default_factory=dict, compare=False)
@@ -95,6 +96,7 @@ class RandomCosts:
             ),
             sent_bytes=sent,
             returned_bytes=sent,
+            halved_bytes=np.stack([light + whole, light + whole // 3, light]) + (whole * self.between).astype(np.int64),
             collective_bytes=bytes_,
             collective_calls=calls,
         )

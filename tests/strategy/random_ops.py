@@ -19,7 +19,7 @@ PIECES, SELECTED = 10, 2
 
 
 class RandomOps(RandomCosts):
-    """`OpCosts` of a made-up model; ops by phase, then block, then piece."""
+    """`OpCosts` of a made-up model; forward ops by block and piece, then backward ops, each followed by its weight gradient."""
 
     @staticmethod
     def of(costs: RandomCosts) -> RandomOps:
@@ -30,38 +30,41 @@ class RandomOps(RandomCosts):
             return self.known["step", split]  # type: ignore[return-value]
         blocks, wide = len(self.names), PIECES + 1
         ops = blocks * wide
-        phases = [FORWARD, BACKWARD, *([BACKWARD_WEIGHT] if split else [])]
-        count, weight = ops * len(phases), (len(phases) - 1) * ops
+        halves = [BACKWARD, BACKWARD_WEIGHT] if split else [BACKWARD]
+        step = len(halves)
 
         def backward(op: int) -> int:  # of a block the last forward piece is the first backward one
             block, piece = divmod(op, wide)
-            return ops + block * wide + wide - 1 - piece
+            return ops + step * (block * wide + wide - 1 - piece)
 
         tensors: list[tuple[int, list[int]]] = []
         for op in range(ops):
-            after = [weight - ops + backward(op)] if split else []
+            after = [backward(op) + 1] if split else []
             if op % wide == PIECES:  # what the block hands on
                 tensors.append((op, [backward(op - PIECES), *after, *([op + 1] if op + 1 < ops else [])]))
                 first = op - PIECES  # its gradient
                 tensors.append((backward(first), [backward(first - 1)] if first else []))
             else:
                 tensors.append((op, [backward(op), *after]))
-        gradients = [(weight + op, []) for op in range(ops)]
-        rows = [*tensors, *gradients]
+        last = range(ops + step - 1, ops + step * ops, step)
+        gradients = [(op, []) for op in last]
+        between = [(op - 1, [op]) for op in last] if split else []  # what weight gradients are made from
+        rows = [*tensors, *between, *gradients]
         edges = [(tensor, reader) for tensor, (_, readers) in enumerate(rows) for reader in readers]
-        again = np.zeros((3, count), dtype=bool)
+        again = np.zeros((3, ops + step * ops), dtype=bool)
         piece = np.arange(ops) % wide
         again[SELECTIVE, :ops], again[FULL, :ops] = piece < SELECTED, piece < PIECES
         found = StepOps(
-            phase=np.repeat(phases, ops).astype(np.int8),
-            block=np.tile(np.repeat(np.arange(blocks), wide), len(phases)).astype(np.int32),
+            phase=np.concatenate([np.full(ops, FORWARD), np.tile(halves, ops)]).astype(np.int8),
+            block=np.concatenate([np.arange(ops), np.repeat(np.arange(ops), step)]).astype(np.int32) // wide,
             producer=np.array([producer for producer, _ in rows]),
             input_block=np.full(len(rows), -1),
-            is_gradient=np.arange(len(rows)) >= len(tensors),
+            is_gradient=np.arange(len(rows)) >= len(tensors) + len(between),
             tensor=np.array([tensor for tensor, _ in edges]),
             reader=np.array([reader for _, reader in edges]),
             again=again,
             cached=np.zeros_like(again),
+            retained=np.ones(again.shape[1], dtype=bool),
         )
         self.known["step", split] = found
         return found
@@ -69,7 +72,8 @@ class RandomOps(RandomCosts):
     def pass_ops(self, kind: int, cut: Cut, split: bool) -> PassOps:
         passes, step, wide = self.passes(kind, cut), self.step_ops(split), PIECES + 1
         blocks = len(self.names)
-        piece = np.arange(len(step.phase)) % wide
+        ops = blocks * wide
+        piece = np.concatenate([np.arange(ops), np.repeat(np.arange(ops), len(step.phase) // ops - 1)]) % wide
         timed = np.where(step.phase == FORWARD, piece < PIECES, piece > 0) / PIECES
         weight = passes.weight_s if split else 0.0 * passes.weight_s
         whole = np.stack([passes.forward_s, passes.backward_s - weight, weight])
@@ -90,6 +94,8 @@ class RandomOps(RandomCosts):
         behind = ~ahead & ~step.is_gradient
         block = step.block[step.producer[behind]]
         size[behind] = np.where(block > 0, passes.returned_bytes[block - 1], 0)
+        between = behind & (np.arange(len(size)) >= ops + blocks)
+        size[between] = np.where(place > 0, (kept[NONE] - kept[FULL]) * self.between // PIECES, 0)[between]
         weights = self.held(cut.tensor, cut.expert).gradient_bytes
         grown = step.is_gradient & (place > 0)
         size[grown] = weights[step.block[step.producer[grown]]] // PIECES

@@ -105,6 +105,7 @@ def place(
         priced = Priced.problem(target)
     else:
         from rlplace.cluster.parse import as_cluster
+        from rlplace.graph.opgraph import OpGraph
 
         only = [name for name in options if name not in FIXED] + ["weight_gradients"] * weight_gradients
         reason = why_placement(planner, space, only)
@@ -116,7 +117,7 @@ def place(
             graph, capture_at = _captured(target, example_inputs, loss, optimizer)
             return strategy_of(
                 graph, capture_at, machine, batch, allowed, engine=space != EVERYTHING,
-                module=None if graph is target else target, inputs=example_inputs, curve=batch_curve, calls=calls,
+                module=None if isinstance(target, OpGraph) else target, inputs=example_inputs, curve=batch_curve, calls=calls,
                 time_limit_s=time_limit_s, seed=seed, costs=costs, host=host,
             )  # fmt: skip
         if batch_curve is not None:

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     reason = _why_placement(options)
     if reason is None:
         plan = place_strategy(options)
-        show = functools.partial(show_strategy, plan, machine_of(options))
+        show: Callable[[], None] = functools.partial(show_strategy, plan, machine_of(options))
     else:
         plan, show = _place_groups(options, reason)
     if options.out:

@@ -115,7 +115,7 @@ def _space(kind: str, devices: int) -> Space:
     Raises:
         InputError: There is one device.
     """
-    one: dict[str, tuple[int, ...]] = dict.fromkeys((*_AXES, "context", "expert"), (1,))
+    one: dict[str, Any] = dict.fromkeys((*_AXES, "context", "expert"), (1,))
     if kind != KINDS[0]:
         if devices == 1:
             raise InputError(f"{kind} needs two devices")

@@ -44,8 +44,8 @@ def with_causal_attention(graph: OpGraph) -> OpGraph:
             triangle[op] = True in before or compares or target.startswith(_TRIANGLES)
     if not marked:
         return graph
-    dims = {
+    marked_dims = {
         op: {**sizes, "causal": 1} if int(graph.op_forward[op]) in marked and graph.op_kind[op] == "attention" else sizes
         for op, sizes in graph.op_dims.items()
     }
-    return dataclasses.replace(graph, op_dims=dims)
+    return dataclasses.replace(graph, op_dims=marked_dims)

@@ -102,7 +102,8 @@ class PricedBlocks:
             host: See `costs`.
         """
         check_host(host)
-        graph, other = (None if one is None else with_causal_attention(one) for one in (graph, other))
+        graph = with_causal_attention(graph)
+        other = None if other is None else with_causal_attention(other)
         self.graph, self._host, self._only = graph, host, only
         self._table = as_costs(costs)
         self._kinds = {kind.name: kind for kind in as_cluster(cluster).kinds}

@@ -179,7 +179,9 @@ class StrategyModel(DistributedModel):
         dot = f"{prefix}." if prefix else ""
         return ((dot + name, buffer) for name, buffer in self.native.named_buffers())
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """This rank's parameters and buffers, under the names that they have in the model."""
         own = {f"{prefix}{name}": value for name, value in self.native.state_dict().items()}
         return own if destination is None else {**destination, **own}

@@ -41,7 +41,7 @@ class Captured:
 
     model: nn.Module
     graph: fx.Graph
-    module: nn.Module
+    module: fx.GraphModule
     units: dict[str, nn.Module]
     out_spec: Any
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, cast
 
 from rlplace.cli.common import print_json, print_table, say
 from rlplace.cli.strategy import show_devices, show_step
 from rlplace.errors import InputError
 from rlplace.text import gb, ms
+
+if TYPE_CHECKING:
+    from rlplace.evaluating.again import Asked
 
 HELP = "simulate a plan: of groups on its problem, a whole strategy on its model"
 EXAMPLE = "example: rlplace simulate bert.problem.json bert.plan.json --trace bert.trace.json; rlplace simulate gpt2.plan.json"
@@ -61,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _simulate_strategy(options: argparse.Namespace) -> int:
-    """A whole strategy, block by block."""
+    """A whole strategy, op by op where that is affordable."""
     from rlplace.evaluating.again import ask_again, other_cluster
     from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.distributed.job.recipe import cluster_of_plan
@@ -70,16 +74,33 @@ def _simulate_strategy(options: argparse.Namespace) -> int:
     plan = PlacementPlan.load(options.plan)
     if plan.strategy is None:
         raise InputError(f"{options.plan} places groups; name its problem file before it")
-    if options.trace:
-        raise InputError("--trace shows ops on devices; a whole strategy has none, leave it out")
     say(f"capturing and pricing the model of {options.plan} again")
     machine = cluster_of_plan(plan) if options.cluster is None else other_cluster(plan, options.cluster)
     asked = ask_again(plan, machine)
     predicted = prediction(asked.evaluate(), plan.strategy.batch)
+    if options.trace:
+        _trace(asked, options.trace)
     if options.json:
         print_json(predicted.to_dict())
         return 0
     show_step(plan.strategy, predicted)
     print()
     show_devices(predicted, asked.question.cluster)
+    print(f"executor {predicted.executor}")
     return 0
+
+
+def _trace(asked: Asked, path: str) -> None:
+    """Writes a trace of the ops; a device that does what others do, too, stands for them."""
+    from rlplace.simulator import simulate
+    from rlplace.simulator.trace import write_trace
+    from rlplace.strategy.expand import expand_draft, tasks_of
+    from rlplace.strategy.op_costs import OpCosts
+    from rlplace.strategy.op_level import MOST_TASKS
+
+    draft, costs = asked.draft(), cast(OpCosts, asked.question.costs)
+    if draft.beside or tasks_of(draft, costs) > MOST_TASKS:
+        raise InputError(f"--trace holds {MOST_TASKS} ops of one pipeline, this step has more; leave it out")
+    expanded = expand_draft(draft, costs, asked.question.cluster)
+    write_trace(expanded.problem, simulate(expanded.problem, expanded.problem.group_device, order=expanded.order), path)
+    say(f"wrote {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, show
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rlplace.cluster import Cluster
     from rlplace.strategy.drafts import Draft
     from rlplace.strategy.evaluation import Evaluation
+    from rlplace.strategy.op_level import OpLevel
     from rlplace.strategy.tries import Question
 
 
@@ -50,9 +52,14 @@ class Asked:
 
     def evaluate(self, strategy: Strategy | None = None) -> Evaluation:
         """Step time and memory of a strategy (None: the plan's), op by op where so many are affordable."""
+        return self.finer.evaluate(self.draft(strategy))
+
+    @cached_property
+    def finer(self) -> OpLevel:
+        """The finest executor that is affordable, for drafts."""
         from rlplace.strategy.op_level import OpLevel
 
-        return OpLevel(self.question).evaluate(self.draft(strategy))
+        return OpLevel(self.question)
 
     @property
     def model(self) -> str:

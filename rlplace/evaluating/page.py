@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.evaluating.again import Asked
 from rlplace.evaluating.boxes import OPS, Box, rows_and_boxes, stage_of_block
-from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.rivals import rivals_of
 from rlplace.problem import BACKWARD, Problem
 from rlplace.problem.build import TensorSpec, build_problem
@@ -76,7 +75,7 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
         device_of_group=np.array(first_device, dtype=np.int32),
         group_of_drawn=np.arange(problem.num_groups),
         executor=EXECUTOR,
-        planners=_rivals(asked.plan, said),
+        planners=_rivals(asked),
         measured=tuple(measured),
     )
 
@@ -174,10 +173,14 @@ def _curves(told: Events, said: Evaluation, problem: Problem) -> tuple[MemoryCur
     return tuple(curves)
 
 
-def _rivals(plan: PlacementPlan, said: Evaluation) -> tuple[PlannerRow, ...]:
-    """The plan, and the strategies that it names beside it."""
+def _rivals(asked: Asked) -> tuple[PlannerRow, ...]:
+    """The plan, and the strategies that it names beside it; they were simulated op by op where that is affordable."""
+    plan, said = asked.plan, asked.evaluate()
     assert plan.strategy is not None
-    rows = [_rival("this strategy", True, plan.strategy.batch, said.step_time_s, said.feasible, len(plan.strategy.devices), "")]
+    note = "" if said.executor == EXECUTOR else "op by op"
+    rows = [
+        _rival("this strategy", True, plan.strategy.batch, said.step_time_s, said.feasible, len(plan.strategy.devices), note)
+    ]
     own = plan.strategy.to_dict()
     for entry in rivals_of(plan.predicted):
         if entry.strategy != own:

@@ -207,7 +207,7 @@ def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, asked: Asked, 
             notes.append("with its micro-batches")
             alone = dataclasses.replace(alone, microbatch=b.microbatch, microbatches=b.microbatches)
         asked.draft(alone.strategy(asked.question.costs.names))
-        said = asked.question.scores.evaluate(alone)
+        said = asked.finer.evaluate(alone)
     except InputError:
         return word
     if alone.batch != a.batch:

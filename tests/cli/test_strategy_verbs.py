@@ -29,11 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_simulate_gives_what_was_predicted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = rlplace.PlacementPlan.load(folder / "a.plan.json")
-    code, out, _ = run(capsys, "simulate", folder / "a.plan.json", "--json")
+    code, out, _ = run(capsys, "simulate", folder / "a.plan.json", "--json", "--trace", folder / "a.trace.json")
     said = json.loads(out)
     assert code == 0
     assert said["step_time_s"] == plan.predicted.step_time_s
     assert said["peak_memory_bytes"] == list(plan.predicted.peak_memory_bytes)
+    events = json.loads((folder / "a.trace.json").read_text())["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert max(ends) == pytest.approx(1e6 * plan.predicted.step_s, rel=1e-6)
     code, out, _ = run(capsys, "simulate", folder / "a.plan.json", "--cluster", "v100:2")
     assert code == 0
     assert out.splitlines()[0].startswith("2 pipeline stages")
@@ -96,24 +99,25 @@ def test_diff_sets_a_strategy_beside_a_placement(folder: Path, tmp_path: Path, c
 def test_report_draws_the_step_that_was_predicted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    predicted = rlplace.PlacementPlan.load(folder / f"{name}.plan.json").predicted
+    plan = rlplace.PlacementPlan.load(folder / f"{name}.plan.json")
+    predicted = plan.predicted
     page = tmp_path / "x.html"
     assert run(capsys, "report", folder / f"{name}.plan.json", "--out", page)[0] == 0
     text = page.read_text()
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
-    assert data["step_s"] == pytest.approx(predicted.step_s, rel=1e-12)
-    assert [device["peak_bytes"] for device in data["devices"]] == list(predicted.peak_memory_bytes)
+    assert data["step_s"] == pytest.approx(predicted.step_s, rel=0.02)  # the page is block by block, the plan op by op
     unit, tick = data["memory_unit_bytes"], data["tick_s"]
-    for curve, peak in zip(data["memory"], predicted.peak_memory_bytes, strict=True):
-        assert max(accumulate(curve["size"])) * unit == pytest.approx(peak, abs=unit)
+    for curve, device, peak in zip(data["memory"], data["devices"], predicted.peak_memory_bytes, strict=True):
+        assert max(accumulate(curve["size"])) * unit == pytest.approx(device["peak_bytes"], abs=unit)
+        assert device["peak_bytes"] == pytest.approx(peak, rel=0.02)
     ends, at = [], 0
     for row in data["rows"]:
         span = range(at, at + row["boxes"])
         assert all(data["boxes"]["gap"][box] >= -1 for box in span), row["name"]  # rounding
         ends.append(sum(data["boxes"]["gap"][box] + data["boxes"]["length"][box] for box in span) * tick)
         at = span.stop
-    assert max(ends) == pytest.approx(predicted.step_s, rel=1e-6)
-    assert rlplace.PlacementPlan.load(folder / f"{name}.plan.json").predicted.strategies[0]["words"] in text
+    assert max(ends) == pytest.approx(data["step_s"], rel=1e-6)
+    assert plan.predicted.strategies[0]["words"] in text
 
 
 def test_compare_asks_strategies_and_planners_for_the_same_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ def test_dropout_is_not_compared_under_a_strategy():
 OTHERS = [
     (("report", "PLAN", "--out", "x.html"), "plan again with 'rlplace place'"),
     (("diff", "PLAN", "PLAN"), "plan again with 'rlplace place'"),
-    (("simulate", "PLAN", "--trace", "x.json"), "a whole strategy has none"),
+    (("simulate", "PLAN"), "plan again with 'rlplace place'"),
     (("explain", "PLAN", "--group", "transformer.h.0"), "leave --group out"),
     (("explain", "PLAN"), "does not say what its step and its rivals take"),
     (("measure", "--plans", "PLAN", "--device", "cpu", "--out", "x.timings.json"), "needs 4 processes, the job has 1"),

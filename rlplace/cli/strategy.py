@@ -108,7 +108,7 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:
     """A row for the best of every kind of strategy, the quickest first, and for the best uniform one."""
-    from rlplace.strategy.uniform import KINDS
+    from rlplace.strategy.kinds import KINDS
 
     shown: dict[str, Rival] = {}
     for entry in entries:

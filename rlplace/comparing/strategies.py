@@ -14,11 +14,11 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.planners.attempt import OK, attempt
 from rlplace.problem import Problem
+from rlplace.strategy.kinds import KINDS
 from rlplace.strategy.plan import prediction
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question, Tried
-from rlplace.strategy.uniform import KINDS
 
 BEST, UNIFORM = "strategy", "best uniform"
 STRATEGIES = (BEST, UNIFORM, *KINDS)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from math import gcd
 
 from rlplace.strategy.cuts import Balance
+from rlplace.strategy.device_moves import at_level, moved_devices, replaced
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluation import Evaluation
 from rlplace.strategy.meshes import spreads
+from rlplace.strategy.shapes import chains, stage_order
 from rlplace.strategy.shares import Shares, equal_shares, unlike_shares
 from rlplace.strategy.tries import Question
-from rlplace.strategy.uniform import chains, stage_order
 
 _SHIFTS = (1, 2, 4)
 _PRIMES = (2, 3, 5, 7)
@@ -54,10 +54,11 @@ class Moves:
         near = sorted(range(len(draft.places)), key=lambda place: abs(place - worst))
         for number in near:
             for place in _other_axes(draft.places[number]):
-                yield from self._with_places(draft, _replaced(draft.places, {number: (place,)}))
+                yield from self._with_places(draft, replaced(draft.places, {number: (place,)}))
         for changed in zip(*(_other_axes(place) for place in draft.places), strict=False):
             yield from self._with_places(draft, changed)
-        for places in self._moved_devices(draft, near):
+        usable = range(len(self._looks)) if self._question.devices is None else self._question.devices
+        for places in moved_devices(draft.places, near, self._looks, usable):
             yield from self._with_places(draft, places)
 
     def _other_schedules(self, draft: Draft) -> Iterator[Draft]:
@@ -81,9 +82,9 @@ class Moves:
             return
         if len(places) == 1:
             chunks, schedule = 1, None
-            places = [_level(places[0], max(places[0].sharding, draft.places[0].sharding))]
+            places = [at_level(places[0], max(places[0].sharding, draft.places[0].sharding))]
         else:
-            places = [_level(place, 1) for place in places]
+            places = [at_level(place, 1) for place in places]
             if schedule is None or chunks * len(places) > blocks:
                 possible = list(chains(self._question.space, len(places), blocks))
                 chunks, schedule = next(
@@ -135,81 +136,6 @@ class Moves:
         if near and len(set(draft.microbatches)) > 1:
             yield from ((draft.microbatch, counts) for counts in _one_less(draft.microbatches))
 
-    def _moved_devices(self, draft: Draft, near: list[int]) -> Iterator[tuple[Place, ...]]:
-        """Places that exchange or hand over devices, merge, split, leave devices out or take unused ones."""
-        places = draft.places
-        looks = self._looks
-        for one in near:
-            here = places[one]
-            for axes in _split(here):
-                yield _replaced(places, {one: axes})
-            for other in (one - 1, one + 1):
-                if 0 <= other < len(places):
-                    first, second = sorted((one, other))
-                    for merged in _resized(places[first], places[first].devices + places[second].devices):
-                        yield (*places[:first], merged, *places[second + 1 :])
-            yield from self._reordered(places, one)
-        for one in near:
-            for other in range(len(places)):
-                yield from self._exchanged(places, one, other)
-        usable = range(len(looks)) if self._question.devices is None else self._question.devices
-        unused = [device for device in usable if device not in set(draft.devices)]
-        for look in dict.fromkeys(looks[device] for device in unused):
-            extra = tuple(device for device in unused if looks[device] == look)
-            for count in sorted({1, len(extra)}):
-                for one in near:
-                    for grown in _resized(places[one], places[one].devices + extra[:count]):
-                        yield _replaced(places, {one: (grown,)})
-                for at in range(len(places) + 1):
-                    yield (*places[:at], *_resized(places[min(at, len(places) - 1)], extra[:count])[:1], *places[at:])
-        for one in near:
-            if len(places) > 1:
-                yield (*places[:one], *places[one + 1 :])
-            devices = places[one].devices
-            leaving = {looks[device]: device for device in devices}.values()
-            kept = [tuple(d for d in devices if d != gone) for gone in leaving] + [devices[: len(devices) // 2]]
-            for fewer in dict.fromkeys(kept):
-                if fewer:
-                    yield from (_replaced(places, {one: (small,)}) for small in _resized(places[one], fewer))
-
-    def _exchanged(self, places: tuple[Place, ...], one: int, other: int) -> Iterator[tuple[Place, ...]]:
-        """Two places exchange their devices or one of each look, or one hands a device over."""
-        if one == other:
-            return
-        a, b = places[one], places[other]
-        looks = self._looks
-        if one < other and len(a.devices) == len(b.devices):
-            yield _replaced(places, {one: (_on(a, b.devices),), other: (_on(b, a.devices),)})
-        of_a = {looks[device]: device for device in a.devices}
-        of_b = {looks[device]: device for device in b.devices}
-        if one < other and len(a.devices) * len(b.devices) > 1:
-            for look, mine in of_a.items():
-                for its, theirs in of_b.items():
-                    if look != its:
-                        yield _replaced(
-                            places,
-                            {
-                                one: (_on(a, tuple(theirs if d == mine else d for d in a.devices)),),
-                                other: (_on(b, tuple(mine if d == theirs else d for d in b.devices)),),
-                            },
-                        )
-        if len(a.devices) > 1:
-            for mine in of_a.values():
-                for less in _resized(a, tuple(d for d in a.devices if d != mine)):
-                    for more in _resized(b, (*b.devices, mine)):
-                        yield _replaced(places, {one: (less,), other: (more,)})
-
-    def _reordered(self, places: tuple[Place, ...], one: int) -> Iterator[tuple[Place, ...]]:
-        """Devices of a place by host and kind, or dealt out over the groups, where they are unlike."""
-        place, looks = places[one], self._looks
-        if len({looks[device] for device in place.devices}) > 1:
-            ordered = tuple(sorted(place.devices, key=lambda device: (looks[device], device)))
-            half = len(ordered) // 2
-            dealt = tuple(d for pair in zip(ordered[:half], ordered[half:], strict=False) for d in pair) + ordered[2 * half :]
-            for devices in (ordered, dealt):
-                if devices != place.devices:
-                    yield _replaced(places, {one: (_on(place, devices),)})
-
 
 def _shift_blocks(draft: Draft, bottleneck: int) -> Iterator[Draft]:
     """Blocks over one cut, away from the bottleneck first, then over cuts ever farther away."""
@@ -245,47 +171,10 @@ def _other_axes(place: Place) -> list[Place]:
                 if more != less and getattr(place, less) % prime == 0:
                     sizes = {more: prime * getattr(place, more), less: getattr(place, less) // prime}
                     other = dataclasses.replace(place, **sizes, sequence_parallel=place.sequence_parallel or place.tensor == 1)
-                    changed.append(_level(other, max(place.sharding, 1)))
+                    changed.append(at_level(other, max(place.sharding, 1)))
     experts = (1, 2 * place.expert, place.expert // 2, place.shard * place.context * place.tensor)
     changed += [dataclasses.replace(place, expert=degree) for degree in experts if degree]
-    changed += [_level(place, level) for level in (1, 2, 3) if place.shard > 1 and level != place.sharding]
+    changed += [at_level(place, level) for level in (1, 2, 3) if place.shard > 1 and level != place.sharding]
     if place.tensor > 1:
         changed.append(dataclasses.replace(place, sequence_parallel=not place.sequence_parallel))
     return list(dict.fromkeys(one for one in changed if one != place and spreads(one)))
-
-
-def _level(place: Place, level: int) -> Place:
-    """The place with a sharding level if it shards, sequence parallelism and spread experts only where their groups exist."""
-    sharding, group = max(level, 1) if place.shard > 1 else 0, place.shard * place.context * place.tensor
-    expert = gcd(place.expert, group) if sharding or place.expert == group else 1
-    sequence = place.sequence_parallel and place.tensor > 1
-    return dataclasses.replace(place, sharding=sharding, expert=expert, sequence_parallel=sequence)
-
-
-def _on(place: Place, devices: tuple[int, ...]) -> Place:
-    return dataclasses.replace(place, devices=devices)
-
-
-def _resized(place: Place, devices: tuple[int, ...]) -> list[Place]:
-    """The place on more or fewer devices: tensor groups as they were where that divides, the rest shared or copied."""
-    tensor = gcd(place.tensor, len(devices))
-    context = gcd(place.context, len(devices) // tensor)
-    data = len(devices) // (tensor * context)
-    grown = [(data // place.shard, place.shard)] if data % place.shard == 0 else []
-    ways = dict.fromkeys([*grown, *([(1, data), (data, 1)] if place.sharding else [(data, 1), (1, data)])])
-    found = [dataclasses.replace(place, devices=devices, replicate=r, shard=s, context=context, tensor=tensor) for r, s in ways]
-    return [_level(one, max(place.sharding, 1)) for one in found]
-
-
-def _split(place: Place) -> Iterator[tuple[Place, Place]]:
-    """A place as two of half the devices, with half of one degree."""
-    half = len(place.devices) // 2
-    for axis in ("replicate", "shard", "context", "tensor"):
-        if getattr(place, axis) % 2 == 0:
-            part = dataclasses.replace(place, devices=place.devices[:half], **{axis: getattr(place, axis) // 2})
-            yield _level(part, 1), _level(_on(part, place.devices[half:]), 1)
-
-
-def _replaced(places: tuple[Place, ...], changed: dict[int, tuple[Place, ...]]) -> tuple[Place, ...]:
-    """The places with some of them replaced, each by one or more."""
-    return tuple(new for number, old in enumerate(places) for new in changed.get(number, (old,)))

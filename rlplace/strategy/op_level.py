@@ -14,11 +14,11 @@ from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import Evaluation
 from rlplace.strategy.expand import expand_draft, tasks_of
+from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.op_costs import OpCosts
 from rlplace.strategy.search import Answer
 from rlplace.strategy.traffic import Traffic
 from rlplace.strategy.tries import Question, Tried
-from rlplace.strategy.uniform import kind_of
 
 MOST_TASKS = 100_000
 """A draft of more tasks keeps the figures of the block executor; so many take half a second."""

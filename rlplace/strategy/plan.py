@@ -24,12 +24,12 @@ from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.efficiency import BatchCurve
 from rlplace.strategy.evaluate import Evaluation, Evaluator
+from rlplace.strategy.kinds import KINDS, kind_of
 from rlplace.strategy.op_level import OpLevel
 from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.search import Answer, search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question, Tried
-from rlplace.strategy.uniform import KINDS, kind_of
 
 RANKED = 3
 """Strategies beside the best that a plan lists, before the best of each kind; see `unlike`."""

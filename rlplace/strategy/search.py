@@ -18,11 +18,12 @@ from rlplace.records import plain
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.fit import fitted, other_choices
+from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.moves import Moves
 from rlplace.strategy.published import published_starts
 from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import all_options, kind_of, try_one, try_rivals, try_uniform
+from rlplace.strategy.uniform import all_options, try_one, try_rivals, try_uniform
 from rlplace.strategy.unlike import try_unlike
 
 STARTS = 4

@@ -17,9 +17,9 @@ import numpy as np
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.shapes import MOST_KINDS
 from rlplace.strategy.shares import proportional
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import MOST_KINDS
 
 KEPT = 3
 """Of the pipelines found for a kind, so many are tried beside those of the other kinds."""

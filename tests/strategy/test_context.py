@@ -12,11 +12,11 @@ from rlplace.graph.opgraph import UPDATE
 from rlplace.plan.strategy import uniform_words
 from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, Cut
 from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question
-from rlplace.strategy.uniform import kind_of
 
 LAYER = 2
 HIDDEN = 4 * 32 * 64 * 4

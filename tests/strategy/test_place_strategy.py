@@ -14,7 +14,7 @@ from rlplace.errors import InputError
 from rlplace.graph.opgraph import OpGraph
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.efficiency import BatchCurve
-from rlplace.strategy.uniform import KINDS
+from rlplace.strategy.kinds import KINDS
 from rlplace.zoo import load_model
 
 GPT2 = "hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=1024"

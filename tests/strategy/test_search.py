@@ -18,12 +18,13 @@ from rlplace.strategy.cuts import Balance, balanced_bounds
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.fit import fitted
+from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.moves import Moves
 from rlplace.strategy.savings import steps
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tries
-from rlplace.strategy.uniform import all_options, kind_of
+from rlplace.strategy.uniform import all_options
 
 
 def with_memory(cluster: Cluster, factor: float) -> Cluster:

@@ -17,11 +17,11 @@ from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.problem.collectives import collective_s
 from rlplace.strategy.drafts import Draft, Place, draft_of_strategy
 from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.kinds import UNLIKE, kind_of
 from rlplace.strategy.reference import evaluate_reference
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question
-from rlplace.strategy.uniform import UNLIKE, kind_of
 from rlplace.strategy.unlike import other_shares
 
 EIGHT = Cluster.preset("a100-80g:4+t4:4")

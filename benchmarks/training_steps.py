@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from rlplace.cluster import KINDS, Cluster
@@ -340,10 +341,16 @@ def main() -> None:
         answer = judge(found) if len([said for said in found if said.row.taken_s and said.step_s]) > 1 else {}
         if answer:
             print("  -> " + ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k}: {v}" for k, v in answer.items()))
-        saved.append({
-            "group": key, "judged": answer,
-            "rows": [{"strategy": s.row.words, "recompute": s.row.recompute, "predicted_s": s.step_s} for s in found],
-        })  # fmt: skip
+        predicted = [
+            {"strategy": one.row.words, "recompute": one.row.recompute, "predicted_s": one.step_s and round(one.step_s, 4)}
+            for one in found
+        ]
+        saved.append({"group": key, "judged": answer, "rows": predicted})
+    for name in ("planner", "first three", "rule"):
+        shares = [entry["judged"][name] for entry in saved if entry["judged"]]
+        if shares:
+            mean = np.exp(np.log(shares).mean())
+            print(f"{name}: {mean:.3f} of the measured best, worst {min(shares):.3f}, {len(shares)} groups")
     if options.save is not None:
         options.save.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
 

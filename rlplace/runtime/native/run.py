@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan.strategy import Pipeline, Stage, Strategy
 from rlplace.runtime.held import meta_copy
 from rlplace.runtime.native.accumulate import Accumulation, Loss
@@ -248,7 +249,8 @@ def _pipelined(
         wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
 
     def record(inputs: Batch) -> Recorded:
-        again = capture(plain, pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), dict(inputs)), blocks)
+        mode = new_fake_mode()
+        again = capture(fake_copy(plain, mode), fake_inputs(dict(inputs), mode), blocks)
         recut = _cut(again, pipeline)
         same_held(again, captured, place.device)
         return _recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})

@@ -91,8 +91,12 @@ def numbers(text):
 
 @pytest.mark.slow
 def test_plain_loop(folders, monkeypatch, capsys):
+    """Under a whole strategy: a pipeline, whose last batch of an epoch is shorter and whose evaluation is longer."""
     one, two = folders
-    save_plan("train_plain", two)
+    model, inputs = importlib.import_module("train_plain").example()
+    plan = rlplace.place(model, "cpu:2", batch=16, space="pipeline=2", example_inputs=inputs)
+    assert len(plan.strategy.stages) > 1 and plan.strategy.batch == 16
+    plan.save(two / "train_plain.plan.json")
     expected = numbers(single("train_plain", one, monkeypatch, capsys))
     found = numbers(distributed("train_plain_distributed", two))
     assert len(expected) == 18

@@ -8,10 +8,12 @@ that no draft of the shape can beat, and the rest is left out when that bound is
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from rlplace.schedule import SCHEDULES
@@ -21,6 +23,7 @@ from rlplace.strategy.fit import fitted
 from rlplace.strategy.kinds import KINDS
 from rlplace.strategy.shapes import Shape, device_sets, shapes, stage_order
 from rlplace.strategy.shares import equal_shares, unlike_shares
+from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question, Tried, Tries
 
 MOST_UNEVEN = 8
@@ -146,8 +149,26 @@ def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> It
 def all_options(question: Question, balance: Balance) -> Iterator[Option]:
     """Every uniform strategy, be it too large for the memory."""
     known: dict[object, list[Spread]] = {}
+    question = dataclasses.replace(question, space=_runnable(question))
     for devices in device_sets(question.cluster):
         if question.devices is not None and not set(devices) <= set(question.devices):
             continue
         for shape in shapes(question, devices):
             yield from options(question, shape, balance, known)
+
+
+def _runnable(question: Question) -> Space:
+    """The space, without axes that it leaves open and the engine refuses in any strategy."""
+    nothing, closed = bytes(len(question.costs.names)), {}
+    drafts = {
+        axis: Draft((0, len(nothing)), (place,), (0,), nothing, nothing, (1,), (1,))
+        for axis, place in (
+            ("none", Place((0, 1), replicate=2)),
+            ("context", Place((0, 1), context=2)),
+            ("expert", Place((0, 1), shard=2, expert=2, sharding=1)),
+        )
+    }
+    if question.why_not is not None and question.why_not(drafts.pop("none")) is None:
+        refused = [axis for axis, draft in drafts.items() if question.why_not(draft) is not None]
+        closed = {axis: (1,) for axis in refused if getattr(question.space, axis) is None}
+    return msgspec.structs.replace(question.space, **closed)

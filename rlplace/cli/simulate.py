@@ -101,6 +101,6 @@ def _trace(asked: Asked, path: str) -> None:
     draft, costs = asked.draft(), cast(OpCosts, asked.question.costs)
     if draft.beside or tasks_of(draft, costs) > MOST_TASKS:
         raise InputError(f"--trace holds {MOST_TASKS} ops of one pipeline, this step has more; leave it out")
-    expanded = expand_draft(draft, costs, asked.question.cluster)
+    expanded = expand_draft(draft, costs, asked.question.cluster, named=True)
     write_trace(expanded.problem, simulate(expanded.problem, expanded.problem.group_device, order=expanded.order), path)
     say(f"wrote {path}")

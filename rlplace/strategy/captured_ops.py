@@ -35,6 +35,7 @@ def captured_step(graph: OpGraph, origin: NDArray[np.int32], blocks: Blocks, liv
     input_block = np.full(graph.num_tensors, -1, dtype=np.int64)
     input_block[inputs] = first_block
     return StepOps(
+        names=graph.op_names,
         phase=graph.op_phase,
         block=np.where(graph.op_phase == UPDATE, -1, blocks.of_op[origin]).astype(np.int32),
         producer=graph.tensor_producer.astype(np.int64),

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlplace.cluster import Cluster
+from rlplace.errors import InputError
 from rlplace.problem import Problem
 from rlplace.schedule import SCHEDULES
 from rlplace.strategy.drafts import Draft
@@ -45,13 +46,24 @@ class ExpandedDraft:
     stands_for: tuple[tuple[int, ...], ...]
 
 
-def expand_draft(draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic | None = None) -> ExpandedDraft:
+def expand_draft(
+    draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic | None = None, *, named: bool = False
+) -> ExpandedDraft:
     """Lowers a draft to ops.
+
+    Args:
+        draft: The draft.
+        costs: What ops take.
+        cluster: Where it runs.
+        traffic: Of the cluster, where it is known.
+        named: Ops have the names of captured ops, for people.
 
     Raises:
         InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
     """
-    return Expansion(draft, costs, cluster, traffic or Traffic(cluster)).expanded()
+    if draft.beside:
+        raise InputError("draft: it has several pipelines beside each other; expand each of them alone")
+    return Expansion(draft, costs, cluster, traffic or Traffic(cluster), named).expanded()
 
 
 def tasks_of(draft: Draft, costs: OpCosts) -> int:
@@ -80,9 +92,9 @@ def _alike(draft: Draft, cluster: Cluster) -> list[list[Lane]]:
 class Expansion:
     """Lowers one draft."""
 
-    def __init__(self, draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic) -> None:
+    def __init__(self, draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic, named: bool) -> None:
         check_draft(draft, cluster, len(costs.names))
-        self.draft, self.costs, self.cluster, self.traffic = draft, costs, cluster, traffic
+        self.draft, self.costs, self.cluster, self.traffic, self.named = draft, costs, cluster, traffic, named
         self.split, self.ranges = splits(draft), stage_ranges(draft)
         self.ways = traffic.ways(borders(draft))
         self.lanes = _alike(draft, cluster)
@@ -100,7 +112,8 @@ class Expansion:
         self._sum_ties()
         for device, seconds in enumerate(update):
             self.build.run(device, "U", f"update@{device}", np.array(seconds), np.zeros(len(seconds), dtype=np.int64))
-        problem, order = self.build.problem("strategy", draft.batch, resident)
+        names = [" ".join(self.cluster.devices[device].name for device in row) for row in stands_for]
+        problem, order = self.build.problem("strategy", draft.batch, names, resident)
         return ExpandedDraft(problem, order, tuple(stands_for))
 
     def _sum_ties(self) -> None:

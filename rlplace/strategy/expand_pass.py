@@ -48,7 +48,8 @@ class PassBuild:
         if first_wait >= 0:
             for op in build.waiting[self.device]:
                 build.edge(op, first_wait)
-        base = build.run(self.device, self.kind, f"{self.name}@{self.device}", self.seconds, temporary)
+        labels = self.ops.labels(self.kind) if self.lane.whole.named else None
+        base = build.run(self.device, self.kind, f"{self.name}@{self.device}", self.seconds, temporary, labels)
         self._beside(base, first_wait, set(gathered), set(reduced))
         self._send_buckets(base, buckets)
         return base

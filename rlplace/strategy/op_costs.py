@@ -5,6 +5,7 @@ Axes: N forward and backward ops, T tensors. Updates are those of the blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ class StepOps:
     """The ops of a pass and who reads what; sizes and times are in `PassOps`.
 
     Attributes:
+        names: N.
         phase: int8 [N], index into `rlplace.problem.problem.PHASES`.
         block: int32 [N], ascending op numbers are the order in which a block runs them.
         producer: int64 [T], the op that makes a tensor, -1 for inputs of the model.
@@ -32,6 +34,7 @@ class StepOps:
             the outputs, so that what comes after the last weight goes.
     """
 
+    names: Sequence[str]
     phase: NDArray[np.int8]
     block: NDArray[np.int32]
     producer: NDArray[np.int64]

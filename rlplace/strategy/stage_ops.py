@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD
-from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, FULL
+from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL
 from rlplace.strategy.op_costs import PassOps, StepOps
 
 Ints = NDArray[np.int64]
@@ -157,6 +157,15 @@ class StageOps:
         """int64 [L]."""
         part = self.part(kind)
         return np.where(part.op >= 0, self.passed.temporary_bytes[part.op], 0)
+
+    def labels(self, kind: str) -> list[str]:
+        """Names of the rows, for people."""
+        part, names, moves = self.part(kind), self.step.names, self.passed.collectives
+        found = []
+        for row, (op, move, block) in enumerate(zip(part.op, part.collective, part.block, strict=True)):
+            begins = "begin of block" if part.begins[int(block)] == row else "end of block"
+            found.append(names[op] if op >= 0 else COLLECTIVE_KINDS[moves[move].kind] if move >= 0 else f"{begins} {block}")
+        return found
 
     def lifetimes(self, kind: str) -> list[Lifetimes]:
         """Tensors that a part makes."""

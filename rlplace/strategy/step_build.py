@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,9 @@ from rlplace.problem.check import COLLECTIVE
 from rlplace.problem.order import grouped
 
 PHASE_OF_PART = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD, "U": UPDATE}
+
+LONGEST = 100
+"""Characters of a device's name; many devices have one together."""
 
 
 @dataclass
@@ -42,7 +45,8 @@ class StepBuild:
         self.waiting, self.last = [[] for _ in range(self.devices)], [-1] * self.devices
         self._order: list[list[NDArray[np.int64]]] = [[] for _ in range(self.devices)]
         self._count = 0
-        self._ops: list[tuple[NDArray[np.float64], NDArray[np.int64], int, int, str]] = []
+        self._ops: list[tuple[NDArray[np.float64], NDArray[np.int64], int, int]] = []
+        self._names: list[str] = []
         self._tensors: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
         self._edges: list[tuple[int, int, int]] = []
         self._exchanges: dict[Hashable, _Exchange] = {}
@@ -53,9 +57,17 @@ class StepBuild:
         """Ops so far."""
         return self._count
 
-    def run(self, device: int, part: str, name: str, seconds: NDArray[np.float64], temporary_bytes: NDArray[np.int64]) -> int:
-        """Ops that a device runs next, one after another; the number of the first."""
-        base = self._add(device, part, name, seconds, temporary_bytes)
+    def run(
+        self,
+        device: int,
+        part: str,
+        name: str,
+        seconds: NDArray[np.float64],
+        temporary_bytes: NDArray[np.int64],
+        labels: Sequence[str] | None = None,
+    ) -> int:
+        """Ops that a device runs next, one after another, with labels before the name; the number of the first."""
+        base = self._add(device, part, name, seconds, temporary_bytes, labels)
         self._order[device].append(np.arange(base, self._count))
         for op in self.waiting[device]:
             self.edge(op, base)
@@ -88,14 +100,26 @@ class StepBuild:
         """Many of them."""
         self._tensors.append((source, size_bytes, target))
 
-    def _add(self, device: int, part: str, name: str, seconds: NDArray[np.float64], temporary: NDArray[np.int64]) -> int:
-        base = self._count
-        self._ops.append((seconds, temporary, device, PHASE_OF_PART[part], name))
-        self._count += len(seconds)
+    def _add(
+        self,
+        device: int,
+        part: str,
+        name: str,
+        seconds: NDArray[np.float64],
+        temporary: NDArray[np.int64],
+        labels: Sequence[str] | None = None,
+    ) -> int:
+        base, count = self._count, len(seconds)
+        self._ops.append((seconds, temporary, device, PHASE_OF_PART[part]))
+        if labels is None:
+            self._names += [name] if count == 1 else [f"{name}.{row}" for row in range(count)]
+        else:
+            self._names += [f"{label} {name}.{row}" for row, label in enumerate(labels)]
+        self._count += count
         return base
 
-    def problem(self, name: str, samples: int, resident_bytes: list[int]) -> tuple[Problem, list[list[int]]]:
-        """The step as a problem with a group a device, and what each of them runs in order.
+    def problem(self, name: str, samples: int, names: list[str], resident_bytes: list[int]) -> tuple[Problem, list[list[int]]]:
+        """The step as a problem with a group a device, of these names, and what each of them runs in order.
 
         Hand-overs between devices are collectives; what ops on different devices wait for otherwise takes no time.
         """
@@ -117,17 +141,13 @@ class StepBuild:
         problem = Problem(
             name=name,
             samples_per_microbatch=samples,
-            devices=tuple(Device(f"place{index}") for index in range(self.devices)),
+            devices=tuple(Device(name[:LONGEST]) for name in names),
             links=Links(np.ones(pairs), np.zeros(pairs), channels=(((),) * self.devices,) * self.devices),
-            group_names=tuple(f"place{index}" for index in range(self.devices)),
+            group_names=tuple(name[:LONGEST] for name in names),
             resident_bytes=np.array(resident_bytes, dtype=np.int64),
             weight_bytes=none, gradient_bytes=none.copy(), optimizer_bytes=none.copy(),
             group_device=np.arange(self.devices, dtype=np.int32),
-            op_names=tuple(
-                text if count == 1 else f"{text}.{row}"
-                for count, text in zip(counts, (item[4] for item in self._ops), strict=True)
-                for row in range(count)
-            ),
+            op_names=tuple(self._names),
             op_group=device.astype(np.int32),
             op_phase=phase.astype(np.int8),
             time_s=np.repeat(seconds[:, None], self.devices, axis=1),

@@ -37,6 +37,7 @@ def test_simulate_gives_what_was_predicted(folder: Path, capsys: pytest.CaptureF
     events = json.loads((folder / "a.trace.json").read_text())["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert max(ends) == pytest.approx(1e6 * plan.predicted.step_s, rel=1e-6)
+    assert any(event["name"].startswith("transformer.h.0.") for event in events)
     code, out, _ = run(capsys, "simulate", folder / "a.plan.json", "--cluster", "v100:2")
     assert code == 0
     assert out.splitlines()[0].startswith("2 pipeline stages")

@@ -55,6 +55,7 @@ class RandomOps(RandomCosts):
         piece = np.arange(ops) % wide
         again[SELECTIVE, :ops], again[FULL, :ops] = piece < SELECTED, piece < PIECES
         found = StepOps(
+            names=[f"op{number}" for number in range(again.shape[1])],
             phase=np.concatenate([np.full(ops, FORWARD), np.tile(halves, ops)]).astype(np.int8),
             block=np.concatenate([np.arange(ops), np.repeat(np.arange(ops), step)]).astype(np.int32) // wide,
             producer=np.array([producer for producer, _ in rows]),

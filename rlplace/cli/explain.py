@@ -25,6 +25,7 @@ from rlplace.errors import InfeasibleError, InputError
 if TYPE_CHECKING:
     from rlplace.cluster import Cluster
     from rlplace.explaining.explain import Explanation
+    from rlplace.explaining.strategy_bounds import StrategyBounds
     from rlplace.explaining.what_if import WhatIf
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
@@ -78,7 +79,11 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _strategy(options: argparse.Namespace) -> bool:
-    """Shows a plan that holds a whole strategy as ``rlplace place`` did; False: it places groups."""
+    """Shows a plan that holds a whole strategy as ``rlplace place`` did, what bounds it and what would change it.
+
+    Returns:
+        False: it places groups.
+    """
     from rlplace.cli.strategy import show_strategy
     from rlplace.explaining.explain import what_if_lines
     from rlplace.plan.plan import PlacementPlan
@@ -93,26 +98,35 @@ def _strategy(options: argparse.Namespace) -> bool:
     machine = cluster_of_plan(plan, options.cluster)
     if not options.json:
         show_strategy(plan, machine)
-    asked = () if options.no_what_if else _strategy_what_if(plan, machine, options)
+    bounds, changes = _near_strategy(plan, machine, options)
     if options.json:
-        print_json({**plan.to_dict(), "what_if": [dataclasses.asdict(entry) for entry in asked]})
-    elif asked:
-        print("\n" + "\n".join(what_if_lines(asked)))
+        told = None if bounds is None else bounds.to_dict()
+        print_json({**plan.to_dict(), "bounds": told, "what_if": [dataclasses.asdict(entry) for entry in changes]})
+        return True
+    if bounds is not None:
+        print("\n" + "\n".join(bounds.lines()))
+    if changes:
+        print("\n" + "\n".join(what_if_lines(changes)))
     return True
 
 
-def _strategy_what_if(plan: PlacementPlan, machine: Cluster, options: argparse.Namespace) -> Sequence[WhatIf]:
-    """What other hardware would bring; nothing, said so, where the plan's model cannot be built again."""
+def _near_strategy(
+    plan: PlacementPlan, machine: Cluster, options: argparse.Namespace
+) -> tuple[StrategyBounds | None, Sequence[WhatIf]]:
+    """What bounds a strategy, and what other hardware would bring; nothing, said so, where its model cannot be built again."""
     from rlplace.evaluating.again import ask_again
+    from rlplace.explaining.strategy_bounds import strategy_bounds
     from rlplace.explaining.strategy_what_if import strategy_what_if
 
-    say("pricing the model again for what other hardware would bring; --no-what-if leaves that out")
+    say("pricing the model again for what bounds the step; --no-what-if leaves out what other hardware would bring")
     try:
         asked = ask_again(plan, machine)
+        bounds = strategy_bounds(asked.question, asked.draft())
     except InputError as error:
-        say(f"what other hardware would bring is not known: {error}")
-        return ()
-    return strategy_what_if(asked, calls=options.calls, time_limit_s=options.time_limit)
+        say(f"what bounds the step, and what other hardware would bring, is not known: {error}")
+        return None, ()
+    changes = () if options.no_what_if else strategy_what_if(asked, calls=options.calls, time_limit_s=options.time_limit)
+    return bounds, changes
 
 
 def _plan(options: argparse.Namespace) -> Explanation:

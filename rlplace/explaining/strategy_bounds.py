@@ -1,0 +1,92 @@
+"""What bounds the step of a whole strategy: where the time of its busiest place goes, and which device is fullest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.tries import Question
+from rlplace.text import gb, ms, percent
+
+_COMMUNICATION = ("tensor", "gather", "exchange", "hand_over")
+
+
+@dataclass(frozen=True)
+class StrategyBounds:
+    """Where a step goes, by the block executor.
+
+    Attributes:
+        seconds: Of the busiest place, by ``computing``, ``running again`` (recomputation, with its collectives),
+            ``communication``, ``waiting for other stages`` and ``updates``; they add up to the step.
+        blocks: First and last block of the busiest stage.
+        devices: Names of its devices.
+        fullest: The device whose memory is fullest.
+        peak_bytes: Its peak.
+        memory_bytes: Its capacity; None without a limit.
+    """
+
+    seconds: Mapping[str, float]
+    blocks: tuple[str, str]
+    devices: tuple[str, ...]
+    fullest: str
+    peak_bytes: int
+    memory_bytes: int | None
+
+    @property
+    def bound(self) -> str:
+        """What most of the step goes to."""
+        return max(self.seconds, key=lambda name: self.seconds[name])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {**dataclasses.asdict(self), "bound": self.bound}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        step_s = sum(self.seconds.values())
+        parts = sorted(self.seconds.items(), key=lambda item: -item[1])
+        said = ", ".join(f"{name} {ms(seconds)} ms ({percent(seconds / step_s)})" for name, seconds in parts if seconds > 0)
+        span = " to ".join(dict.fromkeys(self.blocks))
+        among = " to ".join(dict.fromkeys((self.devices[0], self.devices[-1])))
+        room = (
+            "" if not self.memory_bytes else f" of {gb(self.memory_bytes)} GB ({percent(self.peak_bytes / self.memory_bytes)})"
+        )
+        return [
+            f"bounded by {self.bound}: {said}",
+            f"busiest stage: {span} on {among}",
+            f"fullest device: {self.fullest}, {gb(self.peak_bytes)} GB{room}",
+        ]
+
+
+def strategy_bounds(question: Question, draft: Draft) -> StrategyBounds:
+    """Evaluates a draft with and without what runs again.
+
+    Raises:
+        InputError: It cannot be evaluated.
+    """
+    said, cluster = question.scores.evaluate(draft), question.cluster
+    pipelines = [dataclasses.replace(one, recompute=bytes(len(one.recompute))) for one in draft.pipelines]
+    plain = question.scores.evaluate(dataclasses.replace(pipelines[0], beside=tuple(pipelines[1:]))).parts
+    worked = sum(said.parts[name] for name in ("compute", "tensor"))
+    again_s = max(0.0, worked - plain["compute"] - plain["tensor"])
+    again_compute_s = min(again_s, max(0.0, said.parts["compute"] - plain["compute"]))
+    stage = draft.strategy(question.costs.names).stages[said.bottleneck]
+    peaks = list(zip(said.peak_memory_bytes, cluster.devices, strict=True))
+    peak, fullest = max(peaks, key=lambda pair: pair[0] / (pair[1].memory_bytes or float("inf")))
+    return StrategyBounds(
+        seconds={
+            "computing": said.parts["compute"] - again_compute_s,
+            "running again": again_s,
+            "communication": sum(said.parts[name] for name in _COMMUNICATION) - (again_s - again_compute_s),
+            "waiting for other stages": said.parts["bubble"],
+            "updates": said.parts["update"],
+        },
+        blocks=(stage.blocks[0], stage.blocks[-1]),
+        devices=tuple(cluster.devices[device].name for device in stage.devices),
+        fullest=fullest.name,
+        peak_bytes=peak,
+        memory_bytes=fullest.memory_bytes,
+    )

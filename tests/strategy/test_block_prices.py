@@ -18,6 +18,7 @@ from rlplace.strategy.divide import divided, tensor_parts
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.layouts import tensor_layouts
+from rlplace.strategy.op_level import evaluate_ops
 from rlplace.strategy.price import PricedBlocks
 
 CLUSTER = "a100-80g:1 + l4:1"
@@ -123,8 +124,9 @@ def test_the_executor_on_one_device_is_the_op_level(priced, name):
     for device in range(2):
         draft = Draft((0, count), (Place((device,)),), (0,), bytes(count), bytes(count), (4,), (1,))
         found, wanted = executor.evaluate(draft), simulate(problem, [device])
-        assert found.step_time_s == pytest.approx(wanted.step_time_s, rel=1e-9)
-        assert found.peak_memory_bytes[device] == pytest.approx(wanted.peak_memory_bytes[device], rel=1e-6)
+        for said in (found, evaluate_ops(draft, blocks, cluster, found)):  # block by block, and as ops of the draft
+            assert said.step_time_s == pytest.approx(wanted.step_time_s, rel=1e-9)
+            assert said.peak_memory_bytes[device] == pytest.approx(wanted.peak_memory_bytes[device], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "t5"])
@@ -135,6 +137,11 @@ def test_full_recomputation_is_that_of_the_op_level(priced, name):
     again = recompute(problem, [[block] for block in range(len(blocks.names))])
     assert peak_bytes(blocks, FULL) == pytest.approx(simulated_peak(again), rel=0.001)
     assert peak_bytes(blocks, FULL) < 0.97 * peak_bytes(blocks, NONE)
+    count, cluster = len(blocks.names), as_cluster(CLUSTER)
+    draft = Draft((0, count), (Place((0,)),), (0,), bytes([FULL] * count), bytes(count), (4,), (1,))
+    ops = evaluate_ops(draft, blocks, cluster, Evaluator(blocks, cluster).evaluate(draft))
+    peak = simulated_peak(again, one_by_one(again))
+    assert ops.peak_memory_bytes[0] - cluster.devices[0].reserved_bytes == pytest.approx(peak, rel=0.001)
     costs = blocks.passes(0, FOUR)
     assert costs.again_s[FULL].sum() == pytest.approx(again.time_s[problem.num_ops :, 0].sum(), rel=1e-9)
 

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import print_json
-from rlplace.cli.plans import asked_of, load_placement, plan_and_problem
+from rlplace.cli.plans import asked_of, plan_and_problem
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _second(
     """The second plan, and its problem when it is not the first's."""
     from rlplace.plan.plan import PlacementPlan
 
-    plan = load_placement(options.second)
+    plan = PlacementPlan.load(options.second)
     if plan.problem == first.problem:
         return PlacementPlan.load(options.second, problem), None
     if len(problems) == 1:

@@ -34,7 +34,7 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
             raise InputError(f"{problem} has its own devices; leave --cluster or --problem out")
         known = Problem.load(problem)
         return PlacementPlan.load(path, known), known
-    plan = load_placement(path)
+    plan = PlacementPlan.load(path)
     if not plan.source:
         raise InputError(f"{path}: says nothing of where its problem came from; name the problem file with --problem")
     from rlplace.runtime.distributed.job.recipe import problem_of_plan
@@ -51,20 +51,6 @@ def asked_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> Aske
     machine = cluster_of_plan(plan, cluster)
     say(f"capturing and pricing the model of {path} again")
     return ask_again(plan, machine)
-
-
-def load_placement(path: str) -> PlacementPlan:
-    """Reads a plan for a verb that works on groups of a problem.
-
-    Raises:
-        InputError: It is a whole strategy; says which verbs take one.
-    """
-    from rlplace.plan.plan import PlacementPlan, require_placement
-
-    plan = PlacementPlan.load(path)
-    instead = "'rlplace explain' shows it, 'rlplace run' trains and times it; 'rlplace place --space placement' places groups"
-    require_placement(plan, path, instead)
-    return plan
 
 
 def problem_at(plan: PlacementPlan, cluster: str | None) -> Callable[[int], Problem]:

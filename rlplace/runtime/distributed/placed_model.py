@@ -103,7 +103,7 @@ class PlacedModel(DistributedModel):
 
     def _split(self, arguments: Any) -> Split:
         how = self.batching
-        return split_batch(arguments, 1, how.microbatches, whole=how.whole, reduction=how.reduction)
+        return split_batch(arguments, how.microbatches, whole=how.whole, reduction=how.reduction)
 
     def _engine(self, part: Microbatch, spec: Any) -> tuple[ForwardGraph, Engine]:
         kind = self._ranks.device.type

@@ -33,9 +33,9 @@ def keywords(inputs, leaves):
     return torch.utils._pytree.tree_unflatten(list(leaves), torch.utils._pytree.tree_structure(((), inputs)))[1]
 
 
-def parts_of(inputs, replicas, microbatches):
+def parts_of(inputs, microbatches):
     """A batch of keyword inputs in micro-batches."""
-    return split_batch((((), inputs),), replicas, microbatches)
+    return split_batch((((), inputs),), microbatches)
 
 
 def largest_difference(found, expected, least=1.0):

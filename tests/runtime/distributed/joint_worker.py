@@ -50,7 +50,7 @@ class Built:
 def build(name, world, *, microbatches=1, seed=0, train=True, plan=None, double=False, given=None, **fields):
     model, inputs, loss = make_model(name, double, **(given or {}))
     model.train(train)
-    split = parts_of(inputs, 1, microbatches)
+    split = parts_of(inputs, microbatches)
     leaves = split.parts[0].leaves
     meta = meta_copy(model)
     graph = forward_graph(meta, (), keywords(inputs, leaves), loss=loss)

@@ -78,7 +78,7 @@ class Pair:
     def plain_step(self, inputs):
         """Backward of a batch in the micro-batches of the plan."""
         total = 0.0
-        for part in parts_of(inputs, 1, self.microbatches).parts:
+        for part in parts_of(inputs, self.microbatches).parts:
             loss = self.plain_loss(**keywords(inputs, part.leaves)) * part.weight
             loss.backward()
             total += loss.item()

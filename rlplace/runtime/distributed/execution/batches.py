@@ -27,19 +27,15 @@ class Split:
     """A global batch in parts.
 
     Attributes:
-        parts: Every micro-batch of every replica, in order; replica r has those with ``replica[i] == r``.
-        replica: Replica of each part.
+        parts: Every micro-batch, in order.
         samples: Samples of each part.
     """
 
     parts: tuple[Microbatch, ...]
-    replica: tuple[int, ...]
     samples: tuple[int, ...]
 
 
-def split_batch(
-    arguments: Any, replicas: int, microbatches: int, *, whole: Collection[str] = (), reduction: str = "mean"
-) -> Split:
+def split_batch(arguments: Any, microbatches: int, *, whole: Collection[str] = (), reduction: str = "mean") -> Split:
     """Cuts every tensor whose first dimension is the batch.
 
     The batch is the first dimension of the first tensor. Parts are as equal as possible, earlier ones larger, and there is
@@ -47,8 +43,7 @@ def split_batch(
 
     Args:
         arguments: ``((args, kwargs), target)``, or without the target.
-        replicas: Number of replicas of the plan.
-        microbatches: Number of them that each replica runs.
+        microbatches: Number of them, over all replicas.
         whole: Names of keyword inputs that every micro-batch gets whole although their first dimension is as long.
         reduction: ``"mean"`` weighs the loss of a part by its share of the samples, ``"sum"`` by 1.
 
@@ -65,16 +60,14 @@ def split_batch(
         isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == batch and not keep
         for leaf, keep in zip(leaves, kept, strict=True)
     ]
-    count = min(batch, replicas * microbatches)
+    count = min(batch, microbatches)
     sizes = [batch // count + (number < batch % count) for number in range(count)]
     parts, start = [], 0
     for number, size in enumerate(sizes):
         taken = [leaf[start : start + size] if split else leaf for leaf, split in zip(leaves, cut, strict=True)]
         parts.append(Microbatch(number, taken, size / batch if reduction == "mean" else 1.0))
         start += size
-    # Replicas take consecutive parts; when parts are missing, the last ones have fewer.
-    share = -(-count // replicas)
-    return Split(tuple(parts), tuple(min(number // share, replicas - 1) for number in range(count)), tuple(sizes))
+    return Split(tuple(parts), tuple(sizes))
 
 
 def samples_of(arguments: Any) -> int:

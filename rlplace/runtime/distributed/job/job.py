@@ -192,7 +192,6 @@ def train(
             device,
             loss=part.loss,
             optimizer=make,
-            replicas=part.replicas,
             microbatches=part.microbatches,
             seed=options.seed,
             clip=options.clip,

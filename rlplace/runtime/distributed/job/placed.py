@@ -41,8 +41,7 @@ class Part:
         inputs: Example inputs, from which batches are made.
         loss: Of a model that does not return it.
         samples: Of a step.
-        replicas: How the reference cuts a batch: so many replicas,
-        microbatches: with so many micro-batches each.
+        microbatches: In so many the reference cuts a batch.
         same_streams: Random ops draw what they draw in the reference.
     """
 
@@ -70,14 +69,13 @@ class Part:
         self.same_streams = strategy is None
         if strategy is None:
             assert problem is not None
-            self.replicas, self.microbatches = 1, plan.microbatches
+            self.microbatches = plan.microbatches
             self.samples = problem.samples_per_microbatch * plan.microbatches
         else:
             pipeline = strategy.pipelines[0]
             several = len(pipeline.microbatches) > 1
             self.device_number, self.samples = sorted(strategy.devices)[dist.get_rank()], strategy.batch
-            self.replicas = 1 if several else pipeline.data_degree
-            self.microbatches = sum(pipeline.microbatches) if several else pipeline.microbatches[0]
+            self.microbatches = sum(pipeline.microbatches) * (1 if several else pipeline.data_degree)
         self._plan, self._clip, self._autocast, self._device = plan, options.clip, autocast, device
 
     def step(self, batch: Any) -> float:

@@ -43,7 +43,6 @@ class Reference:
         *,
         loss: Loss | None,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        replicas: int,
         microbatches: int,
         seed: int,
         step: int = 0,
@@ -57,7 +56,7 @@ class Reference:
         self.streams = False
         self.slack: dict[str, torch.Tensor] = {}
         self._device, self._loss, self._seed, self._step, self._clip = device, loss, seed, step, clip
-        self._replicas, self._microbatches, self._same_streams = replicas, microbatches, same_streams
+        self._microbatches, self._same_streams = microbatches, same_streams
         self._autocast = autocast or contextlib.nullcontext()
         self._runs: dict[Any, Callable[[Any], torch.Tensor]] = {}
 
@@ -67,7 +66,7 @@ class Reference:
         spec = pytree.tree_structure(arguments)
         total = 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        for part in split_batch(arguments, self._replicas, self._microbatches).parts:
+        for part in split_batch(arguments, self._microbatches).parts:
             leaves = [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.leaves]
             (args, kwargs) = pytree.tree_unflatten(leaves, spec)[0]
             key = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -8,7 +8,6 @@ copies are staged through it. Between hosts: one or several network cards. `rlpl
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import re
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from rlplace.cluster.fabrics import FAMILIES
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cluster.topology import Path, Resource, Topology, lower
 from rlplace.errors import InputError
+from rlplace.interrupts import without_collections
 from rlplace.problem import Links
 from rlplace.problem.fabric import Fabric
 
@@ -94,13 +94,8 @@ def build_links(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequ
         host_of: D host numbers.
         hosts: What joins the devices of each host.
     """
-    collects = gc.isenabled()
-    gc.disable()  # a path a pair makes millions of tuples, none of them garbage, that every collection would walk
-    try:
+    with without_collections():
         links = lower(build_topology(kinds, host_of, hosts))
-    finally:
-        if collects:
-            gc.enable()
     return dataclasses.replace(links, fabrics=build_fabrics(kinds, host_of, hosts))
 
 

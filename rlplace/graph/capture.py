@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rlplace.errors import CaptureError, InputError, show, unknown_name
 from rlplace.graph.opgraph import OpGraph, Parameter
 from rlplace.graph.optimizers import OPTIMIZERS
+from rlplace.interrupts import without_collections
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +94,8 @@ def capture(
     failures: dict[str, Exception] = {}
     for attempt in METHODS if method is None else (method,):
         try:
-            return _capture_with(attempt, model, args, kwargs, loss, settings, name, source, notes)
+            with without_collections():
+                return _capture_with(attempt, model, args, kwargs, loss, settings, name, source, notes)
         except InputError:
             raise
         except Exception as error:

@@ -168,7 +168,7 @@ class Packer:
 
     def _ways_of(self, draft: Draft) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
         """How stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`; chains that lie alike do it alike."""
-        alike = self.traffic.alike(tuple([place.devices for place in draft.places]))
+        alike = self.traffic.seats.alike(tuple([place.devices for place in draft.places]))
         key = alike, tuple([place.data_degree for place in draft.places]), draft.place_of_stage
         if key not in self._ways:
             known = self.traffic.ways(borders(draft))

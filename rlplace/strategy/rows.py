@@ -50,7 +50,7 @@ class Rows:
         """A number that places alike in axes, devices and links have in common."""
         if place not in self._seat_of:
             axes = (place.replicate, place.shard, place.context, place.tensor, place.expert, place.sharding)
-            alike = axes, self.traffic.alike((place.devices,))
+            alike = axes, self.traffic.seats.alike((place.devices,))
             self._seat_of[place] = self._seats.setdefault(alike, len(self._seats))
         return self._seat_of[place]
 

@@ -48,7 +48,12 @@ class Moves:
         draft = dataclasses.replace(draft, recompute=blank, offload=blank)
         yield from _shift_blocks(draft, seen.bottleneck)
         for sizes, counts in self._shares(draft, near=True):
-            yield dataclasses.replace(draft, microbatch=sizes, microbatches=counts)
+            spread = dataclasses.replace(draft, microbatch=sizes, microbatches=counts)
+            yield spread
+            if draft.stages > 1 and all(self._balance.can_cut(place.cut(min(sizes))) for place in draft.places):
+                bounds = self._balance.stages_on(draft.places, draft.place_of_stage, min(sizes)).bounds
+                if bounds != draft.bounds:
+                    yield dataclasses.replace(spread, bounds=bounds)
         yield from self._other_schedules(draft)
         worst = draft.place_of_stage[seen.bottleneck]
         near = sorted(range(len(draft.places)), key=lambda place: abs(place - worst))

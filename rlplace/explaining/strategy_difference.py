@@ -190,6 +190,8 @@ def _parts(a: Draft, b: Draft) -> dict[str, tuple[str, ...]]:
     if a.stages != b.stages:
         stages = {"stages": ("places", "place_of_stage", "bounds", "schedule")}
     rest = {"micro-batches": _MICRO, "schedule": ("schedule",), "recompute": ("recompute",), "offload": ("offload",)}
+    if a.beside or b.beside:
+        rest["pipelines beside it"] = ("beside",)
     return stages | rest
 
 
@@ -226,6 +228,10 @@ def _said(name: str, draft: Draft) -> str:
         return ", ".join(f"{value} of {count}" for count, value in counts)
     if name == "schedule":
         return str(draft.schedule)
+    if name == "pipelines beside it":
+        return "; ".join(
+            f"{_some(one.microbatches)} of {_some(one.microbatch)} on {_devices(one.devices)}" for one in draft.beside
+        )
     if name == "blocks a stage":
         return _some([end - begin for begin, end in zip(draft.bounds, draft.bounds[1:], strict=False)])
     shapes = []

@@ -57,6 +57,13 @@ def test_diff_says_which_words_differ(folder: Path, capsys: pytest.CaptureFixtur
     text = run(capsys, "diff", folder / "a.plan.json", folder / "a.plan.json")[1]
     assert text.startswith("two whole strategies, 8 samples a step")
     assert text.rstrip().endswith("the strategies say the same")
+    data = json.loads((folder / "b.plan.json").read_text())
+    blocks = data["strategy"]["stages"][0]["blocks"]
+    few = [{"stages": [{"blocks": blocks, "devices": [device]}], "microbatch": [size]} for device, size in ((0, 6), (1, 2))]
+    data["strategy"] = {"batch": 8, "pipelines": few}
+    (folder / "unlike.plan.json").write_text(json.dumps(data))
+    text = run(capsys, "diff", folder / "b.plan.json", folder / "unlike.plan.json")[1]
+    assert "pipelines beside it" in text and "1 of 2 on 1" in text
 
 
 def test_the_effect_of_a_word_is_that_of_the_strategy_with_it(

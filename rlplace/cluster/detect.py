@@ -16,7 +16,7 @@ from rlplace.errors import MissingError
 # Fragments of device names as drivers report them, the more specific first.
 _NAMES = (
     ("h200", "h200"), ("h100", "h100"), ("a100", "a100-80g"), ("v100", "v100"), ("mi300x", "mi300x"), ("rtx 4090", "rtx4090"),
-    ("tesla t4", "t4"), ("nvidia t4", "t4"), ("nvidia l4", "l4"),
+    ("rtx 3090", "rtx3090"), ("titan rtx", "titan-rtx"), ("tesla t4", "t4"), ("nvidia t4", "t4"), ("nvidia l4", "l4"),
 )  # fmt: skip
 _A100_SMALL_BYTES = 60_000_000_000
 

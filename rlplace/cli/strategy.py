@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 
 from rlplace.cli.common import (
@@ -107,7 +108,7 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
 
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:
-    """A row for the best of every kind of strategy, the quickest first, and for the best uniform one."""
+    """A row for the best of every kind of strategy and the best uniform one: what was chosen first, then by step time."""
     from rlplace.strategy.kinds import KINDS
 
     shown: dict[str, Rival] = {}
@@ -117,7 +118,8 @@ def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:
         if entry.uniform:
             shown.setdefault("best uniform", entry)
     quickest_s = entries[0].step_time_s or 1.0
-    for kind, entry in shown.items():
+    ordered = sorted(shown.items(), key=lambda item: (item[1] is not entries[0], item[1].step_time_s or math.inf))
+    for kind, entry in ordered:
         figures = ["-", "-", "-", entry.reason or f"{gb(entry.over_bytes)} GB too large: {entry.words}"]
         if entry.step_time_s is not None:
             rate, times = entry.samples_per_s or 0.0, entry.step_time_s / quickest_s

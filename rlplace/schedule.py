@@ -61,15 +61,17 @@ class Schedule:
 
 LIST, GPIPE, ONE_F_ONE_B = "list", "gpipe", "1f1b"
 """Names for who means one schedule: the default, GPipe's, and the free one that holds the fewest activations."""
+LOOPED_BFS, ZERO_BUBBLE = "looped_bfs", "interleaved_zero_bubble"
+"""GPipe's with several stages a device, and the split backward for any number of stages."""
 
 _ALL = (
     Schedule(LIST),
     Schedule(GPIPE, gates=BACKWARD_GATES, torch_class="ScheduleGPipe"),
     Schedule(ONE_F_ONE_B, gates=FORWARD_GATES, backward_first=True, torch_class="Schedule1F1B"),
-    Schedule("looped_bfs", free=False, layout=LOOP, torch_class="ScheduleLoopedBFS"),
+    Schedule(LOOPED_BFS, free=False, layout=LOOP, torch_class="ScheduleLoopedBFS"),
     Schedule("interleaved_1f1b", free=False, layout=LOOP, torch_class="ScheduleInterleaved1F1B"),
     Schedule(
-        "interleaved_zero_bubble",
+        ZERO_BUBBLE,
         free=False,
         splits_backward=True,
         layout=LOOP,
@@ -118,4 +120,4 @@ def renamed_schedule(name: str, device_of_group: Sequence[int], stage_of_group: 
         return name
     place = dict(zip(device_of_group if stage_of_group is None else stage_of_group, device_of_group, strict=False))
     chain = [place[stage] for stage in sorted(place)]
-    return "zbv" if stages_a_device(V, chain) and not stages_a_device(LOOP, chain) else "interleaved_zero_bubble"
+    return "zbv" if stages_a_device(V, chain) and not stages_a_device(LOOP, chain) else ZERO_BUBBLE

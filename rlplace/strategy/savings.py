@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.schedule import LOOP, ONE, ONE_F_ONE_B, SCHEDULES
+from rlplace.schedule import LOOP, LOOPED_BFS, ONE, ONE_F_ONE_B, SCHEDULES
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FORWARD_PASS, FULL
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.meshes import copy_degree, expert_share_degree, share_degree, tensor_groups
@@ -78,7 +78,7 @@ def in_flight(draft: Draft) -> list[int]:
     name = str(draft.schedule)
     if name == ONE_F_ONE_B:
         return [min(count, draft.stages - stage) for stage in range(draft.stages)]
-    keeps_all = SCHEDULES[name].layout == ONE or (SCHEDULES[name].layout == LOOP and name == "looped_bfs")
+    keeps_all = SCHEDULES[name].layout == ONE or (SCHEDULES[name].layout == LOOP and name == LOOPED_BFS)
     return [count if keeps_all else min(count, len(draft.places) + 1)] * draft.stages
 
 

@@ -106,7 +106,7 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     known = tries.known()
     ranked = tuple(tried for tried in known if tried.fits)
     if not ranked:
-        raise _nothing(tries, bool(options))
+        raise _nothing(tries, bool(options), complete)
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
     return Answer(ranked, uniform, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
@@ -213,14 +213,15 @@ def _any_uniform(question: Question) -> bool:
     return any(question.space.forbids(option.draft(balance)) is None for option in all_options(question, balance))
 
 
-def _nothing(tries: Tries, any_uniform: bool) -> Exception:
-    """Why no strategy can be the answer; `any_uniform`: whether space and batch leave a uniform one."""
+def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:
+    """Why no strategy can be the answer; `any_uniform`: whether the space leaves a uniform one; `complete`: it was not cut."""
     question, best = tries.question, tries.best
     if best is not None and best.over_bytes > 0:
         short = int(best.over_bytes)
         return InfeasibleError(
-            f"no strategy fits: the nearest ({kind_of(best.draft)}) is {short / 1e9:.2f} GB over the devices' memory; use more "
-            "or larger devices, a smaller batch, or a wider space",
+            f"no strategy fits: the nearest ({kind_of(best.draft)}) is {short / 1e9:.2f} GB over the devices' memory; "
+            + ("use" if complete else f"only {tries.calls} were evaluated: allow more calls or time, or use")
+            + " more or larger devices, a smaller batch, or a wider space",
             short_bytes=short,
         )
     if tries.reasons and any_uniform:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.schedule import GPIPE, ONE_F_ONE_B
+from rlplace.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.fit import fitted
@@ -36,9 +36,6 @@ MOST_UNITS = 64
 
 MOST_PARTS = 48
 """Of blocks; more go several together."""
-
-SPLIT = "interleaved_zero_bubble"
-"""The schedule that drafts are tried under beside their own."""
 
 MOST_COUNT, USUAL_COUNT = 256, 16
 """Of micro-batches, and near which tables begin."""
@@ -75,7 +72,7 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
                 for draft, step_s in table.drafts(devices, degree, size, count):
                     found.setdefault(draft, step_s)
     for draft in sorted(found, key=lambda draft: found[draft])[:TRIED]:
-        for schedule in question.space.only("schedule", {draft.schedule: None, SPLIT: None}):
+        for schedule in question.space.only("schedule", {draft.schedule: None, ZERO_BUBBLE: None}):
             best_s = tries.best.step_s if tries.best is not None and tries.fitting() else np.inf
             yield fitted(tries, dataclasses.replace(draft, schedule=schedule), 1.2 * best_s)
 

@@ -15,7 +15,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage, Strategy
 from rlplace.runtime.check import backward_elsewhere
 from rlplace.runtime.native.blocks import block_names, owner
-from rlplace.schedule import LIST, SCHEDULES
+from rlplace.schedule import GPIPE, LIST, SCHEDULES
 
 _INSTEAD = "plan a strategy: rlplace.place(model, cluster, batch=...), or 'rlplace place MODEL'"
 
@@ -78,7 +78,7 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
         )
         for stage in order
     )
-    schedule = None if len(made) == 1 else "gpipe" if plan.schedule == LIST else plan.schedule
+    schedule = None if len(made) == 1 else GPIPE if plan.schedule == LIST else plan.schedule
     pipeline = Pipeline(made, (samples,), (plan.microbatches,), schedule)
     return Strategy(samples * plan.microbatches * degree, (pipeline,))
 

@@ -21,7 +21,7 @@ from rlplace.runtime.native.accumulate import Loss, Region, forward_autocast
 from rlplace.runtime.native.batches import Batch, Pass, signature_of
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
-from rlplace.schedule import SCHEDULES
+from rlplace.schedule import GPIPE, LOOPED_BFS, SCHEDULES
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +218,7 @@ class PipelineRun:
             InputError: There is none.
         """
         name, places = self._pipeline.schedule or "", [stage.devices for stage in self._pipeline.stages]
-        for possible in (name, "gpipe", "looped_bfs"):
+        for possible in (name, GPIPE, LOOPED_BFS):
             with contextlib.suppress(InputError):
                 if SCHEDULES[possible].layout == SCHEDULES[name].layout:
                     check_chain(possible, places, microbatches, "")

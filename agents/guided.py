@@ -84,7 +84,7 @@ def _compile(stamp):
     @entry
     def search(
         simulation, trial, facts, view, tables, weights, embed, plan, best, score, counts, state, keys, seen, shares, ptr,
-        groups, targets, kinds, table, logits, calls, microbatches, noise, tries, stale, mixed, fill, hot, cooling, patience,
+        groups, targets, kinds, table, logits, calls, microbatches, noise, tries, stale, fill, hot, cooling, patience,
         progress, slope, kick,
     ):  # fmt: skip
         """Makes `calls` simulations, fewer when no move is found; returns how many.
@@ -116,7 +116,6 @@ def _compile(stamp):
             noise: Scale of the Gumbel noise on the scores.
             tries: Moves that are tried before others are drawn.
             stale: Moves that may be made before the plan is looked at again.
-            mixed: Share of tries that are random moves instead of ranked ones.
             fill: Plans that provably fill a device beyond this share of its memory are not tried.
             hot: Start temperature relative to the best step time.
             cooling: End temperature relative to `hot`.
@@ -168,29 +167,21 @@ def _compile(stamp):
             tried, made, at = 0, 0, 0
             improved = False
             while tried < tries and used < calls:
+                if at >= count or logits[order[at]] < -1e29:
+                    break
+                k = order[at]
+                at += 1
                 size = 0
-                if mixed > 0.0 and draw_uniform(state) < mixed:
-                    size = draw_move(t, state, plan, own_groups, own_targets)
-                    if size == 0:
-                        tried += 1
-                        continue
-                else:
-                    if at >= count or logits[order[at]] < -1e29:
-                        break
-                    k = order[at]
-                    at += 1
-                    for i in range(ptr[k], ptr[k + 1]):
-                        if plan[groups[i]] != targets[i]:
-                            own_groups[size], own_targets[size] = groups[i], targets[i]
-                            size += 1
-                    if size == 0:
-                        continue
+                for i in range(ptr[k], ptr[k + 1]):
+                    if plan[groups[i]] != targets[i]:
+                        own_groups[size], own_targets[size] = groups[i], targets[i]
+                        size += 1
+                if size == 0:
+                    continue
                 moved_key = key
                 for i in range(size):
                     moved_key ^= keys[own_groups[i], plan[own_groups[i]]] ^ keys[own_groups[i], own_targets[i]]
                 if _known(seen, moved_key):
-                    if mixed > 0.0:
-                        tried += 1
                     continue
                 for i in range(size):
                     trial[own_groups[i]] = own_targets[i]

@@ -39,7 +39,6 @@ class SearchSettings:
         noise: Scale of the Gumbel noise on scores.
         tries: Moves tried before others are drawn.
         stale: Moves made before the plan is looked at again.
-        mixed: Share of tries that are random moves.
         fill: Plans that provably fill a device beyond this share of its memory are not tried.
         hot: Start temperature, relative to the best step time. cooling: End temperature relative to it.
         patience: Rounds without a new best plan before the search goes back to the best one and changes it at random.
@@ -49,7 +48,6 @@ class SearchSettings:
     noise: float = 0.3
     tries: int = 24
     stale: int = 3
-    mixed: float = 0.0
     fill: float = 1.1
     hot: float = 1e-3
     cooling: float = 0.1
@@ -198,7 +196,7 @@ class Search:
             search(
                 self._simulation, self._trial, *g.arguments, tuple(self._moves.tables), self._weights, self._embed,
                 self._plan, self._best, self._score, self._counts, g.state, self._keys, self._seen, SHARES, g.ptr, g.groups,
-                g.targets, g.kinds, g.table, self._logits, calls, g.microbatches, s.noise, s.tries, s.stale, s.mixed, s.fill,
+                g.targets, g.kinds, g.table, self._logits, calls, g.microbatches, s.noise, s.tries, s.stale, s.fill,
                 s.hot, s.cooling, s.patience, progress, slope, _KICK,
             )
         )  # fmt: skip

@@ -37,7 +37,7 @@ NUM_CONSTRUCTION = len(CONSTRUCTION_FEATURES)
 
 
 class Construction:
-    """Groups placed so far, in the instance's order.
+    """Groups placed so far, in the depth-first order of the graph.
 
     Attributes:
         instance: The instance.
@@ -73,7 +73,7 @@ class Construction:
     @property
     def group(self) -> int:
         """The group that is placed next; the last one when all are placed."""
-        return int(self.instance.order[min(self.placed, len(self.plan) - 1)])
+        return int(self.instance.graph.depth_first_order[min(self.placed, len(self.plan) - 1)])
 
     @property
     def largest_load(self) -> float:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InfeasibleError, unknown_name
+from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import largest_op_bytes, lower_bounds
 from rlplace.planners.common.evaluate import PLAIN, Execution
@@ -43,7 +43,6 @@ class Instance:
         graph: Its group graph.
         floor: int32 [G], plan of the best classical planner; None when none is feasible.
         reference_step_time_s: Step time of `floor`, or the lower bound where there is no floor.
-        order: int32 [G], the order in which Placement-v0 asks for groups.
         position: int32 [G], place of each group in the depth-first order of the graph.
         neighbor_bytes: float64, bytes of every entry of ``graph.neighbor``.
         allowed: bool [G, D].
@@ -61,7 +60,6 @@ class Instance:
     graph: GroupGraph
     floor: NDArray[np.int32] | None
     reference_step_time_s: float
-    order: NDArray[np.int32]
     position: NDArray[np.int32]
     neighbor_bytes: NDArray[np.float64]
     allowed: NDArray[np.bool_]
@@ -81,7 +79,6 @@ def make_instance(
     *,
     floor: NDArray[np.int32] | None = None,
     compute_floor: bool = True,
-    order: str = "topological",
     execution: Execution = PLAIN,
 ) -> Instance:
     """Prepares a problem for the environments.
@@ -90,14 +87,11 @@ def make_instance(
         problem: Any problem.
         floor: Plan of the best classical planner.
         compute_floor: Compute it with `best` when it is not given.
-        order: One of `ORDERS`: in which order Placement-v0 asks for groups.
         execution: Micro-batches and schedule of the step.
 
     Raises:
         InfeasibleError: A group may sit nowhere. (A problem without a plan that fits the memory is none to refuse.)
     """
-    if order not in ORDERS:
-        raise unknown_name("group order", order, ORDERS)
     if not problem.group_allowed.any(axis=1).all():
         check_possible(problem)
     if floor is None and compute_floor:
@@ -115,12 +109,11 @@ def make_instance(
         graph=graph,
         floor=None if floor is None else np.asarray(floor, dtype=np.int32),
         reference_step_time_s=float(step_time) if step_time else max(lower_bounds(problem).step_time_s, SHORTEST_S),
-        order=ORDERS[order](graph, through),
         position=np.argsort(graph.depth_first_order, kind="stable").astype(np.int32),
         neighbor_bytes=graph.edge_bytes[graph.neighbor_edge].astype(np.float64),
         allowed=problem.group_allowed,
         pinned_bytes=group_pinned_bytes(problem),
-        footprint_bytes=group_footprint_bytes(problem),
+        footprint_bytes=largest_op_bytes(problem),
         limit_bytes=problem.memory_limit_bytes,
         seconds_per_byte=seconds_per_byte,
         latency_s=latency,
@@ -148,22 +141,7 @@ def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return through, start
 
 
-Order = Callable[[GroupGraph, NDArray[np.float64]], NDArray[np.int32]]
-
-ORDERS: dict[str, Order] = {
-    "topological": lambda graph, through: graph.depth_first_order,
-    "criticality": lambda graph, through: np.argsort(-through, kind="stable").astype(np.int32),
-    "time": lambda graph, through: np.argsort(-graph.mean_time_s, kind="stable").astype(np.int32),
-}
-"""Named orders in which Placement-v0 asks for groups."""
-
-
 _PIVOT_CANDIDATES = 4
-
-
-def group_footprint_bytes(problem: Problem) -> NDArray[np.float64]:
-    """float64 [G], fact (1): the largest sum of outputs, temporaries and produced inputs over the ops of each group."""
-    return largest_op_bytes(problem)
 
 
 def group_saved_bytes(problem: Problem) -> NDArray[np.float64]:

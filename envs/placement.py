@@ -20,7 +20,8 @@ class PlacementEnv(PlacerEnv):
     """Places the groups of a problem one by one; the finished plan is simulated (or measured).
 
     ## Description
-    Each episode draws a problem, or takes ``options={"problem": i}``. Groups come in the instance's named order.
+    Each episode draws a problem, or takes ``options={"problem": i}``. Groups come in
+    the depth-first order of the group graph.
 
     ## Action space
     ``Discrete(max_devices)``: the device of the current group. `action_masks` marks the legal ones: devices that exist, on

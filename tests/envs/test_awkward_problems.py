@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlplace.envs import make_instance
-from rlplace.envs.instance import group_footprint_bytes, group_pinned_bytes, group_saved_bytes
+from rlplace.envs.instance import group_pinned_bytes, group_saved_bytes
 from rlplace.errors import InfeasibleError, InputError
+from rlplace.planners.common.bounds import largest_op_bytes
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import BACKWARD, FORWARD, Problem, problem_from_dict
 from rlplace.problem.build import TensorSpec, build_problem
@@ -166,7 +167,7 @@ def test_what_is_kept_for_the_backward_is_live_at_once():
 
 
 def test_an_op_needs_its_inputs_outputs_and_temporaries():
-    assert group_footprint_bytes(three_layers()).tolist() == [10.0 + 8.0, 10.0 + 20.0 + 500.0, 20.0 + 40.0]
+    assert largest_op_bytes(three_layers()).tolist() == [10.0 + 8.0, 10.0 + 20.0 + 500.0, 20.0 + 40.0]
 
 
 def test_tensors_between_groups_are_nobodys():
@@ -216,7 +217,7 @@ def test_no_plan_takes_less(seed, microbatches):
     problem = random_problem(seed, int(rng.integers(2, 12)), 3)
     devices = rng.integers(0, 3, problem.num_groups)
     line = simulate(problem, devices, microbatches=microbatches)
-    saved, footprint = group_saved_bytes(problem), group_footprint_bytes(problem)
+    saved, footprint = group_saved_bytes(problem), largest_op_bytes(problem)
     for device, item in enumerate(problem.devices):
         mine = devices == device
         if mine.any() and line.step_time_s is not None:

@@ -83,14 +83,14 @@ def test_placement_reward_is_the_log_ratio_to_the_best_plan():
     assert rewards[-1] == pytest.approx(np.log(make_instance(problem).reference_step_time_s / step))
 
 
-def test_placement_follows_the_named_order():
-    instance = make_instance(random_problem(2, num_groups=9, num_devices=2), order="time")
-    env = PlacementEnv([instance])
+def test_placement_follows_the_depth_first_order():
+    env = PlacementEnv([random_problem(2, num_groups=9, num_devices=2)])
     env.reset(seed=0)
-    assert (np.diff(instance.graph.mean_time_s[instance.order]) <= 1e-12).all()
-    assert env.current_group == instance.order[0]
-    with pytest.raises(InputError, match="unknown group order"):
-        make_instance(instance.problem, order="alphabet")
+    asked, done = [], False
+    while not done:
+        asked.append(env.current_group)
+        done = env.step(int(np.flatnonzero(env.action_masks())[0]))[2]
+    assert asked == env.instance.graph.depth_first_order.tolist()
 
 
 def test_refinement_rewards_add_up_to_start_minus_best():

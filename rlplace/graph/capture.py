@@ -86,16 +86,19 @@ def capture(
         raise unknown_name("capture method", method, METHODS)
     _check_model(model, loss)
     args, kwargs = _split_inputs(example_inputs)
-    settings = _Settings(optimizer, _dtype(dtype), _autocast(autocast, autocast_device), autocast_device, bool(master_weights))
-    weights = {settings.dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
-    if settings.master_weights and not any(item.itemsize < 4 for item in weights):
+    step = _Step(
+        model, args, kwargs, loss, optimizer, _dtype(dtype), _autocast(autocast, autocast_device), autocast_device,
+        bool(master_weights),
+    )  # fmt: skip
+    weights = {step.dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
+    if step.master_weights and not any(item.itemsize < 4 for item in weights):
         raise InputError("master_weights: the weights are float32 already; leave it out, or capture with dtype='bf16'")
     notes: list[str] = []
     failures: dict[str, Exception] = {}
     for attempt in METHODS if method is None else (method,):
         try:
             with without_collections():
-                return _capture_with(attempt, model, args, kwargs, loss, settings, name, source, notes)
+                return _capture_with(attempt, step, name, source, notes)
         except InputError:
             raise
         except Exception as error:
@@ -106,9 +109,13 @@ def capture(
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """How the step is run; see `capture`."""
+class _Step:
+    """What is run, and how; see `capture`."""
 
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Loss | None
     optimizer: str
     dtype: torch.dtype | None
     autocast: torch.dtype | None
@@ -116,17 +123,7 @@ class _Settings:
     master_weights: bool
 
 
-def _capture_with(
-    method: str,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Loss | None,
-    settings: _Settings,
-    name: str | None,
-    source: Mapping[str, Any] | None,
-    earlier: list[str],
-) -> OpGraph:
+def _capture_with(method: str, step: _Step, name: str | None, source: Mapping[str, Any] | None, earlier: list[str]) -> OpGraph:
     import torch
 
     from rlplace.graph.assemble import Assembly
@@ -134,25 +131,25 @@ def _capture_with(
     from rlplace.graph.fake import fake_inputs, new_fake_mode
     from rlplace.graph.inputs import describe_inputs
 
-    recording, guesses = _recorded(method, model, args, kwargs, loss, settings)
-    rule = OPTIMIZERS[settings.optimizer]
+    recording, guesses = _recorded(method, step)
+    rule = OPTIMIZERS[step.optimizer]
     assembly = Assembly(recording.recorder(), recording.leaves, (rule.flops, rule.weight_traffic))
-    described = describe_inputs(*fake_inputs((args, kwargs), new_fake_mode(), settings.dtype))
+    described = describe_inputs(*fake_inputs((step.args, step.kwargs), new_fake_mode(), step.dtype))
     notes = [*earlier, *_notes(recording.leaves, assembly.unattributed)]
     if guesses:
         counts = ", ".join(f"{op} x{count}" for op, count in sorted(guesses.items()))
         notes.append(f"the forward depends on tensor values; guessed: {counts}")
     return build_graph(
         assembly,
-        name=name or type(model).__name__,
-        samples=_samples(args, kwargs),
+        name=name or type(step.model).__name__,
+        samples=_samples(step.args, step.kwargs),
         capture={
             "method": method,
-            "optimizer": settings.optimizer,
+            "optimizer": step.optimizer,
             "dtype": _main_dtype(recording.leaves),
-            "autocast": None if settings.autocast is None else str(settings.autocast).removeprefix("torch."),
-            "master_weights": settings.master_weights,
-            "training": model.training,
+            "autocast": None if step.autocast is None else str(step.autocast).removeprefix("torch."),
+            "master_weights": step.master_weights,
+            "training": step.model.training,
             "torch": torch.__version__,
             "notes": notes,
         },
@@ -160,37 +157,24 @@ def _capture_with(
     )
 
 
-def _recorded(
-    method: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None, settings: _Settings
-) -> tuple[Recording, Mapping[str, int]]:
+def _recorded(method: str, step: _Step) -> tuple[Recording, Mapping[str, int]]:
     """The step of a model, exported from a few of its equal layers where that is the same; and what had to be guessed."""
     from rlplace.graph import unroll
     from rlplace.graph.record import Recorder
     from rlplace.graph.trace import EagerRecorder
 
-    def record(recorder: Recorder, lists: Iterable[str] = ()) -> Recording:
-        return _run(recorder, lists, model, args, kwargs, loss, settings)
-
     if method != "export":
         recorder = EagerRecorder(by_module=method == "module")
-        return record(recorder), recorder.guesses
-    lists = unroll.repeated_lists(model)
+        return _run(step, recorder), recorder.guesses
+    lists = unroll.repeated_lists(step.model)
     if lists:
         with contextlib.suppress(Exception):  # the short model is not the user's: whatever it raises, the whole one decides
-            unroll.check_equal(unroll.unroll(record(unroll.Watcher(), lists), lists), record(unroll.Watcher()))
-            return unroll.unroll(record(Recorder(), lists), lists), {}
-    return record(Recorder()), {}
+            unroll.check_equal(unroll.unroll(_run(step, unroll.Watcher(), lists), lists), _run(step, unroll.Watcher()))
+            return unroll.unroll(_run(step, Recorder(), lists), lists), {}
+    return _run(step, Recorder()), {}
 
 
-def _run(
-    recorder: Recorder,
-    lists: Iterable[str],
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Loss | None,
-    settings: _Settings,
-) -> Recording:
+def _run(step: _Step, recorder: Recorder, lists: Iterable[str] = ()) -> Recording:
     """Runs the step of a fake copy, with these lists shortened, under the recorder; a `Watcher` sees the forward alone."""
     import torch
 
@@ -201,8 +185,8 @@ def _run(
     from rlplace.graph.unroll import Watcher, shortened
 
     mode = new_fake_mode()
-    fake = fake_copy(shortened(model, lists), mode, settings.dtype)
-    fake_args, fake_kwargs = fake_inputs((args, kwargs), mode, settings.dtype)
+    fake = fake_copy(shortened(step.model, lists), mode, step.dtype)
+    fake_args, fake_kwargs = fake_inputs((step.args, step.kwargs), mode, step.dtype)
     tensors = _state(fake)
     for index, (tensor, _, _) in enumerate(tensors):
         recorder.parameter_of_storage[recorder.storage(tensor)] = index
@@ -211,19 +195,19 @@ def _run(
     region = contextlib.ExitStack()
 
     def finish(output: Any) -> None:
-        value = _loss_of(output, loss, recorder)
+        value = _loss_of(output, step.loss, recorder)
         region.close()  # the backward runs outside of autocast
         if not isinstance(recorder, Watcher):
             run_backward(value)
 
     nodes: frozenset[str] = frozenset()
     with mode, any_dtype_grouped_mm(), torch.enable_grad(), quiet_logs(), region:
-        region.enter_context(autocast_region(settings.autocast, settings.autocast_device))
+        region.enter_context(autocast_region(step.autocast, step.autocast_device))
         if isinstance(recorder, EagerRecorder):
             trace_eager(fake, fake_args, fake_kwargs, recorder, finish)
         else:
             nodes = trace_export(fake, fake_args, fake_kwargs, recorder, finish)
-    leaves = _leaves(tensors, recorder, settings)
+    leaves = _leaves(tensors, recorder, step)
     return Recording(recorder.labels, recorder.events, recorder.storages, leaves, given, nodes)
 
 
@@ -328,15 +312,15 @@ def _state(fake: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:
     return list(by_storage.values())
 
 
-def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: Recorder, settings: _Settings) -> list[Leaf]:
+def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: Recorder, step: _Step) -> list[Leaf]:
     from rlplace.graph.assemble import Leaf
 
-    rule = OPTIMIZERS[settings.optimizer]
+    rule = OPTIMIZERS[step.optimizer]
     leaves = []
     for tensor, names, is_buffer in tensors:
         size = tensor.numel() * tensor.element_size()
         gradient = None if is_buffer else tensor.grad
-        state = 0 if gradient is None else rule.state_bytes(tensor.numel(), tensor.element_size(), settings.master_weights)
+        state = 0 if gradient is None else rule.state_bytes(tensor.numel(), tensor.element_size(), step.master_weights)
         record = Parameter(
             name=names[0],
             aliases=tuple(names[1:]),

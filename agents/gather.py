@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -12,6 +11,7 @@ from pathlib import Path
 from rlplace.agents.checkpoint import make_folder
 from rlplace.agents.labels import collect_labels
 from rlplace.agents.problems.sources import CaseSource
+from rlplace.cluster.detect import usable_cores
 from rlplace.errors import InputError, show
 from rlplace.files import fingerprint, read_json, write_json
 
@@ -52,7 +52,7 @@ def gather(
     """
     check_labels(source, folder, states=states, moves=moves, seed=seed)
     wanted = [number for number in range(cases) if not _file(folder, number).exists() and not _none(folder, number).exists()]
-    processes = min(processes or _cores(), max(1, len(wanted)))
+    processes = min(processes or usable_cores(), max(1, len(wanted)))
     begin_s = time.monotonic()
     if wanted:
         report(f"pricing moves of {len(wanted)} cases with {processes} processes")
@@ -122,10 +122,6 @@ def _tell(count: int, wanted: int, begin_s: float, moves: int, report: Callable[
         seconds = time.monotonic() - begin_s
         left = (wanted - count) * seconds / count
         report(f"{count}/{wanted} cases, about {count * moves / seconds:,.0f} labels a second, {left:.0f} s left")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _file(folder: Path, number: int) -> Path:

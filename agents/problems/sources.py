@@ -21,7 +21,7 @@ from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.training import ALL_FAMILIES, SYNTHETIC, ZOO_FAMILIES, training_case
 from rlplace.errors import InputError, MissingError, show
 from rlplace.files import read_json, write_json
-from rlplace.planners.common.evaluate import PLAIN, Execution
+from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.records import Record, build, plain
 
@@ -100,30 +100,6 @@ def set_made_by(folder: str | Path) -> dict[str, str] | None:
     """What made the cases of a folder, None when it holds no set of cases."""
     folder = Path(folder)
     return _index(folder).made_by if (folder / INDEX).is_file() else None
-
-
-def load_problem_cases(path: str | Path, executions: Sequence[Execution]) -> list[Case]:
-    """The cases of a folder that `save_cases` wrote, or every problem of a folder or file with each of the executions."""
-    path = Path(path)
-    if path.is_dir():
-        if (path / INDEX).is_file():
-            return load_cases(path)[0]
-        files = sorted(path.glob(f"*{_SUFFIX}"))
-        if not files:
-            raise InputError(f"{path}: the folder holds no *{_SUFFIX} file; make one with 'rlplace capture'")
-    elif path.is_file():
-        files = [path]
-    else:
-        raise InputError(f"{path}: no such file or folder of *{_SUFFIX} files")
-    cases = []
-    for file in files:
-        problem = Problem.load(file)
-        branchy = is_branchy(problem)
-        family = file.name.removesuffix(_SUFFIX)
-        for run in executions:
-            name = family if len(executions) == 1 else f"{family}-{run.microbatches}-{run.schedule}"
-            cases.append(Case(name, family, problem, run, branchy))
-    return cases
 
 
 def set_folder(name: str) -> Path:
@@ -207,13 +183,7 @@ def default_set() -> str:
     return "all" if find_spec("transformers") is not None else "zoo"
 
 
-def cases_of(
-    names: Sequence[str | Path],
-    *,
-    seed: int = 0,
-    cluster: str | None = None,
-    executions: Sequence[Execution] = (PLAIN,),
-) -> CaseSource:
+def cases_of(names: Sequence[str | Path], *, seed: int = 0, cluster: str | None = None) -> CaseSource:
     """The cases that a person names.
 
     Args:
@@ -221,7 +191,6 @@ def cases_of(
             default stream.
         seed: Seed of a stream.
         cluster: Text of the one cluster that the captured models of a stream are priced for.
-        executions: How the steps of problem files are executed; folders that `save_cases` wrote say it themselves.
 
     Raises:
         InputError: An unknown name, or a mixture of a stream and files.
@@ -239,12 +208,27 @@ def cases_of(
         return CaseSource(title, lambda number: training_case(seed, number, families=families, cluster=cluster), None)
     if cluster is not None:
         raise InputError(f"--problems {title}: these problems have clusters of their own; leave --cluster out")
-    cases = [case for name in asked for case in _read(name, executions)]
+    cases = [case for name in asked for case in _read(name)]
     return CaseSource(title, cases.__getitem__, len(cases))
 
 
-def _read(name: str, executions: Sequence[Execution]) -> list[Case]:
-    if not Path(name).exists():
+def _read(name: str) -> list[Case]:
+    """The cases of a folder that `save_cases` wrote, or every problem of a folder or file, its step executed plainly."""
+    path = Path(name)
+    if path.is_dir():
+        if (path / INDEX).is_file():
+            return load_cases(path)[0]
+        files = sorted(path.glob(f"*{_SUFFIX}"))
+        if not files:
+            raise InputError(f"{path}: the folder holds no *{_SUFFIX} file; make one with 'rlplace capture'")
+    elif path.is_file():
+        files = [path]
+    else:
         known = ", ".join(STREAMS)
         raise InputError(f"unknown problem set {name!r}; known: {known}, or files and folders of *.problem.json")
-    return load_problem_cases(name, executions)
+    cases = []
+    for file in files:
+        problem = Problem.load(file)
+        family = file.name.removesuffix(_SUFFIX)
+        cases.append(Case(family, family, problem, branchy=is_branchy(problem)))
+    return cases

@@ -44,7 +44,7 @@ def detect() -> Cluster:
 
 def host_processor() -> tuple[int, int]:
     """Cores that this process may use, and bytes of host memory (0 where unknown)."""
-    return _usable_cores(), _host_memory_bytes()
+    return usable_cores(), _host_memory_bytes()
 
 
 def kind_from_name(name: str, memory_bytes: int) -> DeviceKind:
@@ -87,7 +87,8 @@ def _one_host(kinds: list[DeviceKind]) -> Cluster:
     return assemble(kinds, [0] * count, [host], name=name, text="host")
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Processor cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return max(1, os.cpu_count() or 1)

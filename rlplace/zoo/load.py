@@ -7,7 +7,6 @@ A builder returns a module whose output is a dict with the key ``loss``, and its
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -16,8 +15,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 
 from rlplace.errors import InputError, RlplaceError, show, unknown_name, whole_number
@@ -25,11 +25,6 @@ from rlplace.limits import MODULES
 from rlplace.zoo.options import parse_options, split_spec
 from rlplace.zoo.tabular import build_dlrm, build_lstm, build_mlp, build_moe_toy, build_transformer
 from rlplace.zoo.vision import build_inception, build_nasnet, build_unet
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 
 BUILDERS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {
     "dlrm": build_dlrm,
@@ -100,8 +95,6 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
         InputError: Unknown type, name or option (with the nearest known one), or a value that does not fit the model.
         MissingError: The transformers extra is not installed.
     """
-    import torch
-
     from rlplace.graph.capture import DTYPES
 
     for name, size in (("batch", batch), ("seq", seq)):
@@ -131,21 +124,11 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
     return LoadedModel(module, inputs, loss, spec)
 
 
-def build_on(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Context in which new parameters live on `device`."""
-    import torch
-
-    return torch.device(device)
-
-
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    import torch
-
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any]]:
-
     name, options = split_spec(text)
     if name not in BUILDERS:
         raise unknown_name("zoo model", name, BUILDERS)
@@ -157,7 +140,7 @@ def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, 
         if isinstance(value, int) and not isinstance(value, bool) and key != "seed" and not 1 <= value <= most:
             raise InputError(f"zoo:{name}: option {key} must be from 1 to {most}, found {show(value)}")
     try:
-        with build_on(device):
+        with torch.device(device):
             module, inputs = build(batch=batch, seq=seq, **values)
     except (ValueError, AssertionError, RuntimeError) as error:
         raise InputError(f"zoo:{name}: cannot be built: {_first_line(error)}") from None
@@ -165,8 +148,6 @@ def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, 
 
 
 def _load_function(source: str, rest: str, batch: int, seq: int) -> tuple[nn.Module, Any, Any]:
-    from torch import nn
-
     name, options = split_spec(rest)
     where = f"{source}:{name}"
     if not source.endswith(".py") and source.partition(".")[0] in _NO_MODELS:

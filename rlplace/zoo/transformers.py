@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from rlplace.errors import InputError, MissingError, unknown_name
 from rlplace.zoo.options import parse_options, split_spec
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _MAPPINGS = (
     ("speech", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING"),
@@ -121,10 +121,8 @@ def _configure(config_class: Any, kind: str, options: dict[str, str]) -> Any:
 
 
 def _build(model_class: Any, config: Any, kind: str, device: str) -> nn.Module:
-    from rlplace.zoo.load import build_on
-
     try:
-        with build_on(device):
+        with torch.device(device):
             module: nn.Module = model_class(config)
     except MissingError:
         raise
@@ -149,8 +147,6 @@ def _length(config: Any, kind: str, task: str, seq: int) -> int:
 
 
 def _inputs(config: Any, kind: str, task: str, batch: int, seq: int) -> dict[str, Any]:
-    import torch
-
     generator = torch.Generator().manual_seed(0)
 
     def tokens(length: int) -> torch.Tensor:

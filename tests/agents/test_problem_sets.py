@@ -295,8 +295,6 @@ def test_sources_of_a_person_s_own_files(tmp_path):
     picked = problems.cases_of(two)
     assert [case.problem.fingerprint for case in picked] == [cases[i].problem.fingerprint for i in (2, 0)]
     assert facts(picked.case(1)) == facts(list(picked)[1])
-    runs = problems.cases_of(two, executions=(PLAIN, Execution(4, "gpipe")))
-    assert runs.count == 4 and len({case.name for case in runs}) == 4
     saved = problems.cases_of([str(tmp_path / "set"), *two])
     assert saved.count == 5 and saved.case(1).execution == Execution(4, "1f1b")
 

@@ -198,7 +198,7 @@ def test_processor_when_there_is_no_accelerator(monkeypatch):
     cluster = parse("host")
     assert [d.kind for d in cluster.devices] == ["cpu"]
     assert cluster.devices[0].memory_bytes > 1 << 28
-    assert cluster.kinds[0].peak_flops["float32"] == 80e9 * module._usable_cores()
+    assert cluster.kinds[0].peak_flops["float32"] == 80e9 * module.usable_cores()
 
 
 def test_nothing_usable(monkeypatch):

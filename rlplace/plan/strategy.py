@@ -72,11 +72,6 @@ class Stage(Record, frozen=True):
         """Replicas that the stage runs: replicate x shard."""
         return self.axis("replicate") * self.axis("shard")
 
-    def replica_devices(self, replica: int) -> tuple[int, ...]:
-        """Devices of one coordinate of the data axes, outermost first."""
-        width = len(self.devices) // self.data_degree
-        return self.devices[replica * width : (replica + 1) * width]
-
 
 class Pipeline(Record, frozen=True):
     """A chain of stages, and how a step's micro-batches pass through it.

@@ -6,7 +6,6 @@ from the captured ops (`rlplace.strategy.price`) or, in tests, from a generator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -169,19 +168,6 @@ class BlockCosts(Protocol):
         A tied weight counts in every block that reads it.
         """
         ...
-
-
-def tied_once(held: HeldCosts, ties: Sequence[Tie], blocks: range) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state of consecutive blocks on one device, a tied weight counted once."""
-    totals = [
-        int(part[blocks.start : blocks.stop].sum()) for part in (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes)
-    ]
-    for tie in ties:
-        again = sum(block in blocks for block in tie.blocks) - 1
-        if again > 0:
-            for index, size in enumerate((tie.weight_bytes, tie.gradient_bytes, tie.optimizer_bytes)):
-                totals[index] -= again * size
-    return totals[0], totals[1], totals[2]
 
 
 def _freeze(record: Any) -> None:

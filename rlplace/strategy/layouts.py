@@ -104,15 +104,3 @@ class LayoutSearch:
             if left and size % degree:
                 what = "heads" if ops.graph.op_kind[op] == "attention" else "columns or heads"
                 yield f"tensor degree {degree} does not divide the {size} {what} of {ops.graph.op_names[op]}"
-
-
-def tensor_layouts(
-    graph: OpGraph, block_of_op: NDArray[np.int32], degree: int, *, sequence_parallel: bool = False
-) -> TensorLayout:
-    """`LayoutSearch.layout` of a captured step at one degree."""
-    return LayoutSearch(graph, block_of_op).layout(degree, sequence_parallel=sequence_parallel)
-
-
-def why_not(graph: OpGraph, block_of_op: NDArray[np.int32], degree: int, *, sequence_parallel: bool = False) -> str | None:
-    """Why `tensor_layouts` has no answer; None where it has one."""
-    return LayoutSearch(graph, block_of_op).why_not(degree, sequence_parallel=sequence_parallel)

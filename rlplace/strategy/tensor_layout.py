@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
+from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE
 from rlplace.strategy.block_graph import FoundBlock
 from rlplace.strategy.costs import ALL_GATHER, FORWARD_PASS
 from rlplace.strategy.cut_block import BlockCut
@@ -33,10 +33,6 @@ class Collective:
     tensor: int
     when: int
     kind: int
-
-    def size_bytes(self, graph: OpGraph) -> int:
-        """Bytes of the whole tensor, in a graph of any batch size."""
-        return int(graph.tensor_bytes[self.tensor])
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,11 +13,11 @@ from rlplace.graph.coarsen import Grouping
 from rlplace.plan.recompute import recompute
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
-from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut, tied_once
+from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut
 from rlplace.strategy.divide import divided, tensor_parts
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.layouts import tensor_layouts
+from rlplace.strategy.layouts import LayoutSearch
 from rlplace.strategy.op_level import evaluate_ops
 from rlplace.strategy.price import PricedBlocks
 
@@ -34,6 +34,17 @@ def priced():
 def grouped(graph, of_op, names):
     number = np.arange(len(names), dtype=np.int32)
     return Grouping(np.array(of_op, dtype=np.int32), number, tuple(names), tuple(() for _ in names))
+
+
+def tied_once(held, ties, blocks):
+    """Bytes of weights, gradients and optimizer state of consecutive blocks on one device, a tied weight counted once."""
+    parts = (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes)
+    totals = [int(part[blocks.start : blocks.stop].sum()) for part in parts]
+    for tie in ties:
+        again = max(0, sum(block in blocks for block in tie.blocks) - 1)
+        for index, size in enumerate((tie.weight_bytes, tie.gradient_bytes, tie.optimizer_bytes)):
+            totals[index] -= again * size
+    return tuple(totals)
 
 
 def peak_bytes(blocks, how):
@@ -278,7 +289,7 @@ def test_a_tensor_group_shares_work_and_weights(gpt2):
     blocks, (whole, half, _) = gpt2
     layer = blocks.names.index("transformer.h.1")
     graph = captured("gpt2")
-    layout = tensor_layouts(graph, blocks.blocks.of_op, 2)
+    layout = LayoutSearch(graph, blocks.blocks.of_op).layout(2)
     cut = divided(graph, layout, np.arange(graph.num_ops), tensor_parts(graph, layout))
     products = [op for op in range(graph.num_ops) if graph.op_kind[op] == "gemm" and blocks.blocks.of_op[op] == layer]
     assert len(products) == 8

@@ -16,7 +16,7 @@ from rlplace.runtime.native.capture import capture as capture_blocks
 from rlplace.runtime.native.model_layouts import find_layouts
 from rlplace.strategy.blocks import find_blocks
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
-from rlplace.strategy.layouts import LayoutSearch, tensor_layouts, why_not
+from rlplace.strategy.layouts import LayoutSearch
 from rlplace.zoo import load_model
 
 BATCH, SEQUENCE, HIDDEN, WIDTH, VOCABULARY = 3, 24, 64, 96, 128
@@ -72,13 +72,23 @@ def blocks_of(graph):
     return blocks.names, blocks.of_op
 
 
+def tensor_layouts(graph, block_of_op, degree, *, sequence_parallel=False):
+    return LayoutSearch(graph, block_of_op).layout(degree, sequence_parallel=sequence_parallel)
+
+
+def why_not(graph, block_of_op, degree, *, sequence_parallel=False):
+    return LayoutSearch(graph, block_of_op).why_not(degree, sequence_parallel=sequence_parallel)
+
+
 def layers(paths):
     return [number for number, path in enumerate(paths) if path.rpartition(".")[2].isdigit()]
 
 
 def sent(layout, graph, block):
     """(pass, kind, bytes) of a block's collectives with how often each stands."""
-    return Counter((c.when, COLLECTIVE_KINDS[c.kind], c.size_bytes(graph)) for c in layout.collectives if c.block == block)
+    return Counter(
+        (c.when, COLLECTIVE_KINDS[c.kind], int(graph.tensor_bytes[c.tensor])) for c in layout.collectives if c.block == block
+    )
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -239,7 +249,7 @@ def test_a_layout_holds_at_any_batch_size():
         assert np.array_equal(getattr(one, name), getattr(other, name))
     between = rescale(small, large, 4)
     assert between.traced is None
-    assert {c.size_bytes(between) for c in one.collectives if c.block == 1} == {4 * 4 * SEQUENCE * HIDDEN}
+    assert {int(between.tensor_bytes[c.tensor]) for c in one.collectives if c.block == 1} == {4 * 4 * SEQUENCE * HIDDEN}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])

@@ -40,11 +40,6 @@ class Box(NamedTuple):
     size_bytes: int = -1
 
 
-def stage_of_block(draft: Draft) -> list[int]:
-    """The stage of every block."""
-    return [stage for stage in range(draft.stages) for _ in range(draft.bounds[stage], draft.bounds[stage + 1])]
-
-
 def rows_and_boxes(draft: Draft, told: Events, names: Sequence[str]) -> tuple[list[LaneRow], list[Box]]:
     """All rows, devices first, and their boxes by row and start.
 
@@ -96,13 +91,12 @@ def _pieces(draft: Draft, event: Event) -> Iterator[Box]:
     """
     if event.kind == happened.SEND:
         return
-    stages = stage_of_block(draft)
-    of_place = [block for block, stage in enumerate(stages) if draft.place_of_stage[stage] == event.place]
+    of_place = draft.blocks_of(event.place)
     if event.kind in (happened.EXCHANGE, happened.TIES):
         yield Box(_BESIDE, event.start_s, event.end_s, len(OPS) * of_place[0] + BACKWARD, -1)
         return
     phase = _PHASES[event.kind]
-    blocks = of_place if phase == UPDATE else range(draft.bounds[event.stage], draft.bounds[event.stage + 1])
+    blocks = of_place if phase == UPDATE else draft.ranges[event.stage]
     parts = list(zip(blocks, event.pieces, strict=True))
     now = event.start_s
     if phase == FORWARD:

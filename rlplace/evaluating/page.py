@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.evaluating.again import Asked
-from rlplace.evaluating.boxes import OPS, Box, rows_and_boxes, stage_of_block
+from rlplace.evaluating.boxes import OPS, Box, rows_and_boxes
 from rlplace.plan.rivals import rivals_of
 from rlplace.problem import BACKWARD, Problem
 from rlplace.problem.build import TensorSpec, build_problem
@@ -21,6 +21,7 @@ from rlplace.reporting.memory_curve import MemoryCurve
 from rlplace.reporting.modules import group_edges, module_tree
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
 from rlplace.simulator.timeline import Timeline
+from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import EXECUTOR, Evaluation
 from rlplace.strategy.events import ACTIONS, Events
@@ -49,7 +50,7 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
         raise InputError("report: the step never ends, because stages or replicas have no link between them")
     rows, boxes = rows_and_boxes(draft, told, [device.name for device in cluster.devices])
     problem = _problem(asked, draft, boxes)
-    first_device = [draft.places[draft.place_of_stage[stage]].devices[0] for stage in stage_of_block(draft)]
+    first_device = [draft.places[draft.place_of_stage[stage]].devices[0] for stage in draft.stage_of_block]
     op = np.array([box.op for box in boxes], dtype=np.int32)
     curves = _curves(told, said, problem)
     return ReportData(
@@ -83,19 +84,19 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
 def _problem(asked: Asked, draft: Draft, boxes: Sequence[Box]) -> Problem:
     """The blocks as groups, each with an op for every phase."""
     costs, cluster = asked.question.costs, asked.question.cluster
-    count, kinds = len(costs.names), {name: kind for kind, name in enumerate(costs.kinds)}
+    count, kind_of = len(costs.names), kind_numbers(costs, cluster)
     time_s: NDArray[np.float64] = np.zeros((len(OPS) * count, cluster.num_devices))
     for box in boxes:
         if box.row < cluster.num_devices:
             time_s[box.op] = np.maximum(time_s[box.op], box.end_s - box.start_s)
     held, tensors = [], []
-    for block, stage in enumerate(stage_of_block(draft)):
+    for block, stage in enumerate(draft.stage_of_block):
         place, first = draft.places[draft.place_of_stage[stage]], len(OPS) * block
         whole = costs.held(place.tensor, place.expert)
         held.append(int(whole.weight_bytes[block] + whole.gradient_bytes[block] + whole.optimizer_bytes[block]))
         tensors.append(TensorSpec(first, 0, [first + BACKWARD]))
         if block + 1 < count:
-            passes = costs.passes(kinds[str(cluster.devices[place.devices[0]].kind)], place.cut(draft.microbatch[0]))
+            passes = costs.passes(kind_of[place.devices[0]], place.cut(draft.microbatch[0]))
             following = first + len(OPS)
             tensors.append(TensorSpec(first, int(passes.sent_bytes[block]), [following]))
             tensors.append(TensorSpec(following + BACKWARD, int(passes.returned_bytes[block]), [first + BACKWARD]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlplace.strategy.drafts import Draft
+from rlplace.strategy.drafts import Draft, joined
 from rlplace.strategy.tries import Question
 from rlplace.text import gb, ms, percent
 
@@ -68,8 +68,8 @@ def strategy_bounds(question: Question, draft: Draft) -> StrategyBounds:
         InputError: It cannot be evaluated.
     """
     said, cluster = question.scores.evaluate(draft), question.cluster
-    pipelines = [dataclasses.replace(one, recompute=bytes(len(one.recompute))) for one in draft.pipelines]
-    plain = question.scores.evaluate(dataclasses.replace(pipelines[0], beside=tuple(pipelines[1:]))).parts
+    pipelines = (dataclasses.replace(one, recompute=bytes(len(one.recompute))) for one in draft.pipelines)
+    plain = question.scores.evaluate(joined(pipelines)).parts
     worked = sum(said.parts[name] for name in ("compute", "tensor"))
     again_s = max(0.0, worked - plain["compute"] - plain["tensor"])
     again_compute_s = min(again_s, max(0.0, said.parts["compute"] - plain["compute"]))

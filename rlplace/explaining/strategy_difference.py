@@ -233,7 +233,7 @@ def _said(name: str, draft: Draft) -> str:
             f"{_some(one.microbatches)} of {_some(one.microbatch)} on {_devices(one.devices)}" for one in draft.beside
         )
     if name == "blocks a stage":
-        return _some([end - begin for begin, end in zip(draft.bounds, draft.bounds[1:], strict=False)])
+        return _some([len(blocks) for blocks in draft.ranges])
     shapes = []
     for place in draft.places:
         axes = [f"{axis} {size}" for axis in ("replicate", "shard", "context", "tensor") if (size := getattr(place, axis)) > 1]

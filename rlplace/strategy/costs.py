@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cluster import Cluster
+
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.int64]
 
@@ -168,6 +170,12 @@ class BlockCosts(Protocol):
         A tied weight counts in every block that reads it.
         """
         ...
+
+
+def kind_numbers(costs: BlockCosts, cluster: Cluster) -> list[int]:
+    """Index into the kinds of the costs, for every device of a cluster."""
+    number = {name: kind for kind, name in enumerate(costs.kinds)}
+    return [number[kind.name] for kind in cluster.kinds]
 
 
 def _freeze(record: Any) -> None:

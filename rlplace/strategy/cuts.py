@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
-from rlplace.strategy.costs import BlockCosts, Cut
+from rlplace.strategy.costs import BlockCosts, Cut, kind_numbers
 from rlplace.strategy.drafts import Draft, Place
 
 Kinds = frozenset[int]
@@ -53,8 +53,7 @@ class Balance:
 
     def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
         self._costs = costs
-        number = {name: index for index, name in enumerate(costs.kinds)}
-        self._kind = [number[kind.name] for kind in cluster.kinds]
+        self._kind = kind_numbers(costs, cluster)
         self._kinds: dict[tuple[tuple[int, ...], int], tuple[Kinds, ...]] = {}
         self._seconds: dict[tuple[Kinds, Cut], NDArray[np.float64]] = {}
         self._stages: dict[tuple[tuple[Kinds, ...], Cut | tuple[Cut, ...], tuple[int, ...]], Stages] = {}

@@ -7,8 +7,9 @@ becomes a strategy.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rlplace.plan.strategy import Offload, Pipeline, Recompute, Stage, Strategy
 from rlplace.strategy.costs import Cut
@@ -88,6 +89,20 @@ class Draft:
         return len(self.place_of_stage)
 
     @property
+    def ranges(self) -> list[range]:
+        """Blocks of each stage."""
+        return [range(begin, end) for begin, end in pairwise(self.bounds)]
+
+    @property
+    def stage_of_block(self) -> list[int]:
+        """The stage of every block."""
+        return [stage for stage, blocks in enumerate(self.ranges) for _ in blocks]
+
+    def blocks_of(self, place: int) -> list[int]:
+        """Blocks on a place, in model order."""
+        return [block for at, blocks in zip(self.place_of_stage, self.ranges, strict=True) if at == place for block in blocks]
+
+    @property
     def data_degree(self) -> int:
         """Replicas: the largest data degree of the places."""
         return max(place.data_degree for place in self.places)
@@ -139,10 +154,29 @@ class Draft:
         )
 
 
+def plain_draft(
+    bounds: tuple[int, ...],
+    places: Sequence[Place],
+    order: Sequence[int] | None = None,
+    *,
+    microbatch: tuple[int, ...] = (1,),
+    microbatches: tuple[int, ...] = (1,),
+    schedule: str | None = None,
+) -> Draft:
+    """A draft in which nothing runs again and nothing is offloaded; without an order a stage has the place of its number."""
+    nothing, order = bytes(bounds[-1]), range(len(places)) if order is None else order
+    return Draft(bounds, tuple(places), tuple(order), nothing, nothing, microbatch, microbatches, schedule)
+
+
+def joined(pipelines: Iterable[Draft]) -> Draft:
+    """One draft of several pipelines."""
+    first, *others = pipelines
+    return dataclasses.replace(first, beside=tuple(others))
+
+
 def draft_of_strategy(strategy: Strategy, names: Sequence[str]) -> Draft:
     """The numbers of a strategy whose blocks have these names, in this order."""
-    first, *others = (draft_of(pipeline, names) for pipeline in strategy.pipelines)
-    return dataclasses.replace(first, beside=tuple(others))
+    return joined(draft_of(pipeline, names) for pipeline in strategy.pipelines)
 
 
 def draft_of(pipeline: Pipeline, names: Sequence[str]) -> Draft:

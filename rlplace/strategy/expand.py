@@ -25,8 +25,7 @@ from rlplace.strategy.drafts import Draft
 from rlplace.strategy.expand_lane import LaneBuild
 from rlplace.strategy.meshes import Lane, borders, check_draft, lanes
 from rlplace.strategy.op_costs import OpCosts
-from rlplace.strategy.reference import tie_exchanges
-from rlplace.strategy.reference_blocks import stage_ranges
+from rlplace.strategy.reference_blocks import tie_exchanges
 from rlplace.strategy.step_build import StepBuild
 from rlplace.strategy.traffic import Traffic
 
@@ -95,7 +94,7 @@ class Expansion:
     def __init__(self, draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic, named: bool) -> None:
         check_draft(draft, cluster, len(costs.names))
         self.draft, self.costs, self.cluster, self.traffic, self.named = draft, costs, cluster, traffic, named
-        self.split, self.ranges = splits(draft), stage_ranges(draft)
+        self.split, self.ranges = splits(draft), draft.ranges
         self.ways = traffic.ways(borders(draft))
         self.lanes = _alike(draft, cluster)
         self.build = StepBuild(len(self.lanes) * len(draft.places))
@@ -108,7 +107,7 @@ class Expansion:
             for place in range(len(draft.places)):
                 resident.append(math.ceil(lane.resident_bytes(place)))
                 stands_for.append(tuple(d for one in alike for _, devices in one.replicas[place] for d in devices))
-                update.append([lane.rows[place][block].update_s for block in lane.blocks_of(place)])
+                update.append([lane.rows[place][block].update_s for block in draft.blocks_of(place)])
         self._sum_ties()
         for device, seconds in enumerate(update):
             self.build.run(device, "U", f"update@{device}", np.array(seconds), np.zeros(len(seconds), dtype=np.int64))

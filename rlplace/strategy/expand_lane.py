@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlplace.strategy.costs import COLLECTIVE_KINDS
+from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.expand_pass import PassBuild
-from rlplace.strategy.meshes import Lane, stage_actions, tensor_groups
+from rlplace.strategy.meshes import Lane, stage_actions
 from rlplace.strategy.op_costs import slowest
 from rlplace.strategy.reference_blocks import Block, place_blocks
 from rlplace.strategy.reference_memory import received_bytes, static_bytes
@@ -30,17 +30,11 @@ class LaneBuild:
         places = range(len(draft.places))
         self.rows = [place_blocks(draft, place, lane, costs, whole.cluster, whole.traffic) for place in places]
         step = costs.step_ops(whole.split)
-        kinds = {name: kind for kind, name in enumerate(costs.kinds)}
+        kind_of = kind_numbers(costs, whole.cluster)
         self.stages = []
         for stage, inside in enumerate(whole.ranges):
             place = draft.place_of_stage[stage]
-            cuts = sorted(
-                {
-                    (kinds[str(whole.cluster.devices[device].kind)], samples)
-                    for samples, devices in lane.replicas[place]
-                    for device in devices
-                }
-            )
+            cuts = sorted({(kind_of[device], samples) for samples, devices in lane.replicas[place] for device in devices})
             cut = draft.places[place].cut
             passed = slowest([costs.pass_ops(kind, cut(samples), whole.split) for kind, samples in cuts])
             last = stage == draft.stages - 1
@@ -56,14 +50,10 @@ class LaneBuild:
         """The device that stands for a place in this lane."""
         return self.number * len(self.draft.places) + place
 
-    def blocks_of(self, place: int) -> list[int]:
-        """Blocks on a place."""
-        return [b for stage, at in enumerate(self.draft.place_of_stage) if at == place for b in self.whole.ranges[stage]]
-
     def resident_bytes(self, place: int) -> float:
         """Weights, gradients and optimizer state as far as they are there all step long, and torch's receive buffers."""
         draft, count, rows = self.draft, self.lane.microbatches, self.rows[place]
-        total = sum(static_bytes(rows[block], draft.stages, count) for block in self.blocks_of(place))
+        total = sum(static_bytes(rows[block], draft.stages, count) for block in draft.blocks_of(place))
         stages = [stage for stage, at in enumerate(draft.place_of_stage) if at == place]
         return total + sum(received_bytes(draft, stage, count, rows) for stage in stages)
 
@@ -86,8 +76,8 @@ class LaneBuild:
     def _collective_s(self, stage: int) -> list[float]:
         """Seconds of the collectives inside blocks."""
         place, traffic = self.draft.places[self.draft.place_of_stage[stage]], self.whole.traffic
-        tables = [traffic.table(name, tensor_groups(place, kind)) for kind, name in enumerate(COLLECTIVE_KINDS)]
-        return [table_s(tables[item.kind], item.size_bytes) for item in self.stages[stage].passed.collectives]
+        tables = traffic.tables_inside(place)
+        return [table_s(traffic.tables[tables[item.kind]], item.size_bytes) for item in self.stages[stage].passed.collectives]
 
     def _lives(self, stage: int, kind: str) -> list[Lifetimes]:
         return self.stages[stage].lifetimes(kind)

@@ -41,7 +41,7 @@ def fitted(tries: Tries, draft: Draft, below_s: float = math.inf) -> Tried | Non
     if tried.step_s >= below_s:
         return None
     choices = _runnable(tries, draft, choices)
-    ladders = [steps(tries.question, draft, place, own, choices) for place, own in enumerate(blocks_of_places(draft))]
+    ladders = [steps(tries.question, draft, place, choices) for place in range(len(draft.places))]
     over = _over(tries, first)
     low, high = [0] * len(ladders), [len(ladder) if over[place] else 0 for place, ladder in enumerate(ladders)]
     last = tries.score(_at(first, ladders, high))
@@ -65,10 +65,11 @@ def other_choices(tries: Tries, draft: Draft) -> Iterator[Draft]:
     choices = _runnable(tries, draft, _choices(tries))
     classes, passes = tries.question.costs.classes, in_flight(draft)
     now = list(zip(draft.recompute, draft.offload, strict=True))
-    for place, own in enumerate(blocks_of_places(draft)):
+    stage_of = draft.stage_of_block
+    for place in range(len(draft.places)):
+        own = draft.blocks_of(place)
         if not any(now[block] != choices[0] for block in own):
             continue
-        stage_of = {block: stage for stage in range(draft.stages) for block in range(*draft.bounds[stage : stage + 2])}
         seconds, held = estimates(tries.question, draft, place, choices)
         groups = {(int(classes[block]), stage_of[block], now[block]): block for block in reversed(own)}
         changes = []  # (seconds, bytes, block, choice)
@@ -88,14 +89,6 @@ def other_choices(tries: Tries, draft: Draft) -> Iterator[Draft]:
                 pairs.append((less[0] + more[0], less[2], more[2], less[3], more[3]))
         for _, one, other, first, second in sorted(pairs)[:EXCHANGES]:
             yield _changed(draft, {one: first, other: second})
-
-
-def blocks_of_places(draft: Draft) -> list[list[int]]:
-    """Blocks of every place, in model order."""
-    blocks: list[list[int]] = [[] for _ in draft.places]
-    for stage, place in enumerate(draft.place_of_stage):
-        blocks[place] += range(draft.bounds[stage], draft.bounds[stage + 1])
-    return blocks
 
 
 def _choices(tries: Tries) -> list[Choice]:

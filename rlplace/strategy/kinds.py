@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rlplace.strategy.drafts import Draft
+from collections.abc import Sequence
+
+from rlplace.strategy.drafts import Draft, Place
 
 KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pipeline")
 """Kinds that have one dimension; others are named after all that they have."""
@@ -15,7 +17,7 @@ def kind_of(draft: Draft) -> str:
     """What people call a strategy."""
     if draft.beside:
         return UNLIKE
-    return kind_named(draft.stages, *(max(getattr(place, axis) for place in draft.places) for axis in _WORDS))
+    return kind_named(draft.stages, draft.places)
 
 
 _WORDS = {
@@ -27,7 +29,7 @@ _WORDS = {
 }
 
 
-def kind_named(stages: int, *degrees: int) -> str:
-    """The name of a kind, from its stages and the degrees of the axes of `_WORDS`."""
-    words = zip(("pipeline", *_WORDS.values()), (stages, *degrees), strict=True)
-    return " x ".join(word for word, degree in words if degree > 1) or "one device"
+def kind_named(stages: int, places: Sequence[Place]) -> str:
+    """The name of a kind, from its number of stages and its places."""
+    words = [word for axis, word in _WORDS.items() if any(getattr(place, axis) > 1 for place in places)]
+    return " x ".join(["pipeline", *words] if stages > 1 else words) or KINDS[0]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.device_moves import at_level, moved_devices, replaced
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.evaluation import Evaluation
 from rlplace.strategy.meshes import spreads
 from rlplace.strategy.shapes import chains, stage_order
@@ -104,16 +104,8 @@ class Moves:
         if order == draft.place_of_stage:
             cuts[draft.bounds] = None
         for bounds in cuts:
-            made = Draft(
-                bounds,
-                tuple(places),
-                order,
-                draft.recompute,
-                draft.offload,
-                (size,),
-                (draft.batch // size // degree,),
-                schedule,
-            )
+            count = draft.batch // size // degree
+            made = plain_draft(bounds, places, order, microbatch=(size,), microbatches=(count,), schedule=schedule)
             for sizes, counts in self._shares(made, near=False):
                 yield dataclasses.replace(made, microbatch=sizes, microbatches=counts)
 

@@ -14,18 +14,10 @@ from rlplace.cluster import Cluster
 from rlplace.strategy import columns as c
 from rlplace.strategy.costs import BlockCosts, Floats
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.meshes import (
-    borders,
-    check_draft,
-    lanes,
-    places_of,
-    share_degree,
-    stage_actions,
-    tie_groups,
-)
-from rlplace.strategy.reference_blocks import tie_part
+from rlplace.strategy.meshes import borders, check_draft, lanes, places_of, stage_actions
+from rlplace.strategy.reference_blocks import tie_exchanges, tie_part
 from rlplace.strategy.rows import Rows
-from rlplace.strategy.traffic import Traffic, table_s
+from rlplace.strategy.traffic import Traffic
 
 KEPT_BYTES, KEPT_FRAMES = 256 << 20, 5_000
 """Above one of these, what is kept is forgotten: rows and actions, and frames."""
@@ -209,27 +201,18 @@ class Packer:
         return self._lists[key]
 
     def _tie(self, draft: Draft, held: Sequence[Sequence[int]]) -> Ties:
-        seconds: list[float] = []
-        involved: list[tuple[int, ...]] = []
+        exchanges = list(tie_exchanges(draft, self.costs, self.traffic))
         again: list[tuple[int, tuple[float, ...]]] = []
         for tie, placed in zip(self.costs.ties, held, strict=True):
-            numbers = tuple(dict.fromkeys(placed))
-            places = [draft.places[number] for number in numbers]
-            parts = [tie_part(self.costs, tie.blocks, place) for place in places]
-            if len(places) > 1:
-                item = self.costs.held(places[0].tensor, places[0].expert).gradient_item
-                part = max(part / share_degree(place) for part, place in zip(parts, places, strict=True))
-                table = self.traffic.table("all_reduce", tie_groups(places))
-                seconds.append(table_s(table, tie.gradient_bytes * item * part))
-                involved.append(numbers)
-            for number, part in zip(numbers, parts, strict=True):
+            for number in dict.fromkeys(placed):
+                part = tie_part(self.costs, tie.blocks, draft.places[number])
                 copies = [block for block, place in zip(tie.blocks, placed, strict=True) if place == number][1:]
                 sizes = (tie.weight_bytes * part, tie.gradient_bytes * part, tie.optimizer_bytes * part)
                 again += [(block, sizes) for block in copies]
         return Ties(
-            np.array(seconds, dtype=np.float64),
-            _starts(involved),
-            np.array([place for row in involved for place in row], dtype=np.int64),
+            np.array([seconds for seconds, _ in exchanges], dtype=np.float64),
+            _starts([involved for _, involved in exchanges]),
+            np.array([place for _, involved in exchanges for place in involved], dtype=np.int64),
             np.array([block for block, _ in again], dtype=np.int64),
             np.array([sizes for _, sizes in again], dtype=np.float64).reshape(-1, 3),
         )

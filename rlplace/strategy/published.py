@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rlplace.schedule import GPIPE, ONE_F_ONE_B
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.cuts import Balance
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.shares import divisors, equal_shares
 from rlplace.strategy.stages import orders
 from rlplace.strategy.tries import Question
@@ -61,16 +61,16 @@ def _equal(question: Question, balance: Balance, devices: tuple[int, ...], count
         size, passes = spread
         if balance.can_cut(Cut(size)):
             even = balance.stages(kinds, Cut(size), order)
-            yield _chain(question, devices, widths, even.bounds, spread, GPIPE)
+            yield _chain(devices, widths, even.bounds, spread, GPIPE)
             if passes >= count:
                 seconds = np.array([balance.pass_s(own, Cut(size)) for own in kinds])
                 for more in IMBALANCES:
                     limit_s = (1 + more) * max(even.taken_s)
                     bounds = least_traffic(seconds, question.costs.passes(0, Cut(size)).sent_bytes.astype(float), limit_s)
-                    yield _chain(question, devices, widths, bounds, spread, ONE_F_ONE_B)
+                    yield _chain(devices, widths, bounds, spread, ONE_F_ONE_B)
     whole = question.batch // degree
     if question.batch % degree == 0 and balance.can_cut(Cut(whole)):
-        yield _chain(question, devices, widths, balance.stages(kinds, Cut(whole), order).bounds, (whole, 1), GPIPE)
+        yield _chain(devices, widths, balance.stages(kinds, Cut(whole), order).bounds, (whole, 1), GPIPE)
 
 
 def least_traffic(seconds: Floats, sent_bytes: Floats, limit_s: float) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def _pipedream(question: Question, balance: Balance, devices: tuple[int, ...], d
             bounds, replicas = replicated_stages(seconds, weights / bandwidth, sent / bandwidth, units, degree // together)
             if max(replicas) * together == degree and 1 < len(replicas) <= passes:
                 widths = [together * own for own in replicas]
-                yield _chain(question, devices, widths, bounds, spread, ONE_F_ONE_B)
+                yield _chain(devices, widths, bounds, spread, ONE_F_ONE_B)
 
 
 def replicated_stages(
@@ -173,16 +173,8 @@ def _microbatches(question: Question, degree: int, wanted: int) -> list[tuple[in
     return sorted(spreads, key=lambda spread: abs(math.log(spread[1] / wanted)))[:1]
 
 
-def _chain(
-    question: Question,
-    devices: Sequence[int],
-    widths: Sequence[int],
-    bounds: tuple[int, ...],
-    spread: tuple[int, int],
-    name: str,
-) -> Draft:
+def _chain(devices: Sequence[int], widths: Sequence[int], bounds: tuple[int, ...], spread: tuple[int, int], name: str) -> Draft:
     """Stages of so many copies each, on consecutive devices."""
     ends = np.cumsum([0, *widths]).tolist()
     places = tuple(Place(tuple(devices[a:b]), replicate=b - a) for a, b in pairwise(ends))
-    nothing = bytes(len(question.costs.names))
-    return Draft(bounds, places, tuple(range(len(places))), nothing, nothing, (spread[0],), (spread[1],), name)
+    return plain_draft(bounds, places, microbatch=spread[:1], microbatches=spread[1:], schedule=name)

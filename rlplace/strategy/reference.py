@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rlplace.actions import Action
 from rlplace.cluster import Cluster
@@ -17,21 +17,11 @@ from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import PARTS, Evaluation
 from rlplace.strategy.events import EXCHANGE, SEND, TIES, UPDATE, Events
-from rlplace.strategy.meshes import (
-    Lane,
-    borders,
-    check_draft,
-    copy_groups,
-    lanes,
-    places_of,
-    share_degree,
-    stage_actions,
-    tie_groups,
-)
-from rlplace.strategy.reference_blocks import Block, place_blocks, stage_ranges, tie_part
+from rlplace.strategy.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
+from rlplace.strategy.reference_blocks import Block, place_blocks, tie_exchanges
 from rlplace.strategy.reference_memory import action_bytes, device_bytes, host_bytes, stage_bytes
 from rlplace.strategy.reference_stages import Work, exchange_s, single_stage, stage_action, stage_pieces
-from rlplace.strategy.traffic import Traffic, Way, table_s
+from rlplace.strategy.traffic import Traffic, Way
 
 
 def evaluate_reference(
@@ -47,7 +37,7 @@ def evaluate_reference(
         alone = [evaluate_reference(one, costs, cluster, traffic) for one in draft.pipelines]
         return side_by_side(draft, alone, costs, traffic)
     check_draft(draft, cluster, len(costs.names))
-    places, ranges = range(len(draft.places)), stage_ranges(draft)
+    places = range(len(draft.places))
     works: list[Work] = [Work() for _ in places]
     ends, updates = [0.0 for _ in places], [[0.0] for _ in places]
     stage_busy, stage_memory = [0.0] * draft.stages, [0.0] * draft.stages
@@ -66,7 +56,7 @@ def evaluate_reference(
         stage_busy = [max(pair) for pair in zip(stage_busy, busy, strict=True)]
         stage_memory = [max(pair) for pair in zip(stage_memory, stage_bytes(draft, lane, rows), strict=True)]
         for place in places:
-            own = [block for stage, blocks in enumerate(ranges) if draft.place_of_stage[stage] == place for block in blocks]
+            own = draft.blocks_of(place)
             ends[place] = max(ends[place], ran[place].end_s)
             updated = [rows[place][block].update_s for block in own]
             if sum(updated) >= sum(updates[place]):
@@ -114,18 +104,6 @@ def evaluate_reference(
     )
 
 
-def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Seconds in which the places that hold a tied weight sum its gradients, and these places."""
-    for tie in costs.ties:
-        involved = places_of(draft, tie.blocks)
-        if len(involved) > 1:
-            places = [draft.places[place] for place in involved]
-            item = costs.held(places[0].tensor, places[0].expert).gradient_item
-            part = max(tie_part(costs, tie.blocks, place) / share_degree(place) for place in places)
-            table = traffic.table("all_reduce", tie_groups(places))
-            yield table_s(table, tie.gradient_bytes * item * part), involved
-
-
 def pipeline(
     draft: Draft,
     lane: Lane,
@@ -147,7 +125,7 @@ def pipeline(
         stage_busy: For each stage its seconds; this lane's are added.
         events: Told what happens when.
     """
-    ranges = stage_ranges(draft)
+    ranges = draft.ranges
     stages = [rows[place][blocks.start : blocks.stop] for place, blocks in zip(draft.place_of_stage, ranges, strict=True)]
     waiting = [deque(actions) for actions in stage_actions(draft, lane.microbatches)]
     works = [Work() for _ in draft.places]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlplace.cluster import Cluster
-from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, NONE, BlockCosts
+from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, NONE, BlockCosts, kind_numbers
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.meshes import (
     Lane,
@@ -18,6 +18,7 @@ from rlplace.strategy.meshes import (
     share_degree,
     share_groups,
     tensor_groups,
+    tie_groups,
 )
 from rlplace.strategy.rules import FULL_OFFLOAD, WHOLE, keeping
 from rlplace.strategy.traffic import Traffic, table_s
@@ -52,20 +53,15 @@ class Block:
     buffer_bytes: float = 0.0  # flat copy of the gradient while it is exchanged
 
 
-def stage_ranges(draft: Draft) -> list[range]:
-    """Blocks of each stage."""
-    return [range(begin, end) for begin, end in zip(draft.bounds, draft.bounds[1:], strict=False)]
-
-
 def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> list[Block]:
     """All blocks of the model as they would be on a place, those of other places too."""
     place = draft.places[index]
     held = costs.held(place.tensor, place.expert)
-    number = {name: kind for kind, name in enumerate(costs.kinds)}
+    kind_of = kind_numbers(costs, cluster)
     blocks, plain = [Block() for _ in costs.names], [0.0 for _ in costs.names]
-    kinds = sorted({number[str(cluster.devices[d].kind)] for _, devices in lane.replicas[index] for d in devices})
+    kinds = sorted({kind_of[device] for _, devices in lane.replicas[index] for device in devices})
     for samples, devices in lane.replicas[index]:
-        for kind in sorted({number[str(cluster.devices[d].kind)] for d in devices}):
+        for kind in sorted({kind_of[device] for device in devices}):
             _add_pass(blocks, draft, place, kind, samples, costs, traffic)
             backward = costs.passes(kind, place.cut(samples)).working_bytes[BACKWARD_PASS, NONE].tolist()
             plain = [max(pair) for pair in zip(plain, backward, strict=True)]
@@ -146,6 +142,18 @@ def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Place) -> floa
     whole, cut = costs.held().weight_bytes, costs.held(place.tensor, place.expert).weight_bytes
     block = min(tie_blocks, key=lambda number: (whole[number], number))
     return float(cut[block]) / float(whole[block]) if whole[block] > 0 else 1.0
+
+
+def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Seconds in which the places that hold a tied weight sum its gradients, and these places."""
+    for tie in costs.ties:
+        involved = places_of(draft, tie.blocks)
+        if len(involved) > 1:
+            places = [draft.places[place] for place in involved]
+            item = costs.held(places[0].tensor, places[0].expert).gradient_item
+            part = max(tie_part(costs, tie.blocks, place) / share_degree(place) for place in places)
+            table = traffic.table("all_reduce", tie_groups(places))
+            yield table_s(table, tie.gradient_bytes * item * part), involved
 
 
 def _without_ties(draft: Draft, index: int, costs: BlockCosts) -> list[list[float]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.meshes import Lane, stage_actions
-from rlplace.strategy.reference_blocks import Block, stage_ranges
+from rlplace.strategy.reference_blocks import Block
 from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE
 
 
@@ -31,7 +31,7 @@ def action_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) 
     """
     total = 0.0
     holds: dict[int, tuple[float, ...]] = {}
-    for stage, inside in enumerate(stage_ranges(draft)):
+    for stage, inside in enumerate(draft.ranges):
         if draft.place_of_stage[stage] == place:
             own = blocks[inside.start : inside.stop]
             total += sum(static_bytes(block, draft.stages, lane.microbatches) for block in own)
@@ -65,7 +65,7 @@ def stage_bytes(draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]]) -> li
     """For each stage what it holds for itself, with the activations of its micro-batches in flight."""
     found = []
     actions = stage_actions(draft, lane.microbatches)
-    for stage, inside in enumerate(stage_ranges(draft)):
+    for stage, inside in enumerate(draft.ranges):
         place = draft.place_of_stage[stage]
         blocks = rows[place]
         total = sum(static_bytes(block, draft.stages, lane.microbatches) for block in blocks[inside.start : inside.stop])
@@ -102,7 +102,7 @@ def host_bytes(block: Block) -> float:
 
 def received_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> float:
     """Torch's stages receive every micro-batch's input and gradient in a buffer of its own, made once."""
-    inside = stage_ranges(draft)[stage]
+    inside = draft.ranges[stage]
     received = blocks[inside.start - 1].sent_bytes if stage > 0 else 0.0
     returned = blocks[inside.stop - 1].returned_bytes if stage < draft.stages - 1 else 0.0
     return microbatches * (received + returned)
@@ -119,7 +119,7 @@ def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Bl
     gradient, with the flat copy of the last block's that is being reduced, and at its end its own. The first half of a split
     backward frees nothing before it ends, and keeps the gradients that those of weights are made from.
     """
-    inside = stage_ranges(draft)[stage]
+    inside = draft.ranges[stage]
     own = blocks[inside.start : inside.stop]
     gathered = [0.0, *(block.weight_bytes if block.keeping == EACH_PASS else 0.0 for block in own), 0.0]
     single = draft.stages == 1

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlplace.cluster import Cluster
 from rlplace.strategy import columns as c
-from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, BlockCosts, Floats, PassCosts
+from rlplace.strategy.costs import BlockCosts, Floats, kind_numbers
 from rlplace.strategy.drafts import Place
 from rlplace.strategy.meshes import (
     copy_degree,
@@ -17,9 +17,8 @@ from rlplace.strategy.meshes import (
     expert_share_groups,
     share_degree,
     share_groups,
-    tensor_groups,
 )
-from rlplace.strategy.traffic import Traffic, tables_s
+from rlplace.strategy.traffic import Traffic
 
 
 class Rows:
@@ -31,8 +30,7 @@ class Rows:
 
     def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> None:
         self.costs, self.traffic = costs, traffic
-        number = {name: kind for kind, name in enumerate(costs.kinds)}
-        self._kind = [number[str(device.kind)] for device in cluster.devices]
+        self._kind = kind_numbers(costs, cluster)
         self.rows = np.zeros((8, len(costs.names), c.ROW))
         self._row_of: dict[object, int] = {}
         self._passes: dict[object, Floats] = {}
@@ -94,11 +92,7 @@ class Rows:
         """Number of the table of each kind of collective inside blocks."""
         seat = self._seat(place)
         if seat not in self._tables:
-            tables: list[int] = []
-            for kinds in (range(CONTEXT_GATHER), range(CONTEXT_GATHER, EXPERT_ALL_TO_ALL), (EXPERT_ALL_TO_ALL,)):
-                names = [COLLECTIVE_KINDS[kind] for kind in kinds]
-                tables += self.traffic.collectives(names, tensor_groups(place, kinds[0]))
-            self._tables[seat] = tuple(tables)
+            self._tables[seat] = self.traffic.tables_inside(place)
         return self._tables[seat]
 
     def _pass(self, place: Place, samples: int, kind: int) -> Floats:
@@ -109,7 +103,7 @@ class Rows:
             return self._passes[key]
         row = self._passes[key] = np.zeros(self.rows.shape[1:])
         one, held = self.costs.passes(kind, cut), self.costs.held(place.tensor, place.expert)
-        forward, backward = self._moved(place, one)
+        forward, backward = self.traffic.inside_s(self._tensor_tables(place), one).sum(axis=1)
         for column, values in (
             (c.WEIGHTS, held.weight_bytes), (c.GRADIENTS, held.gradient_bytes), (c.OPTIMIZER, held.optimizer_bytes),
             (c.FORWARD, one.forward_s), (c.FORWARD_TENSOR, forward), (c.BACKWARD_TENSOR, backward),
@@ -124,13 +118,3 @@ class Rows:
         ):  # fmt: skip
             row[:, column : column + len(several)] = several.T
         return row
-
-    def _moved(self, place: Place, one: PassCosts) -> Floats:
-        """float64 [2, B], seconds of the collectives inside blocks in one pass, forward and backward."""
-        seconds = np.zeros(one.collective_bytes.shape)
-        here = (one.collective_bytes > 0.0) & (one.collective_calls > 0.0)
-        if here.any():
-            number = np.array(self._tensor_tables(place))[np.nonzero(here)[1]]
-            calls = one.collective_calls[here]
-            seconds[here] = calls * tables_s(self.traffic.tables, one.collective_bytes[here] / calls, number)
-        return seconds.sum(axis=1)

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.schedule import LOOP, LOOPED_BFS, ONE, ONE_F_ONE_B, SCHEDULES
-from rlplace.strategy.costs import COLLECTIVE_KINDS, FORWARD_PASS, FULL
+from rlplace.strategy.costs import FORWARD_PASS, FULL, kind_numbers
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.meshes import copy_degree, expert_share_degree, share_degree, tensor_groups
+from rlplace.strategy.meshes import copy_degree, expert_share_degree, share_degree
 from rlplace.strategy.reference_blocks import Block
 from rlplace.strategy.reference_memory import static_bytes
 from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, keeping
-from rlplace.strategy.traffic import tables_s
 from rlplace.strategy.tries import Question
 
 Choice = tuple[int, int]
@@ -30,24 +29,20 @@ Choice = tuple[int, int]
 Floats = NDArray[np.float64]
 
 
-def steps(
-    question: Question, draft: Draft, place: int, blocks: Sequence[int], choices: Sequence[Choice]
-) -> list[tuple[int, Choice]]:
+def steps(question: Question, draft: Draft, place: int, choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
     """The steps of a place, the cheapest for what it saves first: a block, and its choice from then on.
 
     Args:
         question: Whose costs.
         draft: Stages and micro-batches.
         place: Index of the place.
-        blocks: Its blocks.
         choices: What blocks may choose; the first is where all of them start.
     """
     seconds, held = estimates(question, draft, place, choices)
-    passes = in_flight(draft)
-    stage_of = {block: stage for stage in range(draft.stages) for block in range(*draft.bounds[stage : stage + 2])}
+    passes, stage_of = in_flight(draft), draft.stage_of_block
     hulls: dict[tuple[bytes, int], list[tuple[float, int]]] = {}
     found = []
-    for block in blocks:
+    for block in draft.blocks_of(place):
         key = seconds[:, block].tobytes() + held[:, :, block].tobytes(), passes[stage_of[block]]
         if key not in hulls:
             hulls[key] = _hull(seconds[:, block], held[0, :, block] + key[1] * held[1, :, block])
@@ -89,20 +84,13 @@ def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Ch
         float64 [C, B] seconds, and float64 [2, C, B] bytes held all step long, and for each micro-batch in flight.
     """
     here, costs, traffic = draft.places[place], question.costs, question.scores.traffic
-    number = {name: kind for kind, name in enumerate(costs.kinds)}
-    kinds = sorted({number[question.cluster.kinds[device].name] for device in here.devices})
+    kind_of = kind_numbers(costs, question.cluster)
+    kinds = sorted({kind_of[device] for device in here.devices})
     count = max(draft.microbatches)
     cut = here.cut(max(draft.microbatch) * (draft.data_degree // here.data_degree))
     again = np.max([costs.passes(kind, cut).again_s for kind in kinds], axis=0)
     kept = np.max([costs.passes(kind, cut).kept_bytes for kind in kinds], axis=0)
-    one = costs.passes(kinds[0], cut)
-    forward_s = np.zeros(len(costs.names))
-    for kind, name in enumerate(COLLECTIVE_KINDS):
-        size, calls = one.collective_bytes[FORWARD_PASS, kind], one.collective_calls[FORWARD_PASS, kind]
-        moving = (size > 0.0) & (calls > 0.0)
-        if moving.any():
-            table = traffic.table(name, tensor_groups(here, kind))
-            forward_s[moving] += calls[moving] * tables_s(table, size[moving] / calls[moving])
+    forward_s = traffic.inside_s(traffic.tables_inside(here), costs.passes(kinds[0], cut))[FORWARD_PASS].sum(axis=0)
     copies, held_costs = copy_degree(here), costs.held(here.tensor, here.expert)
     whole = np.array([held_costs.weight_bytes, held_costs.gradient_bytes, held_costs.optimizer_bytes], dtype=np.float64)
     expert = held_costs.expert_bytes.astype(np.float64)

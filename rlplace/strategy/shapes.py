@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rlplace.cluster import Cluster
 from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
-from rlplace.strategy.costs import Cut
+from rlplace.strategy.drafts import Place
 from rlplace.strategy.kinds import kind_named
 from rlplace.strategy.shares import divisors
 from rlplace.strategy.space import Space
@@ -33,41 +33,20 @@ class Shape:
         devices: In the order in which places take them.
         places: Number of places.
         chunks: Stages a place.
-        replicate: Of every place; so are the next six.
-        shard: See `replicate`.
-        context: See `replicate`.
-        tensor: See `replicate`.
-        expert: See `replicate`.
-        sharding: See `replicate`.
-        sequence_parallel: See `replicate`.
+        axes: Of every place, without its devices.
         schedule: Of the chain; None for one stage.
     """
 
     devices: tuple[int, ...]
     places: int
     chunks: int
-    replicate: int
-    shard: int
-    context: int
-    tensor: int
-    expert: int
-    sharding: int
-    sequence_parallel: bool
+    axes: Place
     schedule: str | None
-
-    @property
-    def replicas(self) -> int:
-        """Data degree."""
-        return self.replicate * self.shard
 
     @property
     def kind(self) -> str:
         """See `kind_of`."""
-        return kind_named(self.places * self.chunks, self.tensor, self.context, self.expert, self.shard, self.replicate)
-
-    def cut(self, samples: int) -> Cut:
-        """How a pass of so many samples of a replica is cut."""
-        return Cut(samples, self.tensor, self.sequence_parallel, self.context, self.expert)
+        return kind_named(self.places * self.chunks, [self.axes])
 
 
 def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -121,8 +100,8 @@ def _data_shapes(
             for expert in _expert_degrees(question, shard * context * tensor, sharding):
                 for chunks, schedule in chains(space, places, blocks):
                     for sequence in (True, False) if tensor > 1 else (False,):
-                        axes = data // shard, shard, context, tensor, expert, sharding, sequence
-                        yield Shape(devices, places, chunks, *axes, schedule)
+                        axes = Place((), data // shard, shard, context, tensor, expert, sharding, sequence)
+                        yield Shape(devices, places, chunks, axes, schedule)
 
 
 def _context_degrees(question: Question, width: int) -> list[int]:

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
-from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.costs import FULL, kind_numbers
+from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.fit import fitted
-from rlplace.strategy.meshes import copy_groups, share_groups, tensor_groups
+from rlplace.strategy.meshes import copy_groups, share_groups
 from rlplace.strategy.savings import estimates
 from rlplace.strategy.shares import divisors, equal_shares
 from rlplace.strategy.traffic import tables_s
@@ -108,8 +108,7 @@ class Table:
     def __init__(self, question: Question) -> None:
         self._question = question
         cluster, blocks = question.cluster, len(question.costs.names)
-        number = {name: kind for kind, name in enumerate(question.costs.kinds)}
-        self._kind = [number[kind.name] for kind in cluster.kinds]
+        self._kind = kind_numbers(question.costs, cluster)
         self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
         self._room = [
             np.inf if device.memory_bytes is None else device.memory_bytes - device.reserved_bytes for device in cluster.devices
@@ -179,10 +178,9 @@ class Table:
             places.append(list(self._meshes(self._members(units, used, width), degree))[int(axes_of[used, part])])
             bounds.append(int(self._ends[end]))
             used, part = used - width, end
-        blank, largest = bytes(bounds[-1]), max(place.data_degree for place in places)
+        each = size * degree // max(place.data_degree for place in places)
         schedule = ONE_F_ONE_B if count >= len(places) else GPIPE
-        order = tuple(range(len(places)))
-        return Draft(tuple(bounds), tuple(places), order, blank, blank, (size * degree // largest,), (count,), schedule)
+        return plain_draft(tuple(bounds), places, microbatch=(each,), microbatches=(count,), schedule=schedule)
 
     def _look(self, devices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Equal for devices of like kinds that lie alike on hosts."""
@@ -247,27 +245,13 @@ class Table:
         cut, blocks = place.cut(size * (degree // place.data_degree)), len(costs.names)
         if costs.why_not(cut) is not None:
             return None
-        every = Draft(
-            (0, 1, blocks),
-            (place, Place((), replicate=degree)),
-            (0, 1),
-            bytes(blocks),
-            bytes(blocks),
-            (size,),
-            (count,),
-            ONE_F_ONE_B,
-        )
+        places = (place, Place((), replicate=degree))
+        every = plain_draft((0, 1, blocks), places, microbatch=(size,), microbatches=(count,), schedule=ONE_F_ONE_B)
         seconds, held = estimates(self._question, every, 0, ((0, 0), (FULL, 0)))
         one = [costs.passes(kind, cut) for kind in {self._kind[device] for device in place.devices}]
         spent = np.max([each.forward_s + each.backward_s for each in one], axis=0)
-        for kind, name in enumerate(COLLECTIVE_KINDS):
-            sizes, calls = one[0].collective_bytes[:, kind], one[0].collective_calls[:, kind]
-            moving = (sizes > 0.0) & (calls > 0.0)
-            if moving.any():
-                table = traffic.table(name, tensor_groups(place, kind))
-                spent = spent + np.where(
-                    moving, calls * tables_s(table, np.where(moving, sizes / np.maximum(calls, 1e-9), 1.0)), 0.0
-                ).sum(axis=0)
+        for moved in traffic.inside_s(traffic.tables_inside(place), one[0]).sum(axis=0):
+            spent = spent + moved
         whole = costs.held(place.tensor, place.expert)
         weights, gradients = np.maximum(whole.weight_bytes, 1.0), np.maximum(whole.gradient_bytes * whole.gradient_item, 1.0)
         exchanged = seconds[0]

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
 from rlplace.problem.collectives import busiest_channel_s_per_byte, collective_s, contention
-from rlplace.strategy.meshes import Groups
+from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, Floats, PassCosts
+from rlplace.strategy.drafts import Place
+from rlplace.strategy.meshes import Groups, tensor_groups
 from rlplace.strategy.seats import Seats
 
 Pairs = tuple[tuple[int, int], ...]
@@ -119,6 +121,22 @@ class Traffic:
                 times = [collective_s(self.links, kind, group, sizes) for group in distinct_groups]
                 self._numbers[kind, alike] = self._kept(np.max(times, axis=0))
         return [self._numbers[kind, alike] for kind in kinds]
+
+    def tables_inside(self, place: Place) -> tuple[int, ...]:
+        """Number of the table of each of `COLLECTIVE_KINDS` in the groups of a place, which move tensors inside blocks."""
+        tables: list[int] = []
+        for kinds in (range(CONTEXT_GATHER), range(CONTEXT_GATHER, EXPERT_ALL_TO_ALL), (EXPERT_ALL_TO_ALL,)):
+            tables += self.collectives([COLLECTIVE_KINDS[kind] for kind in kinds], tensor_groups(place, kinds[0]))
+        return tuple(tables)
+
+    def inside_s(self, tables: Sequence[int], one: PassCosts) -> Floats:
+        """float64 [2, K, B], seconds of the collectives inside blocks in a pass; `tables` as `tables_inside` gives them."""
+        seconds = np.zeros(one.collective_bytes.shape)
+        here = (one.collective_bytes > 0.0) & (one.collective_calls > 0.0)
+        if here.any():
+            number, calls = np.array(tables)[np.nonzero(here)[1]], one.collective_calls[here]
+            seconds[here] = calls * tables_s(self.tables, one.collective_bytes[here] / calls, number)
+        return seconds
 
     def _kept(self, table: NDArray[np.float64]) -> int:
         """The number of a table; equal ones have one."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlplace.schedule import SCHEDULES
 from rlplace.strategy.cuts import Balance
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.fit import fitted
 from rlplace.strategy.kinds import KINDS
 from rlplace.strategy.shapes import Shape, device_sets, shapes, stage_order
@@ -53,17 +53,13 @@ class Option:
 
 def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balance: Balance) -> Draft:
     width = len(shape.devices) // shape.places
-    places = tuple(
-        Place(
-            shape.devices[index * width : (index + 1) * width], shape.replicate, shape.shard, shape.context, shape.tensor,
-            shape.expert, shape.sharding, shape.sequence_parallel,
-        )
-        for index in range(shape.places)
-    )  # fmt: skip
+    places = [
+        dataclasses.replace(shape.axes, devices=shape.devices[start : start + width])
+        for start in range(0, len(shape.devices), width)
+    ]
     order = stage_order(shape.places, shape.schedule, shape.chunks)
-    bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.cut(min(sizes)), order).bounds
-    nothing = bytes(bounds[-1])
-    return Draft(bounds, places, order, nothing, nothing, sizes, counts, shape.schedule)
+    bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.axes.cut(min(sizes)), order).bounds
+    return plain_draft(bounds, places, order, microbatch=sizes, microbatches=counts, schedule=shape.schedule)
 
 
 Spread = tuple[tuple[int, ...], tuple[int, ...], float]
@@ -74,7 +70,7 @@ def options(question: Question, shape: Shape, balance: Balance, known: dict[obje
     """One option for each way to spread the batch over a shape's replicas and micro-batches; `known` is filled."""
     order = stage_order(shape.places, shape.schedule, shape.chunks)
     split = shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
-    key = (shape.devices, shape.places, shape.replicas, shape.cut(1), order, split, shape.sharding > 1)
+    key = (shape.devices, shape.places, shape.axes.data_degree, shape.axes.cut(1), order, split, shape.axes.sharding > 1)
     if key not in known:
         known[key] = [*_equal(question, shape, balance, order, split), *_unlike(question, shape, balance)]
     return (Option(shape, *spread) for spread in known[key])
@@ -82,12 +78,12 @@ def options(question: Question, shape: Shape, balance: Balance, known: dict[obje
 
 def _equal(question: Question, shape: Shape, balance: Balance, order: tuple[int, ...], split: bool) -> Iterator[Spread]:
     kinds = balance.kinds(shape.devices, shape.places)
-    for sizes, counts in equal_shares(question.batch, shape.replicas, question.space):
-        if sizes[0] > 1 and shape.context > 1 and question.space.context is None:
+    for sizes, counts in equal_shares(question.batch, shape.axes.data_degree, question.space):
+        if sizes[0] > 1 and shape.axes.context > 1 and question.space.context is None:
             continue  # more replicas of fewer samples exchange less
-        if not balance.can_cut(shape.cut(sizes[0])):
+        if not balance.can_cut(shape.axes.cut(sizes[0])):
             continue
-        stages = balance.stages(kinds, shape.cut(sizes[0]), order)
+        stages = balance.stages(kinds, shape.axes.cut(sizes[0]), order)
         # In a chain the first micro-batch passes all stages, and the slowest place sets the pace; gradients of weights, less
         # than two thirds of a backward, may fill that time.
         first_s = 0.5 * stages.total_s if split else stages.total_s
@@ -99,14 +95,15 @@ def _equal(question: Question, shape: Shape, balance: Balance, order: tuple[int,
 
 def _unlike(question: Question, shape: Shape, balance: Balance) -> Iterator[Spread]:
     """For unlike devices, and for few replicas among which the batch does not divide."""
+    axes, degree = shape.axes, shape.axes.data_degree
     unlike = any(len(own) > 1 for own in balance.kinds(shape.devices, shape.places))
-    uneven = question.batch % shape.replicas and shape.replicas <= MOST_UNEVEN
-    size = max(1, question.batch // shape.replicas)
-    if shape.replicas == 1 or shape.context > 1 or not (unlike or uneven) or not balance.can_cut(shape.cut(size)):
+    uneven = question.batch % degree and degree <= MOST_UNEVEN
+    size = max(1, question.batch // degree)
+    if degree == 1 or axes.context > 1 or not (unlike or uneven) or not balance.can_cut(axes.cut(size)):
         return
     pace_s = balance.replicas_s(_draft(shape, (size,), (1,), balance))
-    for sizes, counts in unlike_shares(question.batch, pace_s, question.space, shape.sharding > 1):
-        if all(balance.can_cut(shape.cut(size)) for size in set(sizes)):
+    for sizes, counts in unlike_shares(question.batch, pace_s, question.space, axes.sharding > 1):
+        if all(balance.can_cut(axes.cut(size)) for size in set(sizes)):
             taken_s = balance.replicas_s(_draft(shape, sizes, counts, balance)) * np.array(counts)
             yield sizes, counts, float(taken_s.max()) / shape.places
 
@@ -159,9 +156,9 @@ def all_options(question: Question, balance: Balance) -> Iterator[Option]:
 
 def _runnable(question: Question) -> Space:
     """The space, without axes that it leaves open and the engine refuses in any strategy."""
-    nothing, closed = bytes(len(question.costs.names)), {}
+    closed: dict[str, tuple[int, ...]] = {}
     drafts = {
-        axis: Draft((0, len(nothing)), (place,), (0,), nothing, nothing, (1,), (1,))
+        axis: plain_draft((0, len(question.costs.names)), [place])
         for axis, place in (
             ("none", Place((0, 1), replicate=2)),
             ("context", Place((0, 1), context=2)),

@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.cuts import Balance
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Place, joined, plain_draft
 from rlplace.strategy.shapes import MOST_KINDS
 from rlplace.strategy.shares import proportional
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
@@ -54,8 +54,7 @@ def try_unlike(tries: Tries, search: Callable[[Tries], None]) -> None:
         if not all(found):
             return
         for chosen in itertools.product(*found):
-            drafts = [tried.draft for tried in chosen]
-            tries.score(dataclasses.replace(drafts[0], beside=tuple(drafts[1:])))
+            tries.score(joined(tried.draft for tried in chosen))
         weights = np.array([share / best[0].step_s for share, best in zip(shares, found, strict=True)])
     best = next(tried for tried in tries.known() if tried.draft.beside)
     while True:
@@ -81,12 +80,6 @@ def other_shares(draft: Draft) -> Iterator[Draft]:
             )
 
 
-def joined(pipelines: Iterable[Draft]) -> Draft:
-    """One draft of several pipelines."""
-    first, *others = pipelines
-    return dataclasses.replace(first, beside=tuple(others))
-
-
 def _groups(question: Question) -> list[tuple[int, ...]]:
     """Devices of every kind."""
     kinds = question.cluster.kinds
@@ -96,9 +89,8 @@ def _groups(question: Question) -> list[tuple[int, ...]]:
 
 def _refused(question: Question, groups: Sequence[tuple[int, ...]]) -> bool:
     """Whether the engine refuses several pipelines, be they of one device each."""
-    nothing = bytes(len(question.costs.names))
-    plain = (Draft((0, len(nothing)), (Place(devices[:1]),), (0,), nothing, nothing, (1,), (1,)) for devices in groups)
-    return question.why_not is not None and question.why_not(joined(plain)) is not None
+    alone = (plain_draft((0, len(question.costs.names)), [Place(devices[:1])]) for devices in groups)
+    return question.why_not is not None and question.why_not(joined(alone)) is not None
 
 
 def _speeds(question: Question, groups: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -115,7 +115,7 @@ def test_no_single_step_less_would_fit(seed: int) -> None:
     tries = Tries(tight)
     tried = fitted(tries, draft)
     assert tried is not None and tried.fits
-    ladder = steps(tight, draft, 0, range(5), [(0, 0), (1, 0), (2, 0)])
+    ladder = steps(tight, draft, 0, [(0, 0), (1, 0), (2, 0)])
     fewer = list(itertools.accumulate(ladder, lambda now, step: {**now, step[0]: step[1][0]}, initial={}))
     drafts = [dataclasses.replace(draft, recompute=bytes(now.get(block, 0) for block in range(5))) for now in fewer]
     at = [one.recompute for one in drafts].index(tried.draft.recompute)

@@ -19,13 +19,12 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem import Problem
 from rlplace.strategy.costs import RECOMPUTE
-from rlplace.strategy.drafts import Draft
-from rlplace.strategy.space import OFFLOAD_WORDS
+from rlplace.strategy.drafts import OFFLOAD, Draft
 from rlplace.text import gb, ms, table
 
 STRATEGY, PLACEMENT = "a whole strategy", "a placement of groups"
 
-_BLOCK_WORDS = {"recompute": RECOMPUTE, "offload": OFFLOAD_WORDS}
+_BLOCK_WORDS = {"recompute": RECOMPUTE, "offload": OFFLOAD}
 _MICRO = ("microbatch", "microbatches")
 
 

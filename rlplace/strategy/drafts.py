@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rlplace.plan.strategy import Offload, Pipeline, Recompute, Stage, Strategy
-from rlplace.strategy.costs import Cut
+from rlplace.plan.strategy import Pipeline, Stage, Strategy
+from rlplace.strategy.costs import RECOMPUTE, Cut
 
-RECOMPUTE: tuple[Recompute | None, ...] = (None, "selective", "full")
-OFFLOAD: tuple[Offload | None, ...] = (None, "optimizer", "all")
+OFFLOAD = ("none", "optimizer", "all")
+"""What of a block lives in host memory."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Draft:
         bounds: S + 1 block numbers; stage s holds blocks ``bounds[s]`` to ``bounds[s + 1] - 1``.
         places: The meshes.
         place_of_stage: S indices into `places`.
-        recompute: B indices into `RECOMPUTE`.
+        recompute: B indices into `rlplace.strategy.costs.RECOMPUTE`.
         offload: B indices into `OFFLOAD`.
         microbatch: Samples of a pass: one entry, or one a replica.
         microbatches: Passes a step: likewise.
@@ -149,8 +149,8 @@ class Draft:
             sharding=place.sharding,
             sequence_parallel=place.sequence_parallel,
             expert=place.expert,
-            recompute={names[b]: again for b in blocks if (again := RECOMPUTE[self.recompute[b]]) is not None},
-            offload={names[b]: where for b in blocks if (where := OFFLOAD[self.offload[b]]) is not None},
+            recompute={names[b]: RECOMPUTE[self.recompute[b]] for b in blocks if self.recompute[b]},  # type: ignore[misc]
+            offload={names[b]: OFFLOAD[self.offload[b]] for b in blocks if self.offload[b]},  # type: ignore[misc]
         )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from rlplace.cluster import Cluster
 
 PARTS = ("compute", "tensor", "gather", "exchange", "hand_over", "bubble", "update")
 """Where the busiest place's step goes: ops; collectives inside blocks; waiting for parameters; waiting for gradients to be
@@ -11,6 +15,12 @@ other stages; updates."""
 
 EXECUTOR = "blocks"
 """Name of the block executor, who simulated a step, in predictions."""
+
+
+def bytes_over(peak_bytes: Sequence[float], cluster: Cluster) -> float:
+    """Bytes over capacity, summed over the devices of a cluster."""
+    pairs = zip(peak_bytes, cluster.devices, strict=True)
+    return sum(max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in pairs)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from rlplace.strategy.costs import RECOMPUTE
-from rlplace.strategy.drafts import Draft
+from rlplace.strategy.drafts import OFFLOAD, Draft
 from rlplace.strategy.savings import Choice, estimates, in_flight, steps
-from rlplace.strategy.space import OFFLOAD_WORDS
 from rlplace.strategy.tries import Tried, Tries
 
 EXCHANGES = 100
@@ -95,7 +94,7 @@ def _choices(tries: Tries) -> list[Choice]:
     """What the space allows a block to choose."""
     space = tries.question.space
     recompute = [number for number, word in enumerate(RECOMPUTE) if space.allows("recompute", word)]
-    offload = [number for number, word in enumerate(OFFLOAD_WORDS) if space.allows("offload", word)]
+    offload = [number for number, word in enumerate(OFFLOAD) if space.allows("offload", word)]
     return list(itertools.product(recompute, offload))
 
 

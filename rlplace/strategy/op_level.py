@@ -12,7 +12,7 @@ from rlplace.errors import InfeasibleError
 from rlplace.simulator import EXECUTOR, simulate
 from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.evaluation import Evaluation
+from rlplace.strategy.evaluation import Evaluation, bytes_over
 from rlplace.strategy.expand import expand_draft, tasks_of
 from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.op_costs import OpCosts
@@ -49,9 +49,7 @@ def evaluate_ops(
     for peak, devices in zip(line.peak_memory_bytes.tolist(), expanded.stands_for, strict=True):
         for device in devices:
             peaks[device] = peak + cluster.devices[device].reserved_bytes
-    over = sum(
-        max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in zip(peaks, cluster.devices, strict=True)
-    )
+    over = bytes_over(peaks, cluster)
     return dataclasses.replace(
         said,
         step_time_s=step,

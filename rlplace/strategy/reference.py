@@ -15,7 +15,7 @@ from rlplace.cluster import Cluster
 from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.evaluation import PARTS, Evaluation
+from rlplace.strategy.evaluation import PARTS, Evaluation, bytes_over
 from rlplace.strategy.events import EXCHANGE, SEND, TIES, UPDATE, Events
 from rlplace.strategy.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
 from rlplace.strategy.reference_blocks import Block, place_blocks, tie_exchanges
@@ -87,9 +87,7 @@ def evaluate_reference(
     work = works[busiest]
     spent = [work.compute, work.tensor, work.gather, work.exchange, work.hand_over, 0.0, sum(updates[busiest])]
     spent[PARTS.index("bubble")] = max(0.0, step - sum(spent))
-    over = sum(
-        max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in zip(peaks, cluster.devices, strict=True)
-    )
+    over = bytes_over(peaks, cluster)
     return Evaluation(
         step_time_s=step,
         passes_s=max(ends) if step < math.inf else step,

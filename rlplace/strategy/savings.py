@@ -24,7 +24,7 @@ from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, keepi
 from rlplace.strategy.tries import Question
 
 Choice = tuple[int, int]
-"""Indices of `rlplace.strategy.drafts.RECOMPUTE` and `OFFLOAD`."""
+"""Indices of `rlplace.strategy.costs.RECOMPUTE` and `rlplace.strategy.drafts.OFFLOAD`."""
 
 Floats = NDArray[np.float64]
 

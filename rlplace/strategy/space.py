@@ -12,12 +12,10 @@ from rlplace.errors import InputError, show, unknown_name
 from rlplace.records import Count, Record, build, check_record, plain
 from rlplace.schedule import PIPELINE_SCHEDULES, schedule_named
 from rlplace.strategy.costs import RECOMPUTE
-from rlplace.strategy.drafts import Draft
+from rlplace.strategy.drafts import OFFLOAD, Draft
 
 _Some = Meta(min_length=1)
 _Counts = Annotated[tuple[Count, ...], _Some] | None
-
-OFFLOAD_WORDS = ("none", "optimizer", "all")
 
 
 class Space(Record, frozen=True):
@@ -111,16 +109,13 @@ class Space(Record, frozen=True):
                 return "virtual"
             if not self.allows("schedule", draft.schedule):
                 return "schedule"
-        for key, words, chosen in (
-            ("recompute", RECOMPUTE, draft.recompute),
-            ("offload", OFFLOAD_WORDS, draft.offload),
-        ):
-            if not all(self.allows(key, words[number]) for number in set(chosen)):
-                return key
-        for key, counts in (("microbatch", draft.microbatch), ("microbatches", draft.microbatches)):
-            if not all(self.allows(key, count) for count in counts):
-                return key
-        return None
+        chosen: dict[str, Iterable[Any]] = {
+            "recompute": [RECOMPUTE[number] for number in set(draft.recompute)],
+            "offload": [OFFLOAD[number] for number in set(draft.offload)],
+            "microbatch": draft.microbatch,
+            "microbatches": draft.microbatches,
+        }
+        return next((key for key, values in chosen.items() if not all(self.allows(key, value) for value in values)), None)
 
 
 def _value(text: str) -> int | str:

@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-models", action="store_true", help="do not state the error on each model by a fit on the others")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the choice of held-out shapes (0)")
-    parser.add_argument("--json", action="store_true", help="print the errors as one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="task: one op per group and phase (default); op: every op; split: every backward in a group of its own, as "
         "bipartition plans; cut: every op and how it can be cut, as pase plans",
     )
-    parser.add_argument("--json", action="store_true", help="print a summary as JSON")
     add_model_options(parser)
 
 

@@ -304,6 +304,14 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, allow_nan=False))
 
 
+def show(found: Any, options: argparse.Namespace) -> None:
+    """Prints what knows itself as plain data and as text."""
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found.text())
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A plain table on stdout: first column left, the others right aligned."""
     print("\n".join(table(header, rows)))

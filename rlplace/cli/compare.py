@@ -66,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", choices=FREE_SCHEDULES, help="how micro-batches take turns (each planner's own way)")
     parser.add_argument("--split", action="store_true", help="all planners also with every backward in a group of its own")
     parser.add_argument("--ops", action="store_true", help="all planners also on single ops, the way pase cuts them")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
     parser.add_argument("--out", metavar="FILE.json[l]", help="write every row as soon as it is there")
     parser.add_argument("--resume", action="store_true", help="go on with the rows that --out has")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import print_json
+from rlplace.cli.common import show
 from rlplace.cli.plans import asked_of, plan_and_problem
 from rlplace.errors import InputError
 
@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="problem of the plans (built again from their sources); twice when they are for two",
     )
     parser.add_argument("--cluster", metavar="C", help="the plans' cluster, where their sources do not name it")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,19 +39,12 @@ def run(options: argparse.Namespace) -> int:
     problems = options.problem or []
     if len(problems) > 2:
         raise InputError("diff: --problem is given at most twice, for the first and the second plan")
-    strategies = _strategies(options, problems)
-    if strategies is not None:
-        return _show(strategies, options)
-    first, problem = plan_and_problem(options.first, problems[0] if problems else None, options.cluster)
-    second, other = _second(options, first, problem, problems)
-    return _show(diff(problem, first, second, other=other), options)
-
-
-def _show(difference: Difference | StrategyDifference, options: argparse.Namespace) -> int:
-    if options.json:
-        print_json(difference.to_dict())
-    else:
-        print(difference.text())
+    found: Difference | StrategyDifference | None = _strategies(options, problems)
+    if found is None:
+        first, problem = plan_and_problem(options.first, problems[0] if problems else None, options.cluster)
+        second, other = _second(options, first, problem, problems)
+        found = diff(problem, first, second, other=other)
+    show(found, options)
     return 0
 
 

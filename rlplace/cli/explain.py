@@ -18,6 +18,7 @@ from rlplace.cli.common import (
     print_json,
     say,
     seconds,
+    show,
 )
 from rlplace.cli.plans import plan_and_problem, problem_at
 from rlplace.errors import InfeasibleError, InputError
@@ -50,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="seconds for each planner (10)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the searches (0)")
     parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="for a MODEL: micro-batches (1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_model_options(parser)
 
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     if options.what.endswith(_PLAN):
         _refuse_model_options(options)
         if not _strategy(options):
-            _show(_plan(options), options)
+            show(_plan(options), options)
         return 0
     if options.problem or options.group:
         option = "--problem" if options.problem else "--group"
@@ -160,7 +160,7 @@ def _model(options: argparse.Namespace) -> int:
     except InfeasibleError:
         _relax(loaded, options)
         return 0
-    _show(explain(problem, plan, groups=options.groups, hardware=not options.no_what_if, **_limits(options)), options)
+    show(explain(problem, plan, groups=options.groups, hardware=not options.no_what_if, **_limits(options)), options)
     return 0
 
 
@@ -188,10 +188,3 @@ def _finer(loaded: Loaded, options: argparse.Namespace) -> Callable[[], Problem]
 
     machine = parse(options.cluster or "host")
     return lambda: price(graph, machine, **pricing(options, finer=4))
-
-
-def _show(explanation: Explanation, options: argparse.Namespace) -> None:
-    if options.json:
-        print_json(explanation.to_dict())
-    else:
-        print(explanation.text())

@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--agent", default="default", metavar="NAME", help="what to fine-tune: a name or a folder (default)")
     parser.add_argument("--out", metavar="DIR", help="folder of the new agent")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     learn = parser.add_argument_group("learning")
     learn.add_argument(
         "--method", choices=METHODS, default="corrected",

@@ -26,8 +26,7 @@ _PACKAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    """It has none of its own."""
 
 
 def run(options: argparse.Namespace) -> int:

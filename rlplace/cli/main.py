@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         name = module.__name__.rpartition(".")[2]
         verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, epilog=module.EXAMPLE)
         verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        verb.add_argument("--json", action="store_true", help="print one JSON object")
         module.add_arguments(verb)
         verb.set_defaults(run=module.run)
     return parser

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plans.add_argument("--cluster", metavar="C", help="the cluster of the plans, where its file has moved")
     plans.add_argument("--warmup", type=positive, default=2, metavar="N", help="steps before timing (2)")
     plans.add_argument("--trace", metavar="T.json", help="the first plan's step, measured beside predicted, for Perfetto")
-    parser.add_argument("--json", action="store_true", help="print what the file holds")
     add_model_options(parser)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +31,8 @@ def run(options: argparse.Namespace) -> int:
     facts = _facts(times, [device.name for device in cluster.devices])
     if options.json:
         print_json(facts)
-        return 0
-    print(_tables(facts), end="")
+    else:
+        _show(facts)
     return 0
 
 
@@ -74,28 +72,24 @@ def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _tables(facts: dict[str, Any]) -> str:
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        rows = [
-            [
-                f"{pair['from']} -> {pair['to']}",
-                f"{pair['latency_s'] * 1e6:.1f}",
-                f"{pair['bandwidth_bytes_per_s'] / 1e9:.2f}",
-                f"{pair['fit_error'] * 100:.0f}",
-            ]
-            for pair in facts["pairs"]
+def _show(facts: dict[str, Any]) -> None:
+    rows = [
+        [
+            f"{pair['from']} -> {pair['to']}",
+            f"{pair['latency_s'] * 1e6:.1f}",
+            f"{pair['bandwidth_bytes_per_s'] / 1e9:.2f}",
+            f"{pair['fit_error'] * 100:.0f}",
         ]
-        print_table(["pair", "latency us", "GB/s", "fit error %"], rows)
-        print()
-        sizes = facts["all_reduce_bytes"]
-        rows = [
-            [f"{len(group['devices'])}: {', '.join(group['devices'][:4])}{', ...' if len(group['devices']) > 4 else ''}"]
-            + [f"{value * 1e3:.3f}" for value in group["seconds"]]
-            for group in facts["all_reduce"]
-        ]
-        print_table(["all-reduce, ms", *(_size(size) for size in sizes)], rows)
-    return text.getvalue()
+        for pair in facts["pairs"]
+    ]
+    print_table(["pair", "latency us", "GB/s", "fit error %"], rows)
+    print()
+    rows = [
+        [f"{len(group['devices'])}: {', '.join(group['devices'][:4])}{', ...' if len(group['devices']) > 4 else ''}"]
+        + [f"{value * 1e3:.3f}" for value in group["seconds"]]
+        for group in facts["all_reduce"]
+    ]
+    print_table(["all-reduce, ms", *(_size(size) for size in facts["all_reduce_bytes"])], rows)
 
 
 def _size(size_bytes: int) -> str:

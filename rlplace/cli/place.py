@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=positive, metavar="N", help="strategies to evaluate at most")
     add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
-    parser.add_argument("--json", action="store_true", help="print what the plan file holds")
     add_model_options(parser)
 
 

@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--trace", metavar="T.json", help="write a trace for Perfetto")
     parser.add_argument("--pictures", metavar="DIR", help="write PDF, SVG and PNG pictures for papers (needs matplotlib)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="P.plan.json", help="plan file for that problem, or with a whole strategy")
     parser.add_argument("--cluster", metavar="C", help="for a whole strategy: another cluster of as many devices")
     parser.add_argument("--trace", metavar="T.json", help="write a trace for Perfetto")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calls", type=positive, default=256, metavar="N", help="simulator calls per search in the table (256)"
     )
     parser.add_argument("--test", nargs="+", metavar="P", help="files and folders that the table is made on (validation cases)")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
 def run(options: argparse.Namespace) -> int:

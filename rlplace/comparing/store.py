@@ -2,10 +2,6 @@
 
 ``*.jsonl``: a header line, then a line a problem and a row, appended. A last line that was cut off is dropped. ``*.json``: one
 object, written anew and atomically for every row. Without a path nothing is written.
-
-A file of results, one JSON object a line: a header, then records, each on disk as soon as it is there.
-
-A last line that was cut off is dropped, so that whatever writes such a file can be stopped at any moment and go on later.
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ def strategy_what_if(asked: Asked, *, calls: int = CALLS, time_limit_s: float | 
     for change, question, draft in changed:
         same_s = math.inf if draft is None else _step_s(question, draft)
         best_s = min((_step_s(question, other) for other in pool), default=math.inf) if calls else math.inf
-        answers.append(
-            WhatIf(change, _finite(same_s), math.isfinite(same_s), question.batch, _finite(best_s))
-        )  # fmt: skip
+        answers.append(WhatIf(change, _finite(same_s), math.isfinite(same_s), question.batch, _finite(best_s)))
     return tuple(answers)
 
 

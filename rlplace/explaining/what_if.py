@@ -4,8 +4,6 @@ Every question is asked twice, because a plan made for four devices does not use
 and what is found for one question is simulated for all, so no answer is worse than what is known already. What a change is
 worth is therefore its re-planned step against the re-planned step as things are, by the sample where the numbers of samples
 differ.
-
-What is found for one question is simulated for all, so that the luck of a search is not taken for the worth of a change.
 """
 
 from __future__ import annotations

@@ -19,13 +19,11 @@ class FoundBlock:
     """A block and where it stands.
 
     Attributes:
-        number: The caller's, the first where several share a parameter.
         ops: Forward ops, in the order of `block.ops`.
         tensors: Tensors, in the order of `block.values`.
         block: What is searched.
     """
 
-    number: int
     ops: tuple[int, ...]
     tensors: tuple[int, ...]
     block: Block
@@ -62,7 +60,7 @@ class _Finder:
         for op in reversed(ops):
             ends[op] = all(ends.get(reader, False) and not forward.product[reader] for reader in forward.after[op])
         cut = tuple(self._op(op, local, ends[op]) for op in ops)
-        return FoundBlock(self.number, tuple(ops), tuple(local), Block(cut, tuple(values)))
+        return FoundBlock(tuple(ops), tuple(local), Block(cut, tuple(values)))
 
     def _place(self, op: int, tensor: int) -> tuple[object, ...]:
         """Order of what an op reads, equal in equal blocks wherever the tensors come from."""

@@ -72,7 +72,7 @@ def context_layout(ops: ForwardOps, degree: int, routed: NDArray[np.bool_]) -> T
     }
     whole = np.ones(len(graph.parameters), dtype=np.int32)
     collectives = tuple(item for op in _attention(ops) for item in _exchanges(ops, op))
-    return TensorLayout(degree, False, op_parts, dims, tensor_parts, whole, -whole, whole.copy(), (), collectives, {})
+    return TensorLayout(degree, op_parts, dims, tensor_parts, whole, collectives, {})
 
 
 def gathered_bytes(graph: OpGraph, layout: TensorLayout, tensor_bytes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -45,18 +45,16 @@ class BlockCut:
         dims: By op the dimension that is cut, "" for none.
         layouts: By value `WHOLE` or an axis.
         moves: (value, pass, kind) of every collective, each once.
-        partial_weights: Whole weights whose gradients are partial sums on every device.
     """
 
     dims: Names
     layouts: tuple[int, ...]
     moves: tuple[tuple[int, int, int], ...]
-    partial_weights: tuple[int, ...]
 
 
 def whole_block(block: Block) -> BlockCut:
     """The cut of a group of one device."""
-    return BlockCut(("",) * len(block.ops), (WHOLE,) * len(block.values), (), ())
+    return BlockCut(("",) * len(block.ops), (WHOLE,) * len(block.values), ())
 
 
 def cut_block(block: Block, degree: int, *, sequence_parallel: bool, any_size: bool = False) -> BlockCut | None:
@@ -102,15 +100,10 @@ def _answer(block: Block, chosen: Sequence[Any]) -> BlockCut:
     ops, values = len(block.ops), block.values
     layouts = tuple(chosen[ops : ops + len(values)])
     moves = {(number, *move) for number, value in enumerate(values) for move in enter(value, layouts[number]) or ()}
-    partial_weights = set()
     for first, second, value, between in _links(block):
-        number = (second - ops) % len(values)
-        for move in between(chosen[first], chosen[second]) or ():
-            if value.weight:
-                partial_weights.add(number)
-            else:
-                moves.add((number, *move))
-    return BlockCut(tuple(chosen[:ops]), layouts, tuple(sorted(moves)), tuple(sorted(partial_weights)))
+        if not value.weight:  # gradients of whole weights that are partial sums meet once a step
+            moves |= {((second - ops) % len(values), *move) for move in between(chosen[first], chosen[second]) or ()}
+    return BlockCut(tuple(chosen[:ops]), layouts, tuple(sorted(moves)))
 
 
 def _layouts(value: CutValue, divisor: int, sequence_parallel: bool) -> list[int]:

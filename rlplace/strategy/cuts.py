@@ -144,6 +144,11 @@ def balanced_bounds(seconds: NDArray[np.float64], part_row: Sequence[int]) -> tu
         reached = np.maximum(slowest_s[:, None], part_s)
         starts.append(reached.argmin(axis=0))
         slowest_s = reached.min(axis=0)
+    return walked_back(starts, blocks)
+
+
+def walked_back(starts: Sequence[NDArray[np.int64]], blocks: int) -> tuple[int, ...]:
+    """The first block of every part, and B, from where each part begins at best, int64 [B + 1] by where it ends."""
     bounds = [blocks]
     for start in reversed(starts):
         bounds.append(int(start[bounds[-1]]))

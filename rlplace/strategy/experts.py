@@ -72,9 +72,8 @@ class Experts:
         graph, rows = self.graph, cut.tensor
         layout = layout or _whole(graph)
         op_parts, tensor_parts = layout.op_parts.copy(), layout.tensor_parts.copy()
-        parameter_parts, axis = layout.parameter_parts.copy(), layout.parameter_axis.copy()
-        own = list(self.counts)
-        parameter_parts[own], axis[own] = cut.expert, 0
+        parameter_parts = layout.parameter_parts.copy()
+        parameter_parts[list(self.counts)] = cut.expert
         op_parts[self.routed] = rows
         updates = np.flatnonzero(graph.op_phase == UPDATE)
         op_parts[updates] = parameter_parts[graph.op_parameter[updates]]
@@ -100,7 +99,6 @@ class Experts:
             op_dims={op: dim for op, dim in layout.op_dims.items() if not self.routed[op]},
             tensor_parts=tensor_parts,
             parameter_parts=parameter_parts,
-            parameter_axis=axis,
             collectives=tuple(collectives),
             thin_ops=self.products,
         )
@@ -146,4 +144,4 @@ def _ends(graph: OpGraph, first: int, last: int) -> tuple[tuple[int, int], tuple
 def _whole(graph: OpGraph) -> TensorLayout:
     """The layout of a tensor group of one device."""
     ones = [np.ones(count, dtype=np.int32) for count in (graph.num_ops, graph.num_tensors, len(graph.parameters))]
-    return TensorLayout(1, False, ones[0], {}, ones[1], ones[2], -ones[2], ones[2].copy(), (), (), {})
+    return TensorLayout(1, ones[0], {}, ones[1], ones[2], (), {})

@@ -62,7 +62,7 @@ class LayoutSearch:
         cuts, reason = self._search(degree, sequence_parallel)
         if reason is not None:
             raise InputError(f"tensor_layouts: {reason}")
-        return layout_of(self.ops, cuts, degree, sequence_parallel=sequence_parallel)
+        return layout_of(self.ops, cuts, degree)
 
     def why_not(self, degree: int, *, sequence_parallel: bool = False) -> str | None:
         """Why there is no layout; None where there is one."""

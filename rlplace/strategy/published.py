@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rlplace.schedule import GPIPE, ONE_F_ONE_B
 from rlplace.strategy.costs import Cut
-from rlplace.strategy.cuts import Balance
+from rlplace.strategy.cuts import Balance, walked_back
 from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.shares import divisors, equal_shares
 from rlplace.strategy.stages import orders
@@ -95,10 +95,7 @@ def least_traffic(seconds: Floats, sent_bytes: Floats, limit_s: float) -> tuple[
         reached = np.where(allowed, (cost + (crossing if part else 0.0))[:, None], np.inf)
         starts.append(reached.argmin(axis=0))
         cost = reached.min(axis=0)
-    bounds = [blocks]
-    for start in reversed(starts):
-        bounds.append(int(start[bounds[-1]]))
-    return tuple(reversed(bounds))
+    return walked_back(starts, blocks)
 
 
 def _pipedream(question: Question, balance: Balance, devices: tuple[int, ...], degree: int) -> Iterator[Draft]:

@@ -36,10 +36,6 @@ class Work:
     hand_over: float = 0.0
     end_s: float = 0.0
 
-    @property
-    def busy_s(self) -> float:
-        return self.compute + self.tensor
-
 
 def forward_s(blocks: Sequence[Block], first: bool) -> float:
     """A forward: the parameters of the next block are gathered while one computes."""

@@ -52,11 +52,6 @@ class StepBuild:
         self._exchanges: dict[Hashable, _Exchange] = {}
         self._channels: dict[Hashable, int] = {}
 
-    @property
-    def tasks(self) -> int:
-        """Ops so far."""
-        return self._count
-
     def run(
         self,
         device: int,

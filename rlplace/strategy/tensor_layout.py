@@ -41,14 +41,10 @@ class TensorLayout:
 
     Attributes:
         degree: Devices of the group.
-        sequence_parallel: Whether activations between products are cut along the sequence.
         op_parts: int32 [N], into how many parts the work of an op is cut; 1: every device does all of it.
         op_dims: Op to the dimension that is cut, named as in the graph's `op_dims` where the op has an entry there.
         tensor_parts: int32 [T], parts of what stays on a device; 1 where a device keeps the whole, gathered or not.
         parameter_parts: int32 [P].
-        parameter_axis: int32 [P], axis of the parameter's shape that is cut, -1 for none.
-        parameter_packs: int32 [P], pieces of that axis which are each cut (3 for packed queries, keys and values).
-        partial_gradients: Parameters that are whole, but whose gradients are partial sums: one all-reduce a step.
         collectives: What the group sends in a pass.
         modules: Path of a module with parameters to layout word; what is left out is whole. "column", "row"; "packed column":
             several matrices in one, each cut; "gathered column": its output is gathered; "embedding": rows of a table;
@@ -57,24 +53,18 @@ class TensorLayout:
     """
 
     degree: int
-    sequence_parallel: bool
     op_parts: NDArray[np.int32]
     op_dims: Mapping[int, str]
     tensor_parts: NDArray[np.int32]
     parameter_parts: NDArray[np.int32]
-    parameter_axis: NDArray[np.int32]
-    parameter_packs: NDArray[np.int32]
-    partial_gradients: tuple[int, ...]
     collectives: tuple[Collective, ...]
     modules: Mapping[str, str]
     thin_ops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
-def layout_of(
-    ops: ForwardOps, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], degree: int, *, sequence_parallel: bool
-) -> TensorLayout:
+def layout_of(ops: ForwardOps, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], degree: int) -> TensorLayout:
     """The layout of a step from the cuts of its blocks."""
-    return _Layout(ops, degree).of(cuts, sequence_parallel=sequence_parallel)
+    return _Layout(ops, degree).of(cuts)
 
 
 class _Layout:
@@ -87,11 +77,10 @@ class _Layout:
         self.op_parts = np.ones(graph.num_ops, dtype=np.int32)
         self.axis = np.full(graph.num_tensors, WHOLE, dtype=np.int64)
         self.tensor_parts = np.ones(graph.num_tensors, dtype=np.int32)
-        self.partial: list[int] = []
         self.collectives: list[Collective] = []
         self.modules: dict[str, str] = {}
 
-    def of(self, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], *, sequence_parallel: bool) -> TensorLayout:
+    def of(self, cuts: Iterable[tuple[FoundBlock, BlockCut | None]]) -> TensorLayout:
         graph = self.graph
         for item, cut in cuts:
             assert cut is not None
@@ -102,19 +91,14 @@ class _Layout:
         for op in np.flatnonzero(follows).tolist():
             if int(graph.op_forward[op]) in self.op_dims:
                 self.op_dims[op] = self.op_dims[int(graph.op_forward[op])]
-        parts, axis, packs = self._parameters()
+        parts = self._parameters()
         updates = np.flatnonzero(graph.op_phase == UPDATE)
         self.op_parts[updates] = parts[graph.op_parameter[updates]]
         self._tensors(parts)
         dims = {op: self._priced_name(op, name) for op, name in self.op_dims.items()}
-        arrays = self.op_parts, dims, self.tensor_parts, parts, axis, packs
-        record = TensorLayout(
-            self.degree, sequence_parallel, *arrays, tuple(sorted(set(self.partial))), tuple(self.collectives), self.modules
-        )
-        for array in arrays:
-            if isinstance(array, np.ndarray):
-                array.setflags(write=False)
-        return record
+        for array in (self.op_parts, self.tensor_parts, parts):
+            array.setflags(write=False)
+        return TensorLayout(self.degree, self.op_parts, dims, self.tensor_parts, parts, tuple(self.collectives), self.modules)
 
     def _block(self, item: FoundBlock, cut: BlockCut) -> None:
         graph = self.graph
@@ -132,9 +116,6 @@ class _Layout:
             self.collectives.append(Collective(int(self.ops.given[op]), op, tensor, when, kind))
             if (when, kind) == (FORWARD_PASS, ALL_GATHER):
                 self.tensor_parts[tensor] = 1  # torch keeps what was gathered for the backward pass
-        for number in cut.partial_weights:
-            sources = self.ops.parameters[item.tensors[number]]
-            self.partial += [int(graph.tensor_parameter[source]) for source in sources]
         for op, record, dim in zip(item.ops, item.block.ops, cut.dims, strict=True):
             own = [item.tensors[number] for number, _ in record.reads if item.tensors[number] in self.ops.parameters]
             if dim and own:
@@ -149,31 +130,24 @@ class _Layout:
         if dim not in record.outputs:
             return "row"
         weight = self.ops.weights(op)[0]
-        packed = self._own_axis(weight, (self.ops.names(op, weight) or ()).index(dim))[1] > 1
+        packed = self._pieces(weight, (self.ops.names(op, weight) or ()).index(dim)) > 1
         gathered = all(self.axis[tensor] < 0 for tensor in self.ops.makes[op] if self.ops.readers[tensor])
         return ("packed " if packed else "") + ("gathered " if gathered else "") + "column"
 
-    def _own_axis(self, tensor: int, axis: int) -> tuple[int, int]:
-        """Of an axis of a parameter's storage, the axis of its shape, and pieces of that axis which are each cut."""
-        pieces, packs, own = self.ops.indices.axes[tensor], 1, 0
-        shape = [size for size in self.graph.parameters[self.graph.tensor_parameter[tensor]].shape]
-        for size in pieces[:axis]:
-            packs *= size
-            while own < len(shape) and packs >= shape[own]:
-                packs //= shape[own]
-                own += 1
-        return own, packs
+    def _pieces(self, tensor: int, axis: int) -> int:
+        """Of an axis of a parameter's storage, the pieces which are each cut (3 for packed queries, keys and values)."""
+        pieces, rest = 1, list(self.graph.parameters[self.graph.tensor_parameter[tensor]].shape)
+        for size in self.ops.indices.axes[tensor][:axis]:
+            pieces *= size
+            while rest and pieces >= rest[0]:
+                pieces //= rest.pop(0)
+        return pieces
 
-    def _parameters(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Parts, axis and packs of every parameter."""
-        graph = self.graph
-        parts = np.ones(len(graph.parameters), dtype=np.int32)
-        axes, packs = np.full_like(parts, -1), np.ones_like(parts)
-        for tensor in np.flatnonzero(np.isin(graph.tensor_role, (PARAMETER, BUFFER)) & (self.axis >= 0)).tolist():
-            index = int(graph.tensor_parameter[tensor])
-            parts[index] = self.degree
-            axes[index], packs[index] = self._own_axis(tensor, int(self.axis[tensor]))
-        return parts, axes, packs
+    def _parameters(self) -> NDArray[np.int32]:
+        """Parts of every parameter."""
+        graph, parts = self.graph, np.ones(len(self.graph.parameters), dtype=np.int32)
+        parts[graph.tensor_parameter[np.isin(graph.tensor_role, (PARAMETER, BUFFER)) & (self.axis >= 0)]] = self.degree
+        return parts
 
     def _views(self) -> None:
         """Views of cut tensors, whose backward ops may be work, are cut as well."""

@@ -123,8 +123,6 @@ def test_along_the_sequence_gathers_and_scatters_take_the_place_of_all_reduces(n
             (when, kind, STREAM_BYTES) for when in (FORWARD_PASS, BACKWARD_PASS) for kind in ("all_gather", "reduce_scatter")
         ]
         assert sent(layout, graph, block) == dict.fromkeys(kinds, 2)
-    norms = {path for path, word in layout.modules.items() if word == "sequence"}
-    assert {graph.parameters[index].name.rpartition(".")[0] for index in layout.partial_gradients} == norms
 
 
 def test_halves_that_read_one_norm_share_its_all_reduce():
@@ -160,15 +158,11 @@ def test_parts_of_parameters_follow_megatron(name):
     _, blocks = blocks_of(graph)
     layout = tensor_layouts(graph, blocks, 2)
     owners = {path: word for path, word in layout.modules.items() if word != "embedding"}
-    transposed = name == "gpt2"  # Conv1D keeps its weight as (inputs, outputs)
     for index, item in enumerate(graph.parameters):
         path, _, kind = item.name.rpartition(".")
         word = owners.get(path, "")
         if kind == "weight" and word:
-            column = word.endswith("column")
             assert layout.parameter_parts[index] == 2
-            assert layout.parameter_axis[index] == (1 if column == transposed and path != "lm_head" else 0), item.name
-            assert layout.parameter_packs[index] == (3 if word == "packed column" else 1)
         elif kind == "bias" and word:
             assert layout.parameter_parts[index] == (2 if word.endswith("column") else 1)
 
@@ -205,7 +199,7 @@ def test_table_and_head_are_cut_along_the_vocabulary_and_logits_gathered(sequenc
     assert layout.modules["transformer.wte"] == "embedding" and layout.modules["lm_head"] == "gathered column"
     assert "transformer.wpe" not in layout.modules  # as long as the sequence: nothing to be gained
     table = next(index for index, item in enumerate(graph.parameters) if item.name == "transformer.wte.weight")
-    assert (layout.parameter_parts[table], layout.parameter_axis[table]) == (2, 0)
+    assert layout.parameter_parts[table] == 2
     table_block, head_block = paths.index("transformer.wte"), paths.index("lm_head")
     found = sent(layout, graph, table_block) + sent(layout, graph, head_block)
     assert found[FORWARD_PASS, "all_gather", 4 * BATCH * SEQUENCE * VOCABULARY] == 1
@@ -222,11 +216,9 @@ def test_attention_of_torch_itself_is_cut_inside_its_module(autocast):
     layout = tensor_layouts(graph, blocks_of(graph)[1], 2)
     expected = {"self_attn": "packed column", "self_attn.out_proj": "row", "linear1": "column", "linear2": "row"}
     assert {path.removeprefix("0."): word for path, word in layout.modules.items()} == expected
-    packs = {item.name.removeprefix("0."): count for item, count in zip(graph.parameters, layout.parameter_packs, strict=True)}
-    assert packs["self_attn.in_proj_weight"] == packs["self_attn.in_proj_bias"] == 3 and packs["linear1.weight"] == 1
 
 
-def test_a_norm_of_heads_has_partial_gradients():
+def test_a_norm_of_heads_works_on_what_others_have_cut():
     model = load_model(
         f"hf:qwen3,num_hidden_layers=1,hidden_size={HIDDEN},intermediate_size={WIDTH},num_attention_heads=4,head_dim=16,"
         f"num_key_value_heads=4,vocab_size={VOCABULARY}",
@@ -237,7 +229,6 @@ def test_a_norm_of_heads_has_partial_gradients():
     layout = tensor_layouts(graph, blocks_of(graph)[1], 2)
     norms = {f"model.layers.0.self_attn.{name}_norm" for name in "qk"}
     assert {path for path, word in layout.modules.items() if word == "local"} == norms
-    assert {graph.parameters[index].name for index in layout.partial_gradients} == {f"{path}.weight" for path in norms}
 
 
 def test_a_layout_holds_at_any_batch_size():
@@ -245,7 +236,7 @@ def test_a_layout_holds_at_any_batch_size():
     _, blocks = blocks_of(small)
     one, other = (tensor_layouts(graph, blocks, 2, sequence_parallel=True) for graph in (small, large))
     assert one.op_dims == other.op_dims and one.modules == other.modules and one.collectives == other.collectives
-    for name in ("op_parts", "tensor_parts", "parameter_parts", "parameter_axis", "parameter_packs"):
+    for name in ("op_parts", "tensor_parts", "parameter_parts"):
         assert np.array_equal(getattr(one, name), getattr(other, name))
     between = rescale(small, large, 4)
     assert between.traced is None

@@ -32,7 +32,7 @@ from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.job import job
 from rlplace.runtime.distributed.job.live import LiveOptions, PlanService, job_site, open_service
-from rlplace.runtime.distributed.ranks import broadcast_text
+from rlplace.runtime.distributed.ranks import broadcast_object
 from rlplace.zoo import load_model
 
 FIRST = 8
@@ -63,19 +63,19 @@ class Rank:
 
     def serve(self) -> None:
         """On ranks other than 0."""
-        while name := broadcast_text(None, self.device):
+        while name := broadcast_object(None):
             self._open(name).serve()
 
     def open(self, name: str) -> Workload:
         """On rank 0; `release` the service before the next one is opened."""
-        broadcast_text(name, self.device)
+        broadcast_object(name)
         model = _model(name)
         service = self._open(name)
         return Workload(self._problems[name], Execution(model.microbatches, model.schedule), service)
 
     def end(self) -> None:
         """On rank 0: lets the others go."""
-        broadcast_text("", self.device)
+        broadcast_object(None)
 
     def _open(self, name: str) -> PlanService:
         if name not in self._services:

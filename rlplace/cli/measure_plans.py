@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -66,7 +65,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     placements = [plan for _, plan in plans if plan.strategy is None]
     if len(placements) < len(plans):
         _refuse_options_of_placements(options)
-    problems = _problems(options, placements, device)
+    problems = _problems(options, placements)
     recipe = recipe_of(plans[0][1])
     limits = {"warmup": options.warmup, "repeats": options.repeats}
     timer = None
@@ -102,24 +101,23 @@ def _refuse_options_of_placements(options: argparse.Namespace) -> None:
             raise InputError(f"measure: --{option} goes with plans that place groups; leave it out, or the whole strategies")
 
 
-def _problems(options: argparse.Namespace, plans: list[PlacementPlan], device: torch.device) -> dict[str, Problem]:
+def _problems(options: argparse.Namespace, plans: list[PlacementPlan]) -> dict[str, Problem]:
     """The problem of every plan, by fingerprint; rank 0 reads or builds them."""
     import torch.distributed as dist
 
     from rlplace.problem import Problem
-    from rlplace.problem.io import problem_from_dict, problem_to_dict
     from rlplace.runtime.distributed.job.recipe import problem_of_plan
-    from rlplace.runtime.distributed.ranks import broadcast_text
+    from rlplace.runtime.distributed.ranks import broadcast_object
 
-    text = None
+    by_fingerprint: dict[str, Problem] = {}
     if dist.get_rank() == 0:
         loaded = [Problem.load(path) for path in options.problem or ()]
-        by_fingerprint: dict[str, Any] = {problem.fingerprint: problem for problem in loaded}
+        by_fingerprint = {problem.fingerprint: problem for problem in loaded}
         for plan in plans:
             if plan.problem not in by_fingerprint:
                 by_fingerprint[plan.problem] = problem_of_plan(plan, options.cluster)
-        text = json.dumps({name: problem_to_dict(problem) for name, problem in by_fingerprint.items()})
-    return {name: problem_from_dict(data) for name, data in json.loads(broadcast_text(text, device)).items()}
+    heard: dict[str, Problem] = broadcast_object(by_fingerprint)
+    return heard
 
 
 def _environment(device: torch.device, options: argparse.Namespace) -> dict[str, str | float | int]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.errors import InputError, MissingError, RlplaceError
-from rlplace.runtime.distributed.ranks import gather_texts, one_line
+from rlplace.runtime.distributed.ranks import gather_objects, one_line
 
 PAIR_SIZES = {"cpu": (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24), "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)}
 """Bytes of the messages that a pair exchanges, by device type."""
@@ -151,7 +151,7 @@ class _Session:
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
     def run(self) -> LinkTimes | None:
-        facts = gather_texts({"host": platform.node() or "host", **_describe(self.device)}, self.device)
+        facts = gather_objects({"host": platform.node() or "host", **_describe(self.device)})
         hosts = tuple(str(fact["host"]) for fact in facts)
         groups = group_ranks(hosts)
         members = [dist.new_group(list(ranks)) for ranks in groups]

@@ -107,7 +107,7 @@ def distribute(
         )
     ranks = ranks_of(plan, where)
     faults.watch_over(part_text(plan, ranks.plan_device))
-    check_same_plan(plan, where)
+    check_same_plan(plan)
     meta = meta_copy(model)
     args, kwargs = micro_batch(plan, example_inputs)
     with_target = example_target is not None or takes_target(loss)
@@ -149,7 +149,7 @@ def _by_strategy(
 
     devices = sorted(strategy.devices)
     faults.watch_over(f"device {devices[dist.get_rank()]}" if dist.get_rank() < len(devices) else "not in the plan")
-    check_same_plan(plan, device)
+    check_same_plan(plan)
     args, kwargs = micro_batch(plan, example_inputs)
     inputs = pytree.tree_map_only(torch.Tensor, _with_values, {**keyword_inputs(model, args), **kwargs})
     meta = meta_copy(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import weakref
 from collections.abc import Iterable, Iterator
@@ -164,16 +163,14 @@ def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
     return Ranks(dist.get_rank(), world, device, replicas)
 
 
-def check_same_plan(plan: PlacementPlan, device: torch.device) -> None:
+def check_same_plan(plan: PlacementPlan) -> None:
     """Refuses processes that were given different plans, which would wait for each other for ever.
 
     Raises:
         InputError: On every rank.
     """
-    own = torch.tensor([int(plan.fingerprint[:15], 16)], device=device)
-    fingerprints = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(fingerprints, own)
-    other = next((rank for rank, value in enumerate(fingerprints) if int(value) != int(fingerprints[0])), None)
+    fingerprints = gather_objects(plan.fingerprint)
+    other = next((rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]), None)
     if other is not None:
         raise InputError(
             f"distribute: ranks 0 and {other} have different plans; make the plan once, save it and load it on every rank "
@@ -181,23 +178,18 @@ def check_same_plan(plan: PlacementPlan, device: torch.device) -> None:
         )
 
 
-def gather_texts(data: dict[str, Any], device: torch.device, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
-    """The JSON objects of all ranks, in order, on every rank.
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What all ranks tell, in order, on every rank; of a group, or of the whole job."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group)
+    return told
 
-    Args:
-        data: What this rank tells.
-        device: Where the backend wants its tensors.
-        group: The ranks; None: all of the job.
-    """
-    payload = torch.tensor(list(json.dumps(data).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(payload)] = payload
-    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, padded.to(device), group=group)
-    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+def broadcast_object(said: Any) -> Any:
+    """What rank 0 says, on every rank; not looked at elsewhere."""
+    heard = [said]
+    dist.broadcast_object_list(heard, 0)
+    return heard[0]
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
@@ -205,19 +197,3 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def broadcast_text(text: str | None, device: torch.device) -> str:
-    """What rank 0 says, on every rank.
-
-    Args:
-        text: On rank 0; not looked at elsewhere.
-        device: Where the backend wants its tensors.
-    """
-    payload = torch.tensor(list((text or "").encode()) if dist.get_rank() == 0 else [], dtype=torch.uint8, device=device)
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    dist.broadcast(size, 0)
-    if dist.get_rank() != 0:
-        payload = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(payload, 0)
-    return bytes(payload.tolist()).decode()

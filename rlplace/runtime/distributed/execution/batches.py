@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.engine import Microbatch
-from rlplace.runtime.distributed.ranks import Ranks, group_of
+from rlplace.runtime.distributed.ranks import Ranks, gather_objects, group_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,13 +125,11 @@ def check_first_batches(model: nn.Module, ranks: Ranks, share: str) -> None:
     left = [CALLS]
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mine = digest((args, kwargs)).to(ranks.device)
-        digests = [torch.empty_like(mine) for _ in alike]
-        dist.all_gather(digests, mine, group=group_of(alike, "inputs"))
+        digests = gather_objects(digest((args, kwargs)).tolist(), group_of(alike, "inputs"))
         left[0] -= 1
         if left[0] == 0:
             handle.remove()
-        if any(not torch.equal(other, digests[0]) for other in digests):
+        if any(other != digests[0] for other in digests):
             raise InputError(
                 "distribute: the processes were called with different batches; every process of a replica works on the whole "
                 "batch, so seed all alike and leave out DistributedSampler and loaders that split batches over processes"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.ranks import gather_objects
 
 
 def output_names(graph: ForwardGraph) -> list[Any]:
@@ -70,9 +71,7 @@ def gather_outputs(own: Sequence[Any] | None, replica: int, device: torch.device
         replica: The replica that this rank is part of.
         device: Where tensors go.
     """
-    told: list[Any] = [None] * dist.get_world_size()
-    mine = None if own is None else (replica, pytree.tree_map_only(torch.Tensor, _described, list(own)))
-    dist.all_gather_object(told, mine)
+    told = gather_objects(None if own is None else (replica, pytree.tree_map_only(torch.Tensor, _described, list(own))))
     gathered: dict[int, list[Any]] = {}
     for source, said in enumerate(told):
         if said is None:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.runtime import aliases
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.ranks import Ranks, gather_texts, group_of
+from rlplace.runtime.distributed.ranks import Ranks, gather_objects, group_of
 
 
 def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
@@ -32,8 +32,7 @@ def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
         return
     lines = graph_lines(graph)
     group = group_of(row, "inputs")  # that compares batches, too
-    own = {"nodes": [_number(line) for line in lines]}
-    traced = [told["nodes"] for told in gather_texts(own, ranks.device, group)]
+    traced = gather_objects([_number(line) for line in lines], group)
     differ = next((number for number, other in enumerate(traced) if other != traced[0]), None)
     if differ is None:
         return

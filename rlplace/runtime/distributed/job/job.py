@@ -20,7 +20,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.job.placed import MakeOptimizer, Part
 from rlplace.runtime.distributed.job.recipe import recipe_of, synthetic_batch
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
-from rlplace.runtime.distributed.ranks import broadcast_text, devices_of, gather_texts, start_group
+from rlplace.runtime.distributed.ranks import broadcast_object, devices_of, gather_objects, start_group
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint
 from rlplace.runtime.distributed.state.whole_state import gather_tensors
 from rlplace.runtime.host_memory import StepMemory, keep_freed_memory
@@ -202,7 +202,7 @@ def train(
     result = JobResult(predicted_step_s=plan.predicted.step_time_s, engine=part.engine)
     comparison = RunComparison(tolerance) if options.verify else None
     seconds: list[float] = []
-    if options.resume and _has_checkpoint(options, device):
+    if options.resume and _has_checkpoint(options):
         result.first_step = part.load(str(options.checkpoint))
         if reference is not None:
             reference.resume(load_checkpoint(str(options.checkpoint), reference.model, reference.optimizer).step)
@@ -231,10 +231,9 @@ def train(
     return result
 
 
-def _has_checkpoint(options: JobOptions, device: torch.device) -> bool:
+def _has_checkpoint(options: JobOptions) -> bool:
     """Whether rank 0 sees one."""
-    exists = options.checkpoint is not None and latest_checkpoint(options.checkpoint) is not None
-    return bool(broadcast_text("yes" if exists else "", device))
+    return bool(broadcast_object(options.checkpoint is not None and latest_checkpoint(options.checkpoint) is not None))
 
 
 def _is_due(done: int, options: JobOptions) -> bool:
@@ -255,7 +254,7 @@ def _ranks(
     predicted = plan.predicted.peak_memory_bytes
     return [
         {"rank": rank, **measured, "predicted_memory_bytes": predicted[rank] if rank < len(predicted) else None}
-        for rank, measured in enumerate(gather_texts(facts, device))
+        for rank, measured in enumerate(gather_objects(facts))
     ]
 
 

@@ -7,8 +7,6 @@ The processes of a job stay from plan to plan. Rank 0 may think between two plan
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +14,13 @@ import torch.distributed as dist
 
 from rlplace.cost.timings import PlanTiming
 from rlplace.errors import InputError
-from rlplace.files import check_header
 from rlplace.measured.campaign import PlanFailed
 from rlplace.measured.race import Race
 from rlplace.measured.site import Site, site_of
-from rlplace.plan.file import plan_from_dict
-from rlplace.plan.plan import FORMAT, VERSION, PlacementPlan
+from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.problem.io import problem_from_dict, problem_to_dict
 from rlplace.runtime.distributed.job.measure import PlanTimer, plan_timer
-from rlplace.runtime.distributed.ranks import broadcast_text, gather_texts
+from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects
 from rlplace.runtime.environment import local_facts
 from rlplace.zoo import LoadedModel
 
@@ -38,37 +33,35 @@ class PlanService:
     ``torchrun --max-restarts N``, and the campaign goes on without that plan.
     """
 
-    def __init__(self, timer: PlanTimer, problem: Problem, device: torch.device, *, engine: str | None = None) -> None:
+    def __init__(self, timer: PlanTimer, problem: Problem, *, engine: str | None = None) -> None:
         """Every rank makes one.
 
         Args:
             timer: Times plans of the model.
             problem: What every plan to be timed is made for.
-            device: Where this process computes.
             engine: Which engine runs the plans; None: the one that fits each best.
         """
-        self._timer, self._problem, self._device, self._engine = timer, problem, device, engine
+        self._timer, self._problem, self._engine = timer, problem, engine
 
     def __call__(self, plan: PlacementPlan, race: Race) -> PlanTiming:
         """Times a plan; see `rlplace.measured.campaign.Timer`."""
-        broadcast_text(json.dumps({"plan": plan.to_dict(), "race": _race_data(race)}), self._device)
+        broadcast_object((plan, race))
         return self._run(plan, race)
 
     def serve(self) -> None:
         """On ranks other than 0: times what rank 0 asks for, until it calls `release`."""
         while True:
-            asked = json.loads(broadcast_text(None, self._device))
-            if "plan" not in asked:
+            asked = broadcast_object(None)
+            if asked is None:
                 return
             try:
-                plan = plan_from_dict(check_header(asked["plan"], FORMAT, VERSION, "plan"))
-                self._run(plan, _race_of(asked["race"]))
+                self._run(*asked)
             except PlanFailed:  # rank 0 knows the same
                 continue
 
     def release(self) -> None:
         """On rank 0: lets the others return from `serve`."""
-        broadcast_text("{}", self._device)
+        broadcast_object(None)
 
     def _run(self, plan: PlacementPlan, race: Race) -> PlanTiming:
         failure = ""
@@ -83,15 +76,6 @@ class PlanService:
         if failure:
             raise PlanFailed("refused", failure)
         return timed.timing
-
-
-def _race_data(race: Race) -> dict[str, float | int | str]:
-    """JSON knows no infinity, so that is left out."""
-    return {key: value for key, value in dataclasses.asdict(race).items() if value != float("inf")}
-
-
-def _race_of(data: dict[str, float]) -> Race:
-    return Race(**data)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -126,14 +110,7 @@ def open_service(
     Raises:
         InputError: The job has fewer processes than the problem has devices.
     """
-    text = None
-    if dist.get_rank() == 0:
-        assert problem is not None
-        both = [problem_to_dict(problem), None if slept is None else problem_to_dict(slept)]
-        text = json.dumps(both)
-    heard = json.loads(broadcast_text(text, device))
-    if dist.get_rank() != 0:
-        problem, slept = (None if data is None else problem_from_dict(data) for data in heard)
+    problem, slept = broadcast_object((problem, slept))
     assert problem is not None
     if dist.get_world_size() != problem.num_devices:
         raise InputError(
@@ -144,10 +121,10 @@ def open_service(
         raise InputError("finetune: what is replayed has other ops or devices than the problem; price the same model for it")
     replay = {"replay": options.replay, "replayed": slept}
     timer = plan_timer(loaded, device, optimizer=options.optimizer, warmup=options.warmup, **replay)
-    return PlanService(timer, problem, device, engine=options.engine)
+    return PlanService(timer, problem, engine=options.engine)
 
 
 def job_site(device: torch.device, *, name: str = "", label: str = "") -> Site:
     """The site of a job; every rank calls it."""
-    facts = gather_texts(dict(local_facts(device)), device)
+    facts = gather_objects(dict(local_facts(device)))
     return site_of(facts, name=name, label=label, details={"backend": str(dist.get_backend())})

@@ -24,7 +24,7 @@ from rlplace.runtime.distributed.execution.replay import ReplayEngine, sleep_unt
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job.recipe import synthetic_batch
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import gather_texts
+from rlplace.runtime.distributed.ranks import gather_objects
 from rlplace.runtime.measure import OPTIMIZERS, loss_of
 from rlplace.zoo import LoadedModel
 
@@ -191,7 +191,7 @@ class PlanTimer:
             "events": [(e.kind, e.start_s, e.end_s, e.segment, e.microbatch) for e in events[median]],
             "peak": torch.cuda.max_memory_allocated(self.device) if cuda else None,
         }
-        everybody = gather_texts(own, self.device)
+        everybody = gather_objects(own)
         predicted = None if problem is None else predict(problem, plan)
         places = []
         for rank in sorted(rank for row in placed.ranks.replicas for rank in row):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,11 @@ from torch import nn
 
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.problem.io import problem_from_dict, problem_to_dict
 from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, problem_of_plan, recipe_of
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import broadcast_text
+from rlplace.runtime.distributed.ranks import broadcast_object
 from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.host_memory import held_tensors
 from rlplace.runtime.measure import loss_of
@@ -49,12 +47,12 @@ class Part:
         self, plan: PlacementPlan, device: torch.device, options: JobOptions, make: MakeOptimizer, autocast: Autocast
     ) -> None:
         recipe = recipe_of(plan)
-        problem = _problem(plan, options.cluster, device) if plan.strategy is None else None
+        problem = _problem(plan, options.cluster) if plan.strategy is None else None
         if plan.strategy is not None:
             if dist.get_rank() == 0:
                 cluster_of_plan(plan, options.cluster)
                 check_graph(plan)
-            broadcast_text("", device)  # the others wait for the check
+            dist.barrier()  # the others wait for the check
         size = None if plan.strategy is None else plan.strategy.pipelines[0].microbatch[0]
         loaded = recipe.build("cpu", options.seed, batch=size)
         if problem is not None and asks_for_strategy(plan):
@@ -103,12 +101,10 @@ class Part:
         return load_checkpoint(folder, self.model, self.optimizer).step
 
 
-def _problem(plan: PlacementPlan, cluster: str | None, device: torch.device) -> Problem:
+def _problem(plan: PlacementPlan, cluster: str | None) -> Problem:
     """The plan's problem, built again by rank 0 and checked."""
-    text = None
-    if dist.get_rank() == 0:
-        text = json.dumps(problem_to_dict(problem_of_plan(plan, cluster)))
-    return problem_from_dict(json.loads(broadcast_text(text, device)))
+    problem: Problem = broadcast_object(problem_of_plan(plan, cluster) if dist.get_rank() == 0 else None)
+    return problem
 
 
 def _step(

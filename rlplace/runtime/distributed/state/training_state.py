@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import read_json, write_json
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import broadcast_text, gather_texts, one_line
+from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, one_line
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
 from rlplace.runtime.distributed.state.packed import load_whole, with_whole
 from rlplace.runtime.distributed.state.training_facts import check_facts, check_scheduler, check_sizes
@@ -193,8 +193,7 @@ def _resolve(path: Path, model: nn.Module | NativeModel) -> Path:
     """The checkpoint that is meant, the same on every rank."""
     folder = path if (path / _FACTS).is_file() else latest_checkpoint(path)
     if _together(model):
-        text = broadcast_text("" if folder is None else str(folder), _device(model))
-        folder = Path(text) if text else None
+        folder = broadcast_object(folder)
     if folder is None:
         raise InputError(f"{path}: there is no complete checkpoint")
     if not (folder / _FACTS).is_file():
@@ -222,13 +221,7 @@ def _whole(model: nn.Module | NativeModel) -> dict[str, torch.Tensor]:
 
 
 def _gathered(own: dict[str, Any], model: nn.Module | NativeModel) -> list[dict[str, Any]]:
-    return gather_texts(own, _device(model)) if _together(model) else [own]
-
-
-def _device(model: nn.Module | NativeModel) -> torch.device:
-    """Of messages between the processes of a model."""
-    where: Any = model.place if isinstance(model, NativeModel) else model.ranks
-    return torch.device(where.device)
+    return gather_objects(own) if _together(model) else [own]
 
 
 def _together(model: nn.Module | NativeModel) -> bool:

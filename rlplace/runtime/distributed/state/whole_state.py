@@ -8,7 +8,7 @@ one device or by another plan. Its parameter groups are those of that optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import gather_texts
+from rlplace.runtime.distributed.ranks import gather_objects
 from rlplace.runtime.held import first_names
 
 
@@ -33,61 +33,39 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
     return {name: gathered[first] for name, first in names.items() if first in gathered}
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors(state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def gather_tensors(own: Mapping[str, torch.Tensor | None], device: torch.device) -> dict[str, torch.Tensor]:
+def gather_tensors(own: Mapping[Any, torch.Tensor | None], device: torch.device) -> dict[Any, torch.Tensor]:
     """The tensors of all ranks by name, on the CPU of rank 0 (empty elsewhere); every rank calls it.
 
     Args:
         own: This rank's; of a name that several have, the one of the lowest rank is taken. None: there is none.
         device: Where the backend wants its tensors.
     """
-    told = {
-        name: None if value is None else [list(value.shape), str(value.dtype).removeprefix("torch.")]
-        for name, value in own.items()
-    }
-    ranks = gather_texts({"tensors": told}, device)
-    gathered: dict[str, torch.Tensor] = {}
+    ranks = gather_objects({name: None if value is None else (value.shape, value.dtype) for name, value in own.items()})
+    gathered: dict[Any, torch.Tensor] = {}
     rank = dist.get_rank()
-    for name in sorted({name for text in ranks for name in text["tensors"]}):
-        source = next((r for r, text in enumerate(ranks) if text["tensors"].get(name) is not None), None)
-        mine = own.get(name)
-        if isinstance(mine, DTensor):
-            mine = mine.full_tensor()  # all that hold a part take part
+    for name in sorted({name for told in ranks for name in told}):
+        source = next((r for r, told in enumerate(ranks) if told.get(name) is not None), None)
+        value = own.get(name)
+        if isinstance(value, DTensor):
+            value = value.full_tensor()  # all that hold a part take part
         if source is None or rank not in (0, source):
             continue
-        shape, dtype = ranks[source]["tensors"][name]
-        value = to_first(mine, shape, getattr(torch, dtype), source, device)
-        if value is not None:
-            gathered[name] = value
+        if rank != 0:
+            assert value is not None
+            dist.send(value.detach().to(device).contiguous(), 0)
+        elif source == 0:
+            assert value is not None
+            gathered[name] = value.detach().cpu().clone()
+        else:
+            shape, dtype = ranks[source][name]
+            buffer = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(buffer, source)
+            gathered[name] = buffer.cpu()
     return gathered
-
-
-def to_first(value: Any, shape: Sequence[int], dtype: torch.dtype, source: int, device: torch.device) -> torch.Tensor | None:
-    """Moves a tensor from one rank to the CPU of rank 0; those two ranks call it, others may.
-
-    Args:
-        value: On the rank `source`; not looked at elsewhere.
-        shape: The tensor's shape.
-        dtype: The tensor's dtype.
-        source: The rank that has it.
-        device: Where the backend wants its tensors.
-
-    Returns:
-        On rank 0 a copy; None elsewhere.
-    """
-    rank = dist.get_rank()
-    if rank == source == 0:
-        return value.detach().cpu().clone()
-    if rank == source:
-        dist.send(value.detach().to(device).contiguous(), 0)
-    elif rank == 0:
-        buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
-        dist.recv(buffer, source)
-        return buffer.cpu()
-    return None
 
 
 def own_part(whole: torch.Tensor, like: DTensor) -> DTensor:
@@ -105,30 +83,24 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     Returns:
         On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
     """
-    device, named = model.ranks.device, _named_groups(model, optimizer)
+    named = _named_groups(model, optimizer)
     state = {
-        name: {key: value for key, value in optimizer.state.get(parameter, {}).items()}
+        (name, key): value
         for group in named
         for name, parameter in group
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
-    described = {name: {key: _described(value) for key, value in values.items()} for name, values in state.items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, ([[name for name, _ in group] for group in named], described))
-    order = _whole_order(model, [names for names, _ in everyone])
-    first = dist.get_rank() == 0
-    whole: dict[int, dict[str, Any]] = {}
-    for index, name in enumerate(name for group in order for name in group):
-        source = next(rank for rank, (_, told) in enumerate(everyone) if name in told)
-        for key, (shape, dtype, value) in everyone[source][1].get(name, {}).items():
-            mine = state.get(name, {}).get(key)
-            if isinstance(mine, DTensor):
-                mine = mine.full_tensor()  # all that hold a part take part
-            if dtype is not None:
-                value = to_first(mine, shape, dtype, source, device)
-            if first:
-                whole.setdefault(index, {})[key] = value
-    if not first:
+    tensors = _tensors(state)
+    plain = {at: value for at, value in state.items() if at not in tensors}
+    everyone = gather_objects(([[name for name, _ in group] for group in named], plain))
+    values = {at: value for _, told in everyone for at, value in told.items()} | gather_tensors(tensors, model.ranks.device)
+    if dist.get_rank() != 0:
         return {}
+    order = _whole_order(model, [names for names, _ in everyone])
+    number = {name: index for index, name in enumerate(name for group in order for name in group)}
+    whole: dict[int, dict[str, Any]] = {}
+    for (name, key), value in values.items():
+        whole.setdefault(number[name], {})[key] = value
     groups = []
     start = 0
     for mine, listed in zip(optimizer.state_dict()["param_groups"], order, strict=True):
@@ -149,9 +121,7 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
         InputError: It has other groups, or was made over other parameters.
     """
     named = _named_groups(model, optimizer)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [[name for name, _ in group] for group in named])
-    order = _whole_order(model, everyone)
+    order = _whole_order(model, gather_objects([[name for name, _ in group] for group in named]))
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(group) for group in order]:
         raise InputError(
@@ -190,11 +160,6 @@ def _whole_order(model: DistributedModel, everyone: list[list[list[str]]]) -> li
     """Names by group, each in the order of the model."""
     listed = [{name for mine in everyone for name in mine[g]} for g in range(len(everyone[0]))]
     return [[name for name, _ in model.meta_model.named_parameters() if name in group] for group in listed]
-
-
-def _described(value: Any) -> tuple[tuple[int, ...], torch.dtype | None, Any]:
-    """Shape and dtype of a tensor; else the value."""
-    return (tuple(value.shape), value.dtype, None) if isinstance(value, torch.Tensor) else ((), None, value)
 
 
 def _own_part(shape: tuple[int, ...], parameter: torch.Tensor, value: Any) -> Any:

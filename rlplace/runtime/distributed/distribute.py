@@ -18,7 +18,7 @@ from rlplace.plan.strategy import Strategy
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
 from rlplace.runtime.distributed.execution.batches import check_first_batches, samples_of
-from rlplace.runtime.distributed.execution.engine import Engine, Setup
+from rlplace.runtime.distributed.execution.engine import Engine
 from rlplace.runtime.distributed.execution.engines import choose_engine
 from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_placements
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
@@ -117,7 +117,7 @@ def distribute(
     first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
     check_same_graph(first, ranks)
     check_same_ops(first, planned_placements(plan))
-    chosen = choose_engine(Setup(model, plan, first, ranks, problem, replayed), engine)
+    chosen = choose_engine(model, plan, first, ranks, problem=problem, replayed=replayed, name=engine)
 
     def engine_for(
         shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any

@@ -10,10 +10,10 @@ from equal import build as make_model
 from equal import keywords, largest_difference, loss_of, parts_of
 
 from rlplace.plan import PlacementPlan
+from rlplace.runtime.distributed.execution.engines import build_joint
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.engine import JointEngine
-from rlplace.runtime.distributed.joint.make import build_joint
 from rlplace.runtime.distributed.ranks import ranks_of
 from rlplace.runtime.distributed.state.tensors import own_tensors
 from rlplace.runtime.held import meta_copy

@@ -9,7 +9,7 @@ from plans import plan_of
 from small_models import MODELS
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.turns import turns_of
+from rlplace.runtime.distributed.execution.turns import segment_turns
 from rlplace.runtime.distributed.graph.assign import assign, check_same_ops, planned_groups, planned_placements
 from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
@@ -104,7 +104,7 @@ def test_order_puts_producers_first_and_every_message_has_two_ends(graphs, name,
             assert position[type(step)(cut.maker[value], step.microbatch, False)] < position[step]
     sent, needed = [], []
     for device in range(3):
-        turns = turns_of(cut, order, device)
+        turns = segment_turns(cut, order, device)
         posted = [m for turn in turns for m in turn.posts]
         assert sorted(m.tag for m in posted) == sorted(m.tag for turn in turns for m in turn.needs)
         assert all(m.destination == device for m in posted)
@@ -133,7 +133,7 @@ def test_without_a_backward_only_outputs_are_kept(graphs):
     cut = cut_of(graphs, "t5", devices=2, groups=8, deal="random", seed=2)
     order = step_order(cut, 2, "list", training=False)
     for device in range(2):
-        turns = turns_of(cut, order, device)
+        turns = segment_turns(cut, order, device)
         here = [cut.segments[turn.run.segment] for turn in turns]
         touched = {value for segment in here for value in (*segment.makes, *segment.reads)}
         freed = {value for turn in turns for value, _ in turn.frees}

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
-from rlplace.plan.plan import PlacementPlan
-from rlplace.problem import Problem
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
-from rlplace.runtime.distributed.graph.order import Expected
-from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.execution.gradients import sum_gradients
+from rlplace.runtime.distributed.execution.turns import Message, Turn
+from rlplace.runtime.distributed.execution.wire import Wire
+from rlplace.runtime.distributed.graph.layouts import Layout
+from rlplace.runtime.distributed.ranks import Ranks, group_of
 from rlplace.runtime.distributed.state.tensors import Own
 
 KINDS = ("forward", "backward", "wait", "reduce", "update")
@@ -99,36 +99,39 @@ class Microbatch:
     weight: float
 
 
-@dataclass(frozen=True, eq=False)
-class StepOptions:
-    """How an engine is to run its steps.
+@dataclass(eq=False)
+class StepState:
+    """What one step keeps between its turns; values go by what makes them and by micro-batch."""
 
-    Attributes:
-        schedule: The plan's schedule.
-        expected: Times of the priced problem, by which passes are ordered; None: by the sizes of their values.
-    """
-
-    schedule: str
-    expected: Expected | None = None
+    microbatches: Sequence[Microbatch]
+    wire: Wire
+    loss: torch.Tensor
+    values: dict[tuple[Any, int], Any] = field(default_factory=dict)
+    leaves: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[Any, Any], torch.Tensor] = field(default_factory=dict)
+    pending: dict[Message, tuple[Any, torch.Tensor]] = field(default_factory=dict)
 
 
 class Engine(ABC):
-    """Runs steps of one plan for one signature of inputs.
+    """Runs this process's turns of the steps of one plan, for one signature of inputs.
 
     All ranks of a replica call the same methods in the same order with the same micro-batches.
 
     Attributes:
+        ranks: Which process this is.
         parameters: The parameters that this rank owns, by first name: those it reads and updates. A parameter that several
             ranks own is kept equal by equal gradients.
         buffers: Likewise buffers and constants.
+        owners: Devices of the plan that hold a tensor, by name.
         recorder: Takes the intervals of a step, once it is switched on.
     """
 
-    parameters: Mapping[str, nn.Parameter]
-    buffers: Mapping[str, torch.Tensor]
-    recorder: Recorder
+    def __init__(self, ranks: Ranks, own: Own, loss_dtype: torch.dtype | None) -> None:
+        self.ranks, self._loss_dtype = ranks, loss_dtype
+        self.parameters, self.buffers, self.owners = own.parameters, own.buffers, own.owners
+        self.recorder = Recorder(ranks.device)
+        self._programs: dict[tuple[int, bool], Sequence[Turn[Any]]] = {}
 
-    @abstractmethod
     def train(self, microbatches: Sequence[Microbatch], seed: int, step: int) -> torch.Tensor:
         """Forward and backward of all micro-batches of this replica.
 
@@ -138,8 +141,13 @@ class Engine(ABC):
         Returns:
             The loss of the step over all replicas, 0-d, detached, the same on every rank.
         """
+        state = self._run(microbatches, training=True, seed=seed, step=step)
+        with self.recorder.interval("reduce"):
+            if self.ranks.plan_device is not None:
+                sum_gradients(self.parameters, self.owners, self.ranks)
+        dist.all_reduce(state.loss)
+        return state.loss
 
-    @abstractmethod
     def evaluate(self, microbatches: Sequence[Microbatch]) -> list[list[Any]]:
         """Forward only, without gradients.
 
@@ -147,6 +155,82 @@ class Engine(ABC):
             Per micro-batch of this replica the flat outputs of the model (its loss node last, when the graph has a loss
             function outside the model), on every rank of the replica.
         """
+        with torch.no_grad():
+            state = self._run(microbatches, training=False, seed=0, step=0)
+        if self.ranks.replica is None:
+            return []
+        return [[self._output(state, item, number) for item in self._outputs()] for number in range(len(microbatches))]
+
+    def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> StepState:
+        ranks = self.ranks
+        state = StepState(microbatches, Wire(ranks.rank, ranks.device), zero_loss(self._loss_dtype, ranks.device))
+        if ranks.plan_device is None:
+            return state
+        key = (len(microbatches), training)
+        if key not in self._programs:
+            program = self._programs[key] = self._turns(len(microbatches), training, ranks.plan_device)
+            messages = [m for turn in program for m in (*turn.posts, *turn.sends)]
+            state.wire.connect([(ranks.rank_of(m.source), ranks.rank_of(m.destination)) for m in messages])
+        for turn in self._programs[key]:
+            for message in turn.posts:
+                source = ranks.rank_of(message.source)
+                state.pending[message] = state.wire.receive(self._layout(message.value), source, message.tag, message)
+            if turn.needs:
+                with self.recorder.interval("wait", *self._numbers(turn.run)):
+                    for message in turn.needs:
+                        work, value = state.pending.pop(message)
+                        work.wait()
+                        self._arrive(state, message, value)
+            self._pass(state, turn.run, training, seed, step)
+            for message in turn.sends:
+                value, destination = self._leaving(state, message), ranks.rank_of(message.destination)
+                state.wire.send(value, self._layout(message.value), destination, message.tag)
+            for gone in turn.frees:
+                state.values.pop(gone, None)
+                state.leaves.pop(gone, None)
+        with self.recorder.interval("wait"):
+            state.wire.finish()
+        return state
+
+    def _everywhere(self, source: int, value: Callable[[], torch.Tensor], layout: Layout) -> torch.Tensor:
+        """A value that one device of the plan has, on every rank of the replica."""
+        row = self.ranks.replicas[self.ranks.replica or 0]
+        found = value() if source == self.ranks.plan_device else layout.empty(self.ranks.device)
+        if len(row) > 1:
+            dist.broadcast(found, row[source], group=group_of(row))
+        return found
+
+    def _numbers(self, run: Any) -> tuple[int, int]:
+        """Segment and micro-batch of a turn, for the recorder."""
+        return -1, -1
+
+    @abstractmethod
+    def _turns(self, microbatches: int, training: bool, plan_device: int) -> Sequence[Turn[Any]]:
+        """This process's part of a step."""
+
+    @abstractmethod
+    def _layout(self, value: Any) -> Layout:
+        """How a value lies on the wire."""
+
+    @abstractmethod
+    def _arrive(self, state: StepState, message: Message, value: torch.Tensor) -> None:
+        """A message has come."""
+
+    @abstractmethod
+    def _leaving(self, state: StepState, message: Message) -> torch.Tensor:
+        """What a message takes along."""
+
+    @abstractmethod
+    def _pass(self, state: StepState, run: Any, training: bool, seed: int, step: int) -> None:
+        """Runs the pass of a turn."""
+
+    @abstractmethod
+    def _outputs(self) -> Sequence[Any]:
+        """What `evaluate` returns per micro-batch."""
+
+    @abstractmethod
+    def _output(self, state: StepState, item: Any, microbatch: int) -> Any:
+        """One of them, on every rank of the replica."""
 
 
 def zero_loss(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
@@ -157,39 +241,3 @@ def zero_loss(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
 def to_device(leaf: Any, device: torch.device) -> Any:
     """An input where it is needed; what is no tensor stays as it is."""
     return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-
-
-@dataclass(frozen=True, eq=False)
-class Setup:
-    """What `rlplace.distribute` was given.
-
-    Attributes:
-        model: The whole model, with values.
-        plan: The plan.
-        graph: Its forward graph for the example inputs.
-        ranks: The processes.
-        problem: What the plan was made for, where the caller has it.
-        replayed: The problem whose times a replay sleeps; None: `problem`.
-    """
-
-    model: nn.Module
-    plan: PlacementPlan
-    graph: ForwardGraph
-    ranks: Ranks
-    problem: Problem | None
-    replayed: Problem | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class ChosenEngine:
-    """An engine chosen for a plan.
-
-    Attributes:
-        name: The engine's name.
-        own: What this process holds.
-        engine_for: Makes the engine for the graph of one signature of inputs; must not hold on to the whole model.
-    """
-
-    name: str
-    own: Own
-    engine_for: Callable[[ForwardGraph], Engine]

@@ -6,17 +6,13 @@ For clusters of more hosts than there are processors: what is measured is the ne
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import torch
 
-from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.engine import ChosenEngine, Setup, StepOptions
-from rlplace.runtime.distributed.execution.make import make_segments
 from rlplace.runtime.distributed.execution.stage_graph import StageGraphEngine
 from rlplace.runtime.distributed.graph.cut import Cut, Segment
-from rlplace.runtime.distributed.graph.order import Expected, expected_of, segment_seconds
+from rlplace.runtime.distributed.graph.order import Expected, segment_seconds
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own
 
@@ -29,8 +25,10 @@ class ReplayEngine(StageGraphEngine):
     The order of segments follows the times of the plan's problem, as in any engine; how long they sleep follows `slept`.
     """
 
-    def __init__(self, slept: Expected, cut: Cut, ranks: Ranks, own: Own, options: StepOptions) -> None:
-        super().__init__(cut, ranks, own, options)
+    def __init__(
+        self, slept: Expected, cut: Cut, ranks: Ranks, own: Own, schedule: str, expected: Expected | None = None
+    ) -> None:
+        super().__init__(cut, ranks, own, schedule, expected)
         self._slept = slept
         self._seconds = segment_seconds(self.cut, slept)
 
@@ -62,18 +60,6 @@ class ReplayEngine(StageGraphEngine):
             return 0.0
         shares = [share for segment in self._mine.values() for share in segment.groups.items() if share[0] >= 0]
         return float(sum(self._slept.update_s[group, plan_device] * share for group, share in shares))
-
-
-def make(setup: Setup) -> ChosenEngine:
-    """The engine that replays the times of a plan's problem, or of `Setup.replayed`, on the cut of the stage-graph engine.
-
-    Raises:
-        InputError: There is no problem.
-    """
-    if setup.problem is None:
-        raise InputError("distribute: replay needs the problem that the plan was made for; give problem=")
-    slept = expected_of(setup.problem if setup.replayed is None else setup.replayed)
-    return make_segments(setup, "replay", partial(ReplayEngine, slept))
 
 
 def sleep_until(end_s: float) -> None:

@@ -1,18 +1,16 @@
-"""What one process does in a step of a joint graph: its part of the common order, with what it sends, awaits and forgets."""
+"""What one process does in a step of a joint graph: its part of the common order, and how it runs a node."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from rlplace.runtime.distributed.execution.wire import Message, Turn, posts_of
+from rlplace.runtime.distributed.execution.turns import Pass, Turn, Value, turns_of
 from rlplace.runtime.distributed.graph.layouts import Layout
 from rlplace.runtime.distributed.joint.assign import JointPlacement, Task
 from rlplace.runtime.distributed.joint.views import base_of, is_view_node
@@ -21,117 +19,80 @@ AHEAD = 32
 """Receives are posted this many turns before their values are needed."""
 
 
-@dataclass(frozen=True, eq=False)
-class JointProgram:
-    """One process's part of a step.
-
-    Attributes:
-        first: Held tensors to send before the first turn.
-        turns: In order.
-    """
-
-    first: tuple[Message, ...]
-    turns: tuple[Turn[Task], ...]
+BEGIN, COLLECT, FINISH = "begin", "collect", "finish"
+"""Turns beside those of nodes: held tensors are there; gradients are complete; everything of other processes has come."""
 
 
-def layout_of(node: fx.Node) -> Layout:
-    """The wire layout of a node's value."""
-    value = node.meta["val"]
-    return Layout(tuple(value.shape), value.dtype, False)
+class Part(NamedTuple):
+    """A part of the gradient of a parameter, collected over the micro-batches."""
+
+    name: str
+    node: fx.Node
+
+    def __str__(self) -> str:
+        return self.name
 
 
-def program_of(placement: JointPlacement, order: Sequence[Task], plan_device: int, keep: Collection[fx.Node]) -> JointProgram:
-    """The part of one device of the plan.
+def layout_of(value: fx.Node | Part) -> Layout:
+    """The wire layout of a value."""
+    like = (value.node if isinstance(value, Part) else value).meta["val"]
+    return Layout(tuple(like.shape), like.dtype, False)
+
+
+def joint_turns(
+    placement: JointPlacement, order: Sequence[Task], plan_device: int, training: bool, keep: Collection[fx.Node]
+) -> list[Turn[Task | str]]:
+    """The part of one device of the plan; before the nodes and after them come turns that bring in and put away.
 
     Args:
         placement: Where everything runs.
         order: All runs of the step, see `joint_order`.
         plan_device: The device of the plan that this process is.
+        training: Gradients are brought to the owners of their parameters.
         keep: Values to keep to the end of the step.
     """
-    held = {node: name for name, node in placement.joint.held.items()}
-    written = {placement.joint.held[name]: base_of(node) for name, node in placement.joint.writes.items()}
-    tags = count()
-    sent: dict[tuple[fx.Node, int, int], Message] = {}  # value, micro-batch, destination
-    needs: list[list[Message]] = [[] for _ in order]
-    sends: dict[tuple[fx.Node, int], list[tuple[fx.Node, int, int]]] = {}
-    last: dict[tuple[fx.Node, int], int] = {}
+    joint, of, owners = placement.joint, placement.device_of, placement.owners
+    held = {node: name for name, node in joint.held.items()}
+    written = {joint.held[name]: base_of(node) for name, node in joint.writes.items()}
+    devices = range(1 + max([*of.values(), *(device for who in owners.values() for device in who)]))
 
-    def wanted(value: fx.Node, number: int, index: int, here: int) -> None:
-        """A task at `here` reads a value."""
-        key: tuple[fx.Node, int] | None
-        if value in held:
-            name = held[value]
-            if value in written and number > 0:
-                key, source = (written[value], number - 1), placement.device_of[written[value]]
-            else:
-                key, source = (value, -1), (here if here in placement.owners[name] else placement.owners[name][0])
-        elif value in placement.device_of:
-            key, source = (value, number), placement.device_of[value]
-        else:
-            return  # inputs are everywhere
-        if here == plan_device:
-            last[key] = index
-        if source == here:
-            return
-        if (*key, here) not in sent:
-            sent[*key, here] = Message(key[0].name, key[1], source, here, 0)
-            sends.setdefault(key, []).append((*key, here))
-            needs[index].append((*key, here))  # type: ignore[arg-type]
+    def read(node: fx.Node, number: int, here: int) -> Value | None:
+        if node in written and number > 0:
+            return Value(written[node], number - 1)
+        if node in held:
+            return None if here in owners[held[node]] else Value(node, -1)
+        return Value(node, number) if node in of else None  # inputs are everywhere
 
-    for index, task in enumerate(order):
-        here = placement.device_of[task.node]
-        for value in placement.reads[task.node]:
-            wanted(value, task.microbatch, index, here)
-    # Tags ascend in the order in which values are made.
-    keys = [key for key in sends if key[1] < 0]
+    passes: list[Pass[Task | str]] = [
+        Pass(BEGIN, device, (), tuple(Value(node, -1) for node, name in held.items() if owners[name][0] == device))
+        for device in devices
+    ]
     for task in order:
-        keys += [(node, task.microbatch) for node in results_of(task.node) if (node, task.microbatch) in sends]
-    for key in keys:
-        for full in sends[key]:
-            sent[full] = replace(sent[full], tag=next(tags))
-    mine = [index for index, task in enumerate(order) if placement.device_of[task.node] == plan_device]
-    arriving = [tuple(sent[full] for full in needs[index]) for index in mine]  # type: ignore[index]
-    posts = posts_of(arriving, AHEAD)
-    frees = _frees(placement, order, mine, last, keep, plan_device, held)
-    turns = []
-    for at, index in enumerate(mine):
-        task = order[index]
-        out = [sent[f] for node in results_of(task.node) for f in sends.get((node, task.microbatch), ())]
-        turns.append(Turn(task, posts[at], arriving[at], tuple(out), frees[at]))
-    first = tuple(sent[full] for key in keys if key[1] < 0 for full in sends[key] if sent[full].source == plan_device)
-    return JointProgram(first, tuple(turns))
+        here = of[task.node]
+        reads = (read(node, task.microbatch, here) for node in placement.reads[task.node])
+        makes = tuple(Value(node, task.microbatch) for node in results_of(task.node))
+        passes.append(Pass(task, here, tuple(value for value in reads if value is not None), makes))
+    parts = [Part(name, node) for name, nodes in joint.gradients.items() if training for node in nodes]
+    moving = [part for part in parts if of[base_of(part.node)] != owners[part.name][0]]
+    last = max((task.microbatch for task in order), default=0)
+    for device in devices:
+        collected = tuple(Value(part, -1, device) for part in moving if of[base_of(part.node)] == device)
+        passes.append(Pass(COLLECT, device, (), collected))
+    for device in devices:
+        gradients = [Value(part, -1, of[base_of(part.node)]) for part in moving if owners[part.name][0] == device]
+        new = [Value(node, last) for name, node in joint.writes.items() if device in owners[name]]
+        passes.append(Pass(FINISH, device, (*gradients, *new), ()))
+
+    def kept(value: Value) -> bool:
+        return value.of in keep or (value.of in held and plan_device in owners[held[value.of]])
+
+    return turns_of(passes, plan_device, AHEAD, kept)
 
 
 def results_of(node: fx.Node) -> list[fx.Node]:
     """The values that a run makes: the node's own, or its items."""
     items = [user for user in node.users if user.target is operator.getitem]
     return items if items else [node]
-
-
-def _frees(
-    placement: JointPlacement,
-    order: Sequence[Task],
-    mine: Sequence[int],
-    last: Mapping[tuple[fx.Node, int], int],
-    keep: Collection[fx.Node],
-    plan_device: int,
-    held: Mapping[fx.Node, str],
-) -> list[tuple[tuple[fx.Node, int], ...]]:
-    turn_of = {index: at for at, index in enumerate(mine)}
-    frees: list[list[tuple[fx.Node, int]]] = [[] for _ in mine]
-    for key, index in last.items():
-        node = key[0]
-        own = node in held and plan_device in placement.owners[held[node]]
-        if node not in keep and not own:
-            frees[turn_of[index]].append(key)
-    for at, index in enumerate(mine):
-        task = order[index]
-        for node in results_of(task.node):
-            key = (node, task.microbatch)
-            if key not in last and node not in keep:
-                frees[at].append(key)
-    return [tuple(row) for row in frees]
 
 
 Call = Callable[[Callable[[fx.Node], Any]], Any]

@@ -119,16 +119,16 @@ def distribute(
     check_same_ops(first, planned_placements(plan))
     chosen = choose_engine(model, plan, first, ranks, problem=problem, replayed=replayed, name=engine)
 
-    def engine_for(
-        shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
-    ) -> tuple[ForwardGraph, Engine]:
-        graph = trace(shape, args, kwargs, None if target is None and with_target else loss, target)
+    def traced(shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> ForwardGraph:
+        return trace(shape, args, kwargs, None if target is None and with_target else loss, target)
+
+    def engine_for(graph: ForwardGraph) -> Engine:
         if graph is not first:
             check_same_graph(graph, ranks)
-        return graph, chosen.engine_for(graph)
+        return chosen.engine_for(graph)
 
     batching = Batching(plan.microbatches, share, frozenset(whole), reduction)
-    placed = PlacedModel(meta, chosen.own, ranks, batching, engine_for, seed, report=chosen.name)
+    placed = PlacedModel(meta, chosen.own, ranks, batching, traced, engine_for, seed, report=chosen.name)
     check_first_batches(placed, ranks, share)
     return placed
 

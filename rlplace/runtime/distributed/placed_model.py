@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,27 +13,36 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.batches import Split, by_signature, check_inputs, split_batch
 from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, Recorder
-from rlplace.runtime.distributed.execution.gradients import clip_grad_norm
 from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_microbatches
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, input_signature
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.stash import Stash
 from rlplace.runtime.distributed.state.tensors import Own, agree, register
+from rlplace.runtime.native.clip import clip_grad_norm_
 
-MakeEngine = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], tuple[ForwardGraph, Engine]]
+Trace = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], ForwardGraph]
+MakeEngine = Callable[[ForwardGraph], Engine]
 
 
 class PlacedModel(DistributedModel):
     """See `DistributedModel`."""
 
     def __init__(
-        self, meta: nn.Module, own: Own, ranks: Ranks, batching: Batching, make_engine: MakeEngine, seed: int, report: str
+        self,
+        meta: nn.Module,
+        own: Own,
+        ranks: Ranks,
+        batching: Batching,
+        trace: Trace,
+        make: MakeEngine,
+        seed: int,
+        report: str,
     ) -> None:
         super().__init__(meta, ranks, batching, seed, report)
         self._own = own
-        self._make_engine = make_engine
-        self._engines: dict[Hashable, tuple[ForwardGraph, Engine]] = {}
+        self._trace, self._make_engine = trace, make
+        self._engines: dict[ForwardGraph, Engine] = {}
         self._recorder = Recorder(ranks.device)
         register(self, meta, own)
         agree(own, ranks)
@@ -46,7 +55,7 @@ class PlacedModel(DistributedModel):
 
     def engines(self) -> list[Engine]:
         """The engines made so far, one per signature of inputs."""
-        return [engine for _, engine in self._engines.values()]
+        return list(self._engines.values())
 
     def record(self, recorder: Recorder) -> None:
         """Makes the engines, also those to come, write what they do into a recorder."""
@@ -106,16 +115,13 @@ class PlacedModel(DistributedModel):
         return split_batch(arguments, how.microbatches, whole=how.whole, reduction=how.reduction)
 
     def _engine(self, part: Microbatch, spec: Any) -> tuple[ForwardGraph, Engine]:
-        kind = self._ranks.device.type
-        autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        modes = tuple(module.training for module in self._meta.modules())
-        key = (input_signature(part.leaves), str(spec), modes, autocast)
-        if key not in self._engines:
-            rebuilt = pytree.tree_unflatten(list(part.leaves), spec)
-            (args, kwargs), target = rebuilt[0], rebuilt[1] if len(rebuilt) > 1 else None
-            self._engines[key] = self._make_engine(self._meta, args, kwargs, target)
-            self._engines[key][1].recorder = self._recorder
-        return self._engines[key]
+        rebuilt = pytree.tree_unflatten(list(part.leaves), spec)
+        (args, kwargs), target = rebuilt[0], rebuilt[1] if len(rebuilt) > 1 else None
+        graph = self._trace(self._meta, args, kwargs, target)
+        if graph not in self._engines:
+            self._engines[graph] = self._make_engine(graph)
+            self._engines[graph].recorder = self._recorder
+        return graph, self._engines[graph]
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See `DistributedModel.trained`."""
@@ -123,7 +129,8 @@ class PlacedModel(DistributedModel):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """See `DistributedModel.clip_grad_norm_`."""
-        return clip_grad_norm(self._own.parameters, self._own.owners, self._ranks, max_norm, norm_type, error_if_nonfinite)
+        held = [(parameter, len(self._own.owners[name])) for name, parameter in self._own.parameters.items()]
+        return clip_grad_norm_(held, 1, self._ranks.device, max_norm, norm_type, error_if_nonfinite)
 
 
 def _output_of(graph: ForwardGraph, loss: torch.Tensor) -> Any:

@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from rlplace.runtime.native.mesh import Place
-
 
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Sequence[tuple[nn.Parameter, int]],
-    place: Place,
+    processes: int,
+    device: torch.device,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -24,7 +23,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: This process's parameters, each with the number of stages that have a copy of it.
-        place: Where this process stands.
+        processes: Of one stage.
+        device: Where this process computes.
         max_norm: The most that the norm may be.
         norm_type: 2 for the Euclidean norm, ``float("inf")`` for the largest element.
         error_if_nonfinite: Whether a norm that is not finite is an error.
@@ -36,8 +36,7 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite, and that is an error.
     """
     infinite = norm_type == float("inf")
-    total = torch.zeros((), device=place.device, dtype=torch.float64 if place.device.type == "cpu" else torch.float32)
-    processes = place.mesh.size() // place.mesh["pipeline"].size()
+    total = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
     for parameter, stages in parameters:
         if parameter.grad is not None:
             copies = stages * processes // _parts(parameter.grad)

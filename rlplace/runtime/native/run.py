@@ -159,7 +159,8 @@ class NativeModel:
         """Scales all gradients down to a norm, over all processes; returns the norm that they had."""
         copies = {} if self._ties is None else self._ties.copies(self.bodies)
         counted = [(p, copies.get(p, 1)) for p in self.parameters()]
-        return clip_grad_norm_(counted, self.place, max_norm, norm_type, error_if_nonfinite)
+        processes = self.place.mesh.size() // self.place.mesh["pipeline"].size()
+        return clip_grad_norm_(counted, processes, self.place.device, max_norm, norm_type, error_if_nonfinite)
 
     def train(self, mode: bool = True) -> None:
         """Sets the mode; a pipeline records its forward again for it."""

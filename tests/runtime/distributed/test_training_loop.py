@@ -187,7 +187,7 @@ def autocast(places):
     assert abs(loss.item() - expected) < 1e-2 * expected
     pair.check_gradients("autocast", 2e-2)
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in pair.placed.parameters())
-    layouts = {layout.dtype for _, engine in pair.placed._engines.values() for layout in engine.cut.graph.layout.values()}
+    layouts = {layout.dtype for engine in pair.placed.engines() for layout in engine.cut.graph.layout.values()}
     assert torch.bfloat16 in layouts
 
 

@@ -40,7 +40,6 @@ class Prediction(Record, frozen=True):
         samples_step_time_s: Step time of the best of its samples, without search.
         agent: Checkpoint that planned.
         proof: What an exact planner has proven.
-        pipedream: See `rlplace.planners.pipedream`; so for the next three.
         accelerate: What accelerate's map was before the repair.
         pase: The cost model's view of the plan.
         bipartition: The optima of the chain without communication.
@@ -68,7 +67,6 @@ class Prediction(Record, frozen=True):
     samples_step_time_s: float | None = None
     agent: str | None = None
     proof: Facts | None = None
-    pipedream: Facts | None = None
     accelerate: Facts | None = None
     pase: Facts | None = None
     bipartition: Facts | None = None

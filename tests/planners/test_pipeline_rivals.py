@@ -11,17 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.bipartition.profile import profile_problem, read_profile
-from rlplace.errors import InputError
-from rlplace.planners import get_planner
+from benchmarks.papers.pipedream import Level, device_levels, replicated_optimum, solve_levels
 from rlplace.planners.bipartition.layers import layer_orders, make_layers
 from rlplace.planners.gpipe import block_partition, gpipe
 from rlplace.planners.gpipe import candidates as gpipe_candidates
-from rlplace.planners.pipedream.copies import problem_of_replica
 from rlplace.planners.pipedream.pipedream import candidates, pipedream
-from rlplace.planners.pipedream.stages import Level, branch_states, chain_states, device_levels, solve_levels
+from rlplace.planners.pipedream.stages import branch_states, chain_states
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.simulator import simulate
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -84,7 +81,7 @@ def test_replicated_stages_equal_brute_force(layers, levels):
 def test_stages_of_pipedreams_own_vgg16():
     """Its repository runs VGG16 on four machines as node2..node18 on three and the rest on one (1 GB/s links)."""
     problem = profile_problem(read_profile(PROFILES / "vgg16.txt"), 4, bandwidth_bytes_per_s=1e9)
-    report = pipedream(problem).predicted.pipedream
+    report = replicated_optimum(problem)
     assert [(s["first"], s["last"], s["replicas"]) for s in report["stages"]] == [
         ("node2", "node18", 3),
         ("node19", "node41", 1),
@@ -159,25 +156,9 @@ def test_hosts_are_found_in_the_links():
     assert device_levels(random_problem(0, 4, 5, hosts=2)) == (Level(5, 2.5e9),)  # hosts of unlike size are one level
 
 
-def test_uniform_replicas_share_the_microbatches():
-    problem = random_problem(3, 20, 4, shape="chain", comm_ratio=0.05)
-    one, two = (pipedream(problem, microbatches=8, replicas=r) for r in (1, 2))
-    assert one.replicas is None and one.microbatches == 8
-    assert two.replicas == [[0, 1], [2, 3]] and two.microbatches == 4 and two.device_of_group.max() <= 1
-    best = pipedream(problem, microbatches=8, replicas=None)
-    times = [pipedream(problem, microbatches=8, replicas=r).predicted.step_time_s for r in (1, 2, 4)]
-    assert best.predicted.step_time_s == min(times) == simulate(problem, best).step_time_s
-    assert simulate(problem, two).samples == 8 * problem.samples_per_microbatch
-    for replicas, message in ((3, "divides both"), (0, "whole number"), (1.5, "whole number"), (True, "whole number")):
-        with pytest.raises(InputError, match=message):
-            pipedream(problem, microbatches=8, replicas=replicas)
-    with pytest.raises(InputError, match="alike"):
-        pipedream(random_problem(2, 20, 4, unlike=True), microbatches=8, replicas=2)
-
-
 def test_reports_do_not_need_a_feasible_replication():
     problem = random_problem(1, 20, 2, shape="chain", memory_factor=1.05)
-    report = get_planner("pipedream")(problem).predicted.pipedream
+    report = replicated_optimum(problem)
     assert set(report) >= {"bottleneck_s", "stages", "levels"}
 
 
@@ -208,11 +189,3 @@ def test_gpipe_finds_the_exact_partition():
     times = [9, 1, 1, 1, 9, 1]
     problem = chain_problem(times, [0] * 6, [0] * 6, 3)
     assert min(np.bincount(found, weights=times, minlength=3).max() for found in gpipe_candidates(problem, 0)) == 10
-
-
-def test_the_problem_of_a_replica_is_the_problem_on_its_devices():
-    problem = random_problem(4, 12, 4, unlike=True, hosts=2)
-    small = problem_of_replica(problem, (3, 1))
-    devices = np.array([0, 1] * 6, dtype=np.int32)
-    there = np.array([3, 1], dtype=np.int32)[devices]
-    assert simulate(small, devices).step_time_s == simulate(problem, there).step_time_s

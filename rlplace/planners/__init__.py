@@ -30,7 +30,7 @@ PLANNERS: dict[str, str] = {
     "metis": "rlplace.planners.metis:candidates",
     "critical_path": "rlplace.planners.critical_path:candidates",
     "pase": "rlplace.planners.pase.pase:pase",
-    "compiler": "rlplace.planners.compiler.compiler:compiler",
+    "compiler": "rlplace.planners.compiler.compiler:candidates",
     "pardnn": "rlplace.planners.pardnn.pardnn:pardnn",
     "accelerate": "rlplace.planners.accelerate:accelerate",
     "pipedream": "rlplace.planners.pipedream.pipedream:pipedream",

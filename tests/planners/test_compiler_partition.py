@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.papers.compiler.objectives import OBJECTIVES, edge_nets, partitions
 from rlplace.errors import InputError
-from rlplace.planners import get_planner
 from rlplace.planners.common.groupgraph import group_graph, mean_link
 from rlplace.planners.compiler.nets import problem_nets
 from rlplace.planners.compiler.partition import partition
@@ -15,7 +14,6 @@ from rlplace.planners.metis import metis_partition
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
-from rlplace.simulator.stages import forward_stage_links
 
 
 def sent_seconds(problem, devices):
@@ -129,31 +127,6 @@ def test_combined_objective_beats_cut_and_balance_alone(compiler_graphs, microba
     assert sum(wins) >= 4, wins
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_stages_follow_one_another(seed):
-    problem = random_problem(seed, 80, 4, shape=("layered", "branchy")[seed % 2], null_fraction=0.1 * (seed % 4 == 3))
-    row = [2, 0, 3, 1]
-    found = partition(problem, row, stages=True, eps=0.2)
-    links = forward_stage_links(problem, np.argsort(row)[found.device_of_group])
-    assert not np.tril(links).any()
-    free = partition(problem, row, eps=0.2)
-    assert free.cut_s <= found.cut_s * (1 + 1e-9) or free.imbalance < found.imbalance
-
-
-def test_stages_of_captured_graphs_follow_one_another(compiler_graphs):
-    for problem in compiler_graphs[2:]:
-        found = partition(problem, stages=True, eps=0.2)
-        # The tied embedding of gpt2 is read at both ends, so that nearly all of it must stay on one device.
-        assert len(set(found.device_of_group.tolist())) == 4 or "gpt2" in problem.name
-        assert not np.tril(forward_stage_links(problem, found.device_of_group)).any()
-
-
-def test_plans_in_stages_run_as_pipelines():
-    problem = random_problem(4, 60, 4, shape="chain")
-    plan = get_planner("compiler")(problem, stages=True, microbatches=8, schedule="1f1b")
-    assert plan.predicted.step_time_s < 0.6 * simulate(problem, [0] * 60, microbatches=8).step_time_s
-
-
 def test_nets_of_equal_readers_are_one():
     tensors = [TensorSpec(0, 3, [1, 2]), TensorSpec(0, 4, [2, 1]), TensorSpec(0, 5, [1])]
     nets = problem_nets(build_problem("three", time_s=[[1.0, 1.0]] * 3, tensors=tensors, memory_bytes=[None, None]))
@@ -175,7 +148,7 @@ def test_faster_devices_get_more():
     ("arguments", "message"),
     [
         ({"devices": [0, 0]}, "distinct"), ({"devices": [7]}, "0..3"),
-        ({"eps": 0.0}, "eps must be above 0"), ({"bands": 0}, "bands at least 1"), ({"bands": 2, "stages": True}, "stages"),
+        ({"eps": 0.0}, "eps must be above 0"), ({"bands": 0}, "bands at least 1"),
     ],
 )  # fmt: skip
 def test_bad_arguments(arguments, message):

@@ -28,9 +28,8 @@ import rlplace
 from benchmarks.papers.compiler.assist import simulate_assisted
 from benchmarks.papers.compiler.movable import prepare_assistants
 from benchmarks.papers.compiler.objectives import OBJECTIVES, edge_nets, partitions
-from rlplace.planners import run_planner
+from rlplace.planners import get_planner, run_planner
 from rlplace.planners.common.groupgraph import group_graph, mean_link
-from rlplace.planners.compiler.compiler import compiler
 from rlplace.planners.compiler.nets import problem_nets
 from rlplace.planners.compiler.partition import partition
 from rlplace.planners.metis import metis_partition
@@ -48,7 +47,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    compiler(random_problem(0, 8, 2))  # compiles
+    get_planner("compiler")(random_problem(0, 8, 2))  # compiles
     if options.large:
         large()
         return
@@ -126,7 +125,7 @@ def drift(problems, seeds: int) -> None:
     heads = ("stale", "anew", "assisted", "recovers", "as planned", "no weights", "recovers", "as planned")
     print(f"\n{'relative to planned':26s}" + "".join(f"{head:>12s}" for head in heads))
     for problem in problems:
-        plan = compiler(problem)
+        plan = get_planner("compiler")(problem)
         planned = plan.predicted.step_time_s
         ways = [prepare_assistants(problem, plan.device_of_group, move_weights=moves).options for moves in (True, False)]
         rows = []
@@ -134,7 +133,7 @@ def drift(problems, seeds: int) -> None:
             actual = problem.time_s * np.random.default_rng(seed).uniform(0.7, 1.3, problem.num_ops)[:, None]
             really = dataclasses.replace(problem, time_s=actual)
             stale = simulate(really, plan.device_of_group, priority=default_priority(problem)).step_time_s
-            anew = min(stale, compiler(really).predicted.step_time_s)
+            anew = min(stale, get_planner("compiler")(really).predicted.step_time_s)
             assisted = [simulate_assisted(problem, plan, actual_time_s=actual, **way).step_time_s for way in ways]
             rows.append([stale, anew, *assisted])
         stale, anew, *assisted = np.mean(rows, axis=0) / planned

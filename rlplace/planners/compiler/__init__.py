@@ -11,7 +11,6 @@ Everything else is a reconstruction, not the paper's:
 * `seeds`: contiguous pieces of a topological order, each cut where least crosses near its aim (and streamed bands).
 * `coarsen`, `fm`: vertices of one device are fused step by step, and on the way back single moves and swaps lower the cut while
   loads stay within 1 + eps of their fair shares and footprints within memory (gain buckets, locked vertices, best prefix).
-* `staging`: the same with devices as stages of a pipeline, forward ops reading from earlier stages only.
 * `compiler`: the planner; candidates differ in devices, imbalance and bands, and the simulator picks.
 
 The assistants decide while a step runs: no plan holds what they do and no engine runs them, so they are no part of the package.

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from rlplace.errors import InfeasibleError
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.subsets import device_subsets
 from rlplace.planners.compiler.partition import partition
 from rlplace.problem import Problem
@@ -20,27 +16,7 @@ MOST_SUBSETS = 4
 """Numbers of devices that are tried; where there are more, all devices and then half as many each time."""
 
 
-def compiler(
-    problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, stages: bool = False, **execution: Any
-) -> PlacementPlan:
-    """The best of the partitions; see the docstring of `rlplace.planners.compiler`.
-
-    Args:
-        problem: The priced graph.
-        seed: Decides the order in which groups are fused.
-        time_limit_s: When to stop building candidates.
-        stages: Devices form a pipeline: forward ops read from earlier stages only. The shared memory repair, which runs only
-            where no partition fits, does not know stages.
-        execution: Fields of `rlplace.planners.common.evaluate.Execution`.
-    """
-
-    def build(problem: Problem, seed: int) -> Iterator[Assignment]:
-        return candidates(problem, seed, stages=stages)
-
-    return one_shot(problem, "compiler", build, seed=seed, time_limit_s=time_limit_s, **execution)
-
-
-def candidates(problem: Problem, seed: int, *, stages: bool = False) -> Iterator[Assignment]:
+def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
     """Partitions for several numbers of devices, bands and allowed imbalances."""
     subsets = list(reversed(device_subsets(problem)))
     if problem.num_groups > LARGE_GROUPS or len(subsets) > MOST_SUBSETS:
@@ -48,17 +24,14 @@ def candidates(problem: Problem, seed: int, *, stages: bool = False) -> Iterator
         wanted = {len(subsets[0]) >> halved for halved in range(times)}
         subsets = [subset for subset in subsets if len(subset) in wanted]
     for subset in subsets:
-        yield from family(problem, subset, seed=seed, stages=stages)
+        yield from family(problem, subset, seed=seed)
 
 
-def family(problem: Problem, devices: Sequence[int], *, stages: bool = False, seed: int = 0) -> Iterator[Assignment]:
+def family(problem: Problem, devices: Sequence[int], *, seed: int = 0) -> Iterator[Assignment]:
     """Partitions on given devices that differ in bands and allowed imbalance; arguments as those of `partition`."""
     starts = 0 if problem.num_groups > LARGE_GROUPS else 2
-    for bands, eps in ((1, 0.05), (1, 0.3)) if stages else balances(problem.num_groups, len(devices)):
-        try:
-            yield partition(problem, devices, eps=eps, bands=bands, stages=stages, seed=seed, starts=starts).device_of_group
-        except InfeasibleError:  # these devices cannot be stages in this order; others may
-            return
+    for bands, eps in balances(problem.num_groups, len(devices)):
+        yield partition(problem, devices, eps=eps, bands=bands, seed=seed, starts=starts).device_of_group
         if len(devices) == 1:
             return
 

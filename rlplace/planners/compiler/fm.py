@@ -104,18 +104,6 @@ def _excess_change(vertex, here, to, band, time_s, footprint, load, used, limit,
     return change + _over(used[here] - size, room[here]) - _over(used[here], room[here])
 
 
-@inner
-def _in_order(vertex, to, part, before_ptr, before, after_ptr, after):
-    """Whether stages stay in order when a vertex moves: what feeds it sits no later, what it feeds no earlier."""
-    for i in range(before_ptr[vertex], before_ptr[vertex + 1]):
-        if part[before[i]] > to:
-            return False
-    for i in range(after_ptr[vertex], after_ptr[vertex + 1]):
-        if part[after[i]] < to:
-            return False
-    return True
-
-
 @entry
 def state(
     part, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, latency, inverse, limit, room, held, load, used
@@ -143,7 +131,7 @@ def state(
 @entry
 def refine(
     part, loose, patience, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets,
-    before_ptr, before, after_ptr, after, latency, inverse, limit, room,
+    latency, inverse, limit, room,
 ):  # fmt: skip
     """One pass; `part` becomes its best prefix. Returns whether that is better than the start.
 
@@ -189,9 +177,7 @@ def refine(
                 for b in range(devices):
                     if b == here or time_s[v, b] == np.inf or gain[v, b] <= best:
                         continue
-                    if _excess_change(v, here, b, band, time_s, footprint, load, used, limit, room) < -1e-12 and _in_order(
-                        v, b, part, before_ptr, before, after_ptr, after
-                    ):
+                    if _excess_change(v, here, b, band, time_s, footprint, load, used, limit, room) < -1e-12:
                         vertex, to, best = v, b, gain[v, b]
         else:
             for b in range(devices):
@@ -209,7 +195,7 @@ def refine(
                         fits = load[b, w] <= limit[b, w] if loose else load[b, w] + time_s[v, b] <= limit[b, w]
                         if fits and used[b] + footprint[v] <= room[b]:
                             better = gain[v, b] > best or (gain[v, b] == best and load[b, w] < load[to, band[vertex]])
-                            if better and _in_order(v, b, part, before_ptr, before, after_ptr, after):
+                            if better:
                                 vertex, to, best = v, b, gain[v, b]
                         entry = following[entry]
                     bucket -= 1

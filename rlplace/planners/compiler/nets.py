@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InfeasibleError
 from rlplace.planners.common.groupgraph import group_graph
-from rlplace.problem import FORWARD, Problem
-from rlplace.problem.order import grouped, strong_components, topological_order
+from rlplace.problem import Problem
+from rlplace.problem.order import grouped
 
 
 class Nets(NamedTuple):
@@ -49,8 +48,6 @@ class Level(NamedTuple):
         nets: Traffic.
         source_ptr, source_nets: int64 [G + 1], int32 [N], nets by sender.
         reader_ptr, reader_nets: int64 [G + 1], int32 [P], nets by reader.
-        before_ptr, before: int64 [G + 1], int32, vertices that feed the forward ops of each vertex.
-        after_ptr, after: The same in the other direction.
     """
 
     time_s: NDArray[np.float64]
@@ -61,10 +58,6 @@ class Level(NamedTuple):
     source_nets: NDArray[np.int32]
     reader_ptr: NDArray[np.int64]
     reader_nets: NDArray[np.int32]
-    before_ptr: NDArray[np.int64]
-    before: NDArray[np.int32]
-    after_ptr: NDArray[np.int64]
-    after: NDArray[np.int32]
 
 
 def problem_nets(problem: Problem) -> Nets:
@@ -113,7 +106,7 @@ def _joined(
     )
 
 
-def finest_level(problem: Problem, devices: Sequence[int], nets: Nets, band: NDArray[np.int32], *, stages: bool) -> Level:
+def finest_level(problem: Problem, devices: Sequence[int], nets: Nets, band: NDArray[np.int32]) -> Level:
     """The level whose vertices are groups.
 
     Args:
@@ -121,25 +114,17 @@ def finest_level(problem: Problem, devices: Sequence[int], nets: Nets, band: NDA
         devices: The K devices in use.
         nets: Traffic between groups.
         band: int32 [G].
-        stages: Whether the order of forward ops between groups matters.
     """
     graph = group_graph(problem)
-    pairs = forward_pairs(problem) if stages else np.zeros((2, 0), dtype=np.int64)
     time_s = np.ascontiguousarray(graph.time_s[:, list(devices)])
-    return make_level(time_s, graph.footprint_bytes.astype(np.float64), band, nets, pairs)
+    return make_level(time_s, graph.footprint_bytes.astype(np.float64), band, nets)
 
 
-def make_level(
-    time_s: NDArray[np.float64],
-    footprint_bytes: NDArray[np.float64],
-    band: NDArray[np.int32],
-    nets: Nets,
-    pairs: NDArray[np.int64],
-) -> Level:
-    """Adds the indices by vertex; `pairs` are int64 [2, E] vertices of which the first feeds the second."""
+def make_level(time_s: NDArray[np.float64], footprint_bytes: NDArray[np.float64], band: NDArray[np.int32], nets: Nets) -> Level:
+    """Adds the indices by vertex."""
     count = len(footprint_bytes)
     net_of_pin = np.repeat(np.arange(len(nets.source)), np.diff(nets.pin_ptr))
-    by_vertex = (nets.source, np.arange(len(nets.source))), (nets.pins, net_of_pin), (pairs[1], pairs[0]), (pairs[0], pairs[1])
+    by_vertex = (nets.source, np.arange(len(nets.source))), (nets.pins, net_of_pin)
     rows: list[Any] = [grouped(key, entry.astype(np.int32), count) for key, entry in by_vertex]
     return Level(time_s, footprint_bytes, band, nets, *(array for row in rows for array in row))
 
@@ -168,66 +153,4 @@ def contract_nets(level: Level, cluster: NDArray[np.int32]) -> Level:
         tensors=nets.tensors[kept],
         fixed_s=nets.fixed_s[kept],
     )
-    feeds = np.repeat(np.arange(len(cluster)), np.diff(level.after_ptr))
-    ordered = np.stack([cluster[feeds], cluster[level.after]]).astype(np.int64)
-    ordered = np.unique(ordered[:, ordered[0] != ordered[1]], axis=1)
-    return make_level(time_s, size, band, coarse, ordered)
-
-
-def forward_pairs(problem: Problem) -> NDArray[np.int64]:
-    """int64 [2, E], distinct pairs of groups of which a forward op of the first feeds one of the second."""
-    source, reader = problem.op_edges
-    both = (problem.op_phase[source] == FORWARD) & (problem.op_phase[reader] == FORWARD)
-    a, b = problem.op_group[source[both]].astype(np.int64), problem.op_group[reader[both]].astype(np.int64)
-    return np.unique(np.stack([a, b])[:, a != b], axis=1)
-
-
-def staged_order(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Vertices for stages: groups whose forward ops feed each other in a circle are one, as tied weights make them.
-
-    Returns:
-        int32 [G], vertex of every group, numbered so that forward ops read from vertices of lower number; and int32 [G], groups
-        in order of their vertices.
-    """
-    groups, order = problem.num_groups, group_graph(problem).order
-    a, b = forward_pairs(problem)
-    part = strong_components(groups, a, b)
-    first = {circle: i for i, circle in enumerate(dict.fromkeys(part[order].tolist()))}  # by first member
-    number = np.array([first[circle] for circle in part.tolist()], dtype=np.int64)
-    apart = number[a] != number[b]
-    ranked, _ = topological_order(number[a][apart], number[b][apart], len(first))
-    vertex = np.argsort(ranked).astype(np.int32)[number]
-    return vertex, order[np.argsort(vertex[order], kind="stable")]
-
-
-def in_order(level: Level, part: NDArray[np.int32], names: Sequence[str]) -> NDArray[np.int32]:
-    """The stages nearest to `part` that respect null times and the order of stages.
-
-    Args:
-        level: The graph, vertices in topological order.
-        part: int32 [G], stages wished for.
-        names: Names of the devices, in order of the stages.
-
-    Raises:
-        InfeasibleError: A vertex must sit on an earlier stage than one that feeds it.
-    """
-    allowed = np.isfinite(level.time_s)
-    count, stages = allowed.shape
-    latest = np.full(count, stages - 1)
-    for v in range(count - 1, -1, -1):
-        after = level.after[level.after_ptr[v] : level.after_ptr[v + 1]]
-        top = int(latest[after].min(initial=stages - 1))
-        possible = np.flatnonzero(allowed[v, : top + 1])
-        if len(possible) == 0:
-            raise InfeasibleError(
-                f"stages: what follows a group must run on {names[top]} or before it, where the group cannot run; order the "
-                "devices differently, or leave stages out"
-            )
-        latest[v] = possible[-1]
-    stage = part.copy()
-    for v in range(count):
-        before = level.before[level.before_ptr[v] : level.before_ptr[v + 1]]
-        low = int(stage[before].max(initial=0))
-        possible = low + np.flatnonzero(allowed[v, low : latest[v] + 1])
-        stage[v] = possible[np.abs(possible - part[v]).argmin()]
-    return stage
+    return make_level(time_s, size, band, coarse)

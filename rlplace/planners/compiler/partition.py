@@ -12,7 +12,7 @@ from rlplace.errors import InputError
 from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_link
 from rlplace.planners.compiler import fm, seeds
 from rlplace.planners.compiler.coarsen import match
-from rlplace.planners.compiler.nets import Level, Nets, contract_nets, finest_level, in_order, problem_nets, staged_order
+from rlplace.planners.compiler.nets import Level, Nets, contract_nets, finest_level, problem_nets
 from rlplace.problem import Problem
 
 PASSES = 10
@@ -52,7 +52,6 @@ def partition(
     *,
     eps: float = 0.05,
     bands: int = 1,
-    stages: bool = False,
     seed: int = 0,
     nets: Nets | None = None,
     starts: int = STARTS,
@@ -61,11 +60,10 @@ def partition(
 
     Args:
         problem: The priced graph.
-        devices: Devices to use, default all; with `stages`, in order of the stages.
+        devices: Devices to use, default all.
         eps: Allowed imbalance: the load of a device may be 1 + `eps` times its fair share (more where single groups are
             larger than that).
         bands: Parts of the step in each of which loads are balanced; 1 balances totals only.
-        stages: Forward ops of a device read from earlier devices of the row only, so that devices form a pipeline.
         seed: Decides the order in which groups are fused.
         nets: Traffic between groups, default `problem_nets`.
         starts: Starts grown from the coarsest level; with 0 there are only those that follow an order, one of each kind.
@@ -76,9 +74,9 @@ def partition(
     row = list(range(problem.num_devices)) if devices is None else [int(d) for d in devices]
     if not row or len(set(row)) < len(row) or not all(0 <= d < problem.num_devices for d in row):
         raise InputError(f"partition: devices must be distinct numbers in 0..{problem.num_devices - 1}, found {row}")
-    if not np.isfinite(eps) or eps <= 0 or bands < 1 or (stages and bands > 1):
-        raise InputError("partition: eps must be above 0, bands at least 1, and 1 where stages are asked for")
-    return Partitioner(problem, row, eps, bands, stages=stages, nets=nets, grown=starts).best(np.random.default_rng(seed))
+    if not np.isfinite(eps) or eps <= 0 or bands < 1:
+        raise InputError("partition: eps must be above 0, bands at least 1")
+    return Partitioner(problem, row, eps, bands, nets=nets, grown=starts).best(np.random.default_rng(seed))
 
 
 def warm_up(problem: Problem) -> None:
@@ -92,21 +90,12 @@ class Partitioner:
     """One call of `partition`: the graph on a row of devices, and the limits of its cells and devices."""
 
     def __init__(
-        self, problem: Problem, row: list[int], eps: float, bands: int, *, stages: bool = False, nets: Nets | None = None,
-        grown: int = 0,
-    ) -> None:  # fmt: skip
-        self.problem, self.row, self.eps, self.stages, self.grown = problem, row, eps, stages, grown
-        self.level = finest_level(problem, row, nets or problem_nets(problem), seeds.bands(problem, bands), stages=stages)
-        self.cluster = np.arange(problem.num_groups, dtype=np.int32)  # vertex of every group
+        self, problem: Problem, row: list[int], eps: float, bands: int, *, nets: Nets | None = None, grown: int = 0
+    ) -> None:
+        self.row, self.eps, self.grown = row, eps, grown
+        self.level = finest_level(problem, row, nets or problem_nets(problem), seeds.bands(problem, bands))
         self.orders = [group_graph(problem).order, group_graph(problem).depth_first_order]
         self.crossings = [seeds.crossing_seconds(problem, order, mean_link(problem)) for order in self.orders]
-        if stages:
-            self.cluster, order = staged_order(problem)
-            self.level = contract_nets(self.level, self.cluster)
-            self.orders = [np.arange(len(self.level.band), dtype=np.int32)]
-            crossing = seeds.crossing_seconds(problem, order, mean_link(problem))
-            ends = np.cumsum(np.bincount(self.cluster, minlength=len(self.level.band)))
-            self.crossings = [crossing[np.concatenate([[0], ends])]]
         latency, inverse = finite_links(problem)
         index = np.ix_(row, row)
         self.links = np.ascontiguousarray(latency[index]), np.ascontiguousarray(inverse[index])
@@ -126,9 +115,9 @@ class Partitioner:
         return self.partition_of(min((self.improve(start, rng) for start in self.starts(rng)), key=self.score))
 
     def partition_of(self, part: NDArray[np.int32]) -> Partition:
-        """A part of the row for every vertex as a partition of the groups."""
+        """A part of the row for every group as a partition."""
         _, cut_s, imbalance = self.score(part)
-        return Partition(np.array(self.row, dtype=np.int32)[part[self.cluster]], cut_s, imbalance)
+        return Partition(np.array(self.row, dtype=np.int32)[part], cut_s, imbalance)
 
     def starts(self, rng: np.random.Generator) -> Iterator[NDArray[np.int32]]:
         """Seeds, at least one."""
@@ -140,16 +129,14 @@ class Partitioner:
             for order, crossing in zip(self.orders, self.crossings, strict=True):
                 for slack in SLACKS if self.grown else SLACKS[:1]:
                     yield self.legal(seeds.contiguous(time, order, crossing, speed, slack * self.eps))
-        for order in () if self.stages else self.orders:
+        for order in self.orders:
             yield self.legal(seeds.streamed(level, order, self.limit, self.room, self.link))
-        if not self.stages and len(level.band) > 1:
+        if len(level.band) > 1:
             for _ in range(self.grown):
                 yield self.grow(rng)
 
     def legal(self, part: NDArray[np.int32], level: Level | None = None) -> NDArray[np.int32]:
         """Vertices that may not sit where a seed put them go to the device of the row with the least time for them."""
-        if self.stages:
-            return in_order(self.level, part, [self.problem.devices[d].name for d in self.row])
         time_s = self.level.time_s if level is None else level.time_s
         barred = ~np.isfinite(time_s[np.arange(len(part)), part])
         part = part.copy()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PLANNERS: dict[str, str] = {
     "single": "rlplace.planners.single:candidates",
     "round_robin": "rlplace.planners.round_robin:candidates",
-    "random": "rlplace.planners.random_plans:random",
+    "random": "rlplace.planners.random_plans:candidates",
     "balanced": "rlplace.planners.balanced:candidates",
     "heft": "rlplace.planners.heft:candidates",
     "m_topo": "rlplace.planners.m_topo:candidates",
@@ -31,7 +31,7 @@ PLANNERS: dict[str, str] = {
     "critical_path": "rlplace.planners.critical_path:candidates",
     "pase": "rlplace.planners.pase.pase:pase",
     "compiler": "rlplace.planners.compiler.compiler:candidates",
-    "pardnn": "rlplace.planners.pardnn.pardnn:pardnn",
+    "pardnn": "rlplace.planners.pardnn.pardnn:candidates",
     "accelerate": "rlplace.planners.accelerate:accelerate",
     "pipedream": "rlplace.planners.pipedream.pipedream:pipedream",
     "gpipe": "rlplace.planners.gpipe:gpipe",

@@ -8,30 +8,19 @@ other one fits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import numpy as np
 
 from rlplace.errors import InputError
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.problem import Problem
 
 
-def random(
-    problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, samples: int = 64, **execution: Any
-) -> PlacementPlan:
-    """The best of `samples` random plans."""
+def candidates(problem: Problem, seed: int, *, samples: int = 64) -> Iterator[Assignment]:
+    """So many random assignments, scattered and contiguous in turn."""
     if samples < 1:
         raise InputError(f"random: samples must be at least 1, found {samples}")
-    return one_shot(problem, "random", partial(candidates, samples=samples), seed=seed, time_limit_s=time_limit_s, **execution)
-
-
-def candidates(problem: Problem, seed: int, *, samples: int = 64) -> Iterator[Assignment]:
-    """Random assignments, scattered and contiguous in turn."""
     rng = np.random.default_rng(seed)
     order = group_graph(problem).order
     for index in range(samples):

@@ -1,8 +1,8 @@
 """Starts of the search from published planners, each as its own objective cuts the chain of blocks.
 
 * GPipe (Huang et al., NeurIPS 2019): stages of equal cost, four micro-batches a stage, all forwards first.
-* PipeDream (Narayanan et al., SOSP 2019): stages with replicas of their own, the slowest as quick as it can be; formulas as
-  in `rlplace.planners.pipedream`, over blocks and, as the record of strategies asks, degrees that divide the largest.
+* PipeDream (Narayanan et al., SOSP 2019): stages with replicas of their own, the slowest as quick as it can be; the paper's
+  formulas, over blocks and, as the record of strategies asks, degrees that divide the largest.
 * The compiler partition (Tavarageri et al., 2019): loads nearly equal, the least bytes over the cuts.
 * DLPlacer's hybrid (Pal et al., IEEE Micro 2019): replicas of several devices that pass one micro-batch on.
 

@@ -11,7 +11,6 @@ from toys import pardnn_example
 from benchmarks.papers.pardnn.baselines import measures
 from benchmarks.papers.pardnn.fifo import fifo
 from benchmarks.papers.pardnn.models import word_rnn
-from rlplace.errors import InputError
 from rlplace.planners import get_planner
 from rlplace.planners.pardnn.memory import balance_residents, limits, peak_bytes, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import folded_graph, op_graph
@@ -204,9 +203,3 @@ def test_chunks_keep_backward_ops_beside_their_forward_ops():
 def test_chains_of_groups_leave_primaries_without_nodes():
     problem = random_problem(1, 500, 8, shape="chain", memory_factor=2.0)
     assert get_planner("pardnn")(problem).predicted.feasible
-
-
-def test_bad_options():
-    problem = random_problem(0, 6, 2)
-    with pytest.raises(InputError, match="did you mean 'both'"):
-        get_planner("pardnn")(problem, memory="bott")

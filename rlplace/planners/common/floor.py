@@ -6,7 +6,9 @@ best feasible one becomes the plan. Nothing here searches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -84,12 +86,16 @@ def finish(problem: Problem, answer: Answer | None, execution: Execution = PLAIN
 
 
 def one_shot_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
-    """The planner of a module that defines `candidates`, and `REPAIRS` where it does not want the default."""
-    repairs = getattr(module, "REPAIRS", REPAIRS)
+    """The planner of a module that defines `candidates`, and `REPAIRS` where it does not want the default.
 
-    def planner(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
-        limits: dict[str, Any] = {"time_limit_s": time_limit_s, "repairs": repairs}
-        return one_shot(problem, name, module.candidates, seed=seed, **limits, **execution)
+    Options of `candidates` are options of the planner.
+    """
+    repairs = getattr(module, "REPAIRS", REPAIRS)
+    own = inspect.signature(module.candidates).parameters.keys()
+
+    def planner(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlacementPlan:
+        build = partial(module.candidates, **{key: options.pop(key) for key in own & options.keys()})
+        return one_shot(problem, name, build, seed=seed, time_limit_s=time_limit_s, repairs=repairs, **options)
 
     planner.__name__, planner.__doc__ = name, module.__doc__
     return planner

@@ -28,24 +28,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import unknown_name
-from rlplace.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Assignment, Evaluator
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.subsets import LARGE_OPS, device_subsets, map_parts
 from rlplace.planners.pardnn.memory import RESERVE, balance_residents, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import NodeGraph, folded_graph, op_graph
 from rlplace.planners.pardnn.slicing import Clusters, bind_groups, cut_long_primary, map_clusters, slice_graph
 from rlplace.problem import Problem
-
-MEMORY = ("h1", "h2", "both", "none")
 
 WORK_SHARES = (1.0, 2.0, 0.3, 0.1, 0.03, None)
 """What work counts beside traffic when load is balanced (`rlplace.planners.pardnn.slicing.map_clusters`); 1 is the paper's."""
@@ -60,33 +53,10 @@ RELIEVED = 3
 """Assignments that go through the memory step, for every number of devices."""
 
 
-def pardnn(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    time_limit_s: float | None = None,
-    memory: str = "both",
-    **execution: Any,
-) -> PlacementPlan:
-    """The best of ParDNN's assignments; see the module docstring.
-
-    Args:
-        problem: The problem.
-        seed: Not used; the method is deterministic.
-        time_limit_s: Seconds.
-        memory: Memory step for assignments that do not fit: ``"h1"``, ``"h2"``, ``"both"`` or ``"none"``.
-        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
-    """
-    if memory not in MEMORY:
-        raise unknown_name("memory step", memory, MEMORY)
-    build = partial(candidates, memory=memory)
-    return one_shot(problem, "pardnn", build, seed=seed, time_limit_s=time_limit_s, **execution)
-
-
-def candidates(problem: Problem, seed: int, *, memory: str = "both") -> Iterator[Assignment]:
+def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
     """Assignments for every number of devices; the quickest that do not fit come again after the memory step."""
     del seed
-    limited = bool(np.isfinite(problem.memory_limit_bytes).any()) and memory != "none"
+    limited = bool(np.isfinite(problem.memory_limit_bytes).any())
     evaluator = Evaluator(problem)
     quickest, large = float("inf"), problem.num_ops > LARGE_OPS
     for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):
@@ -110,7 +80,7 @@ def candidates(problem: Problem, seed: int, *, memory: str = "both") -> Iterator
                     over.append((score.step_time_s, len(over), cut, devices))
         for step_s, _, cut, devices in sorted(over, key=lambda row: row[:2])[:RELIEVED]:
             if step_s < quickest:
-                yield from _relieved(problem, cut, devices, evaluator, memory)
+                yield from _relieved(problem, cut, devices, evaluator)
 
 
 def place_clusters(
@@ -161,17 +131,15 @@ def _cuts(problem: Problem, subset: list[int], limited: bool) -> Iterator[_Cut]:
                 yield _Cut(view, cut, share, limit)
 
 
-def _relieved(problem: Problem, cut: _Cut, devices: Assignment, evaluator: Evaluator, memory: str) -> Iterator[Assignment]:
-    """An assignment after the memory step."""
-    if memory in ("h1", "both"):
-        for reserve in RESERVES:
-            yield reduce_peaks(problem, devices, evaluator.timeline, reserve=reserve)
-    if memory in ("h2", "both"):
+def _relieved(problem: Problem, cut: _Cut, devices: Assignment, evaluator: Evaluator) -> Iterator[Assignment]:
+    """An assignment after the memory step: H1 with each reserve, H2, and H2 after the longest primary was cut."""
+    for reserve in RESERVES:
+        yield reduce_peaks(problem, devices, evaluator.timeline, reserve=reserve)
+    yield balance_residents(problem, devices)
+    chunks = cut_long_primary(cut.graph, cut.clusters)
+    if chunks is not cut.clusters:
+        devices = legalize(problem, place_clusters(problem, cut.graph, chunks, work_share=cut.work_share))
         yield balance_residents(problem, devices)
-        chunks = cut_long_primary(cut.graph, cut.clusters)
-        if chunks is not cut.clusters:
-            devices = legalize(problem, place_clusters(problem, cut.graph, chunks, work_share=cut.work_share))
-            yield balance_residents(problem, devices)
 
 
 def group_devices(problem: Problem, graph: NodeGraph, clusters: Clusters, device: NDArray[np.int32]) -> Assignment:

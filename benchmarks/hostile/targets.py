@@ -198,12 +198,12 @@ def _cluster_text(path: Path, seeds: Path) -> None:
 
 def _costs(path: Path, seeds: Path) -> None:
     from rlplace.cluster.presets import KINDS
-    from rlplace.cost.compute import op_times
+    from rlplace.cost.compute import explain_times
     from rlplace.cost.table import CostTable
     from rlplace.cost.tablefile import table_from_dict, table_to_dict
 
     table = CostTable.load(path)
-    seconds = op_times(_net(seeds / "net.graph.json"), KINDS["l4"], table)
+    seconds = explain_times(_net(seeds / "net.graph.json"), KINDS["l4"], table).seconds
     _check(table_from_dict(table_to_dict(table)) == table, "another table on the way back")
     _check(bool(((seconds >= 0) & (seconds < 1e9)).all()), f"op times {seconds}")
 
@@ -211,13 +211,13 @@ def _costs(path: Path, seeds: Path) -> None:
 def _measurement(path: Path, seeds: Path) -> None:
     from rlplace.cluster.presets import KINDS
     from rlplace.cost.calibrate import calibrate
-    from rlplace.cost.compute import op_times
+    from rlplace.cost.compute import explain_times
     from rlplace.cost.measurement import Measurement
 
     measurement = Measurement.load(path)
     _check(Measurement.from_dict(measurement.to_dict()) == measurement, "another measurement on the way back")
     table = calibrate([measurement], KINDS["cpu"], holdout=0.5).table
-    seconds = op_times(_net(seeds / "net.graph.json"), KINDS["cpu"], table)
+    seconds = explain_times(_net(seeds / "net.graph.json"), KINDS["cpu"], table).seconds
     _check(bool((seconds >= 0).all()), f"op times {seconds}")
 
 

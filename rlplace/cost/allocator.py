@@ -189,11 +189,6 @@ class Replay:
         """``torch.cuda.max_memory_reserved``."""
         return int(self.reserved_bytes.max(initial=0))
 
-    @property
-    def fragmentation(self) -> float:
-        """Share of the reserved peak that no tensor used when the most was in use."""
-        return 1.0 - self.allocated_peak_bytes / self.reserved_peak_bytes if self.reserved_peak_bytes else 0.0
-
 
 def replay(
     ids: ArrayLike | Sequence[int],

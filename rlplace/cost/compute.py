@@ -63,27 +63,16 @@ class OpTimes:
         return {name: part / total for name, part in parts.items() if part > 0}
 
 
-def op_times(
+def explain_times(
     graph: OpGraph, kind: DeviceKind, costs: CostTable | str | Path | None = None, *, host: str = "eager"
-) -> NDArray[np.float64]:
-    """Seconds of every op on a device kind.
+) -> OpTimes:
+    """Seconds of every op on a device kind, and where they come from.
 
     Args:
         graph: N ops.
         kind: The device.
         costs: Cost table or file, laid over the shipped one; None: the shipped one.
         host: "eager" or "compiled": what it takes the host to issue an op.
-
-    Returns:
-        float64 [N].
-    """
-    return explain_times(graph, kind, costs, host=host).seconds
-
-
-def explain_times(
-    graph: OpGraph, kind: DeviceKind, costs: CostTable | str | Path | None = None, *, host: str = "eager"
-) -> OpTimes:
-    """Like `op_times`, and for every op where its time comes from.
 
     Raises:
         InputError: An unknown host mode, or a cost file that cannot be used.

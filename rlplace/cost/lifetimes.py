@@ -40,7 +40,7 @@ class Lifetimes:
         kind: int8 [A], one of `ACTIVATION`, `BACKWARD_VALUE`, `TEMPORARY`, `RECEIVED`.
         tensor: int32 [A], -1 for temporaries.
         task_op: int32 [K].
-        task_start, task_end: int64 [K], per task the number of events before it starts and before it ends.
+        task_start: int64 [K], per task the number of events before it starts.
         peak_memory_bytes: int64 [D], of the simulation, with resident and reserved bytes.
     """
 
@@ -53,7 +53,6 @@ class Lifetimes:
     tensor: NDArray[np.int32]
     task_op: NDArray[np.int32]
     task_start: NDArray[np.int64]
-    task_end: NDArray[np.int64]
     peak_memory_bytes: NDArray[np.int64]
 
     def live_bytes(self, device: int) -> NDArray[np.int64]:
@@ -96,7 +95,6 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
         tensor=np.array(run.item_tensor, dtype=np.int32),
         task_op=run.tasks.op,
         task_start=np.array(run.task_start, dtype=np.int64),
-        task_end=np.array(run.task_end, dtype=np.int64),
         peak_memory_bytes=np.array(run.peak, dtype=np.int64),
     )
 
@@ -118,7 +116,7 @@ class _Recorder(ReferenceRun):
         self.item_bytes: list[int] = []
         self.item_kind: list[int] = []
         self.item_tensor: list[int] = []
-        self.task_start, self.task_end = [0] * len(self.op), [0] * len(self.op)
+        self.task_start = [0] * len(self.op)
 
     def occupy(self, task: int, time: float) -> None:
         self.task_start[task] = len(self.item)
@@ -131,7 +129,6 @@ class _Recorder(ReferenceRun):
         super().occupy(task, time)
 
     def finish_task(self, task: int) -> None:
-        self.task_end[task] = len(self.item)
         if task in self.scratch:
             self._finish(self.scratch.pop(task))
         super().finish_task(task)

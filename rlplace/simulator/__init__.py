@@ -1,13 +1,12 @@
 """The executor: step time and peak memory of a plan."""
 
-from rlplace.simulator.api import PlanResult, Simulator, TimelineBatch, default_priority, simulate, simulate_many
+from rlplace.simulator.api import Simulator, TimelineBatch, default_priority, simulate, simulate_many
 from rlplace.simulator.expand import expand
 from rlplace.simulator.timeline import EXECUTOR, Timeline
 from rlplace.simulator.trace import trace_events, write_trace
 
 __all__ = [
     "EXECUTOR",
-    "PlanResult",
     "Simulator",
     "Timeline",
     "TimelineBatch",

@@ -118,16 +118,6 @@ def simulate(
     return line
 
 
-@dataclass(frozen=True)
-class PlanResult:
-    """One plan of a `TimelineBatch`; the fields are those of `Timeline`."""
-
-    step_time_s: float | None
-    peak_memory_bytes: NDArray[np.int64]
-    busy_s: NDArray[np.float64]
-    feasible: bool
-
-
 @dataclass(frozen=True, eq=False)
 class TimelineBatch:
     """Results of K simulations.
@@ -143,18 +133,6 @@ class TimelineBatch:
     peak_memory_bytes: NDArray[np.int64]
     busy_s: NDArray[np.float64]
     feasible: NDArray[np.bool_]
-
-    def __len__(self) -> int:
-        return len(self.step_time_s)
-
-    def __getitem__(self, index: int) -> PlanResult:
-        step = float(self.step_time_s[index])
-        return PlanResult(
-            step_time_s=None if step != step else step,
-            peak_memory_bytes=self.peak_memory_bytes[index],
-            busy_s=self.busy_s[index],
-            feasible=bool(self.feasible[index]),
-        )
 
 
 def simulate_many(

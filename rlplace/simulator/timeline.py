@@ -95,12 +95,6 @@ class Timeline:
             idle=None if step is None else step * problem.num_devices - busy,
         )
 
-    def to_trace(self, problem: Problem) -> list[dict[str, Any]]:
-        """Trace events for Perfetto; see `rlplace.simulator.trace`."""
-        from rlplace.simulator.trace import trace_events
-
-        return trace_events(problem, self)
-
 
 def resident_by_device(problem: Problem, device_of_group: NDArray[np.int32]) -> NDArray[np.int64]:
     """int64 [D], bytes in use for the whole step: reserved bytes and the resident bytes of the groups placed there."""

@@ -13,7 +13,7 @@ from rlplace.problem import BACKWARD, FORWARD, UPDATE, Problem
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.collectives import collective_s
 from rlplace.problem.generate import random_problem
-from rlplace.simulator import expand, simulate
+from rlplace.simulator import expand, simulate, trace_events
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.replicas import BUCKET_BYTES, gradient_buckets
 
@@ -198,10 +198,10 @@ def test_the_simulator_runs_what_expand_makes():
     assert fast.step_time_s == line.step_time_s
     assert fast.peak_memory_bytes.tolist() == line.peak_memory_bytes.tolist()
     assert fast.samples == 6 * problem.samples_per_microbatch
-    events = fast.to_trace(plain)
+    events = trace_events(plain, fast)
     assert sum(event.get("cat") == "collective" for event in events) == len(plain.collectives)
     with pytest.raises(InputError, match=r"rlplace\.expand"):
-        fast.to_trace(problem)
+        trace_events(problem, fast)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,7 @@ class Clusters:
         primaries: How many primaries there are, K unless the graph ran out of nodes.
         member_ptr: int64 [S + 1]; cluster s holds ``member[member_ptr[s]:member_ptr[s + 1]]``.
         member: int32 [V], nodes of each cluster in topological order.
-        top_s, bottom_s: float64 [V], longest path to the start of a node and from its start to the end, with edges inside
-            clusters at no cost.
+        top_s: float64 [V], longest path to the start of a node, with edges inside clusters at no cost.
     """
 
     cluster: NDArray[np.int32]
@@ -47,7 +46,6 @@ class Clusters:
     member_ptr: NDArray[np.int64]
     member: NDArray[np.int32]
     top_s: NDArray[np.float64]
-    bottom_s: NDArray[np.float64]
 
     @property
     def num_clusters(self) -> int:
@@ -97,7 +95,7 @@ def finish_clusters(graph: NodeGraph, cluster: NDArray[np.int32], primaries: int
     cluster = rank[cluster]
     member = np.lexsort((np.argsort(graph.order), cluster)).astype(np.int32)
     ptr = np.searchsorted(cluster[member], np.arange(number + 1)).astype(np.int64)
-    return Clusters(cluster, primaries, ptr, member, top, bottom)
+    return Clusters(cluster, primaries, ptr, member, top)
 
 
 def node_levels(graph: NodeGraph, cluster: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -26,7 +26,7 @@ from rlplace.graph.optimizers import KERNELS, OPTIMIZERS
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.simulator.expand import expand
-from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from rlplace.simulator.replicas import bucket_slices
 
 PARTS = (
     "weights", "gradients", "optimizer", "activations", "temporaries", "received", "buckets", "workspace", "slack",
@@ -234,8 +234,9 @@ class _Device:
         gradients = [item for item in self.held if item.part == GRADIENTS]
         view = self.replicated and options.gradient_as_bucket_view
         if self.replicated:
-            for size in _buckets([item.bytes for item in reversed(gradients)]):
-                self.take(self.new("gradients" if view else "buckets", size))
+            sizes = [item.bytes for item in reversed(gradients)]
+            for part in bucket_slices(sizes):
+                self.take(self.new("gradients" if view else "buckets", sum(sizes[part])))
         numbers = [] if view else [self.new("gradients", item.bytes) for item in gradients]
         appear: dict[int, list[int]] = {}  # events of the step before an appearance -> gradients
         start = self._first_start()
@@ -310,14 +311,3 @@ def _outside(device: Any, options: MemoryOptions) -> tuple[int, int]:
     if options.communication_bytes is not None:
         communication = options.communication_bytes
     return context, communication
-
-
-def _buckets(sizes: Sequence[int]) -> list[int]:
-    """Sizes of the flat buckets that gradients of these sizes fill."""
-    full, filled, limit = [], 0, FIRST_BUCKET_BYTES
-    for size in sizes:
-        filled += size
-        if filled >= limit:
-            full.append(filled)
-            filled, limit = 0, BUCKET_BYTES
-    return full + ([filled] if filled else [])

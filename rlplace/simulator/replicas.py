@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,17 @@ class Bucket:
     size_bytes: int
 
 
+def bucket_slices(sizes: Sequence[int]) -> list[slice]:
+    """The buckets that gradients of so many bytes fill in turn, as slices of the list."""
+    ends, filled, limit = [0], 0, FIRST_BUCKET_BYTES
+    for end, size in enumerate(sizes, 1):
+        filled += size
+        if filled >= limit or end == len(sizes):
+            ends.append(end)
+            filled, limit = 0, BUCKET_BYTES
+    return [slice(*both) for both in pairwise(ends)]
+
+
 def gradient_buckets(problem: Problem, device_of_group: NDArray[np.int32]) -> list[Bucket]:
     """The gradient buckets of every device, in the order in which they fill.
 
@@ -94,21 +106,15 @@ def gradient_buckets(problem: Problem, device_of_group: NDArray[np.int32]) -> li
         complete[group] = min(complete.get(group, np.inf), float(level[problem.tensor_producer[tensor[edge]]]))
     buckets = []
     for device in range(problem.num_devices):
-        groups: list[int] = []
-        size, limit = 0, FIRST_BUCKET_BYTES
-        for group in sorted((g for g in complete if device_of_group[g] == device), key=lambda g: (-complete[g], g)):
+        groups = sorted((g for g in complete if device_of_group[g] == device), key=lambda g: (-complete[g], g))
+        for group in groups:
             if problem.gradient_bytes[group] < 0:
                 raise InputError(
                     f"plan: replicas exchange gradients, but group {problem.group_names[group]!r} does not say how large they "
                     "are; give weight_bytes, gradient_bytes and optimizer_bytes"
                 )
-            groups.append(group)
-            size += int(problem.gradient_bytes[group])
-            if size >= limit:
-                buckets.append(Bucket(device, tuple(groups), size))
-                groups, size, limit = [], 0, BUCKET_BYTES
-        if groups:
-            buckets.append(Bucket(device, tuple(groups), size))
+        sizes = problem.gradient_bytes[groups].tolist()
+        buckets += [Bucket(device, tuple(groups[part]), sum(sizes[part])) for part in bucket_slices(sizes)]
     return buckets
 
 

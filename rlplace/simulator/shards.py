@@ -31,7 +31,7 @@ from rlplace.problem.collectives import COMPUTE_SLOWDOWN
 from rlplace.problem.sharding import Held, Names, gradient_sums
 from rlplace.schedule import LIST
 from rlplace.simulator.lowering import lower
-from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from rlplace.simulator.replicas import bucket_slices
 from rlplace.simulator.shard_build import Builder
 from rlplace.simulator.shard_layout import Boxes, Piece, Split, ordered, pieces, volume
 
@@ -350,12 +350,8 @@ class _Lowering:
         seconds: dict[int, list[float]] = {}
         for group in dict.fromkeys(devices for devices, _ in self.shares):
             own = sorted((s for (g, _), s in self.shares.items() if g == group), key=lambda s: (-s.complete, s.group))
-            filled: list[_Share] = []
-            limit = FIRST_BUCKET_BYTES
-            for position, share in enumerate(own):
-                filled.append(share)
-                if sum(s.size_bytes for s in filled) < limit and position < len(own) - 1:
-                    continue
+            for part in bucket_slices([share.size_bytes for share in own]):
+                filled = own[part]
                 inputs = {device: set().union(*(s.made[device] for s in filled)) for device in group}
                 name = f"all_reduce.{'-'.join(map(str, group))}.{len(seconds.get(group[0], ()))}"
                 size = sum(s.size_bytes for s in filled)
@@ -363,6 +359,5 @@ class _Lowering:
                 for device in group:
                     seconds.setdefault(device, []).append(took)
                     self.build.tensor(done[device], 0, set().union(*(s.used[device] for s in filled)))
-                filled, limit = [], BUCKET_BYTES
         for device, taken in seconds.items():
             self.build.slow(device, (BACKWARD, BACKWARD_WEIGHT), sum(taken[:-1]), COMPUTE_SLOWDOWN)

@@ -43,6 +43,15 @@ def _check(good: bool, what: str) -> None:
         raise Broken(what)
 
 
+def _comes_back(record: Any, path: Path, load: Callable[[Path], Any]) -> None:
+    """What is saved has the same fingerprint when it is loaded again."""
+    record.save(path)
+    try:
+        _check(load(path).fingerprint == record.fingerprint, "another fingerprint on the way back")
+    finally:
+        path.unlink()
+
+
 def _simulated(problem: Any, plan: Any) -> None:
     from rlplace.simulator import simulate
 
@@ -96,12 +105,7 @@ def _plan(path: Path, seeds: Path) -> None:
     _simulated(*expand(problem, plan))
     if problem.resident_bytes.sum() == (problem.weight_bytes + problem.gradient_bytes + problem.optimizer_bytes).sum():
         footprint(problem, plan)
-    again = path.with_name("again.plan.json")
-    plan.save(again)
-    try:
-        _check(PlacementPlan.load(again, problem).fingerprint == plan.fingerprint, "another fingerprint on the way back")
-    finally:
-        again.unlink()
+    _comes_back(plan, path.with_name("again.plan.json"), lambda again: PlacementPlan.load(again, problem))
 
 
 @cache
@@ -121,12 +125,7 @@ def _strategy(path: Path, seeds: Path) -> None:
     from rlplace.reporting.report import render
 
     plan = PlacementPlan.load(path)
-    again = path.with_name("again.plan.json")
-    plan.save(again)
-    try:
-        _check(PlacementPlan.load(again).fingerprint == plan.fingerprint, "another fingerprint on the way back")
-    finally:
-        again.unlink()
+    _comes_back(plan, path.with_name("again.plan.json"), PlacementPlan.load)
     question = _asked(seeds / "net.graph.json")
     if plan.strategy is None:
         return
@@ -179,12 +178,7 @@ def _cluster(path: Path, seeds: Path) -> None:
     cluster = Cluster.load(path)
     problem = price(_net(seeds / "net.graph.json"), cluster, groups=2)
     _simulated(problem, [problem.num_devices - 1] * problem.num_groups)
-    again = path.with_name("again.toml")
-    cluster.save(again)
-    try:
-        _check(Cluster.load(again).fingerprint == cluster.fingerprint, "another fingerprint on the way back")
-    finally:
-        again.unlink()
+    _comes_back(cluster, path.with_name("again.toml"), Cluster.load)
 
 
 def _cluster_text(path: Path, seeds: Path) -> None:

@@ -19,6 +19,7 @@ from rlplace.planners.attempt import FAILED, MISSING, OK, Attempt, attempt
 from rlplace.planners.common.bounds import execution_bound
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
+from rlplace.problem.problem import fullest_share
 from rlplace.simulator import simulate
 
 SEEDED = frozenset({"random", "metis"})
@@ -166,18 +167,14 @@ def measure(plan: PlacementPlan, problem: Problem, *, view: str) -> Measured:
     line = simulate(problem, plan)
     if not line.feasible or line.step_time_s is None:
         raise InfeasibleError(f"the plan does not fit when it is simulated again: {line.violations[0]}")
-    shares = [
-        float(peak) / device.memory_bytes
-        for device, peak in zip(problem.devices, line.peak_memory_bytes, strict=True)
-        if device.memory_bytes
-    ]
+    share = fullest_share(line.peak_memory_bytes.tolist(), problem.devices)
     alone = plan.microbatches == replicas == 1
     said = plan.predicted.step_time_s
     remark = None
     if said is not None and not math.isclose(said, line.step_time_s, rel_tol=1e-9):
         remark = f"the planner said {1e3 * said:.3f} ms"
     metric = (MAKESPAN if alone else RATE) + VIEWS[view]
-    return Measured(metric, plan, problem, samples, line.step_time_s, max(shares, default=None), remark)
+    return Measured(metric, plan, problem, samples, line.step_time_s, share, remark)
 
 
 def _with_plans(row: ComparisonRow, measured: Sequence[Measured], target: Target) -> ComparisonRow:

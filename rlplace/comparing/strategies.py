@@ -14,6 +14,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.planners.attempt import OK, attempt
 from rlplace.problem import Problem
+from rlplace.problem.problem import fullest_share
 from rlplace.strategy.kinds import KINDS
 from rlplace.strategy.plan import prediction
 from rlplace.strategy.search import search
@@ -75,7 +76,6 @@ def strategy_row(
     if run.answer is None or run.answer.strategy is None:
         return row
     predicted, pipeline = run.answer.predicted, run.answer.strategy.pipelines[0]
-    pairs = zip(predicted.peak_memory_bytes, question.cluster.devices, strict=True)
     return replace(
         row,
         reason=uniform_words(run.answer.strategy),
@@ -85,7 +85,7 @@ def strategy_row(
         replicas=pipeline.data_degree,
         microbatches=max(pipeline.microbatches),
         schedule=pipeline.schedule,
-        memory_share=max((peak / device.memory_bytes for peak, device in pairs if device.memory_bytes), default=None),
+        memory_share=fullest_share(predicted.peak_memory_bytes, question.cluster.devices),
     )
 
 

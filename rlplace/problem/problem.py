@@ -9,7 +9,7 @@ A problem needs no model and no GPU. It is immutable; its arrays are made read-o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +47,12 @@ class Device:
     memory_bytes: int | None = None
     reserved_bytes: int = 0
     kind: str | None = None
+
+
+def fullest_share(peak_bytes: Iterable[float], devices: Iterable[Device]) -> float | None:
+    """Peak over capacity of the fullest device; None where none has a limit."""
+    pairs = zip(peak_bytes, devices, strict=True)
+    return max((peak / device.memory_bytes for peak, device in pairs if device.memory_bytes), default=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import numpy as np
 from rlplace.cost.timings import PlaceTiming
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
+from rlplace.problem.problem import fullest_share
 from rlplace.reporting.data import ReportData
 from rlplace.reporting.scatter import scatter
 from rlplace.reporting.tables import MeasuredRow
@@ -263,9 +264,8 @@ def _share(value: float, *, over: bool = False) -> tuple[str, str]:
 
 
 def _largest_share(data: ReportData) -> str:
-    pairs = zip(data.timeline.peak_memory_bytes.tolist(), data.problem.devices, strict=True)
-    shares = [peak / device.memory_bytes for peak, device in pairs if device.memory_bytes]
-    return f"up to {percent(max(shares))} of a device" if shares else "no limits"
+    share = fullest_share(data.timeline.peak_memory_bytes.tolist(), data.problem.devices)
+    return "no limits" if share is None else f"up to {percent(share)} of a device"
 
 
 def _plural(count: int, word: str, ending: str = "s") -> str:

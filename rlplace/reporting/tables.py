@@ -12,6 +12,7 @@ from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner, run_planner, takes_microbatches
 from rlplace.problem import Problem
+from rlplace.problem.problem import fullest_share
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
 from rlplace.schedule import LIST, free_schedule
 from rlplace.simulator import Timeline, simulate
@@ -139,8 +140,6 @@ def planner_rows(
 
 
 def _row(problem: Problem, name: str, timeline: Timeline, this: bool, used: int, seconds: float | None) -> PlannerRow:
-    limits = [device.memory_bytes for device in problem.devices]
-    shares = [float(p) / m for p, m in zip(timeline.peak_memory_bytes, limits, strict=True) if m]
     step = timeline.step_time_s
     return PlannerRow(
         planner=name,
@@ -148,7 +147,7 @@ def _row(problem: Problem, name: str, timeline: Timeline, this: bool, used: int,
         step_time_s=step,
         samples_per_s=timeline.samples / step if step else None,
         feasible=timeline.feasible,
-        memory_share=max(shares, default=None),
+        memory_share=fullest_share(timeline.peak_memory_bytes.tolist(), problem.devices),
         devices_used=used,
         seconds=seconds,
         note="" if timeline.feasible else timeline.violations[0],

@@ -246,7 +246,7 @@ def test_arguments_and_constants_are_told_apart():
     first = lines(Scaled(), x)
     assert lines(Scaled(), x) == first
     other = lines(Scaled(factor=3.0), x)
-    assert [(a.split(" = ")[0], b.split(" = ")[0]) for a, b in zip(first, other, strict=True) if a != b] == [("mul_1", "mul_1")]
+    assert [(a.split()[0], b.split()[0]) for a, b in zip(first, other, strict=True) if a != b] == [("%mul_1", "%mul_1")]
     other = lines(Scaled(literal=5.0), x)
     assert [number for number, (a, b) in enumerate(zip(first, other, strict=True)) if a != b] == [len(first) - 1]
 

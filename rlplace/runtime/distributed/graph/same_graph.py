@@ -8,17 +8,18 @@ expect, which hangs, or aborts a process inside its communication library withou
 from __future__ import annotations
 
 import hashlib
+import re
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime import aliases
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.ranks import Ranks, gather_objects, group_of
+
+_DEVICE = re.compile(r"\b([a-z]+):\d+\b")
+"""A device is only known by its kind: every process traces for its own."""
 
 
 def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
@@ -46,38 +47,11 @@ def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
 
 def graph_lines(graph: ForwardGraph) -> list[str]:
     """A line for every node, then one for the rest, without what differs between processes that trace the same model."""
-    lines = _lines(graph.module)
-    rest = (graph.held, graph.inputs, _text(graph.outputs), graph.loss, sorted(graph.writes), list(graph.op_of_node.items()))
+    modules = [module for module in graph.module.modules() if isinstance(module, fx.GraphModule)]
+    lines = [_DEVICE.sub(r"\1", str(node.format_node())) for module in modules for node in module.graph.nodes]
+    rest = (graph.held, graph.inputs, str(graph.outputs), graph.loss, sorted(graph.writes), list(graph.op_of_node.items()))
     values = {name: hashlib.blake2b(_bytes(value)).hexdigest() for name, value in graph.constants.items()}
     return [*lines, repr(rest), repr(values)]
-
-
-def _lines(module: fx.GraphModule) -> list[str]:
-    lines = []
-    for node in module.graph.nodes:
-        value = aliases.get_attr(module, str(node.target)) if node.op == "get_attr" else None
-        inner = " ".join(_lines(value)) if isinstance(value, fx.GraphModule) else ""
-        lines.append(f"{node.name} = {_target(node.target)}{_text((node.args, node.kwargs))} {inner}".rstrip())
-    return lines
-
-
-def _target(target: Any) -> str:
-    if isinstance(target, (str, torch._ops.OpOverload)):
-        return str(target)
-    return str(getattr(target, "__qualname__", type(target).__qualname__))
-
-
-def _text(value: Any) -> str:
-    """A device is only known by its kind: every process traces for its own."""
-
-    def leaf(item: Any) -> Any:
-        if isinstance(item, torch.device):
-            return item.type
-        if item is None or isinstance(item, (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)):
-            return item
-        return str(item) if isinstance(item, fx.Node) else _target(item)
-
-    return repr(tuple(leaf(item) for item in pytree.tree_leaves(value)))
 
 
 def _bytes(value: torch.Tensor) -> bytes:

@@ -10,16 +10,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from rlplace.cost.measurement import Environment
 from rlplace.errors import InputError, MissingError
-
-if TYPE_CHECKING:
-    import torch
-
 
 _CONTROL_SIZE = {"cpu": 512, "cuda": 4096}
 _CONTROL_REPEATS = 15
@@ -175,8 +170,6 @@ def local_facts(device: torch.device) -> dict[str, str | int | float]:
         `machine`, `cores` (that the process may use), `threads`, `python`, `torch`; on CUDA devices also `cuda`, `cudnn`,
         `matmul_tf32`, `cudnn_tf32` and where the driver tells it `power_limit_w`; on processors `capability`.
     """
-    import torch
-
     from rlplace.cluster.detect import host_processor
 
     cores, memory_bytes = host_processor()

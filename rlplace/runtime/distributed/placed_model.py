@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.batches import Split, by_signature, check_inputs, split_batch
 from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, Recorder
-from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_microbatches
+from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves, output_names
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import Ranks
@@ -47,11 +47,6 @@ class PlacedModel(DistributedModel):
         register(self, meta, own)
         agree(own, ranks)
         super().train(meta.training)
-
-    @property
-    def own_tensors(self) -> Own:
-        """What this rank holds, and who holds what."""
-        return self._own
 
     def engines(self) -> list[Engine]:
         """The engines made so far, one per signature of inputs."""
@@ -102,7 +97,8 @@ class PlacedModel(DistributedModel):
             results.update(zip(numbers, outputs, strict=True))
         assert graph is not None
         order, mean = sorted(results), self.batching.reduction == "mean"
-        joined = join_microbatches(graph, [results[n] for n in order], [split.samples[n] for n in order], mean)
+        losses = {position for position, name in enumerate(output_names(graph)) if name == graph.loss}
+        joined = join_leaves([results[n] for n in order], [split.samples[n] for n in order], mean, losses)
         # A loss function outside the model: what it returns.
         return joined[-1] if len(joined) > len(graph.outputs) else pytree.tree_unflatten(joined, graph.out_spec)
 

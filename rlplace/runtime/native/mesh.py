@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.runtime.distributed.ranks import gather_objects
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """Axes of the mesh, outermost first."""
@@ -53,9 +53,7 @@ def check_same(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError("native: the model is on the meta device; give its parameters values first, the same on all processes")
     own = [float(parameter.detach().sum(dtype=torch.float64)) for parameter in model.parameters()]
-    sums: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sums, own)
-    if any(other != own for other in sums):
+    if any(other != own for other in gather_objects(own)):
         raise InputError("native: parameters differ between processes; build the model from one seed, or load one checkpoint")
 
 

@@ -22,24 +22,18 @@ def output_names(graph: ForwardGraph) -> list[Any]:
     return names
 
 
-def join_microbatches(graph: ForwardGraph, parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool) -> list[Any]:
+def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool, losses: Collection[int] = ()) -> list[Any]:
     """Micro-batches put together again.
 
     Floating-point scalars, such as losses, count by their share of the samples (or are added up), tensors whose first dimension
     grows with the batch are concatenated along it; of everything else the last micro-batch's is taken.
 
     Args:
-        graph: The graph, of any signature.
-        parts: Per micro-batch what `Engine.evaluate` returned.
+        parts: The flat outputs of each micro-batch.
         samples: Number of samples of each micro-batch.
         mean: Whether scalars are means over the samples.
+        losses: Positions of values that count like scalars whatever their shape.
     """
-    losses = {position for position, name in enumerate(output_names(graph)) if name == graph.loss}
-    return join_leaves(parts, samples, mean, losses)
-
-
-def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool, losses: Collection[int] = ()) -> list[Any]:
-    """See `join_microbatches`; `losses` are positions of values that count like scalars whatever their shape."""
     total = sum(samples)
     joined = []
     for position in range(len(parts[0])):

@@ -47,10 +47,6 @@ class Arrival:
     source: int
     what: object
 
-    def is_completed(self) -> bool:
-        """Whether it has arrived."""
-        return self.work.is_completed()
-
     def wait(self) -> None:
         """Waits until it has arrived.
 
@@ -98,7 +94,7 @@ class Wire:
             ) from error
         self._sent.append((work, flat, destination))
 
-    def receive(self, layout: Layout, source: int, tag: int, what: object = "a value") -> tuple[Arrival, torch.Tensor]:
+    def receive(self, layout: Layout, source: int, tag: int, what: object) -> tuple[Arrival, torch.Tensor]:
         """Starts to receive; returns what to wait for and the tensor that it fills; the text of `what` names it."""
         value = layout.empty(self.device)
         try:

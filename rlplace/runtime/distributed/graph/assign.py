@@ -33,13 +33,11 @@ class Assignment:
         placement: By node name, for every node that does work.
         unit: Number by node name; nodes with one number cannot be cut apart.
         group: Number of the plan's group by node name.
-        moved: Ops that run elsewhere than the plan says, because of what they share memory with.
     """
 
     placement: Mapping[str, Placement]
     unit: Mapping[str, int]
     group: Mapping[str, int]
-    moved: int
 
 
 def planned_placements(plan: PlacementPlan) -> dict[str, Placement]:
@@ -116,7 +114,6 @@ def assign(
         members.setdefault(unit[node], []).append(node)
     placement_of_unit: dict[int, Placement] = {}
     group_of_unit: dict[int, int] = {}
-    moved = 0
     for node in nodes:
         number = unit[node]
         if number in placement_of_unit:
@@ -140,12 +137,10 @@ def assign(
         # Ops that the plan does not name belong to the group that they come after.
         near = [group_of_unit[other] for other in before if placement_of_unit[other] == chosen]
         group_of_unit[number] = (groups or {}).get(wanted[-1], 0) if wanted else near[0] if near else -1
-        moved += sum(planned[name] != chosen for name in wanted)
     return Assignment(
         placement={node.name: placement_of_unit[unit[node]] for node in nodes},
         unit={node.name: unit[node] for node in nodes},
         group={node.name: group_of_unit[unit[node]] for node in nodes},
-        moved=moved,
     )
 
 

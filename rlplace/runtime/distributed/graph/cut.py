@@ -55,7 +55,6 @@ class Cut:
         maker: Number of the segment that makes a value, by node name.
         readers: Numbers of the segments that read a value from another one, by node name, ascending.
         owners: Devices of the plan that hold a parameter, buffer or constant, by first name, ascending.
-        moved: Ops that run elsewhere than the plan says, because of what they share memory with.
     """
 
     graph: ForwardGraph
@@ -63,16 +62,11 @@ class Cut:
     maker: Mapping[str, int]
     readers: Mapping[str, tuple[int, ...]]
     owners: Mapping[str, tuple[int, ...]]
-    moved: int
 
     @property
     def num_devices(self) -> int:
         """Devices of the plan that run something, counted from 0."""
         return 1 + max(segment.placement.device for segment in self.segments)
-
-    def predecessors(self, segment: Segment) -> set[int]:
-        """Numbers of the segments that a segment reads from."""
-        return {self.maker[name] for name in segment.reads}
 
 
 def cut_graph(graph: ForwardGraph, assignment: Assignment) -> Cut:
@@ -140,7 +134,6 @@ def cut_graph(graph: ForwardGraph, assignment: Assignment) -> Cut:
         maker={name: maker[name] for segment in segments for name in segment.makes},
         readers={name: tuple(sorted(found)) for name, found in readers.items()},
         owners={name: tuple(sorted(found)) for name, found in owners.items()},
-        moved=assignment.moved,
     )
 
 

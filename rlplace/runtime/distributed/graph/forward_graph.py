@@ -47,7 +47,6 @@ class ForwardGraph:
         writes: Names of held tensors that the forward writes to, such as running statistics.
         constants: Values of the held tensors that are no parameters or buffers of the model, by name.
         random_ops: Number of ops that draw random numbers.
-        examples: The flat inputs that it was traced for, tensors on the meta device.
     """
 
     module: fx.GraphModule
@@ -61,7 +60,6 @@ class ForwardGraph:
     writes: frozenset[str]
     constants: Mapping[str, torch.Tensor]
     random_ops: int
-    examples: tuple[Any, ...]
 
     @cached_property
     def held_of_node(self) -> Mapping[str, str]:
@@ -124,7 +122,7 @@ def forward_graph(
     loss_node = _add_loss(graph, out_spec, loss, target)
     if loss is not None:
         ops[loss_node.name] = LOSS_OP  # type: ignore[union-attr]
-    replace_in_place_ops(graph, set(held.values()), ops)
+    replace_in_place_ops(graph, ops)
     random_ops = seed_random_ops(graph)
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
@@ -148,8 +146,7 @@ def forward_graph(
                 )
             constants[name] = value.detach()
         fakes.append(value)
-    leaves = flat_inputs(args, kwargs, target)
-    layout = trace_layouts(graph_module, mode, fakes, leaves)
+    layout = trace_layouts(graph_module, mode, fakes, flat_inputs(args, kwargs, target))
     flat = output.args[0]
     return ForwardGraph(
         module=graph_module,
@@ -163,7 +160,6 @@ def forward_graph(
         writes=frozenset(_written(graph, held)),
         constants=constants,
         random_ops=random_ops,
-        examples=tuple(_meta(leaf) for leaf in leaves),
     )
 
 
@@ -214,12 +210,6 @@ def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = 
     """The leaves of a call's arguments, then those of the target, in the order of a graph's input placeholders."""
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return leaves if target is None else [*leaves, *pytree.tree_leaves(target)]
-
-
-def _meta(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) -> fx.Node | None:

@@ -7,7 +7,7 @@ input, or when another view of the same memory is read later: those have to shar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 
 import torch
 from torch import fx
@@ -18,12 +18,11 @@ _KEPT = {"set_", "resize_", "copy_", "detach_", "requires_grad_", "fill_", "zero
 """Without an out-of-place variant that autograd can differentiate."""
 
 
-def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableMapping[str, str]) -> int:
-    """Rewrites a graph in place; returns how many ops were replaced.
+def replace_in_place_ops(graph: fx.Graph, ops: MutableMapping[str, str]) -> None:
+    """Rewrites a graph in place.
 
     Args:
         graph: Exported training IR with tensor attributes as placeholders.
-        held: These placeholders.
         ops: Op name by node name; a new node takes the entry of the one that it replaces.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -31,7 +30,6 @@ def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableM
     members: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         members.setdefault(memory.find(node), []).append(node)
-    replaced = 0
     for node in list(graph.nodes):
         variant = _out_of_place(node)
         if variant is None:
@@ -57,8 +55,6 @@ def replace_in_place_ops(graph: fx.Graph, held: Iterable[fx.Node], ops: MutableM
         if node.name in ops:
             ops[new.name] = ops.pop(node.name)
         graph.erase_node(node)
-        replaced += 1
-    return replaced
 
 
 def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.graph.inputs import described_inputs
@@ -70,8 +71,6 @@ def takes_target(loss: Loss | None) -> bool:
 
 def any_loss(output: Any) -> torch.Tensor:
     """Stands for a loss whose target is not known yet, where only the shape of the graph matters."""
-    from torch.utils import _pytree as pytree
-
     floats = [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor) and v.is_floating_point()]
     if not floats:
         raise InputError("distribute: the model returns no floating-point tensor that a loss could read")

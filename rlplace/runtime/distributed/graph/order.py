@@ -6,7 +6,6 @@ computes the same order, in which producers come before consumers, so each may f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,6 @@ from rlplace.problem.problem import BACKWARD, FORWARD, UPDATE, Device, Links, Pr
 from rlplace.runtime.distributed.graph.cut import Cut
 from rlplace.schedule import LIST
 from rlplace.simulator import simulate
-from rlplace.simulator.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -101,75 +99,13 @@ def _with_inputs(cut: Cut, name: str) -> list:  # type: ignore[type-arg]
     return [node, *node.all_input_nodes]
 
 
-@dataclass(frozen=True, eq=False)
-class SegmentProblem:
-    """The segments as a problem.
-
-    Attributes:
-        problem: One op for the forward of each segment, then one for each backward.
-        segment_of_op: Segment by op number.
-        device_of_group, stage_of_group: Device and stage of the problem's groups.
-    """
-
-    problem: Problem
-    segment_of_op: Sequence[int]
-    device_of_group: Sequence[int]
-    stage_of_group: Sequence[int]
-
-
-def segment_problem(cut: Cut, *, training: bool = True, expected: Expected | None = None) -> SegmentProblem:
-    """Makes the segments a problem: values go forward, their gradients back."""
-    seconds = segment_seconds(cut, expected)
-    layout = cut.graph.layout
-    count = len(cut.segments)
-    gradient = [training and any(layout[name].requires_grad for name in s.makes) for s in cut.segments]
-    backward = {number: count + rank for rank, number in enumerate(n for n in range(count) if gradient[n])}
-    times = [forward for forward, _ in seconds] + [seconds[number][1] for number in backward]
-    tensors = []
-    for name, readers in cut.readers.items():
-        maker = cut.maker[name]
-        size = layout[name].bytes
-        tensors.append(TensorSpec(maker, size, list(readers)))
-        if layout[name].requires_grad and maker in backward:
-            tensors += [TensorSpec(backward[reader], size, [backward[maker]]) for reader in readers if reader in backward]
-    tensors += [TensorSpec(number, 0, [op]) for number, op in backward.items()]
-    placements = [segment.placement for segment in cut.segments]
-    op_placements = placements + [placements[number] for number in backward]
-    group_of = {placement: number for number, placement in enumerate(sorted(set(placements)))}
-    devices = cut.num_devices if expected is None else max(cut.num_devices, len(expected.devices))
-    problem = build_problem(
-        "segments",
-        time_s=[[time] * devices for time in times],
-        tensors=tensors,
-        memory_bytes=[None] * devices,
-        group=[group_of[placement] for placement in op_placements],
-        phase=[FORWARD] * count + [BACKWARD] * len(backward),
-        bandwidth_bytes_per_s=1e12,
-        links=None if expected is None else expected.links,
-    )
-    return SegmentProblem(
-        problem,
-        [*range(count), *backward],
-        [placement.device for placement in group_of],
-        [placement.stage for placement in group_of],
-    )
-
-
-def simulate_segments(segments: SegmentProblem, microbatches: int, schedule: str) -> Timeline:
-    """One step of the segments under a schedule."""
-    return simulate(
-        segments.problem,
-        list(segments.device_of_group),
-        microbatches=microbatches,
-        schedule=schedule,
-        stage_of_group=list(segments.stage_of_group),
-    )
-
-
 def step_order(
     cut: Cut, microbatches: int, schedule: str, *, training: bool = True, expected: Expected | None = None
 ) -> list[Step]:
     """The passes of one step over all devices of a replica, producers before consumers.
+
+    The segments are simulated as a problem of one op for the forward of each and one for its backward: values go forward,
+    their gradients back.
 
     Args:
         cut: The segments.
@@ -180,15 +116,42 @@ def step_order(
     """
     if microbatches == 0:
         return []
-    segments = segment_problem(cut, training=training, expected=expected)
-    timeline = simulate_segments(segments, microbatches, schedule if training else LIST)
+    seconds = segment_seconds(cut, expected)
+    layout = cut.graph.layout
+    count = len(cut.segments)
+    gradient = [training and any(layout[name].requires_grad for name in s.makes) for s in cut.segments]
+    backward = {number: count + rank for rank, number in enumerate(n for n in range(count) if gradient[n])}
+    tensors = []
+    for name, readers in cut.readers.items():
+        maker = cut.maker[name]
+        size = layout[name].bytes
+        tensors.append(TensorSpec(maker, size, list(readers)))
+        if layout[name].requires_grad and maker in backward:
+            tensors += [TensorSpec(backward[reader], size, [backward[maker]]) for reader in readers if reader in backward]
+    tensors += [TensorSpec(number, 0, [op]) for number, op in backward.items()]
+    segment_of_op = [*range(count), *backward]
+    placements = [segment.placement for segment in cut.segments]
+    group_of = {placement: number for number, placement in enumerate(sorted(set(placements)))}
+    devices = cut.num_devices if expected is None else max(cut.num_devices, len(expected.devices))
+    problem = build_problem(
+        "segments",
+        time_s=[[seconds[number][op >= count]] * devices for op, number in enumerate(segment_of_op)],
+        tensors=tensors,
+        memory_bytes=[None] * devices,
+        group=[group_of[placements[number]] for number in segment_of_op],
+        phase=[FORWARD] * count + [BACKWARD] * len(backward),
+        bandwidth_bytes_per_s=1e12,
+        links=None if expected is None else expected.links,
+    )
+    timeline = simulate(
+        problem,
+        [placement.device for placement in group_of],
+        microbatches=microbatches,
+        schedule=schedule if training else LIST,
+        stage_of_group=[placement.stage for placement in group_of],
+    )
     first = np.lexsort((timeline.task_microbatch, timeline.task_op, timeline.start_s))
-    forwards = len(cut.segments)
     return [
-        Step(
-            segments.segment_of_op[timeline.task_op[task]],
-            int(timeline.task_microbatch[task]),
-            bool(timeline.task_op[task] >= forwards),
-        )
+        Step(segment_of_op[timeline.task_op[task]], int(timeline.task_microbatch[task]), bool(timeline.task_op[task] >= count))
         for task in first.tolist()
     ]

@@ -114,7 +114,7 @@ def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -
     )
 
 
-def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, direction: str, *, related: bool = True) -> Curve:
+def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, direction: str) -> Curve:
     """The best curve that there is for a device kind: its own, that of a related direction, precision or device, or datasheet.
 
     A product of a backward pass is the same kernel as one of a forward pass and keeps the basis of the forward curve. Every
@@ -127,12 +127,12 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
         op: Op class.
         precision: See `precision_of`.
         direction: One of `rlplace.cost.table.DIRECTIONS`.
-        related: Whether to look at related devices.
     """
     name = base_name(kind.name)
     own = costs.kinds[name].curves if name in costs.kinds else {}
-    if _given_by_hand(kind, name):
-        own, related = {key: curve for key, curve in own.items() if curve.basis != "fitted"}, False
+    by_hand = _given_by_hand(kind, name)
+    if by_hand:
+        own = {key: curve for key, curve in own.items() if curve.basis != "fitted"}
     for key in _own_keys(op, precision, direction):
         curve = own.get(key)
         if curve is None:
@@ -142,7 +142,7 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
             return curve
         return msgspec.structs.replace(curve, basis="scaled", source=f"{'/'.join(key)} curve: {curve.source}")
     other = name
-    while related and other in RELATED:
+    while not by_hand and other in RELATED:
         other = RELATED[other]
         lent = costs.kinds[other].curves if other in costs.kinds else {}
         for key in _own_keys(op, precision, direction):

@@ -17,7 +17,7 @@ from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import op_directions, op_sizes
 from rlplace.cost.curve import kernel_seconds
 from rlplace.cost.scaled import peak_of, precision_of
-from rlplace.cost.table import DIRECTIONS, Curve, Key, KindCosts
+from rlplace.cost.table import DIMS, DIRECTIONS, Curve, Key, KindCosts
 from rlplace.graph.opgraph import UPDATE, OpGraph
 
 _VARIANTS = ("dropout", "groups", "depthwise")
@@ -68,8 +68,6 @@ def op_dims_of(graph: OpGraph) -> list[Mapping[str, int]]:
 
 def shape_dims(dims: Mapping[str, int], flops: float, size_bytes: float) -> dict[str, int]:
     """What a measured shape of a target is told by: FLOPs, bytes and the dims that cost tables know."""
-    from rlplace.cost.table import DIMS
-
     kept = {name: int(size) for name, size in dims.items() if name in DIMS}
     return {**kept, "flops": round(flops), "bytes": round(size_bytes)}
 

@@ -10,7 +10,7 @@ import toys
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner, run_planner
 from rlplace.planners.annealing import annealing as annealing_file
-from rlplace.planners.annealing.annealing import COOLING, RETURNS, run_annealing
+from rlplace.planners.annealing.annealing import COOLING, RETURNS, AnnealingSettings, run_annealing
 from rlplace.planners.brkga.brkga import BARRED, Decoder, encode, mix
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import Evaluator, Execution, count_calls
@@ -63,7 +63,7 @@ def test_the_compiled_loop_is_the_python_loop(setting, execution):
         search = Search(problem, "annealing", start, execution, calls=200, time_limit_s=None)
         moves = MoveMaker(problem, 5)
         if compiled:
-            run_annealing(search, moves, 0.05)
+            run_annealing(search, moves, AnnealingSettings(0.05))
         else:
             anneal_in_python(search, moves, 200, 0.05, 200 // RETURNS)
         assert search.used() == 200
@@ -124,7 +124,7 @@ def test_with_a_time_limit_the_temperature_follows_the_calls_that_the_rate_promi
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1e-3 * counter.calls))
         for calls, expected in ((None, 2_000), (500, 500), (9_000, 2_000)):
             search = Search(problem, "annealing", [0] * 40, calls=calls, time_limit_s=2.0)
-            run_annealing(search, MoveMaker(problem, 0))
+            run_annealing(search, MoveMaker(problem, 0), AnnealingSettings())
             assert promised[0] == 0.0
             assert promised[1:] == pytest.approx([expected] * (len(promised) - 1), rel=2e-3)
             assert search.used() == pytest.approx(expected, abs=11)
@@ -143,7 +143,7 @@ def test_returns_keep_a_hot_search_near_its_best_assignment():
     at_end = []
     for returns in (0, 10):
         search = Search(problem, "annealing", [0] * 24, calls=1000, time_limit_s=None)
-        run_annealing(search, MoveMaker(problem, 5), start_temperature=10.0, cooling=1.0, returns=returns)
+        run_annealing(search, MoveMaker(problem, 5), AnnealingSettings(10.0, 1.0, returns))
         at_end.append(search.score.step_time_s / search.best_score.step_time_s)
     assert at_end[0] > 1.05
     assert at_end[1] == 1.0

@@ -250,15 +250,6 @@ def test_same_seed_same_plan_and_the_problem_stays(gpt):
     assert gpt.fingerprint == before
 
 
-def test_fewer_devices(gpt):
-    plan = pase(gpt, devices=2)
-    assert max(prod(parts.values()) for parts in plan.shards.values()) == 2
-    assert pase(gpt, devices=1).shards is None
-    for wrong in (0, 5, True, 1.5):
-        with pytest.raises(InputError, match="devices"):
-            pase(gpt, devices=wrong)
-
-
 def with_memory(problem, size_bytes):
     devices = tuple(Device(d.name, size_bytes + d.reserved_bytes, d.reserved_bytes, d.kind) for d in problem.devices)
     return dataclasses.replace(problem, devices=devices)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -66,7 +66,7 @@ SETTINGS = AnnealingSettings
 
 def spend(search: Search, seed: int, settings: AnnealingSettings) -> None:
     """Spends the search's budget; `seed` is that of the moves."""
-    run_annealing(search, MoveMaker(search.evaluator.problem, seed), *astuple(settings))
+    run_annealing(search, MoveMaker(search.evaluator.problem, seed), settings)
 
 
 def default_temperature(calls: float, groups: int) -> float:
@@ -80,20 +80,14 @@ def warm_up() -> None:
     problem = random_problem(0, 6, 3, memory_factor=1.0)
     with uncounted():
         search = Search(problem, "annealing", [0] * 6, calls=2, time_limit_s=None)
-        run_annealing(search, MoveMaker(problem, 0))
+        run_annealing(search, MoveMaker(problem, 0), AnnealingSettings())
 
 
-def run_annealing(
-    search: Search,
-    moves: MoveMaker,
-    start_temperature: float | None = None,
-    cooling: float = COOLING,
-    returns: int = RETURNS,
-) -> None:
+def run_annealing(search: Search, moves: MoveMaker, settings: AnnealingSettings) -> None:
     """Spends the search's budget."""
     from rlplace.planners.annealing.kernels import anneal
 
-    hot = start_temperature
+    hot, cooling, returns = settings.start_temperature, settings.cooling, settings.returns
     groups = search.evaluator.problem.num_groups
     simulation, trial = search.evaluator.simulator.compiled
     trial[:] = search.assignment
@@ -111,7 +105,7 @@ def run_annealing(
     progress, left_s = search.progress(), search.deadline.left_s()
     began_s, calls_made = time.monotonic(), 0
     while progress < 1.0:
-        if start_temperature is None:
+        if settings.start_temperature is None:
             # The budget in calls is what the rate so far promises; before there is one, nothing uphill is accepted.
             spent_s = time.monotonic() - began_s
             promised = 0.0 if calls_made == 0 else calls_made / spent_s * left_s

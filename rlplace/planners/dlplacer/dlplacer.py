@@ -64,7 +64,6 @@ def dlplacer(
     time_limit_s: float | None = None,
     groups: int = GROUPS,
     effort: float = EFFORT,
-    contention: bool | None = None,
     **execution: Any,
 ) -> PlacementPlan:
     """The best plan that the coarse program leads to; see the module docstring.
@@ -75,7 +74,6 @@ def dlplacer(
         time_limit_s: Seconds, those of `best` included; without it the result depends on the problem and the seed alone.
         groups: Nodes of the coarse graph; problems with fewer groups are not coarsened.
         effort: Limit in the solver's deterministic seconds.
-        contention: Whether channels carry one transfer at a time in the program; None: where that keeps it small enough.
         **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
@@ -95,7 +93,7 @@ def dlplacer(
     hint = _hint(coarse, node_of_group, baseline, deadline)
     left_s = deadline.left_s()
     solver_s = left_s if math.isinf(left_s) else max(0.0, left_s - _KEPT_S * (time_limit_s or 0.0))
-    outcome, program = _solve(coarse, hint, contention=contention, seed=seed, effort=effort, time_limit_s=solver_s)
+    outcome, program = _solve(coarse, hint, seed=seed, effort=effort, time_limit_s=solver_s)
     known = [] if baseline is None else [baseline.devices]
     solved = [solution.device_of_group[node_of_group] for solution in outcome.solutions[:_CANDIDATES]]
     answer = best_of(problem, [*known, *solved], evaluator, deadline)
@@ -135,14 +133,13 @@ def _hint(coarse: Problem, node_of_group: Any, baseline: Answer | None, deadline
 
 
 def _solve(
-    coarse: Problem, hint: Timeline | None, *, contention: bool | None, seed: int, effort: float, time_limit_s: float
+    coarse: Problem, hint: Timeline | None, *, seed: int, effort: float, time_limit_s: float
 ) -> tuple[Outcome, PlacementProgram]:
     """Solves the coarse program; when its estimate of memory leaves no solution, without it: the repair comes later."""
     horizon_s = safe_horizon_s(coarse) if hint is None else hint.step_time_s
     assert horizon_s is not None
     instance = make_instance(coarse, horizon_s)
-    if contention is None:
-        contention = _ways(instance) <= MAX_CARRIED
+    contention = _ways(instance) <= MAX_CARRIED
     program = build_program(instance, contention=contention)
     limit_static(program)
     outcome = solve_program(program, hint=hint, seed=seed, effort=effort, time_limit_s=time_limit_s)

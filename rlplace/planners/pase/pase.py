@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlplace.errors import InfeasibleError, InputError, whole_number
+from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.common.evaluate import Deadline, Evaluator, Execution
 from rlplace.planners.common.shortage import raise_infeasible
@@ -44,7 +44,6 @@ def pase(
     *,
     seed: int = 0,
     time_limit_s: float | None = None,
-    devices: int | None = None,
     gradient_prices: tuple[float, ...] = GRADIENT_PRICES,
     **execution: Any,
 ) -> PlacementPlan:
@@ -54,7 +53,6 @@ def pase(
         problem: Priced at level "op" with sharding, no group fixed to a device.
         seed: Nothing is random.
         time_limit_s: No further strategy is searched once it has passed and one fits.
-        devices: How many of the first devices may be used; default all.
         gradient_prices: See `rlplace.planners.pase.captured.layer_graph`; ``(1.0,)`` is the paper's cost alone.
         **execution: As for all planners, but shards exclude micro-batches and schedules.
 
@@ -69,8 +67,7 @@ def pase(
     sharding_of(problem)
     if Execution(**execution) != Execution():
         raise InputError("pase: cut ops exclude micro-batches and schedules; leave microbatches and schedule out")
-    most = problem.num_devices if devices is None else devices
-    whole_number(most, "pase: devices", 1, problem.num_devices)
+    most = problem.num_devices
     if (problem.group_device >= 0).any():
         raise InputError("pase: a problem with fixed groups cannot be cut; free the groups")
     deadline, evaluator = Deadline(time_limit_s), Evaluator(problem)

@@ -26,11 +26,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.plan import PlacementPlan
 from rlplace.planners.bipartition.layers import layer_orders, make_layers, make_pipeline, pipeline_execution
 from rlplace.planners.bipartition.solve import Cuts, layer_wise
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
 from rlplace.schedule import GPIPE
@@ -39,28 +37,8 @@ MAX_LAYERS = 512
 """Layers that are told apart; neighbours are merged beyond."""
 
 
-def gpipe(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    time_limit_s: float | None = None,
-    microbatches: int = 1,
-    schedule: str | None = None,
-) -> PlacementPlan:
-    """The best of GPipe's partitions; see the module docstring.
-
-    Args:
-        problem: Split or not: a layer's passes sit on one device either way.
-        seed: Unused: nothing is random.
-        time_limit_s: Wall time.
-        microbatches: Micro-batches of a step.
-        schedule: Default `gpipe` when there are several micro-batches, else `list`.
-
-    Raises:
-        InfeasibleError: No plan fits.
-    """
-    run = pipeline_execution(problem, microbatches, schedule, default=GPIPE)
-    return one_shot(problem, "gpipe", partial(candidates, **run), seed=seed, time_limit_s=time_limit_s, **run)
+execution = partial(pipeline_execution, default=GPIPE)
+"""Several micro-batches run with `gpipe` unless told otherwise."""
 
 
 def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = GPIPE) -> Iterator[Assignment]:

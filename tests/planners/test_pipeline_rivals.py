@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.bipartition.profile import profile_problem, read_profile
 from benchmarks.papers.pipedream import Level, device_levels, replicated_optimum, solve_levels
+from rlplace.planners import get_planner
 from rlplace.planners.bipartition.layers import layer_orders, make_layers
-from rlplace.planners.gpipe import block_partition, gpipe
+from rlplace.planners.gpipe import block_partition
 from rlplace.planners.gpipe import candidates as gpipe_candidates
-from rlplace.planners.pipedream.pipedream import candidates, pipedream
+from rlplace.planners.pipedream.pipedream import candidates
 from rlplace.planners.pipedream.stages import branch_states, chain_states
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -177,11 +178,11 @@ def test_block_partition_keeps_its_bound(costs, parts):
 def test_gpipe_reaches_the_textbook_step():
     """Four equal stages, 1 + 2 seconds each, eight micro-batches: (8 + 3) * 3 seconds."""
     problem = toys.pipeline_chain(4, 4)
-    plan = gpipe(problem, microbatches=8)
+    plan = get_planner("gpipe")(problem, microbatches=8)
     assert plan.schedule == "gpipe" and plan.microbatches == 8
     assert plan.predicted.step_time_s == pytest.approx(33.0)
     assert sorted(plan.device_of_group) == [0, 1, 2, 3]
-    assert pipedream(problem, microbatches=8).predicted.step_time_s == pytest.approx(33.0)
+    assert get_planner("pipedream")(problem, microbatches=8).predicted.step_time_s == pytest.approx(33.0)
 
 
 def test_gpipe_finds_the_exact_partition():

@@ -250,7 +250,9 @@ def make_pipeline(
     return Workers(link, limit, np.array(depth, dtype=np.int64), weight_share=1.0 / microbatches)
 
 
-def pipeline_execution(problem: Problem, microbatches: int, schedule: str | None, default: str = ONE_F_ONE_B) -> dict[str, Any]:
+def pipeline_execution(
+    problem: Problem, microbatches: int = 1, schedule: str | None = None, *, default: str = ONE_F_ONE_B
+) -> dict[str, Any]:
     """`microbatches` and `schedule` of a pipeline planner.
 
     Unless told otherwise several micro-batches run with `default`; with `list` where that limits the micro-batches in flight

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,8 @@ from rlplace.simulator import simulate
 
 REPAIRS = 3
 """Infeasible candidates that a planner repairs, most promising first."""
+
+_EXECUTION = {item.name for item in fields(Execution)}
 
 Candidates = Callable[[Problem, int], Iterable[Assignment]]
 
@@ -88,14 +91,17 @@ def finish(problem: Problem, answer: Answer | None, execution: Execution = PLAIN
 def one_shot_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
     """The planner of a module that defines `candidates`, and `REPAIRS` where it does not want the default.
 
-    Options of `candidates` are options of the planner.
+    Options of `candidates` are options of the planner. Where those are how the step is executed, `execution` of the module
+    settles them from the options of the planner.
     """
     repairs = getattr(module, "REPAIRS", REPAIRS)
     own = inspect.signature(module.candidates).parameters.keys()
 
     def planner(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlacementPlan:
-        build = partial(module.candidates, **{key: options.pop(key) for key in own & options.keys()})
-        return one_shot(problem, name, build, seed=seed, time_limit_s=time_limit_s, repairs=repairs, **options)
+        run = module.execution(problem, **options) if hasattr(module, "execution") else options
+        build = partial(module.candidates, **{key: run[key] for key in own & run.keys()})
+        run = {key: value for key, value in run.items() if key in _EXECUTION or key not in own}
+        return one_shot(problem, name, build, seed=seed, time_limit_s=time_limit_s, repairs=repairs, **run)
 
     planner.__name__, planner.__doc__ = name, module.__doc__
     return planner

@@ -16,44 +16,20 @@ weights have one version. The simulator picks among numbers of devices.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.plan import PlacementPlan
 from rlplace.planners.bipartition.layers import Layers, layer_orders, make_layers, make_pipeline, pipeline_execution
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.subsets import device_subsets, map_parts
 from rlplace.planners.pipedream import kernels
 from rlplace.planners.pipedream.stages import States, branch_states, chain_states
 from rlplace.problem import Problem
 from rlplace.schedule import ONE_F_ONE_B
 
-
-def pipedream(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    time_limit_s: float | None = None,
-    microbatches: int = 1,
-    schedule: str | None = None,
-) -> PlacementPlan:
-    """The best straight pipeline; see the module docstring.
-
-    Args:
-        problem: Split or not: a layer's passes sit on one device either way.
-        seed: Unused: nothing is random.
-        time_limit_s: Wall time.
-        microbatches: Micro-batches of a step.
-        schedule: Default `1f1b` when there are several micro-batches and stages form no cycle, else `list`.
-
-    Raises:
-        InfeasibleError: No plan fits.
-    """
-    run = pipeline_execution(problem, microbatches, schedule)
-    return one_shot(problem, "pipedream", partial(candidates, **run), seed=seed, time_limit_s=time_limit_s, **run)
+execution = pipeline_execution
+"""Several micro-batches run with `1f1b` unless told otherwise."""
 
 
 def candidates(problem: Problem, seed: int, *, microbatches: int = 1, schedule: str = ONE_F_ONE_B) -> Iterator[Assignment]:

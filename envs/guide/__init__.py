@@ -1,1 +1,1 @@
-"""What guides a refinement: compiled analysis of a simulated step, moves, their features and their prices."""
+"""What guides a refinement: compiled analysis of a simulated step, moves and their features."""

@@ -14,6 +14,7 @@ from rlplace.envs.instance import Instance
 from rlplace.planners.common.groupgraph import finite_links, finite_mean
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
+from rlplace.problem.order import grouped
 from rlplace.simulator.tasks import TaskGraph, task_graph
 
 
@@ -107,9 +108,8 @@ def make_facts(instance: Instance) -> Facts:
 
 def _lists(name: str, ptr: NDArray[np.int64], entries: NDArray[np.int32], count: int) -> dict[str, Any]:
     """For every task the values of which it is an entry."""
-    value = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
-    starts = np.concatenate([[0], np.cumsum(np.bincount(entries, minlength=count))])
-    return {f"{name}_ptr": starts, f"{name}s": value[np.argsort(entries, kind="stable")]}
+    starts, values = grouped(entries, np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), count)
+    return {f"{name}_ptr": starts, f"{name}s": values}
 
 
 def _edges(

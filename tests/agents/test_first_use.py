@@ -13,7 +13,7 @@ from rlplace.agents import first_use, guided, search
 from rlplace.agents import setup as adapt
 from rlplace.agents.labels import walk
 from rlplace.envs import make_instance
-from rlplace.envs.guide import analysis, draw, features, price
+from rlplace.envs.guide import analysis, draw, features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.planners import balanced, get_planner
@@ -106,7 +106,6 @@ KERNELS = {
         analysis,
         draw,
         features,
-        price,
         guided,
     )
     for name, value in vars(module).items()
@@ -145,7 +144,7 @@ def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path, agents):
 def test_adapting_has_compiled_everything_before_its_time_begins():
     adapt._warm_up()
     before = signatures()
-    assert all(before[f"rlplace.envs.guide.{name}"] == 1 for name in ("price.price_moves", "draw.draw_moves"))
+    assert before["rlplace.envs.guide.draw.draw_moves"] == 1
     guide = Guide(make_instance(random_problem(1, 20, 4, memory_factor=1.3, hosts=2)), 32, 0)
     assert walk(guide, guide.instance.floor, 4, np.random.default_rng(0))
     assert signatures() == before
